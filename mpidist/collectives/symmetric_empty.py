@@ -74,5 +74,5 @@ def symmetric_empty(
     if on_host:
         # The ranks of a node fail together already; the ranks of other nodes must learn of the failure.
         with raise_together("allocating arrays") if len(group.topology.nodes) > 1 else nullcontext():
-            shared = iter(group.shared.empty(on_host, per_node))
+            shared = iter(group.shared.empty(on_host, per_node, f"symmetric_empty on {group.topology.node_name}"))
     return [next(shared) if array is None else array for array in made]

@@ -115,7 +115,6 @@ class OnServers(VariablePlacement):
             self._num_unnamed += 1
         what = f"variable {name!r}"
         given = initial_value() if callable(initial_value) else initial_value
-        given = np.asarray(given) if isinstance(given, (list, tuple)) else given
         array = arrays.on_host(native_of(given, what))
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         if dtype is not None:

@@ -20,11 +20,11 @@ def count_text(number: int, noun: str, plural: str = "") -> str:
 
 def size_text(nbytes: float) -> str:
     """Write a number of bytes in a unit of suitable size."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1024
-    return f"{nbytes:.4g} GiB"
+    return f"{nbytes:.4g} TiB"
 
 
 def time_text(seconds: float) -> str:

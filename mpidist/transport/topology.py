@@ -87,8 +87,14 @@ class Topology:
         """Whether all nodes have equally many ranks."""
         return len(set(self.node_sizes)) == 1
 
+    @property
+    def node_name(self) -> str:
+        """This rank's node and its host, for people."""
+        return self._name_of(self.node)
+
+    def _name_of(self, node: int) -> str:
+        return f"node {node} ({self.hostnames[self.nodes[node][0]]})"
+
     def __str__(self) -> str:
-        nodes = (
-            f"node {node} ({self.hostnames[ranks[0]]}): {name_ranks(ranks)}" for node, ranks in enumerate(self.nodes)
-        )
+        nodes = (f"{self._name_of(node)}: {name_ranks(ranks)}" for node, ranks in enumerate(self.nodes))
         return f"{count_text(self.size, 'rank')} on {count_text(self.num_nodes, 'node')}; {'; '.join(nodes)}"

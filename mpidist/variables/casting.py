@@ -18,11 +18,17 @@ def is_python_number(value: Any) -> bool:
 
 
 def native_of(value: Any, what: str) -> arrays.NativeArray:
-    """Return an array of any library, or a number, as a native array.
+    """Return an array of any library, a number, or a list or tuple of numbers as a native array.
 
     Raises:
-        TypeError: If the value is neither; the error begins with `what`, the name of the variable.
+        ValueError: If the lists in a list differ in length.
+        TypeError: If the value is none of these; the error begins with `what`, the name of the variable.
     """
+    if isinstance(value, (list, tuple)):
+        try:
+            return np.asarray(value)
+        except ValueError as error:
+            raise ValueError(f"{what} takes lists of equal lengths: {error}") from None
     try:
         library = library_of(value)
     except TypeError as error:
@@ -52,8 +58,8 @@ def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.Native
         what: The name of the target, for errors.
 
     Raises:
-        ValueError: If the cast would lose a fraction or an imaginary part, or a Python integer is out of range, as 300
-            is for uint8.
+        ValueError: If the cast would lose a fraction or an imaginary part, if a Python integer is out of range, as 300
+            is for uint8, or if the lists in a list differ in length.
         TypeError: If the value is neither an array nor a number.
     """
     dtype = target.dtype
@@ -61,7 +67,7 @@ def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.Native
         array = _from_number(value, dtype, what)
     else:
         is_list = isinstance(value, (list, tuple))
-        array = np.asarray(value) if is_list else native_of(value, what)
+        array = native_of(value, what)
         if is_list and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
             for number in (array.min(), array.max()):
                 _require_range(int(number), dtype, what)

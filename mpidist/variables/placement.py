@@ -119,7 +119,8 @@ class OncePerNode(VariablePlacement):
             pass  # agreed on before the allocation, which may fail and leave the group usable
         is_one_node = len(self._group.topology.nodes) == 1  # whose ranks fail together
         with nullcontext() if is_one_node else raise_together(self._group, "allocating", self._timeout_seconds):
-            (array,) = self._group.shared.empty([(value.shape, value.dtype)], True)
+            call = f"placing of a variable on {self._group.topology.node_name}"
+            (array,) = self._group.shared.empty([(value.shape, value.dtype)], True, call)
         self._group.shared.write(array, arrays.on_host(value))
         return array
 

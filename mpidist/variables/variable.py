@@ -210,8 +210,7 @@ def _synchronization(value: VariableSynchronization | str) -> VariableSynchroniz
 
 
 def _native(value: Any, dtype: Any, what: str) -> Any:
-    given = np.asarray(value) if isinstance(value, (list, tuple)) else value
-    array = native_of(given, what)
+    array = native_of(value, what)
     if dtype is not None:
         array = cast_for(array.reshape(-1)[:0].real.astype(dtype), value, what)
     return array.astype(array.dtype.newbyteorder("="))

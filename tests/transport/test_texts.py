@@ -44,5 +44,5 @@ def test_an_error_without_words_has_its_name() -> None:
 
 
 def test_sizes_have_the_unit_that_people_choose() -> None:
-    texts = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 3 << 19: "1.5 MiB", 1 << 30: "1 GiB", 5 << 40: "5120 GiB"}
+    texts = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 3 << 19: "1.5 MiB", 1 << 30: "1 GiB", 5 << 40: "5 TiB"}
     assert {size: size_text(size) for size in texts} == texts

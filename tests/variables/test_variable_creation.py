@@ -182,6 +182,7 @@ def test_rules_that_mean_the_same_agree() -> None:
         ({"aggregation": "MEAN", "initial_value": 1, "synchronization": "ON_READ"}, ValueError, "MEAN"),
         ({"initial_value": None}, TypeError, "NoneType"),
         ({"initial_value": object()}, TypeError, "object"),
+        ({"initial_value": [[1], [1, 2]]}, ValueError, "variable 'w' takes lists of equal lengths: .*inhomogeneous"),
         (
             {"initial_value": "text"},
             TypeError,

@@ -374,6 +374,7 @@ UNFIT: list[tuple[str, Any, str]] = [
     ("float32", 10**400, "does not fit in variable '.*', which is of dtype float32"),
     ("bool", 1, "dtype int64"),
     ("int64", "5", "str"),
+    ("float64", [[1], [1, 2]], "variable '.*' takes lists of equal lengths: .*inhomogeneous shape"),
 ]
 
 

@@ -326,7 +326,18 @@ def symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[An
     except TypeError:
         needed = "a whole number or a sequence of whole numbers, as (2, 3)"
         raise TypeError(f"symmetric_empty: the shape must be {needed}, got {shape!r}") from None
-    native = np.dtype(dtype)
-    if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:
-        raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
+    try:
+        native = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"symmetric_empty: the dtype must be one of NumPy's, as 'float32', got {dtype!r}") from None
+    if any(length < 0 for length in dims):
+        raise InvalidArgumentError(f"symmetric_empty: the lengths in the shape must be 0 or more, got {dims}")
+    if native.hasobject:
+        raise InvalidArgumentError(
+            f"symmetric_empty: ranks cannot share Python objects, got dtype {native}; pass one of numbers, as 'float32'"
+        )
+    if prod(dims) * native.itemsize >= 1 << 62:
+        raise InvalidArgumentError(
+            f"symmetric_empty: an array of shape {dims} and dtype {native} is larger than any memory; ask for less"
+        )
     return dims, native

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
+from mpidist.errors import UnavailableError
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.mpi import Intracomm
@@ -105,13 +106,14 @@ class SharedArrays:
         return comm
 
     def empty(
-        self, specs: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], per_node: bool
+        self, specs: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], per_node: bool, call: str
     ) -> list[np.ndarray[Any, Any]]:
         """Allocate arrays in shared memory. Collective over the node.
 
         Args:
             specs: Shape and dtype of each array, the same on every rank.
             per_node: Whether to make one array for all ranks of the node, instead of one for each rank.
+            call: The name of the call, for errors.
 
         Returns:
             C-contiguous arrays, zero at first.
@@ -125,7 +127,10 @@ class SharedArrays:
             offsets.append(end)
             next_offsets[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
         number, self.num_windows = self.num_windows, self.num_windows + 1  # counted also where memory is too short
-        window = SharedWindow(self._comm, end)
+        try:
+            window = SharedWindow(self._comm, end)
+        except UnavailableError as error:
+            raise UnavailableError(f"{call}: {error}") from error
         part = window.parts[0 if per_node else self.within_node.rank]
         self._register(number, window, per_node, next_offsets)
         return [

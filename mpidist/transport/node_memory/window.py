@@ -9,12 +9,14 @@ import os
 import secrets
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi import Intracomm
+from mpidist.transport.text import size_text
 
 __all__ = [
     "LINE_BYTES",
@@ -78,33 +80,54 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int,
     Raises:
         UnavailableError: If there is too little shared memory, on every rank of the node.
     """
-    path = comm.bcast(f"{_DIRECTORY}/mpidist-{secrets.token_hex(8)}", 0)
+    file, problem, memory = _open_nameless(comm, nbytes), None, None
+    try:
+        if taken:
+            os.posix_fallocate(file, start, taken)
+        memory = _Mapping(file, nbytes)
+    except OSError as error:
+        problem = (
+            f"{size_text(taken or nbytes)} cannot be had in {_DIRECTORY} ({error.strerror}); ask for less, or give "
+            "containers more of it, docker run --shm-size=1g"
+        )
+    _require_no_problems(comm.allgather(problem), file)
+    return file, np.asarray(memory)
+
+
+def _open_nameless(comm: Intracomm, nbytes: int) -> int:
+    """Open one new file on all ranks of a node. Collective over the node.
+
+    A job that is killed leaves no file behind: the file has a name only for the moment in which all ranks open it.
+    """
+    path = comm.allgather(f"{_DIRECTORY}/mpidist-{secrets.token_hex(8)}")[0]  # all ranks are here
     file, problem, is_first = -1, None, comm.Get_rank() == 0
     try:
         if is_first:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             os.ftruncate(file, nbytes)
     except OSError as error:
-        problem = f"{_DIRECTORY} cannot be used: {error.strerror}"
+        problem = f"{_DIRECTORY} cannot be used ({error.strerror}); mount a file system of type tmpfs there"
     comm.Barrier()
-    memory: Any = None
     try:
         if not is_first:
             file = os.open(path, os.O_RDWR)
-        if file >= 0:
-            if taken:
-                os.posix_fallocate(file, start, taken)
-            memory = _Mapping(file, nbytes)
     except OSError as error:
-        problem = f"{(taken or nbytes) >> 10} KiB cannot be had in {_DIRECTORY} ({error.strerror})"
-    problems = [text for text in comm.allgather(problem) if text is not None]
+        why = f"ranks of one node do not share {_DIRECTORY} ({error.strerror})"
+        problem = f"{why}; let containers share it, docker run --ipc=host"
+    problems = comm.allgather(problem)
     if is_first and file >= 0:
         os.unlink(path)
-    if problems:
-        if file >= 0:
-            os.close(file)
-        raise UnavailableError(f"{problems[0]}; give containers more of it, docker run --shm-size=1g")
-    return file, np.asarray(memory)
+    _require_no_problems(problems, file)
+    return file
+
+
+def _require_no_problems(problems: Sequence[str | None], file: int) -> None:
+    """Close a file and raise, if a rank of the node has a problem. Local."""
+    for problem in problems:
+        if problem is not None:
+            if file >= 0:
+                os.close(file)
+            raise UnavailableError(problem)
 
 
 def whole_pages(nbytes: int) -> int:
@@ -180,7 +203,7 @@ def _own_memory(nbytes: int) -> Any:
     except (OSError, OverflowError) as error:
         why = error.strerror if isinstance(error, OSError) else "more than a process can address"
         raise UnavailableError(
-            f"{nbytes >> 10} KiB of memory cannot be had ({why}); ask for less, or give the rank more (ulimit -v, the "
+            f"{size_text(nbytes)} of memory cannot be had ({why}); ask for less, or give the rank more (ulimit -v, the "
             "limits of the container or of the batch job)"
         ) from error
 
@@ -205,7 +228,7 @@ class PrivateCopy:
         self._copy = _libc().mmap(None, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if self._copy == _MAP_FAILED:
             sys.stderr.write(
-                f"mpidist: too little memory to copy {self._nbytes >> 10} KiB of results for a process that is forked: "
+                f"mpidist: too little memory to copy {size_text(self._nbytes)} of results for a forked process: "
                 "it ends if it reads them. Let these results go before, or start it in another way\n"
             )
             return

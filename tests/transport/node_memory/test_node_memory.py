@@ -116,6 +116,23 @@ def test_the_file_has_no_name(comm: Intracomm) -> None:
     assert num_files() == files
 
 
+@pytest.mark.parametrize("nbytes", [1000, 3 << 20])
+def test_the_file_has_no_name_while_memory_is_reserved(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Which takes long where there is much."""
+    names, really = [], os.posix_fallocate
+
+    def reserve(file: int, start: int, length: int) -> None:
+        names.append(os.fstat(file).st_nlink)
+        really(file, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    SharedWindow(comm, nbytes)
+    if comm.rank == 0:  # which takes the name away
+        assert names == [0]
+
+
 def test_memory_is_there_as_long_as_an_array_in_it(comm: Intracomm) -> None:
     before = mapped()
     window = SharedWindow(comm, 1000)
@@ -161,10 +178,22 @@ def closed_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], int, str]] = {
-    "no memory for the first": (full_disk, 0, r"KiB cannot be had in /dev/shm \(No space left on device\); give "),
-    "no memory for the last": (full_disk, -1, r"KiB cannot be had in /dev/shm \(No space left on device\); give "),
-    "no folder": (no_directory, 0, "no/such/folder cannot be used: No such file or directory; give containers"),
-    "containers": (closed_directory, -1, r"KiB cannot be had in /dev/shm \(No such file or directory\); give "),
+    "no memory for the first": (
+        full_disk,
+        0,
+        r"[KM]iB cannot be had in /dev/shm \(No space left on device\); ask for less",
+    ),
+    "no memory for the last": (
+        full_disk,
+        -1,
+        r"[KM]iB cannot be had in /dev/shm \(No space left on device\); ask for less",
+    ),
+    "no folder": (no_directory, 0, r"no/such/folder cannot be used \(No such file or directory\); mount "),
+    "containers": (
+        closed_directory,
+        -1,
+        r"ranks of one node do not share /dev/shm \(No such .*\); let containers share it",
+    ),
 }
 
 
@@ -462,7 +491,7 @@ def test_a_node_with_little_shared_memory_falls_back_to_messages(tmp_path: Path)
     assert "rank 0: right, left behind: []" in text
     assert "rank 1: right, left behind: []" in text
     assert text.count("WARNING ranks of a node send messages") == 1
-    assert "KiB cannot be had in /dev/shm (No space left on device); give containers more of it" in text
+    assert "iB cannot be had in /dev/shm (No space left on device); ask for less, or give containers more of it" in text
 
 
 @pytest.mark.no_mpi

@@ -102,7 +102,10 @@ def test_want_of_memory_on_one_node_is_the_error_of_all(
             if WORLD.rank == WORLD.size - 1:
                 patch.setattr(os, "posix_fallocate", fail)
                 patch.setattr(mmap, "mmap", fail)
-            with pytest.raises(UnavailableError, match=r"78\d KiB .*cannot be had .*Cannot allocate memory") as caught:
+            call = "placing of a variable" if what == "variable" else "symmetric_empty"
+            node = placement[WORLD.size - 1]
+            text = rf"{call} on node {node} \(.*\): 78\d.* KiB .*cannot be had .*Cannot allocate memory.*; ask for less"
+            with pytest.raises(UnavailableError, match=text) as caught:
                 allocate()
         assert len({*WORLD.allgather(str(caught.value))}) == 1
         array, out = (strategy.symmetric_empty(1000, np.float64, per_node=per_node) for per_node in (False, True))
@@ -149,11 +152,20 @@ def test_like_arrays_of_this_machines_byte_order(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "kind"),
-    [((2, -1), "f4", ValueError), (2, object, ValueError), (2, "nonsense", TypeError), ("a", "f4", TypeError)],
+    ("shape", "dtype", "kind", "text"),
+    [
+        ((2, -1), "f4", ValueError, r"the lengths in the shape must be 0 or more, got \(2, -1\)"),
+        (2, object, ValueError, "ranks cannot share Python objects, got dtype object; pass one of numbers"),
+        (1 << 60, "f4", ValueError, "dtype float32 is larger than any memory; ask for less"),
+        (2, "nonsense", TypeError, "the dtype must be one of NumPy's, as 'float32', got 'nonsense'"),
+        (2, 32, TypeError, "the dtype must be one of NumPy's, as 'float32', got 32"),
+        ("a", "f4", TypeError, "the shape must be a whole number or a sequence of whole numbers"),
+    ],
 )
-def test_impossible_array_is_refused(strategy: Strategy, shape: Any, dtype: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind):
+def test_impossible_array_is_refused(
+    strategy: Strategy, shape: Any, dtype: Any, kind: type[Exception], text: str
+) -> None:
+    with raises_everywhere(WORLD, kind, f"^symmetric_empty: .*{text}"):
         strategy.symmetric_empty(shape, dtype)
     assert strategy.reduce("SUM", 1) == WORLD.size
 
