@@ -155,7 +155,10 @@ def _check_apart(outs: Sequence[Any]) -> None:
             if native_arrays.share_memory(
                 outs[one], outs[other]
             ):  # columns of a matrix share none, but their bounds overlap
-                raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
+                raise InvalidArgumentError(
+                    f"out {min(one, other)} and out {max(one, other)} share memory, and each result needs its own: "
+                    "leave one out, on all ranks; of weights that layers share, pass list(model.parameters())"
+                )
 
 
 def _overlaps_itself(out: Any) -> bool:
