@@ -95,8 +95,8 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
         if (owner is Owner.REPLICA) != (leaf.owner is Owner.REPLICA):
             were, now = ("one copy for each replica", "equal copies")[:: 1 if owner is Owner.REPLICA else -1]
             raise ValueError(
-                f"{name} has {were} in {str(place)!r}, and {now} here: its synchronization is another one, or only one of "
-                "the two strategies has parameter servers, on which every variable is one; restore without it"
+                f"{name} has {were} in {str(place)!r}, and {now} here: its synchronization is another one, or only "
+                "one of the two strategies has parameter servers, where a variable has no copies; restore without it"
             )
         if owner is Owner.RANK and leaf.owner is Owner.ALL:
             raise ValueError(
