@@ -138,7 +138,8 @@ class DistributedIterator(Iterator[Any]):
         try:
             part = self._take_step()
         finally:
-            self._is_over = part is _END
+            if part is _END:
+                self._is_over, self._steps = True, None  # which ends the thread that reads ahead, and closes files
         if self._is_over:
             raise StopIteration
         return put_on_devices(part, self._extended.devices_here) if self._fetches_to_device else part

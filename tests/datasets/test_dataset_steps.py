@@ -315,6 +315,25 @@ def test_readers_of_passes_that_were_left_end(comm: Intracomm) -> None:
         wait_until(lambda: not readers())
 
 
+def test_readers_of_passes_that_another_rank_ended_end(comm: Intracomm) -> None:
+    """At once, not when the iterator, which the error refers to, is garbage-collected; files are closed then, too."""
+
+    class Failing:
+        def __iter__(self) -> Iterator[Any]:
+            for step in range(1000):
+                if step == 3 and comm.rank == comm.size - 1:
+                    raise OSError("torn")
+                yield np.arange(4)
+
+    with MultiWorker(comm=comm) as strategy:
+        options = InputOptions(experimental_per_replica_buffer_size=2)
+        steps = iter(strategy.experimental_distribute_dataset(Failing(), options))
+        with raises_everywhere(comm, OSError, "torn"):
+            list(steps)
+        wait_until(lambda: not readers())
+        assert list(steps) == []
+
+
 def test_reader_that_calls_the_strategy_is_refused(comm: Intracomm) -> None:
     """Between the program's own calls it would come at another place on each rank."""
     with MultiWorker(comm=comm) as strategy:

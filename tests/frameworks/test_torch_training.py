@@ -97,6 +97,28 @@ def test_weights_and_states_keep_their_form(comm: Intracomm) -> None:
         assert strategy.gather(torch.full((1, 2), comm.rank), axis=0)[:, 0].tolist() == list(range(comm.size))
 
 
+@pytest.mark.long
+@pytest.mark.ranks(2)
+def test_a_compiled_step_calls_what_is_not_compiled(comm: Intracomm) -> None:
+    """As the page on PyTorch advises: mpidist cannot be traced. Importing the compiler takes seconds."""
+    weights = torch.zeros(3, requires_grad=True)
+    with Strategy(comm=comm) as strategy:
+
+        @torch.compiler.disable
+        def add_up(gradient: Any) -> None:
+            all_reduce(strategy, "sum", gradient, out=gradient)
+
+        def step(x: Any) -> Any:
+            (weights * x).sum().backward()
+            add_up(weights.grad)
+            return x + weights.grad
+
+        compiled = torch.compile(step, backend="eager")
+        for factor in (1.0, 2.0):
+            weights.grad = None
+            assert compiled(torch.full((3,), factor)).tolist() == [factor * (1 + comm.size)] * 3
+
+
 def test_a_mean_of_counts_is_a_tensor_of_floats(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         mean = strategy.reduce("mean", torch.tensor(comm.rank))
