@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from math import prod
 from typing import Any, final
 
 import numpy as np
@@ -22,15 +23,22 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup, arrays, wait_for_devices
+from mpidist.transport import SyncGroup, arrays, mark_shared, node_bytes, size_text, wait_for_devices
 from mpidist.values import Contributions, contributions
 
 __all__ = ["all_gather"]
 
+Array = np.ndarray[Any, Any]
+
 
 @final
 class _AllGather(Arguments):
-    """Arrays to concatenate. Lengths along the axis may differ between ranks: `variant` is a digest of them."""
+    """Arrays to concatenate. Lengths along the axis may differ between ranks: `variant` is a digest of them.
+
+    Attributes:
+        lengths: The lengths along the axis.
+        room: How many bytes of results this rank may have in host memory.
+    """
 
     def __init__(self, group: SyncGroup, call: str, value: Any, axis: int, replicas: Replicas) -> None:
         self.axis = axis
@@ -47,10 +55,23 @@ class _AllGather(Arguments):
             self.operands = self.operands.with_arrays(joined)
         self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
-        require_memory(call, sum(array.nbytes for array in self.operands.arrays))  # of this rank's part alone
-        self.lengths = lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
-        digest = group.agreement.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)})
+        self.lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
+        topology, own = group.topology, self.host_bytes(np.array([self.lengths], np.int64))
+        require_memory(call, own * topology.local_size, topology.local_size)  # of this rank's part alone
+        self.room = node_bytes() // topology.local_size
+        # Where equal parts of all ranks would not fit, no two ranks are alike: all tell their lengths and room.
+        alike = self.lengths, topology.rank if own * topology.size > self.room else None
+        digest = group.agreement.fingerprint(f"{call}, lengths", alike, lambda: {"lengths": str(alike)})
         self.variant = digest | 1
+
+    def host_bytes(self, lengths: Array) -> int:
+        """Return the bytes of the results in host memory, by the lengths [ranks, arrays]."""
+        totals = map(int, lengths.sum(axis=0))
+        return sum(
+            prod((*spec.shape[:at], total, *spec.shape[at + 1 :])) * spec.dtype.itemsize
+            for spec, at, total in zip(self.operands.specs, self.axes, totals, strict=True)
+            if not spec.device
+        )
 
     def key(self) -> Hashable:
         return repr(self.axis), self.structure, self.operands.key
@@ -97,17 +118,37 @@ def all_gather(
         return _AllGather(group, call, value, axis, replicas)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, are_equal):
-        lengths = np.empty((group.topology.size, len(opened.lengths)), np.int64)  # [ranks, arrays]
-        if are_equal:
-            lengths[:] = opened.lengths
-        else:
-            lengths[group.topology.rank] = opened.lengths
-            group.levels.world.all_gather(lengths.reshape(-1))
+        lengths, room = _lengths_and_room(group, opened, are_equal)
+        nbytes = opened.host_bytes(lengths)
+        has_room = nbytes <= room.min()  # on all ranks, or on none
         results = [
             _gather(group, array, at, lengths[:, index])
             for index, (array, at) in enumerate(zip(opened.operands.arrays, opened.axes, strict=True))
+            if has_room
         ]
+    if not has_room:
+        raise _want_of_memory(group, call, nbytes, room)
     return nest.rebuild(opened.value, opened.operands.restore(results))
+
+
+def _lengths_and_room(group: SyncGroup, opened: _AllGather, are_equal: bool) -> tuple[Array, Array]:
+    """Return the lengths along the axis [ranks, arrays], and how many bytes of results each rank may have [ranks]."""
+    of_ranks = np.empty((group.topology.size, len(opened.lengths) + 1), np.int64)
+    of_ranks[...] = *opened.lengths, opened.room
+    if not are_equal:
+        group.levels.world.all_gather(of_ranks.reshape(-1))
+    return of_ranks[:, :-1], of_ranks[:, -1]
+
+
+def _want_of_memory(group: SyncGroup, call: str, nbytes: int, room: Array) -> MemoryError:
+    """Make the error of all ranks if a node is too small; `room` is the bytes [ranks] that the ranks may have."""
+    rank = int(room.argmin())
+    error = MemoryError(
+        f"{call}: the results of one rank need {size_text(nbytes)} of new memory, and rank {rank}'s part of its node's "
+        f"memory is {size_text(int(room[rank]))}; pass fewer numbers at a time, or run fewer ranks on a node"
+    )
+    mark_shared(error, group.agreement.ranks)
+    return error
 
 
 def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]], Any, nest.Structure]:
@@ -149,7 +190,7 @@ def _off_axis(array: Any, axis: int) -> tuple[int, ...]:
     return (*array.shape[:axis], -1, *array.shape[axis + 1 :])
 
 
-def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, Any]) -> Any:
+def _gather(group: SyncGroup, array: Any, axis: int, lengths: Array) -> Any:
     """Gather one array. Gathered with the axis in front, so that the part of every rank is contiguous."""
     device = arrays.is_device(array)
     world = group.levels_of(device).world

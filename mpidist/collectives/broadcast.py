@@ -15,6 +15,7 @@ from mpidist.collectives.arguments import (
     agreed_call,
     copy_overwritten,
     flatten_out,
+    host_sizes,
     native_outs,
     ranks_of,
     require_memory,
@@ -63,7 +64,8 @@ class _Broadcast(Arguments):
             checked = CheckedOuts(outs, operands.arrays, operands.specs, dtypes, group.shared)
             self.per_node_indices = checked.per_node_indices
         else:
-            require_memory(call, sum(array.nbytes for array in self.operands.arrays))
+            num_local = group.topology.local_size
+            require_memory(call, num_local * sum(host_sizes(self.operands.specs, dtypes)), num_local)
             self.results = result_arrays(self.operands.specs, dtypes, group.result_memory)
 
     def key(self) -> Hashable:

@@ -11,11 +11,14 @@ from mpidist import nest
 from mpidist.collectives.arguments import (
     Arguments,
     Operands,
+    Spec,
     agreed_call,
     axis_of,
+    host_sizes,
     native_dtype,
     require_memory,
     require_values,
+    result_arrays,
 )
 from mpidist.collectives.plans import Arithmetic, wire_and_result_dtypes
 from mpidist.nest import array_names, form_text
@@ -28,7 +31,11 @@ __all__ = ["reduce_scatter"]
 
 @final
 class _ReduceScatter(Arguments):
-    """The arguments of a reduce-scatter; `axes` is the axis of each array, counted from the front."""
+    """The arguments of a reduce-scatter; `axes` is the axis of each array, counted from the front.
+
+    Attributes:
+        results: New arrays for this rank's parts, with the axis in front.
+    """
 
     def __init__(
         self,
@@ -47,9 +54,15 @@ class _ReduceScatter(Arguments):
         require_values(leaves, self.value)
         self.operands = Operands.of(leaves, group.devices, call)
         self.axes = [axis_of(axis, array.shape, "scatter") for array in self.operands.arrays]
-        for spec in self.operands.specs:
-            wire_and_result_dtypes(self.op, spec.dtype)
-        require_memory(call, sum(array.nbytes for array in self.operands.arrays) // group.topology.size)
+        specs, topology = self.operands.specs, group.topology
+        dtypes = [wire_and_result_dtypes(self.op, spec.dtype)[1] for spec in specs]
+        require_memory(call, sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
+        # Each [this rank's part of the axis, the other axes]. Made now, so that all ranks learn if one lacks memory.
+        self.results = result_arrays(
+            [_part_of(spec, at, topology) for spec, at in zip(specs, self.axes, strict=True)],
+            dtypes,
+            group.result_memory,
+        )
 
     def key(self) -> Hashable:
         hints = self.options.reproducible, self.options.compression, self.options.compress_everywhere
@@ -98,13 +111,22 @@ def reduce_scatter(
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, _):
         results = [
-            _scatter(group, opened.op, array, at, options)
-            for array, at in zip(opened.operands.arrays, opened.axes, strict=True)
+            _scatter(group, opened.op, array, at, result, options)
+            for array, at, result in zip(opened.operands.arrays, opened.axes, opened.results, strict=True)
         ]
     return nest.rebuild(opened.value, opened.operands.restore(results))
 
 
-def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions) -> Any:
+def _part_of(spec: Spec, axis: int, topology: Topology) -> Spec:
+    """Return the shape of this rank's part of an array, with the axis in front."""
+    rows = shard_bounds(spec.shape[axis], topology.size)
+    length = rows[topology.rank + 1] - rows[topology.rank]
+    shape = [*spec.shape]
+    shape[0], shape[axis] = shape[axis], shape[0]
+    return spec._replace(shape=(length, *shape[1:]))
+
+
+def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, result: Any, options: CommunicationOptions) -> Any:
     """Reduce one array. Reduced with the axis in front, so that the part of every rank is contiguous."""
     device = arrays.is_device(array)
     levels = group.levels_of(device)
@@ -113,8 +135,6 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
     moved = array.swapaxes(0, axis)
     rows = shard_bounds(moved.shape[0], levels.world.size)
     reduction, divide_by = arithmetic.reduction(wire)
-    own = rows[levels.world.rank + 1] - rows[levels.world.rank]
-    result = group.result_memory.empty((own, *moved.shape[1:]), result_dtype, device)
     shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
     by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not arithmetic.rounds_everywhere
     half = arithmetic.half if wire == np.float32 else None

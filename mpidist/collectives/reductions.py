@@ -15,6 +15,7 @@ from mpidist.collectives.arguments import (
     Spec,
     check_outs,
     group_by_destinations,
+    host_sizes,
     native_outs,
     require_memory,
     specs_text,
@@ -263,8 +264,7 @@ class Reductions:
         specs = call.operands.specs
         results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
         if call.outs is None:
-            sizes = (spec.num_elements * dtype.itemsize for spec, dtype in zip(specs, results, strict=True))
-            require_memory(call.name, sum(sizes))
+            self._require_memory(call, host_sizes(specs, results))
         tree = self.replicas.tree
         parts = group_by_destinations(call.destinations, len(specs), self.group.topology.size)
         sums = None
@@ -282,6 +282,13 @@ class Reductions:
             execution, form = self._packed(call, specs, parts)
         details = f"{call.op} of {specs_text(specs)}, {self._name_for(call)}, {form}"
         return Plan(fingerprint, self._algorithm.configuration, specs, results, execution, details, local_sums)
+
+    def _require_memory(self, call: ReductionCall, sizes: Sequence[int]) -> None:
+        """Check that the results of this node's ranks can fit into the node; `sizes` is the bytes of each. Local."""
+        here = self.group.topology.nodes[self.group.topology.node]
+        of_ranks = [here] * len(sizes) if call.destinations is None else call.destinations
+        nbytes = sum(size * len({*here} & {*ranks}) for size, ranks in zip(sizes, of_ranks, strict=True))
+        require_memory(call.name, nbytes, len(here))
 
     def _rows(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from support.reductions import all_reduce
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport import RecycledResults, native
+from mpidist.transport import RecycledResults, ResultMemory, native
 from mpidist.transport.node_memory import NodeBarrier
 from mpidist.transport.shared_memory import TwoShot
 
@@ -158,6 +159,72 @@ def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm, name:
                 lambda: mpidist.get_replica_context().reduce_scatter("SUM", value * comm.size)
             ),
         }
-        with pytest.raises(MemoryError, match=r"the results of one rank need \d+ GiB of new memory, and its node has"):
+        text = r"the results of the \d ranks? of a node need [\d.]+ TiB of new memory, and the node has"
+        with pytest.raises(MemoryError, match=text):
             calls[name]()
         assert strategy.reduce("SUM", 1) == comm.size
+
+
+def gather_unevenly(strategy: Strategy, value: Any) -> Any:
+    """Let the first rank pass nothing, and the last one twice as much."""
+    rank, size = strategy.topology.rank, strategy.topology.size
+    others = {0: value[:0], size - 1: np.concatenate([value, value])} if size > 1 else {}
+    return strategy.gather(others.get(rank, value), 0)
+
+
+def reduce_scatter(strategy: Strategy, value: Any) -> Any:
+    values = np.tile(value, strategy.topology.size)
+    return strategy.run(lambda: mpidist.get_replica_context().reduce_scatter("SUM", values))
+
+
+# The call, and whether its result has the bytes of all ranks' arguments.
+NEW_RESULTS: dict[str, tuple[Callable[[Strategy, Any], Any], bool]] = {
+    "all_reduce": (reduce, False),
+    "start_all_reduce": (start, False),
+    "broadcast": (lambda strategy, value: strategy.broadcast(value), False),
+    "gather": (lambda strategy, value: strategy.gather(value, 0), True),
+    "gather of other lengths": (gather_unevenly, True),
+    "reduce_scatter": (reduce_scatter, False),
+}
+
+
+@pytest.mark.parametrize("name", NEW_RESULTS)
+def test_the_results_of_all_ranks_of_a_node_have_to_fit_into_the_node(
+    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Else the call is refused on all ranks before data moves, and the next call goes well."""
+    call, is_of_all = NEW_RESULTS[name]
+    value = np.full(1000, 1.0, np.float32)
+    needed = value.nbytes * (comm.size if is_of_all else 1) * max(map(placement.count, placement))
+    with Strategy(comm=comm) as strategy:
+        for nbytes in (needed - 1, needed):
+            for module in ("arguments.operands", "all_gather"):
+                monkeypatch.setattr(sys.modules[f"mpidist.collectives.{module}"], "node_bytes", lambda has=nbytes: has)
+            if nbytes < needed:
+                with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "of new memory, and .*; pass fewer"):
+                    call(strategy, value)
+            else:
+                assert call(strategy, value).min() >= 1
+
+
+def test_a_result_counts_where_it_goes(
+    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result of a reduction to one rank is in the memory of one rank."""
+    value = np.full(1000, 1.0, np.float32)
+    monkeypatch.setattr(sys.modules["mpidist.collectives.arguments.operands"], "node_bytes", lambda: value.nbytes)
+    with Strategy(comm=comm) as strategy:
+        result = strategy.extended.reduce_to("SUM", value, 0)
+        assert result is None if comm.rank else (result == comm.size).all()
+
+
+def test_no_memory_for_a_part_is_the_error_of_all(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    """In reduce_scatter: before data moves, and the next call goes well."""
+    value, last = np.full(100_000, 1.0), comm.size - 1
+    with Strategy(comm=comm) as strategy:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if comm.rank == last:
+                monkeypatch.setattr(ResultMemory, "empty", no_memory)
+            with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "Unable to allocate 9 TiB"):
+                reduce_scatter(strategy, value)
+        assert (reduce_scatter(strategy, value) == comm.size).all()

@@ -19,6 +19,7 @@ from mpidist.transport import (
     NewArrays,
     ResultMemory,
     arrays,
+    count_text,
     is_of_numpy,
     library_of,
     node_bytes,
@@ -35,6 +36,7 @@ __all__ = [
     "axes_of",
     "axes_text",
     "axis_of",
+    "host_sizes",
     "native_dtype",
     "require_memory",
     "require_values",
@@ -192,22 +194,29 @@ def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory
     return [memory.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
-def require_memory(call: str, nbytes: int) -> None:
+def host_sizes(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> list[int]:
+    """Return the bytes that each array takes of host memory, if it had the dtype: 0 for one in device memory."""
+    return [0 if spec.device else spec.num_elements * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
+
+
+def require_memory(call: str, nbytes: int, num_local_ranks: int) -> None:
     """Check that the new results of a call can fit into this rank's node at all. Local.
 
     Many systems promise more memory than they have, and kill a program once it writes there.
 
     Args:
         call: The name of the call.
-        nbytes: The bytes of the results of this rank.
+        nbytes: The bytes of the results of all ranks of the node, in host memory.
+        num_local_ranks: How many ranks these are.
 
     Raises:
         MemoryError: If the node has less.
     """
     if nbytes > node_bytes():
+        what = f"the results of the {count_text(num_local_ranks, 'rank')} of a node"
         raise MemoryError(
-            f"{call}: the results of one rank need {size_text(nbytes)} of new memory, and its node has "
-            f"{size_text(node_bytes())}; pass fewer numbers at a time"
+            f"{call}: {what} need {size_text(nbytes)} of new memory, and the node has {size_text(node_bytes())}; pass "
+            f"fewer numbers at a time, or run fewer ranks on a node"
         )
 
 

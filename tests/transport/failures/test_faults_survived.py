@@ -222,7 +222,7 @@ def test_no_space_in_shared_memory_is_told_once_and_ranks_send_messages(job: Job
     total = placement.size * (placement.size + 1) / 2
     texts = [note.text for note in ended.of("sum").values()]
     assert texts == [f"np.float64({300_000 * total})"] * placement.size
-    reason = r"ranks of a node send messages .* iB cannot be had in /dev/shm \(No space left on device\); ask for less"
+    reason = r"ranks of a node send messages .*iB cannot be had in /dev/shm \(No space left on device\); ask for less"
     assert len([line for line in ended.err.splitlines() if re.search(reason, line)]) == 1  # MPI may add its own
 
 
