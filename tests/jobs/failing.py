@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +61,17 @@ Job = Callable[..., Ended]
 def job(tmp_path: Path) -> Job:
     """Run a program on 3 ranks of the MPI library that these tests run with."""
 
-    def run(body: str, ranks: int = 3, head: str = HEAD, soon: float = SOON_SECONDS, **variables: str) -> Ended:
+    def run(
+        body: str,
+        ranks: int = 3,
+        head: str = HEAD,
+        soon: float = SOON_SECONDS,
+        before: Sequence[str] = (),
+        **variables: str,
+    ) -> Ended:
         script = tmp_path / "program.py"
         script.write_text(head + body)
-        command = [*Launcher.find(None).command, "-n", str(ranks), sys.executable, str(script)]
+        command = [*Launcher.find(None).command, "-n", str(ranks), *before, sys.executable, str(script)]
         return end_of(command, soon, **variables)
 
     return run

@@ -21,6 +21,7 @@ from mpidist.transport.mpi import (
     Intracomm,
     check_launch,
     command_line,
+    launcher_here,
     load_mpi,
     mark_rank,
     ranks_in_world,
@@ -111,11 +112,12 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
 def _is_first_to_bind(mark: socket.socket, comm: Intracomm) -> bool:
     """Whether this is the first rank of its node that asks: any rank may be missing, and the ranks share nothing yet.
 
-    The ranks of a node are children of one process of the launcher, after which the address is named. It is no file,
-    and free again when the socket is closed.
+    The ranks of a node come from one process of the launcher, after which the address is named, also if a shell starts
+    each of them. It is no file, and free again when the socket is closed.
     """
+    launcher = launcher_here() or os.getppid()
     try:
-        mark.bind(f"\0mpidist: rank {min(ranks_in_world(comm))} of launcher {os.getppid()} and others build a strategy")
+        mark.bind(f"\0mpidist: rank {min(ranks_in_world(comm))} of launcher {launcher} and others build a strategy")
     except OSError:
         return False
     return True

@@ -121,7 +121,8 @@ mpidist.MultiWorkerMirroredStrategy()
 """
 
 
-def test_ranks_warn_that_rank_0_does_not_build_a_strategy(job: Job) -> None:
-    ended = job(NOT_BUILT, head="", MPIDIST_STALL_SECONDS="1", MPIDIST_TIMEOUT_SECONDS="4")
+@pytest.mark.parametrize("before", [(), ("sh", "-c", '"$@"; exit $?', "sh")], ids=["no shell", "a shell for each rank"])
+def test_ranks_warn_that_rank_0_does_not_build_a_strategy(job: Job, before: tuple[str, ...]) -> None:
+    ended = job(NOT_BUILT, head="", before=before, MPIDIST_STALL_SECONDS="1", MPIDIST_TIMEOUT_SECONDS="4")
     pattern = r"building a strategy on rank [12] has waited \d+ s, and not all 3 ranks have come to build it"
     assert len(re.findall(pattern, ended.err)) == 1, ended.err
