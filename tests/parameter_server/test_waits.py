@@ -16,6 +16,7 @@ from mpidist import CommunicationOptions, Variable
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server import Role
+from mpidist.transport.failures import awaited_peers
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -196,18 +197,18 @@ def test_a_server_is_lost_for_all_workers_whatever_ends_the_one_that_has_found_i
 
 
 class Tells(logging.Handler):
-    """Tells rank 0 of a warning with a certain text."""
+    """Tells a rank of a warning with a certain text."""
 
-    def __init__(self, comm: Intracomm, pattern: str) -> None:
+    def __init__(self, comm: Intracomm, pattern: str, to: int = 0) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
-        self._comm, self._pattern, self._sends = comm, re.compile(pattern), []  # type: ignore[var-annotated]
+        self._comm, self._to, self._pattern, self._sends = comm, to, re.compile(pattern), []  # type: ignore[var-annotated]
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         self.texts.append(text)
         if self._pattern.match(text):
-            self._sends.append(self._comm.isend(text, 0))
+            self._sends.append(self._comm.isend(text, self._to))
 
 
 LATE = {
@@ -248,3 +249,39 @@ def test_the_server_warns_of_late_workers(comm: Intracomm, monkeypatch: pytest.M
         ours.removeHandler(tells)
     waited = [text for text in tells.texts if re.match(f"mpidist: ({call}|read).* at parameter server", text)]
     assert waited == []
+
+
+@server_rules.register("waits for a warning")
+def wait_for_a_warning(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    comm, until = HERE["comm"], time.monotonic() + 20
+    while not comm.iprobe(1) and time.monotonic() < until:
+        time.sleep(0.01)
+    if comm.iprobe(1):
+        comm.recv(source=1)
+        value += 1
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.core
+def test_a_worker_warns_of_a_server_that_is_in_a_long_rule(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server cannot warn meanwhile."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.3")
+    monkeypatch.setattr(awaited_peers, "_BUSY_SECONDS", 0.3)
+    monkeypatch.setitem(HERE, "comm", comm)
+    text = r"mpidist: barrier\(\) at parameter server 0 .*on rank 1 has waited for .*rank 2 .*does not answer"
+    tells, ours = Tells(comm, text, to=2), logging.getLogger("mpidist")
+    ours.addHandler(tells)
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        if strategy.is_chief:
+            strategy.push(variable, 1.0, server_rules.Registered("waits for a warning"))
+            strategy.flush()
+        strategy.barrier()
+        assert float(variable) == 1
+
+    try:
+        on_workers(comm, work)
+    finally:
+        ours.removeHandler(tells)

@@ -85,15 +85,19 @@ class Attendance:
         return 1
 
     def record(self, num_requests: int, last: Connection | None) -> None:
-        """Tell the flight recorder how many requests were answered, now and then.
+        """Tell the flight recorder that the server looks around, and how many requests were answered, now and then.
 
         Args:
             num_requests: How many.
             last: Whose request was the last one.
         """
         now = time.monotonic()
-        if last is None or num_requests == self._num_recorded or now < self._next_record:
+        if now < self._next_record:
             return
-        self._num_recorded, self._next_record = num_requests, now + _RECORD_SECONDS
+        self._next_record = now + _RECORD_SECONDS
+        self._group.recorder.agree()  # the time tells workers how long the server has been in a user's rule
+        if last is None or num_requests == self._num_recorded:
+            return
+        self._num_recorded = num_requests
         who = f"worker {last.worker}, rank {last.rank}"
         self._group.recorder.replace_details(f"{self._name}: {num_requests} requests, the last one of {who}")

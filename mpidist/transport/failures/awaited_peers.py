@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import final
+from typing import Final, final
 
 from mpidist.transport.failures.failure_notes import ENDED, FOLLOWS, GAVE_UP, LEFT, FailureNote
 from mpidist.transport.failures.process_state import GONE
@@ -11,6 +11,8 @@ from mpidist.transport.failures.status_board import Status
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 
 __all__ = ["AwaitedPeers"]
+
+_BUSY_SECONDS: Final = 10.0  # how long a rank that serves others may show no sign of life, as on a busy machine
 
 
 @final
@@ -65,12 +67,15 @@ class AwaitedPeers(Awaited):
         is_told_of_loss = any(one.rank in self.ranks and one.process == GONE for one in note.statuses)
         return note.tag in (GAVE_UP, FOLLOWS) and is_told_of_loss
 
-    def is_warned_of(self, late: Stragglers) -> bool:
+    def is_warned_of(self, late: Stragglers, stall_seconds: float) -> bool:
         return (
             self.serving is not None
             and not late.unheard
             and all(
-                status.is_able and status.last is not None and status.last.call == self.serving
+                status.is_able
+                and status.last is not None
+                and status.last.call == self.serving
+                and status.seconds < max(stall_seconds, _BUSY_SECONDS)
                 for status in late.known.values()
             )
         )

@@ -128,8 +128,13 @@ class Awaited(ABC):
         """
         return []
 
-    def is_warned_of(self, late: Stragglers) -> bool:
-        """Whether another rank warns of this wait if it is long, because it knows better for whom both wait."""
+    def is_warned_of(self, late: Stragglers, stall_seconds: float) -> bool:
+        """Whether another rank warns of this wait, because it knows better for whom both wait.
+
+        Args:
+            late: The ranks that are late.
+            stall_seconds: A rank that has shown no sign of life for as long warns of nothing.
+        """
         return False
 
     @abstractmethod

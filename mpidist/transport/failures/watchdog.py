@@ -96,7 +96,7 @@ class Watchdog:
         self._answers: dict[int, FailureNote] = {}
         self._since = 0.0
         self._next_check = 0.0
-        self._warn_at = math.inf
+        self._stall_at, self._warn_at = stall_seconds, math.inf
         self._gone: tuple[int, ...] = ()
         self._may_answer = True
 
@@ -106,7 +106,7 @@ class Watchdog:
         Args:
             since: When the wait began, in seconds of the monotonic clock; `None` is now.
         """
-        self._warn_at, self._gone = math.inf, ()
+        self._stall_at, self._warn_at, self._gone = self._stall_seconds, math.inf, ()
         self.restart(since)
 
     def restart(self, since: float | None = None) -> None:
@@ -353,18 +353,19 @@ class Watchdog:
     def _warn_of_stall(self, now: float, waited: float) -> None:
         """Warn, once in a wait and on one rank of a node, that the wait is long. Asks the other nodes before."""
         if self._warn_at == math.inf:  # not asked yet
-            if waited >= self._stall_seconds and self._is_speaker():
+            if waited >= self._stall_at and self._is_speaker():
                 self._answers.clear()
                 if self._may_answer:
                     self.tell(STALLED, _QUESTION)
                 self._warn_at = now + _ANSWER_SECONDS
         elif now >= self._warn_at > 0:
-            self._warn_at = -math.inf  # never again in this wait
             self._read()
             known, seen = self._known(self._answers), self._seen(self._answers)
             late = self._awaited.stragglers(known, seen, self._hostnames)
-            if self._awaited.is_warned_of(late):
+            if self._awaited.is_warned_of(late, self._stall_seconds):
+                self._stall_at, self._warn_at = waited + self._stall_seconds, math.inf  # ask again later
                 return
+            self._warn_at = -math.inf  # never again in this wait
             reason, name = "; ".join([late.sentence(), *late.lines()]), self._awaited.name
             logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 
