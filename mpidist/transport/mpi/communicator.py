@@ -14,8 +14,9 @@ import numpy as np
 
 from mpidist.errors import PeerFailedError
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.mpi.library import Intracomm, Request, load_mpi
+from mpidist.transport.mpi.library import Intracomm, Request, failed_ranks, load_mpi, ranks_in_world
 from mpidist.transport.reduction import Reduction, is_low_precision
+from mpidist.transport.text import name_ranks
 from mpidist.transport.waiting import poll_or_keep
 
 if TYPE_CHECKING:
@@ -270,9 +271,17 @@ class MpiCommunicator(Communicator):
         while time.monotonic() < until:
             self._check_peers()
             time.sleep(_SHORT_SECONDS)
+        failed = failed_ranks(self._comm)
+        others = ranks_in_world(self._comm) - {load_mpi().COMM_WORLD.rank}
+        if failed:
+            why = f"the process of {name_ranks(failed)} of the job has failed"
+        elif len(others) == 1:
+            why = f"{name_ranks(others)} of the job, to which they go, was probably killed, or its host is lost"
+        else:
+            why = "another rank was probably killed, or its host is lost; see which rank's process has ended"
         raise PeerFailedError(
             f"MPI cannot complete the messages of {self.name} on rank {self.rank} ({error}), and no rank says why: "
-            "another rank was probably killed, or its host is lost; see which rank's process has ended"
+            f"{why}"
         ) from error
 
     def _goes_directly(self, nbytes: int) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:  # at run time there is no such class before MPI was started
     Intracomm = Request = object
 
-__all__ = ["Intracomm", "Request", "command_line", "is_process_failure", "load_mpi", "ranks_in_world"]
+__all__ = ["Intracomm", "Request", "command_line", "failed_ranks", "is_process_failure", "load_mpi", "ranks_in_world"]
 
 
 @functools.cache
@@ -56,6 +56,19 @@ def ranks_in_world(comm: Intracomm) -> frozenset[int]:
     own, world = comm.Get_group(), load_mpi().COMM_WORLD.Get_group()
     ranks = frozenset(own.Translate_ranks(list(range(own.size)), world))
     own.Free()
+    world.Free()
+    return ranks
+
+
+def failed_ranks(comm: Intracomm) -> frozenset[int]:
+    """Return the ranks whose processes have failed, as they are numbered in the whole job. Local.
+
+    Returns:
+        The ranks; none where MPI does not know, as only an MPI does that survives a failure (ULFM).
+    """
+    failed, world = comm.Get_failed(), load_mpi().COMM_WORLD.Get_group()
+    ranks = frozenset(failed.Translate_ranks(list(range(failed.size)), world))
+    failed.Free()
     world.Free()
     return ranks
 

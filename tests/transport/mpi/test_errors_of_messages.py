@@ -39,3 +39,15 @@ def test_error_of_mpi_becomes_the_loss_of_a_rank(
     with pytest.raises(PeerFailedError, match="rank 1 is gone" if is_told else unknown):
         poll(lambda: communicator.test_all(requests), lambda: None)
     communicator.free()
+
+
+@pytest.mark.ranks(2)
+def test_the_only_other_rank_is_named(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one of two nodes has a single rank, and that is killed."""
+    monkeypatch.setattr(module, "NEWS_SECONDS", 0.01)
+    communicator = MpiCommunicator(comm.Dup(), "across_nodes")
+    large, small = np.zeros(2), np.zeros(1)
+    requests = communicator.receive(small, comm.rank, 5) + communicator.send(large, comm.rank, 5)
+    with pytest.raises(PeerFailedError, match=rf"rank {1 - comm.rank} of the job, to which they go, was probably kil"):
+        poll(lambda: communicator.test_all(requests), lambda: None)
+    communicator.free()
