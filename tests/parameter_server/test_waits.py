@@ -16,7 +16,7 @@ from mpidist import CommunicationOptions, Variable
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server import Role
-from mpidist.transport.failures import awaited_peers
+from mpidist.transport import AwaitedPeers
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -266,7 +266,7 @@ def wait_for_a_warning(value: Any, gradient: Any, memory: dict[str, Any]) -> Non
 def test_a_worker_warns_of_a_server_that_is_in_a_long_rule(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server cannot warn meanwhile."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.3")
-    monkeypatch.setattr(awaited_peers, "_BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(AwaitedPeers, "busy_seconds", 0.3)
     monkeypatch.setitem(HERE, "comm", comm)
     text = r"mpidist: barrier\(\) at parameter server 0 .*on rank 1 has waited for .*rank 2 .*does not answer"
     tells, ours = Tells(comm, text, to=2), logging.getLogger("mpidist")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Final, final
+from typing import final
 
 from mpidist.transport.failures.failure_notes import ENDED, FOLLOWS, GAVE_UP, LEFT, FailureNote
 from mpidist.transport.failures.process_state import GONE
@@ -11,8 +11,6 @@ from mpidist.transport.failures.status_board import Status
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 
 __all__ = ["AwaitedPeers"]
-
-_BUSY_SECONDS: Final = 10.0  # how long a rank that serves others may show no sign of life, as on a busy machine
 
 
 @final
@@ -26,10 +24,12 @@ class AwaitedPeers(Awaited):
         lost: Lost ranks, as far as this rank knows -> why each is lost. The owner adds to it as well.
         serving: What an awaited rank is in, by its flight recorder, while it waits for other ranks in its turn, and
             warns of them; `None` where it does not.
+        busy_seconds: How long that rank may show no sign of life at least, as on a busy machine.
         is_ended_by_program: Whether the wait ended because a program ended, and not because an awaited rank was lost.
     """
 
     given_up = " for another rank"
+    busy_seconds = 10.0
 
     def __init__(self) -> None:
         self.what = ""
@@ -75,7 +75,7 @@ class AwaitedPeers(Awaited):
                 status.is_able
                 and status.last is not None
                 and status.last.call == self.serving
-                and status.seconds < max(stall_seconds, _BUSY_SECONDS)
+                and status.seconds < max(stall_seconds, self.busy_seconds)
                 for status in late.known.values()
             )
         )
