@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar, final
 
 from mpidist.checkpoint.manager import CheckpointManager
 from mpidist.transport import StopNotice, mark_shared, open_groups
+from mpidist.whole_number import whole_number
 
 __all__ = ["PreemptionCheckpointHandler"]
 
@@ -57,7 +58,7 @@ class PreemptionCheckpointHandler:
         total_run_calls: How often `run` was called by this process.
 
     Raises:
-        TypeError: If `manager` is no `CheckpointManager`.
+        TypeError: If `manager` is no `CheckpointManager`, or `exit_code` no whole number.
         ValueError: If the manager's strategy has parameter servers, or an argument is out of its range.
         RuntimeError: In another thread than the main one, which alone can handle signals.
     """
@@ -72,6 +73,7 @@ class PreemptionCheckpointHandler:
         grace_seconds: float = 120.0,
         checkpoint_number: Callable[[], int] | None = None,
     ) -> None:
+        exit_code = whole_number("exit_code", exit_code, 0)  # Python ends with 1 for a number of another type
         _require_valid(manager, exit_code, time_limit_seconds, grace_seconds)
         self.total_run_calls = 0
         self._manager, self._signals, self._exit_code = manager, tuple(signals), exit_code
@@ -172,7 +174,7 @@ def _require_valid(manager: Any, exit_code: int, time_limit_seconds: float | Non
             "PreemptionCheckpointHandler is for ranks in lock step, and got a strategy with parameter servers: there "
             "the chief saves by manager.save() when a signal came"
         )
-    if not 0 <= exit_code <= 255:
+    if exit_code > 255:
         raise ValueError(f"exit_code must be 0 to 255, got {exit_code}")
     if time_limit_seconds is not None and not time_limit_seconds >= 0:
         raise ValueError(f"time_limit_seconds must be at least 0, or None, got {time_limit_seconds}")

@@ -169,9 +169,17 @@ def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
         manager = CheckpointManager(checkpoint, tmp_path / "runs")
         with pytest.raises(TypeError, match="takes a CheckpointManager"):
             PreemptionCheckpointHandler(checkpoint)  # type: ignore[arg-type]
-        for wrong in ({"exit_code": 256}, {"time_limit_seconds": -1.0}, {"grace_seconds": -1.0}):
+        for code in (75.0, True, "75"):  # with a code that is no int, Python prints it and ends with 1
+            with pytest.raises(TypeError, match="exit_code must be a whole number"):
+                PreemptionCheckpointHandler(manager, exit_code=code)  # type: ignore[arg-type]
+        for wrong in ({"exit_code": 256}, {"exit_code": -1}, {"time_limit_seconds": -1.0}, {"grace_seconds": -1.0}):
             with pytest.raises(ValueError, match=next(iter(wrong))):
                 PreemptionCheckpointHandler(manager, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(SystemExit) as leaving:
+            PreemptionCheckpointHandler(
+                manager, signals=(), exit_code=np.int64(42), time_limit_seconds=0
+            ).save_checkpoint_if_preempted()
+        assert type(leaving.value.code) is int
         handler = PreemptionCheckpointHandler(manager, checkpoint_number=lambda: 7)
         assert handler.run(lambda one, *, other: one + other, 1, other=2) == 3
         assert handler.total_run_calls == 1
