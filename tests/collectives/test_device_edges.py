@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -89,48 +88,10 @@ def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda,
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("starts", [False, True])
-def test_an_overflow_into_outs_is_logged_at_once(
-    group: SyncGroup, comm: Intracomm, starts: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    ops = NcclAllReduce().bound_to(group)
-    options = CommunicationOptions(compression="fp16", compress_everywhere=True)
-    value, out = up(np.full(9, 1e6, np.float32)), up(np.zeros(9, np.float32))
-    with caplog.at_level(logging.WARNING, "mpidist.cross_device_ops"):
-        if starts:
-            ops.start_all_reduce("SUM", value, options, out=out).wait()
-        else:
-            ops.all_reduce("SUM", value, options, out=out)
-    assert "9 numbers were too large for float16" in caplog.text
-
-
-@pytest.mark.ranks(min=2)
 def test_another_byte_order_on_one_gpu_is_everybodys_error(group: SyncGroup, comm: Intracomm) -> None:
     value = up(np.ones(5, np.float32)).view(">f4" if comm.rank else "=f4")
     with raises_everywhere(comm, InvalidArgumentError, "native byte order, got '>f4'"):
         NcclAllReduce().bound_to(group).all_reduce("SUM", value)
-
-
-def shifted(numbers: Any) -> Any:
-    """Complex numbers that begin in the middle of one."""
-    array = up(np.zeros(2 * numbers.size + 2, numbers.real.dtype))[1:-1].view(numbers.dtype)
-    array[...] = up(numbers)
-    assert array.data.ptr % array.itemsize
-    return array
-
-
-@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
-def test_complex_numbers_in_any_place(group: SyncGroup, comm: Intracomm, dtype: Any) -> None:
-    """No GPU reads 16 bytes from an address that is no multiple of 16: it gives up, and the process with it."""
-    for op in ("SUM", "MEAN"):
-        for ops in (NcclAllReduce(0).bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
-            numbers = [np.full(count, 2 + 1j, dtype) for count in (3, 600)]
-            values, outs = [shifted(its) for its in numbers], [shifted(0 * its) for its in numbers]
-            factor = comm.size if op == "SUM" else 1
-            for results in (ops.all_reduce(op, values), ops.all_reduce(op, values, out=outs), outs):
-                assert all((down(result) == factor * (2 + 1j)).all() for result in results)
-            assert all((down(its) == 2 + 1j).all() for its in values)
-            assert all((down(its) == factor * (2 + 1j)).all() for its in ops.all_reduce(op, values, out=values))
 
 
 @contextmanager
@@ -274,44 +235,3 @@ def test_kernels_that_one_rank_cannot_compile(compiler: Compiler, group: SyncGro
         ops.all_reduce("SUM", value)
     compiler.error = None
     assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
-
-
-KINDS = [
-    CommunicationOptions(),
-    CommunicationOptions(implementation="NCCL"),
-    CommunicationOptions(implementation="RING"),
-    CommunicationOptions(compression="bf16", compress_everywhere=True),
-    CommunicationOptions(compression="fp16", implementation="NCCL"),
-    CommunicationOptions(reproducible=True, bytes_per_pack=900),
-]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_started_calls_of_all_kinds_in_any_order(
-    emulated: Emulated, comm: Intracomm, placement: tuple[int, ...], seed: int
-) -> None:
-    """Launched, staged, round the ring; alone, mixed with host arrays, into outs; waited for in another order."""
-
-    def is_right(array: Any) -> bool:
-        return bool(((array if isinstance(array, np.ndarray) else down(array)) == 2 * comm.size).all())
-
-    random, group = np.random.default_rng(seed), SyncGroup.from_mpi(comm)
-    emulated.wish("NCCL's delay", 300)
-    ops = [make().bound_to(group) for make in (NcclAllReduce, HierarchicalCopyAllReduce)]
-    for _ in range(3):
-        handles = []
-        for _ in range(6):
-            options, its = KINDS[random.integers(len(KINDS))], ops[random.integers(2)]
-            values = [
-                up(np.full(int(random.integers(1, 400)), 2, dtype)) for dtype in (np.float32, np.int16, np.float16)
-            ]
-            if random.random() < 0.3:
-                values.append(np.full(70, 2.0))
-            out = values if random.random() < 0.5 else None
-            if random.random() < 0.2:
-                assert all(map(is_right, its.all_reduce("SUM", values, options, out=out)))
-            else:
-                handles.append(its.start_all_reduce("SUM", values, options, out=out))
-        for at in random.permutation(len(handles)):
-            assert all(map(is_right, handles[at].wait()))
-    group.close()

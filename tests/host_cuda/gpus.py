@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, final
 
@@ -35,6 +36,8 @@ __all__ = [
     "emulated",
     "gpus",
     "group",
+    "grown_by",
+    "holdings",
     "is_working",
     "keep_busy",
     "one_node",
@@ -43,6 +46,7 @@ __all__ = [
     "use_own_settings",
 ]
 
+_LIMIT_BYTES = 4 << 20  # of growth
 KEEP_BUSY = """
 extern "C" __global__ void keep_busy(long long nanoseconds) {
     long long start, now;
@@ -190,6 +194,37 @@ def capturing() -> Iterator[None]:
         stream.begin_capture()
         yield
         stream.end_capture()
+
+
+def holdings() -> dict[str, int]:
+    """Count what the process holds now."""
+    cupy = cuda.current().cupy
+    cupy.cuda.runtime.deviceSynchronize()
+    cupy.cuda.alloc_pinned_memory(1)  # when CuPy lets go of the events of its own copies that are done
+    gc.collect()
+    objects = [type(its) for its in gc.get_objects()]
+    return {
+        "device memory in use": int(cupy.get_default_memory_pool().used_bytes()),
+        "pinned blocks": int(cupy.get_default_pinned_memory_pool().n_free_blocks()),
+        "device memory of the GPU": -int(cupy.cuda.runtime.memGetInfo()[0]),
+        "host memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "events": objects.count(cupy.cuda.Event),
+        "streams": objects.count(cupy.cuda.Stream),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def grown_by(call: Callable[[], object], number: int) -> dict[str, int]:
+    """Say what grows in so many calls, after a tenth of them."""
+    for _ in range(number // 10):
+        call()
+    before = holdings()
+    for _ in range(number):
+        call()
+    growth = {name: many - before[name] for name, many in holdings().items()}
+    coarse = ("host memory", "device memory of the GPU")  # which others take, too
+    return {name: by for name, by in growth.items() if by > (_LIMIT_BYTES if name in coarse else 0)}
 
 
 def keep_busy(seconds: float) -> Any:
