@@ -1,20 +1,14 @@
 """Check mpidist on a GPU in at most eight minutes: right numbers, and how fast, beside other libraries.
 
-    python benchmarks/gpu_check.py                 # results in $OUT, or ./gpu-results
-    python benchmarks/gpu_check.py --only kernels overlap
-
-Each part runs in processes of its own, within a limit of its own, the most important first; what fails says why in the
-table, and the others go on. Results are written after each part: `gpu_check.md`, and `gpu_check.log`.
-It ends with 0 if everything was measured and is right, with 1 if not, and with 3 without a GPU.
-
-Several ranks share one GPU here in two ways: staged through the host, and over real NCCL that is told that every rank
-is on a host of its own (`NCCL_HOSTID`). The second is slow by its nature, and says nothing of speed.
+`gpu_check.md` and `gpu_check.log` are written after each part, into $OUT or ./gpu-results. Ends with 0 if everything
+was measured and is right, with 1 if not, and with 3 without a GPU. README.md says what the parts are.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -22,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from gpu import running  # noqa: E402
-from gpu.environment import Environment, output_of, prepare  # noqa: E402
-from gpu.parts import PARTS, Part  # noqa: E402
 from gpu.report import NOT_MEASURED, WRONG, table  # noqa: E402
+from gpu.running import PARTS, Part  # noqa: E402
 from record import commit_of  # noqa: E402
 
 LIMIT_SECONDS = 470.0
-NO_GPU = 3
+PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtypes")
 LANES = 2  # parts that do not measure run so many at a time
 FIND = "from mpidist.transport.cuda import current; s = current().support; print('GPUs:', s.num_devices, s.reason)"
 
@@ -45,21 +39,24 @@ class Check:
 
     def __init__(self, parts: Sequence[Part], out: Path, seconds: float) -> None:
         self.outcomes: list[running.Outcome] = []
-        self.facts: dict[str, str] = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
-        self.facts["commit"] = os.environ.get("GPU_CHECK_COMMIT") or commit_of(ROOT)
+        versions = (f"{its.name} {its.version}" for its in distributions() if its.name in PACKAGES)
+        self.facts = {
+            "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "commit": os.environ.get("GPU_CHECK_COMMIT") or commit_of(ROOT),
+            "host": f"{os.cpu_count()} cores, Python {platform.python_version()}, {', '.join(versions)}",
+        }
         self._parts, self._out, self._until = parts, out, time.monotonic() + seconds
 
-    def run(self, environment: Environment, folder: Path) -> None:
+    def run(self, environment: running.Environment, folder: Path) -> None:
         """Do all parts: those that measure one by one, then the others, two at a time."""
 
         def run(part: Part) -> running.Outcome:
             return running.run(part, self._until - time.monotonic(), environment, folder)
 
-        for part in (its for its in self._parts if its.alone):
-            self.note(run(part))
-        with ThreadPoolExecutor(LANES) as lanes:
-            for outcome in lanes.map(run, (its for its in self._parts if not its.alone)):
-                self.note(outcome)
+        for alone, lanes in ((True, 1), (False, LANES)):
+            with ThreadPoolExecutor(lanes) as pool:
+                for outcome in pool.map(run, [part for part in self._parts if part.alone == alone]):
+                    self._note(outcome)
 
     def stop(self, number: int, _: Any) -> None:
         """End what runs, and start no more: a handler of signals."""
@@ -72,14 +69,14 @@ class Check:
         rows = [row for its in self.outcomes for row in its.rows]
         return bool(rows) and not any(row.verdict == WRONG or row.got == NOT_MEASURED for row in rows)
 
-    def note(self, outcome: running.Outcome) -> None:
+    def _note(self, outcome: running.Outcome) -> None:
         """Write what is known so far."""
         self.outcomes.append(outcome)
         done, wrong = self.outcomes, sum(row.verdict == WRONG for row in outcome.rows)
         said = f"{len(outcome.rows)} answers, {wrong} wrong, {outcome.why}".removesuffix(", ")
         print(f"{outcome.name}: {outcome.seconds:.1f} s, {said}", flush=True)
-        failed = [f"* {its.name}: {its.why}" for its in done if its.why]
-        notes = [", ".join(f"{its.name} {its.seconds:.0f} s" for its in done), "", *failed]
+        notes = [", ".join(f"{its.name} {its.seconds:.0f} s" for its in done), ""]
+        notes += [f"* {its.name}: {its.why}" for its in done if its.why]
         (self._out / "gpu_check.md").write_text(table(self.facts, {its.name: its.rows for its in done}, notes))
         (self._out / "gpu_check.log").write_text("\n".join(f"===== {its.name}\n{its.log}" for its in done))
 
@@ -102,14 +99,14 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, check.stop)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        environment = prepare(given.wheels, Path(folder))
+        environment = running.prepare(given.wheels, Path(folder))
         check.facts["MPI"] = environment.mpi
         # In a process of its own, which may crash.
-        found = output_of([sys.executable, "-c", FIND], environment.variables, 90).partition("GPUs: ")[2]
+        found = running.output_of([sys.executable, "-c", FIND], environment.variables, 90).partition("GPUs: ")[2]
         number, _, reason = found.strip().partition(" ")
         if not number.isdecimal() or not int(number):
             print(f"nothing can be checked here: {reason}", flush=True)
-            return NO_GPU
+            return 3
         check.run(environment, Path(folder))
     print((given.out / "gpu_check.md").read_text())
     return int(not check.is_all_right)

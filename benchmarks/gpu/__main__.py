@@ -1,7 +1,6 @@
 """One part of the check alone: `PYTHONPATH=.. python -m gpu gpu.kernels:measure`, from `benchmarks`.
 
-`GPU_CHECK_OUT` names a file for the answers, `GPU_CHECK_TINY=1` shows whether it runs, and `GPU_CHECK_RANKS=2` says
-that mpiexec started it.
+`GPU_CHECK_OUT` is a file for the answers, `GPU_CHECK_TINY=1` shows whether it runs, `GPU_CHECK_RANKS=2` is for mpiexec.
 """
 
 from __future__ import annotations
@@ -11,18 +10,13 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from gpu.bench import Bench
 from gpu.report import NOT_MEASURED, Report
 
 if __name__ == "__main__":
     faulthandler.enable()
-    comm: Any = None
-    if int(os.environ.get("GPU_CHECK_RANKS", "0")):
-        from mpi4py import MPI
-
-        comm = MPI.COMM_WORLD
+    comm = import_module("mpi4py.MPI").COMM_WORLD if os.environ.get("GPU_CHECK_RANKS", "0") != "0" else None
     bench, out = Bench(os.environ.get("GPU_CHECK_TINY") == "1", comm), os.environ.get("GPU_CHECK_OUT")
     report = Report(Path(out) if out and bench.rank == 0 else None, bench.rank == 0, not bench.is_tiny)
     module, _, function = sys.argv[1].partition(":")

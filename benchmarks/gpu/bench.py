@@ -1,39 +1,33 @@
-"""How work on a GPU is timed, and when it may be: after its results were seen to be right.
+"""How work on a GPU is timed: between events, behind a kernel that waits until all is in the queue, or by the host.
 
-Times of the GPU are those between two CUDA events. A kernel that only waits is launched first, so that everything is in
-the queue when the first event comes, and no time of the host is in between; whether it was, is looked at, and the
-kernel made longer until it is. What is compared is measured in turns: A B C A B C. Each turn takes the next set of
-arrays, so that the caches hold none of it.
+What is compared takes turns, A B C A B C, each on the next set of arrays, so that the caches hold none of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from gpu.report import Report, text_of, time_text
+from gpu.report import Report, text_of
 from mpidist.transport import cuda
 
-__all__ = ["Bench", "Call", "compare", "text_of", "time_text", "torch_of_gpus"]
+__all__ = ["Bench", "Call", "Times", "compare", "torch_of_gpus"]
 
-NOT_READY = 600  # of CUDA, for an event that has not come
-LAST_HOLD = 20e-3
-HOLD = r"""
-extern "C" __global__ void hold(long long nanoseconds) {
+NOT_READY, LAST_HOLD = 600, 20e-3  # CUDA's status of an event that has not come; seconds
+HOLD = r"""extern "C" __global__ void hold(long long nanoseconds) {
     long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    } while (now - start < nanoseconds);
-}
-"""
-
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
+}"""
 Call = Callable[[], object]
+Times = dict[str, np.ndarray]  # seconds, of each way
 
 
 class Bench:
@@ -43,18 +37,14 @@ class Bench:
         self.cuda, self.is_tiny, self.comm = cuda.current(), is_tiny, comm
         self.rank, self.size = (0, 1) if comm is None else (comm.Get_rank(), comm.Get_size())
         self.random = np.random.default_rng()
-        self._hold_seconds = 100e-6
-        self._roofs: dict[int, float] = {}
+        self._hold_seconds, self.roof = 100e-6, cache(self._roof)
 
     @cached_property
     def cupy(self) -> Any:
         """The module `cupy`, which has a GPU: `gpu_check.py` looks first."""
         self.cuda.cupy.cuda.Device(self.rank % self.cuda.support.num_devices).use()
+        self._hold = self.cuda.cupy.RawKernel(HOLD, "hold")
         return self.cuda.cupy
-
-    def turns(self, number: int) -> int:
-        """Say how many turns to take, of so many."""
-        return 3 if self.is_tiny else number
 
     def nbytes(self, number: int) -> int:
         """Say how many bytes to take, of so many; a multiple of 256."""
@@ -70,8 +60,7 @@ class Bench:
 
     def require_equal(self, what: str, array: Any, expected: Any) -> None:
         """Raise `ArithmeticError` if any bit differs."""
-        got, wanted = self.cupy.asnumpy(array).tobytes(), np.ascontiguousarray(expected).tobytes()
-        if got != wanted:
+        if self.cupy.asnumpy(array).tobytes() != np.ascontiguousarray(expected).tobytes():
             raise ArithmeticError(f"{what}: numbers are wrong")
 
     def synchronize(self) -> None:
@@ -81,26 +70,20 @@ class Bench:
         """Keep the current stream busy for so long, with one thread."""
         self._hold((1,), (1,), (round(seconds * 1e9),))
 
-    @cached_property
-    def _hold(self) -> Any:
-        return self.cupy.RawKernel(HOLD, "hold")
-
-    def times(self, ways: Mapping[str, Sequence[Call]], turns: int, clock: str) -> dict[str, np.ndarray]:
-        """Time ways in turns, in seconds; each has a call for each set of arrays.
+    def times(self, ways: Mapping[str, Call | Sequence[Call]], turns: int, clock: str = "end") -> Times:
+        """Time ways in turns; some have a call for each set of arrays. Of ranks the slowest one counts.
 
         Clocks: `GPU`, what the work of the current stream takes; `host`, what launching it takes, the GPU being idle
-        before; `end`, from launch to end. Of several ranks the slowest one counts.
+        before; `end`, from launch to end.
         """
-        for calls in ways.values():
-            for call in calls:
-                call()
+        calls_of = [[calls] if callable(calls) else calls for calls in ways.values()]
+        for call in chain(*calls_of):
+            call()
         clocks = {"GPU": self._on_gpu, "host": partial(self._on_host, waits=False), "end": self._on_host}
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(self.turns(turns)):
-            for name, calls in ways.items():
-                taken[name].append(clocks[clock](calls[turn % len(calls)]))
+        turns = 3 if self.is_tiny else turns
+        rows = [[clocks[clock](calls[turn % len(calls)]) for calls in calls_of] for turn in range(turns)]
         self.synchronize()
-        return {name: np.array(its) for name, its in taken.items()}
+        return dict(zip(ways, np.array(rows).T, strict=True))
 
     def _on_gpu(self, call: Call) -> float:
         while True:
@@ -114,7 +97,7 @@ class Bench:
             if was_ahead or (self.is_tiny and self._hold_seconds > LAST_HOLD):
                 return float(self.cupy.cuda.get_elapsed_time(begin, end)) / 1e3
             if self._hold_seconds > LAST_HOLD:
-                raise RuntimeError(f"launching it takes more than {time_text(LAST_HOLD)}")
+                raise RuntimeError(f"launching it takes more than {LAST_HOLD:g} s")
             self._hold_seconds *= 4
 
     def _on_host(self, call: Call, waits: bool = True) -> float:
@@ -125,38 +108,37 @@ class Bench:
         call()
         if waits:
             self.synchronize()
+        return self.since(start)
+
+    def since(self, start: float) -> float:
+        """Say how many seconds that is ago, on the slowest rank. Collective."""
         took = perf_counter() - start
         return took if self.comm is None else max(self.comm.allgather(took))
 
-    def roof(self, nbytes: int) -> float:
+    def _roof(self, nbytes: int) -> float:
         """Return the median seconds of the device's own copy that reads `nbytes` / 2 and writes as many."""
         half = nbytes // 2
-        if half not in self._roofs:
-            count = 2 if self.is_tiny or half >= 1 << 28 else max(3, -(-(192 << 20) // half))
-            content = self.random.integers(0, 256, half, np.uint8)
-            pairs = [(self.cupy.asarray(content), self.cupy.empty(half, np.uint8)) for _ in range(count)]
-            calls = [lambda pair=pair: pair[1].data.copy_from_device_async(pair[0].data, half) for pair in pairs]
-            self._roofs[half] = float(np.median(self.times({"roof": calls}, 40, "GPU")["roof"]))
-        return self._roofs[half]
+        count = 2 if self.is_tiny or half >= 1 << 28 else max(3, -(-(192 << 20) // half))
+        content = self.random.integers(0, 256, half, np.uint8)
+        pairs = [(self.cupy.asarray(content), self.cupy.empty(half, np.uint8)) for _ in range(count)]
+        calls = [lambda pair=pair: pair[1].data.copy_from_device_async(pair[0].data, half) for pair in pairs]
+        return float(np.median(self.times({"roof": calls}, 40, "GPU")["roof"]))
 
 
-def compare(
-    report: Report, question: str, times: Mapping[str, np.ndarray], least: float | None, note: str = ""
-) -> None:
+def compare(report: Report, question: str, times: Times, least: float | None, note: str = "") -> None:
     """Say how long each other way takes beside `ours`: at least so many times as long, or just how long."""
-    for name in (name for name in times if name != "ours"):
-        ratio = float(np.median(times[name]) / np.median(times["ours"]))
-        got = f"{text_of(times[name])} / {text_of(times['ours'])} = {ratio:.2f}"
-        goal = None if least is None else (f"at least {least:g}", ratio >= least)
-        report.add(f"{question}: {name} / ours", got, goal=goal, note=note)
+    ours = times["ours"]
+    for name, its in times.items():
+        if its is not ours:
+            ratio = float(np.median(its) / np.median(ours))
+            goal = None if least is None else (f"at least {least:g}", ratio >= least)
+            report.add(f"{question}: {name} / ours", f"{text_of(its)} / {text_of(ours)} = {ratio:.2f}", goal, note)
 
 
 def torch_of_gpus(report: Report, what: str) -> Any:
     """Return torch; `None`, with an answer that says so, where it is not installed, or has no CUDA."""
-    if find_spec("torch") is not None:
-        import torch
-
-        if torch.cuda.is_available():
-            return torch
+    torch: Any = None if find_spec("torch") is None else import_module("torch")
+    if torch is not None and torch.cuda.is_available():
+        return torch
     report.add(f"{what} beside torch", "torch is not installed, or has no CUDA")
     return None

@@ -1,7 +1,7 @@
 """What calls cost on a GPU: for the caller, beside others, through the host, behind a backward pass, after a failure.
 
-Two ranks that share the GPU pretend to be on two nodes, so that MPI carries between them, through shared memory. They
-take turns on the GPU, which real ranks do not: of the overlap, the hidden part is what is looked at, not the times.
+Two ranks that share the GPU pretend to be on two nodes, so that MPI carries between them. They take turns on the GPU,
+which real ranks do not: of the overlap, the hidden part is what is looked at, not the times.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import atexit
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -17,22 +18,18 @@ from typing import Any
 import numpy as np
 
 import mpidist
-from gpu.bench import Bench, Call, compare, text_of, torch_of_gpus
+from gpu.bench import Bench, Call, compare, torch_of_gpus
 from gpu.kernels import shapes_of
-from gpu.parts import HOSTIDS, settings_of
-from gpu.report import Report
-from mpidist.errors import DeadlineExceededError, PeerFailedError
+from gpu.report import Report, text_of
+from gpu.running import HOSTIDS, settings_of
 
 __all__ = ["faults", "overlap", "peers", "public_call", "staging"]
 
-PIECE = 4 << 20  # of a message between hosts
-PACK = 40  # gradients: the first ones, of the last layers, are the large ones
+PIECE, PACK = 4 << 20, 40  # bytes of a message between hosts; gradients, of which the first ones are the large ones
 MOST_HOST = 0.4e-3  # seconds that the caller of 161 arrays waits
 SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)  # bytes of an array
 LEAST_OF_PEERS = 0.9  # of what NCCL and torch take, which compare no calls between ranks
 DEADLINE, HELD, MOST_RESET = 1.0, 4.0, 10.0
-COUNT = 1 << 18
-
 Peer = Callable[[Sequence[Any]], Call]  # makes the call that reduces arrays in place
 
 
@@ -64,20 +61,18 @@ def strategy_over_mpi(bench: Bench) -> Any:
 
 
 def public_call(bench: Bench, report: Report) -> None:
-    """Time what the caller of 161 arrays waits. For one rank.
-
-    One rank neither packs nor calls NCCL: the times are those of looking at arguments, and of results.
-    """
+    """Time what the caller of 161 arrays waits. For one rank: it looks at arguments, and makes results."""
     arrays = [bench.cupy.ones(shape, np.float32) for shape in shapes_of(bench)]
     outs = [bench.cupy.empty_like(array) for array in arrays]
     for out in outs:
         bench.poison(out)
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
-        ways: dict[str, list[Call]] = {
-            "new results": [partial(reduce, strategy, arrays, "mean")],
-            "out= given": [partial(reduce, strategy, arrays, "mean", out=outs)],
-            "in place": [partial(reduce, strategy, arrays, "mean", out=arrays)],
-            "started, and waited for": [lambda: strategy.run(lambda: start(arrays, outs, "mean").wait())],
+        mean = partial(reduce, strategy, arrays, "mean")
+        ways: dict[str, Call] = {
+            "new results": mean,
+            "out= given": partial(mean, out=outs),
+            "in place": partial(mean, out=arrays),
+            "started, and waited for": lambda: strategy.run(start, (arrays, outs, "mean")).wait(),
         }
         for name, times in bench.times(ways, 50, "host").items():
             question = f"all_reduce of {len(arrays)} arrays, 1 rank, {name}: what the caller waits"
@@ -88,38 +83,34 @@ def public_call(bench: Bench, report: Report) -> None:
 
 def peers(bench: Bench, report: Report) -> None:
     """Time the public call beside NCCL that CuPy calls, and `torch.distributed`, on the same arrays. Collective."""
-    shares_gpus = bench.cuda.support.num_devices < bench.size
-    if shares_gpus:
-        os.environ["NCCL_HOSTID"] = f"rank{bench.rank}"
+    least, note = LEAST_OF_PEERS, ""
+    if bench.cuda.support.num_devices < bench.size:
+        os.environ["NCCL_HOSTID"], least, note = f"rank{bench.rank}", None, "ranks share a GPU"
     else:  # NCCL as it is
         for name in settings_of(HOSTIDS):
             os.environ.pop(name, None)
-    least, note = (None, "ranks share a GPU") if shares_gpus else (LEAST_OF_PEERS, "")
     others = {"NCCL alone": over_nccl(bench), "torch.distributed": over_torch(bench, report)}
     lists = {f"{nbytes} bytes": [(nbytes // 4,)] for nbytes in map(bench.nbytes, SIZES)}
-    lists |= {f"{len(shapes)} arrays": shapes for shapes in [shapes_of(bench)]}
+    lists[f"{len(shapes_of(bench))} arrays"] = shapes_of(bench)
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
         for name, shapes in lists.items():
-            with report.question(f"all_reduce of {name} beside others"):
-                arrays = [bench.cupy.empty(shape, np.float32) for shape in shapes]
-                ways: dict[str, Call] = {"ours": partial(reduce, strategy, arrays, out=arrays)}
-                ways |= {name: peer(arrays) for name, peer in others.items() if peer is not None}
-                for way in ways.values():
-                    sums(bench, arrays, way)
-                for array in arrays:
-                    array[...] = 0  # and stays it, however often it is added
-                times = bench.times({way: [call] for way, call in ways.items()}, 40, "end")
-                compare(report, f"all_reduce of {name}, {bench.size} ranks", times, least, note)
+            arrays = [bench.cupy.empty(shape, np.float32) for shape in shapes]
+            ways: dict[str, Call] = {"ours": partial(reduce, strategy, arrays, out=arrays)}
+            ways |= {name: peer(arrays) for name, peer in others.items() if peer is not None}
+            for way in ways.values():
+                sums(bench, arrays, way)
+            for array in arrays:
+                array[...] = 0  # and stays it, however often it is added
+            compare(report, f"all_reduce of {name}, {bench.size} ranks", bench.times(ways, 40), least, note)
 
 
 def over_nccl(bench: Bench) -> Peer:
     """Return what calls NCCL's all-reduce for each array, in one group. Collective."""
-    nccl, cupy = bench.cuda.nccl, bench.cupy
-    unique_id = bench.comm.bcast(nccl.get_unique_id() if bench.rank == 0 else None)
-    comm = nccl.NcclCommunicator(bench.size, unique_id, bench.rank)
+    nccl = bench.cuda.nccl
+    comm = nccl.NcclCommunicator(bench.size, bench.comm.bcast(nccl.get_unique_id()), bench.rank)
 
     def all_reduce(arrays: Sequence[Any]) -> None:
-        stream = cupy.cuda.get_current_stream().ptr
+        stream = bench.cupy.cuda.get_current_stream().ptr
         nccl.groupStart()
         for array in arrays:
             comm.allReduce(array.data.ptr, array.data.ptr, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
@@ -140,12 +131,10 @@ def over_torch(bench: Bench, report: Report) -> Peer | None:
     atexit.register(distributed.destroy_process_group)
 
     def all_reduce(flats: Sequence[Any]) -> None:
-        if len(flats) == 1:
-            distributed.all_reduce(flats[0])
-            return
-        whole = torch.cat(flats)
+        whole = flats[0] if len(flats) == 1 else torch.cat(flats)
         distributed.all_reduce(whole)
-        torch._foreach_copy_(flats, torch.split(whole, [flat.numel() for flat in flats]))
+        if whole is not flats[0]:
+            torch._foreach_copy_(flats, torch.split(whole, [flat.numel() for flat in flats]))
 
     return lambda arrays: partial(all_reduce, [torch.from_dlpack(array.reshape(-1)) for array in arrays])
 
@@ -166,20 +155,20 @@ def staging(bench: Bench, report: Report) -> None:
             array.set(host)
 
         def exchange() -> None:
-            for part in (slice(at, at + PIECE) for at in range(0, nbytes, PIECE)):
-                bench.comm.Sendrecv(sent[part], peer, 7, received[part], peer, 7)
+            for at in range(0, nbytes, PIECE):
+                bench.comm.Sendrecv(sent[at : at + PIECE], peer, 7, received[at : at + PIECE], peer, 7)
 
         ways: dict[str, Call] = {"ours": partial(reduce, strategy, array, out=array), "whole messages": whole}
         for call in ways.values():
             sums(bench, [array], call)
         array[...] = 0
         stages: dict[str, Call] = {"down": lambda: room.get(out=sent), "up": lambda: room.set(sent), "MPI": exchange}
-        times = bench.times({name: [call] for name, call in (ways | stages).items()}, 8, "end")
+        times = bench.times(ways | stages, 8)
         slowest = max(stages, key=lambda name: np.median(times[name]))
         note = ", ".join(f"{name} {text_of(its)}" for name, its in times.items())
+        question = f"all-reduce of {nbytes / 1e6:.0f} MB, 2 ranks over MPI"
         for name, least in ((slowest, 0.8), ("whole messages", 1.5)):
-            question, own = f"all-reduce of {nbytes / 1e6:.0f} MB, 2 ranks over MPI", {"ours": times["ours"]}
-            compare(report, question, own | {name: times[name]}, least, note)
+            compare(report, question, {"ours": times["ours"], name: times[name]}, least, note)
 
 
 def overlap(bench: Bench, report: Report) -> None:
@@ -202,14 +191,14 @@ def overlap(bench: Bench, report: Report) -> None:
 
         def early() -> None:
             handles: list[Any] = []
-            strategy.run(lambda: compute(lambda pack: handles.append(start(pack, pack))))
+            strategy.run(compute, (lambda pack: handles.append(start(pack, pack)),))
             for handle in handles:
                 handle.wait()
 
-        for way in (after, early):
-            sums(bench, gradients, way)
-        seconds = 2 * float(np.median(bench.times({"": [after]}, 5, "end")[""])) / bench.size
-        times = bench.times({"compute": [compute], "after": [after], "early": [early]}, 8, "end")
+        sums(bench, gradients, after)
+        sums(bench, gradients, early)
+        seconds = 2 * float(np.median(bench.times({"": after}, 5)[""])) / bench.size
+        times = bench.times({"compute": compute, "after": after, "early": early}, 8)
         sums(bench, gradients, early)
         alone, late, soon = (float(np.median(its)) for its in times.values())
         note = ", ".join(f"{name} {text_of(its)}" for name, its in times.items())
@@ -221,49 +210,20 @@ def overlap(bench: Bench, report: Report) -> None:
 
 
 def faults(bench: Bench, report: Report) -> None:
-    """Over real NCCL: a deadline and an abort with a kernel in flight, a new start, torch's tensors. Collective."""
+    """Over real NCCL: a deadline and an abort with a kernel in flight, and a new start. Collective."""
     os.environ["NCCL_HOSTID"] = f"rank{bench.rank}"  # as NCCL wants a GPU for each rank of a host
-    array = bench.cupy.empty(COUNT, np.float32)
+    array = bench.cupy.empty(1 << 18, np.float32)
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
         call = partial(reduce, strategy, array, out=array)
         sums(bench, [array], call)
-        with report.question("a deadline with a kernel in flight"):
-            took = np.array(bench.comm.allgather(ended_by_deadline(bench, call)))
-            report.at_most(f"a deadline of {DEADLINE:g} s with a kernel in flight", took.max(), DEADLINE + 1)
-            begun = perf_counter()
-            strategy.reset()
-            sums(bench, [array], call)
-            took = np.array(bench.comm.allgather(perf_counter() - begun))
-            report.at_most("reset() after the abort, and a call, on all ranks", took.max(), MOST_RESET)
-        with report.question("tensors of torch, bfloat16, on a side stream"):
-            reduce_tensors(bench, report, strategy)
-
-
-def ended_by_deadline(bench: Bench, call: Callable[..., object]) -> float:
-    """Reduce while the last rank's GPU is busy: NCCL's kernel of the others is in flight. Return what the error took.
-
-    Raises:
-        ArithmeticError: If there was no error.
-    """
-    if bench.rank == bench.size - 1:
-        bench.hold(HELD)
-    begun = perf_counter()
-    try:
-        call(options=mpidist.CommunicationOptions(timeout_seconds=DEADLINE))
-    except (DeadlineExceededError, PeerFailedError):
-        return perf_counter() - begun
-    raise ArithmeticError(f"a call of {HELD:g} s was done before its deadline of {DEADLINE:g} s")
-
-
-def reduce_tensors(bench: Bench, report: Report, strategy: Any) -> None:
-    """Reduce tensors that a side stream is about to write. Collective."""
-    torch = torch_of_gpus(report, "tensors")
-    for dtype in () if torch is None else (torch.bfloat16, torch.float32):
-        tensor = torch.zeros(COUNT, dtype=dtype, device="cuda")
-        with torch.cuda.stream(torch.cuda.Stream()) as stream, bench.cupy.cuda.ExternalStream(stream.cuda_stream):
-            bench.hold(0.01)
-            tensor += bench.rank + 1
-            total = reduce(strategy, tensor)
-        torch.cuda.synchronize()
-        is_right = total.dtype == dtype and bool((total == sum(range(bench.size + 1))).all())
-        report.add(f"a tensor of {dtype} on a side stream", "a sum" if is_right else "no sum", is_right)
+        if bench.rank == bench.size - 1:
+            bench.hold(HELD)  # so that NCCL's kernels of the others wait
+        begun = perf_counter()
+        with suppress(mpidist.errors.DeadlineExceededError, mpidist.errors.PeerFailedError):
+            call(options=mpidist.CommunicationOptions(timeout_seconds=DEADLINE))
+            raise ArithmeticError(f"a call of {HELD:g} s was done before its deadline of {DEADLINE:g} s")
+        report.at_most(f"a deadline of {DEADLINE:g} s with a kernel in flight", bench.since(begun), DEADLINE + 1)
+        begun = perf_counter()
+        strategy.reset()
+        sums(bench, [array], call)
+        report.at_most("reset() after the abort, and a call, on all ranks", bench.since(begun), MOST_RESET)

@@ -12,48 +12,32 @@ from pathlib import Path
 import numpy as np
 import record
 
-__all__ = ["NOT_MEASURED", "WRONG", "Report", "Row", "read_rows", "table", "text_of", "time_text"]
+__all__ = ["NOT_MEASURED", "WRONG", "Report", "Row", "read_rows", "table", "text_of"]
 
-NOT_MEASURED = "not measured"
-WRONG = "**wrong**"
+NOT_MEASURED, WRONG = "not measured", "**wrong**"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One answer; `verdict` is `right`, `WRONG`, or a goal and whether it is met or missed."""
+    """One answer."""
 
     question: str
     got: str
-    verdict: str = ""
+    verdict: str = ""  # a goal and whether it is met or missed, or of tests `right` or `WRONG`
     note: str = ""
 
 
 class Report:
-    """The rows of one part, on disk after each of them.
-
-    Args:
-        path: Where they go; `None` for nowhere.
-        shows: Whether rows are printed, too: not by all ranks.
-        judges: Whether goals are met or missed; else they are left open.
-    """
+    """The rows of one part, written to `path` and shown as they come. Goals are left open, unless it `judges`."""
 
     def __init__(self, path: Path | None, shows: bool = True, judges: bool = True) -> None:
         self.rows: list[Row] = []
         self._path, self._shows, self._judges = path, shows, judges
 
-    def add(
-        self,
-        question: str,
-        got: object,
-        is_right: bool | None = None,
-        goal: tuple[str, bool] | None = None,
-        note: str = "",
-    ) -> None:
-        """Note an answer, and whether it is right, or a goal: what was wanted, and whether it was met."""
-        verdict = {True: "right", False: WRONG, None: ""}[is_right]
-        if goal is not None:
-            verdict = f"{goal[0]}: {('met' if goal[1] else 'missed') if self._judges else 'open'}"
-        row = Row(question, str(got), verdict, note)
+    def add(self, question: str, got: str, goal: tuple[str, bool] | None = None, note: str = "") -> None:
+        """Note an answer, and perhaps a goal: what was wanted, and whether it was met."""
+        verdict = "" if goal is None else f"{goal[0]}: {('missed', 'met')[goal[1]] if self._judges else 'open'}"
+        row = Row(question, got, verdict, note)
         self.rows.append(row)
         if self._shows:
             print(f"  {question}: {got} {verdict}".rstrip(), flush=True)
@@ -61,10 +45,11 @@ class Report:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
 
-    def at_most(self, question: str, times: np.ndarray, most: float, note: str = "") -> None:
+    def at_most(self, question: str, times: np.ndarray | float, most: float) -> None:
         """Note times whose median is to be at most so many seconds."""
-        goal = f"at most {time_text(most)}", bool(np.median(times) <= most)
-        self.add(question, text_of(times), goal=goal, note=note)
+        self.add(
+            question, text_of(times), goal=(f"at most {record.text_of(1e6 * most)}", bool(np.median(times) <= most))
+        )
 
     @contextmanager
     def question(self, question: str) -> Iterator[None]:
@@ -92,17 +77,12 @@ def table(facts: Mapping[str, str], rows: Mapping[str, Sequence[Row]], notes: Se
     lines += ["| part | question | result | verdict | note |", "| --- " * 5 + "|"]
     for part, its in rows.items():
         for row in its:
-            cells = (part, row.question, row.got, row.verdict, row.note)
-            lines.append("| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |")
+            cells = (" ".join(cell.replace("|", "\\|").split()) for cell in (part, *asdict(row).values()))
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *notes, ""])
 
 
-def text_of(times: np.ndarray) -> str:
+def text_of(times: np.ndarray | float) -> str:
     """Write as `47.5 us (47.1 us to 48.9 us)`: the median, and where the middle 90 % lie."""
-    low, median, high = (time_text(float(one)) for one in np.percentile(times, (5, 50, 95)))
+    low, median, high = (record.text_of(1e6 * one) for one in np.percentile(times, (5, 50, 95)))
     return f"{median} ({low} to {high})"
-
-
-def time_text(seconds: float) -> str:
-    """Write a time with three digits and its unit."""
-    return record.text_of(1e6 * seconds)

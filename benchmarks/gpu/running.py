@@ -1,32 +1,105 @@
-"""One part in processes of its own: started, ended in time with all that it started, and read."""
+"""The parts of the check, in processes of their own, perhaps with an MPI from wheels: started, ended in time, read."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import uuid
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu.environment import ROOT, Environment
-from gpu.parts import Part
 from gpu.report import NOT_MEASURED, WRONG, Row, read_rows
 
-__all__ = ["Outcome", "files_with_gpu_tests", "kill_all", "run", "words_of_tests"]
+__all__ = ["HOSTIDS", "PARTS", "Environment", "Outcome", "Part", "kill_all", "output_of", "prepare", "run"]
 
-TOKEN = "GPU_CHECK_TOKEN"
-OWN = uuid.uuid4().hex  # of this check: its processes are found by it
+
+def settings_of(text: str) -> Mapping[str, str]:
+    """Read settings as a shell does."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
+# NCCL takes little of a GPU that is shared: for right numbers, never for times. From 2.30.3 on a process may have
+# several communicators on one. Where ranks are told to be on hosts of their own, all is off that cannot work then,
+# and what asks for the node of memory, which small virtual machines have no call for.
+SHARED = "NCCL_NVLS_ENABLE=0 NCCL_RAS_ENABLE=0 NCCL_MAX_CTAS=2 NCCL_DEBUG=WARN"
+ONE_PROCESS = f"{SHARED} NCCL_MULTI_RANK_GPU_ENABLE=1"
+HOSTIDS = f"""{SHARED} TEST_HOSTIDS=1 NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
+              NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 NCCL_ALGO=Ring NCCL_PROTO=Simple"""
+TWO_NODES = "MPIDIST_PRETEND_NODES=0,0,1,1"
+DIGITS = "tests/strategies/test_digits_on_gpus.py"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process, or one job of several ranks."""
+
+    name: str  # its files are named after it
+    ask: str  # module and function, which takes a bench and a report; or "tests"
+    question: str  # for the table, if it never gets to an answer
+    limit: float  # seconds that it may take
+    ranks: int = 0  # 0 for a process without MPI
+    settings: str = ""  # variables, as in a shell
+    words: tuple[str, ...] = ()  # of tests: numbers of ranks, and files; by default those that no part names
+    alone: bool = True  # whether it measures times or memory, and so has the machine to itself
+
+
+def _tests(name: str, ranks: str, words: str, limit: float, settings: str = "", *files: str) -> Part:
+    return Part(name, "tests", f"tests that need a GPU, {words}", limit, 0, settings, (ranks, *files), alone=False)
+
+
+# In the order of their importance: what comes last is left out if time runs short. Those that measure come first, and
+# their limits leave a third of the time to the others.
+PARTS: tuple[Part, ...] = (
+    Part("machine", "gpu.kernels:machine", "what the machine is", 30),
+    Part("kernels", "gpu.kernels:measure", "lists of tensors into one buffer and back, and sums", 80),
+    Part("public-call", "gpu.calls:public_call", "what the caller of the public call waits", 38),
+    Part("peers", "gpu.calls:peers", "all_reduce beside NCCL alone and torch.distributed", 38, 2, HOSTIDS),
+    Part("staging", "gpu.calls:staging", "all-reduce of device memory that MPI carries", 38, 2),
+    Part("overlap", "gpu.calls:overlap", "reductions that hide behind the backward pass", 38, 2),
+    Part("faults", "gpu.calls:faults", "an abort with a kernel in flight", 38, 2, HOSTIDS),
+    _tests("right-1", "1", "1 rank, real NCCL", 140),
+    _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 150, "MPIDIST_NCCL=0"),
+    _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID", 120, HOSTIDS),
+    _tests("right-one-process", "1", "several communicators of one process on a GPU", 60, ONE_PROCESS,
+           "tests/transport/nccl/test_gpus_of_process.py"),
+    *(_tests(f"digits-{ranks}", ranks, f"digits on the GPU, {ranks} ranks", 60, "", DIGITS) for ranks in "14"),
+    _tests("right-2x2", "4", "2 + 2 ranks on pretended nodes, through the host", 110, f"MPIDIST_NCCL=0 {TWO_NODES}"),
+    _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID", 130, HOSTIDS),
+    _tests("right-hostid-2x2", "4", "2 + 2 ranks, NCCL in pretended nodes, MPI between", 110, f"{HOSTIDS} {TWO_NODES}"),
+)  # fmt: skip
+
+ROOT = Path(__file__).parent.parent.parent
+# More ranks than cores, or ranks that wait for a GPU which others have: MPICH is to give up the core soon.
+SETTINGS = settings_of("""MPIDIST_FLIGHT_DIR=off PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+    MPIR_CVAR_POLLS_BEFORE_YIELD=10 MPIR_CVAR_ENABLE_HEAVY_YIELD=1 OMPI_ALLOW_RUN_AS_ROOT=1
+    OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+    PRTE_MCA_hwloc_default_binding_policy=none""")
+MEETING = (
+    "from mpi4py import MPI; c = MPI.COMM_WORLD; n = c.reduce(1); "
+    "print('sum', n, *MPI.Get_library_version().split()[:4]) if c.rank == 0 else None"
+)
+ADVICE = "`make gpu-wheels` where there is a network, and carry the folder `wheels`; see benchmarks/README.md"
+TOKEN, OWN = "GPU_CHECK_TOKEN", uuid.uuid4().hex  # in the environment of this check's processes, which it finds them by
 LEAST_SECONDS = 8.0
 GRACE = 8.0  # for a summary of the tests that were done
-LOG = 12_000  # characters at the end of a log that are kept
-TINY_FILES = (  # their tests keep the settings of who starts them, which others take away
-    "tests/collectives/test_device_numbers.py",
-    "tests/variables/test_variables_on_gpus.py",
-)
+TINY_FILE = "tests/collectives/test_device_numbers.py"  # keeps the settings of who starts it, which others take away
+
+
+@dataclass(frozen=True)
+class Environment:
+    """How to start a part: all variables; what takes `-n 2 program`, empty without MPI; which MPI, or why none."""
+
+    variables: Mapping[str, str]
+    launcher: tuple[str, ...]
+    mpi: str
 
 
 @dataclass(frozen=True)
@@ -40,89 +113,113 @@ class Outcome:
     log: str = ""
 
 
+def prepare(wheels: Path, folder: Path) -> Environment:
+    """Install what is in a folder of wheels, if there is one, into another, and find an MPI that works."""
+    site = folder / "site"
+    packages = sysconfig.get_path("purelib", "posix_prefix", {"base": str(site)})
+    carried = sorted(map(str, wheels.glob("*.whl")))
+    if carried:
+        options = ("--quiet", "--no-index", "--no-deps", "--ignore-installed", "--prefix", str(site))
+        output_of([sys.executable, "-m", "pip", "install", *options, *carried], os.environ, 120)
+    variables = {**os.environ, **SETTINGS, "CUPY_CACHE_DIR": str(folder / "kernel-cache")}
+
+    def put_first(name: str, *paths: object) -> None:
+        variables[name] = os.pathsep.join(filter(None, [*map(str, paths), variables.get(name, "")]))
+
+    put_first("PYTHONPATH", ROOT, ROOT / "benchmarks", ROOT / "tests", packages)
+    put_first("PATH", site / "bin", Path(sys.executable).parent)
+    for library in sorted((site / "lib").glob("libmpi.so.*"))[:1]:
+        variables["MPI4PY_LIBMPI"] = str(library)
+        put_first("LD_LIBRARY_PATH", library.parent, library.parent / "mpich")
+    program = shutil.which("mpiexec", path=variables["PATH"]) or "mpiexec"
+    said = output_of([program, "-n", "2", sys.executable, "-c", MEETING], variables, 60).strip()
+    _, met, name = said.partition("sum 2")
+    if not met:
+        return Environment(variables, (), f"two ranks did not meet: {said[-200:]}; {ADVICE}")
+    return Environment(variables, (program,), name.strip() + f", of {len(carried)} wheels" * bool(carried))
+
+
+def output_of(command: list[str], variables: Mapping[str, str], seconds: float) -> str:
+    """Return what a program says, or why it does not."""
+    try:
+        done = subprocess.run(command, env={**variables}, capture_output=True, text=True, timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    return done.stdout + done.stderr
+
+
 def run(part: Part, seconds: float, environment: Environment, folder: Path) -> Outcome:
     """Run a part, within the time that is left for all, with its files in a folder."""
-    limit, start = min(part.limit, seconds), time.monotonic()
-    why, said, results = "", "", folder / f"{part.name}.jsonl"
-    if not environment.launcher and (part.ranks or part.ask == "tests"):
+    limit, start, is_tests = min(part.limit, seconds), time.monotonic(), part.ask == "tests"
+    said, results = "", folder / f"{part.name}.jsonl"
+    if not environment.launcher and (part.ranks or is_tests):
         why = f"needs MPI: {environment.mpi}"
     elif limit < LEAST_SECONDS:
         why = "no time was left"
     else:
         why, said = _run(part, limit, environment, results)
-    rows = read_rows(results) if part.ask != "tests" else _row_of_tests(part, why, said) if said else []
-    if not rows or (why and part.ask != "tests"):
+    rows = _row_of_tests(part, why, said) if is_tests else read_rows(results)
+    if not rows or (why and not is_tests):
         question = "the rest of this part" if rows else part.question
         rows.append(Row(question, NOT_MEASURED, note=why or "it ended without an answer"))
-    return Outcome(part.name, time.monotonic() - start, why, tuple(rows), said[-LOG:])
+    return Outcome(part.name, time.monotonic() - start, why, tuple(rows), said[-12_000:])
 
 
 def _run(part: Part, limit: float, environment: Environment, results: Path) -> tuple[str, str]:
     launcher = (*environment.launcher, "-n", str(part.ranks)) if part.ranks else ()
     words = words_of_tests(part, environment) if part.ask == "tests" else ["-m", "gpu", part.ask]
-    told = {"GPU_CHECK_OUT": str(results), "GPU_CHECK_RANKS": str(part.ranks)}
     token, log = f"{OWN}/{uuid.uuid4().hex}", results.with_suffix(".log")
+    told = {"GPU_CHECK_OUT": str(results), "GPU_CHECK_RANKS": str(part.ranks), TOKEN: token}
     with log.open("w") as file:
         process = subprocess.Popen(
             [*launcher, sys.executable, *words], cwd=ROOT if part.ask == "tests" else results.parent,
-            env={**environment.variables, **part.environment, **told, TOKEN: token},
-            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**environment.variables, **settings_of(part.settings), **told}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            why = f"ended with code {code}" if (code := process.wait(limit)) else ""
+            code, why = process.wait(limit), ""
         except subprocess.TimeoutExpired:
-            why = f"not done within {limit:.0f} s"
+            code, why = 0, f"not done within {limit:.0f} s"
             process.send_signal(signal.SIGINT)  # so that tests end with a summary
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
     kill_all(token)
     process.wait()
     said = log.read_text(errors="replace")
-    if why.startswith("ended"):
-        why += f": {(said.strip().splitlines() or ['it said nothing'])[-1][:300]}"
-    return why, said
+    last = said.strip().rpartition("\n")[2] or "it said nothing"
+    return f"ended with code {code}: {last[:300]}" if code else why, said
 
 
 def words_of_tests(part: Part, environment: Environment) -> list[str]:
     """Return what Python is told to run tests that need a GPU; if the check is tiny, a few, and not of all files."""
     is_tiny = environment.variables.get("GPU_CHECK_TINY") == "1"
     ranks, *files = part.words
-    files = files or (list(TINY_FILES) if is_tiny else files_with_gpu_tests())
+    files = files or ([TINY_FILE] if is_tiny else files_with_gpu_tests())
     options = ["-q", "-m", "gpu", "-rsfE", "-p", "no:cacheprovider", "--ranks", ranks]
     return ["-m", "pytest", *options, *(["--sample", "20"] if is_tiny else []), *files]
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the test modules that have tests marked `gpu`, or use the fixture that is, by name."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    """Return the test modules that have tests marked `gpu`, or use the fixture that is, and that no part names."""
+    named = {ROOT / file for part in PARTS for file in part.words[1:]}
+    paths = sorted(set((ROOT / "tests").rglob("test_*.py")) - named)
     return [str(its.relative_to(ROOT)) for its in paths if re.search(r"mark\.gpu|host_cuda\.gpus", its.read_text())]
 
 
 def _row_of_tests(part: Part, why: str, said: str) -> list[Row]:
     """Read pytest's summary: none, and no row, where no test was run."""
-    last = (said.strip().splitlines() or [""])[-1]
-    if not re.search(r"[1-9]\d* (passed|failed|error)", last) and not why:
+    last = said.strip().rpartition("\n")[2]
+    if not said or not (why or re.search(r"[1-9]\d* (passed|failed|error)", last)):
         return []
-    notes = re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*", said, re.MULTILINE)
-    return [
-        Row(
-            part.question,
-            last.partition(" in ")[0],
-            WRONG if why else "right",
-            "; ".join(filter(None, [why, *notes]))[:700],
-        )
-    ]
+    notes = [why] * bool(why) + re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*", said, re.MULTILINE)
+    return [Row(part.question, last.partition(" in ")[0], WRONG if why else "right", "; ".join(notes)[:700])]
 
 
 def kill_all(token: str = OWN) -> None:
     """Kill what was started under a token, and all that it started. Nothing else has it in its environment."""
     for _ in range(3):
         for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
+            with suppress(OSError):  # it has ended, or is another user's
                 if f"{TOKEN}={token}".encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
                     os.kill(int(path.parent.name), signal.SIGKILL)
-            except OSError:  # it has ended, or is another user's
-                continue
         time.sleep(0.05)

@@ -96,16 +96,21 @@ class CheckpointManager:
             The path of the checkpoint.
 
         Raises:
-            TypeError: If the number is no whole number.
-            ValueError: If the number is below 0.
-            InvalidArgumentError: If ranks save different things, or one cannot read its state. On every rank.
+            TypeError: If the number is no whole number. On every rank that passes it.
+            ValueError: If the number is below 0. On every rank that passes it.
+            InvalidArgumentError: If another rank passes such a number, if ranks save different things, or if one cannot
+                read its state. On every rank.
             OSError: If a rank cannot write, or could not write the checkpoint before, in the background. On every rank.
         """
         self.wait()
         given = self._next_number() if checkpoint_number is None else checkpoint_number
-        number = whole_number("checkpoint_number", _indexed(given), 0)
+        number, error = 0, None
+        try:
+            number = whole_number("checkpoint_number", _indexed(given), 0)
+        except (TypeError, ValueError) as problem:  # the other ranks must learn of it
+            error = problem
         place, strategy = self._place(number), self.checkpoint.strategy
-        snapshot = capture(strategy, place, self.checkpoint.items(), self._copies, {"number": number})
+        snapshot = capture(strategy, place, self.checkpoint.items(), self._copies, {"number": number}, error)
         finish = partial(self._remove_old, snapshot.place.parent, number)
         if self._copies is not None:
             self._writing = BackgroundWriting(snapshot, finish)

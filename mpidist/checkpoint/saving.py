@@ -124,7 +124,12 @@ def replica_key(name: str, replica_id: int) -> str:
 
 
 def capture(
-    strategy: Any, place: Path, items: Mapping[str, Any], memory: CopyMemory | None, about: Mapping[str, Any]
+    strategy: Any,
+    place: Path,
+    items: Mapping[str, Any],
+    memory: CopyMemory | None,
+    about: Mapping[str, Any],
+    error: Exception | None = None,
 ) -> Snapshot:
     """Read the state of all leaves. Collective; of parameter servers, local to the chief.
 
@@ -134,6 +139,7 @@ def capture(
         items: Named nests.
         memory: Takes copies of the states; `None` for a snapshot that may share memory with the leaves.
         about: What else the manifest says.
+        error: What is wrong with this rank's arguments; raised here, and told to the others.
 
     Raises:
         RuntimeError: In `Strategy.run`, and on a worker of parameter servers that is not the chief.
@@ -146,7 +152,6 @@ def capture(
         raise RuntimeError(f"{CALL} of parameter servers is for the chief: write `if strategy.is_chief:` before it")
     topology, replicas = extended.group.topology, extended.replicas
     states: dict[str, list[State]] = {}
-    error: Exception | None = None
     leaves: dict[str, Leaf] = {}
     try:
         leaves = leaves_in(items, strategy)
@@ -154,7 +159,7 @@ def capture(
             name: leaf.states() for name, leaf in leaves.items() if leaf.owner is not Owner.ALL or not topology.rank
         }
     except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = problem
+        error = error or problem
     extended.agree(CALL, {"path": str(place)} | {f"names, {name}": "here" for name in leaves}, error)
     place = place.resolve()  # a thread writes there also after a change of the current folder
     with extended.raise_together(f"{CALL} {str(place)!r}"):

@@ -15,6 +15,7 @@ from mpidist.collectives.arguments import (
     axis_of,
     native_dtype,
     replica_components,
+    require_memory,
     require_values,
 )
 from mpidist.errors import InvalidArgumentError
@@ -46,6 +47,7 @@ class _AllGather(Arguments):
             self.operands = self.operands.with_arrays(joined)
         self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
+        require_memory(call, sum(array.nbytes for array in self.operands.arrays))  # of this rank's part alone
         self.lengths = lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
         digest = group.agreement.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)})
         self.variant = digest | 1

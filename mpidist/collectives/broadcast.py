@@ -17,6 +17,7 @@ from mpidist.collectives.arguments import (
     flatten_out,
     native_outs,
     ranks_of,
+    require_memory,
     require_values,
     result_arrays,
     send_to,
@@ -35,7 +36,7 @@ __all__ = ["broadcast"]
 
 @final
 class _Broadcast(Arguments):
-    """The arguments of a broadcast; `per_node_indices` are those of outs that all ranks of a node share."""
+    """The arguments of a broadcast, and its new results; `per_node_indices` are those of outs that a node shares."""
 
     def __init__(self, group: SyncGroup, call: str, tensor: Any, destinations: Any, root: Any, out: Any) -> None:
         self.ranks = ranks_of(destinations, group.topology.size, tensor)
@@ -48,7 +49,9 @@ class _Broadcast(Arguments):
         self.operands = Operands.of(leaves, group.devices, call)
         if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in self.operands.specs):
             raise InvalidArgumentError("cannot broadcast an array of Python objects or records; needed numbers")
+        dtypes = [spec.dtype for spec in self.operands.specs]
         self.outs: list[Any] | None = None
+        self.results: list[Any] = []
         self.per_node_indices: list[int] = []
         if out is not None:
             if len(self.ranks) < group.topology.size:
@@ -57,9 +60,11 @@ class _Broadcast(Arguments):
                 )
             operands = self.operands
             self.outs = outs = native_outs(flatten_out(self.structure, False, out), leaves, operands.arrays)
-            dtypes = [spec.dtype for spec in operands.specs]
             checked = CheckedOuts(outs, operands.arrays, operands.specs, dtypes, group.shared)
             self.per_node_indices = checked.per_node_indices
+        else:
+            require_memory(call, sum(array.nbytes for array in self.operands.arrays))
+            self.results = result_arrays(self.operands.specs, dtypes, group.result_memory)
 
     def key(self) -> Hashable:
         return self.ranks, self.root, tuple(self.per_node_indices), self.structure, self.operands.key
@@ -110,11 +115,10 @@ def broadcast(
         return _Broadcast(group, call, tensor, destinations, root, out)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, _):
-        values, specs, outs = opened.operands.arrays, opened.operands.specs, opened.outs
-        dtypes = [spec.dtype for spec in specs]
-        if outs is None:
-            results = result_arrays(specs, dtypes, group.result_memory)
-        else:
+        values, results, outs = opened.operands.arrays, opened.results, opened.outs
+        if outs is not None:
+            specs = opened.operands.specs
+            dtypes = [spec.dtype for spec in specs]
             results = target_arrays(outs, specs, dtypes, group.shared)
             values = copy_overwritten(values, results)
         for array, result in zip(values, results, strict=True):

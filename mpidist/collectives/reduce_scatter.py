@@ -14,6 +14,7 @@ from mpidist.collectives.arguments import (
     agreed_call,
     axis_of,
     native_dtype,
+    require_memory,
     require_values,
 )
 from mpidist.collectives.plans import Arithmetic, wire_and_result_dtypes
@@ -48,6 +49,7 @@ class _ReduceScatter(Arguments):
         self.axes = [axis_of(axis, array.shape, "scatter") for array in self.operands.arrays]
         for spec in self.operands.specs:
             wire_and_result_dtypes(self.op, spec.dtype)
+        require_memory(call, sum(array.nbytes for array in self.operands.arrays) // group.topology.size)
 
     def key(self) -> Hashable:
         hints = self.options.reproducible, self.options.compression, self.options.compress_everywhere

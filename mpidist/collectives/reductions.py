@@ -16,6 +16,7 @@ from mpidist.collectives.arguments import (
     check_outs,
     group_by_destinations,
     native_outs,
+    require_memory,
     specs_text,
     write_outs,
 )
@@ -261,6 +262,9 @@ class Reductions:
         """Choose the execution: in rows if a rank or a node has several; else fused if it can be; else packed."""
         specs = call.operands.specs
         results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
+        if call.outs is None:
+            sizes = (spec.num_elements * dtype.itemsize for spec, dtype in zip(specs, results, strict=True))
+            require_memory(call.name, sum(sizes))
         tree = self.replicas.tree
         parts = group_by_destinations(call.destinations, len(specs), self.group.topology.size)
         sums = None

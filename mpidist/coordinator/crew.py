@@ -152,7 +152,7 @@ class Crew:
         awaited, broken = self._awaited, self._group.watchdog.broken
         if broken is not None:
             raise repeat_of(broken)
-        awaited.ranks, awaited.timeout, awaited.is_ended_by_program = (), timeout, False
+        awaited.ranks, awaited.timeout, awaited.serving, awaited.is_ended_by_program = (), timeout, None, False
 
     def _await_workers(self, what: str) -> None:
         """Let the watchdog ask those that call functions; if none does, all."""

@@ -45,7 +45,9 @@ class Work:
 
         Raises:
             PeerFailedError: If the chief is lost.
+            RuntimeError: In a function that the chief has scheduled.
         """
+        self._caller.require_no_function("serve() of a coordinator")
         while not self._has_chief_ended:
             letter = self._next_letter("serve() of the coordinator")
             if letter.kind == Kind.END:
@@ -108,7 +110,7 @@ class Work:
     def _wait(self, what: str, test: Callable[[], bool]) -> None:
         awaited, watchdog = self._awaited, self._group.watchdog
         awaited.ranks, awaited.what, awaited.is_ended_by_program = (self._mail.rank,), what, False
-        awaited.timeout = math.inf  # a chief that schedules nothing is no stall
+        awaited.timeout, awaited.serving = math.inf, None  # a chief that schedules nothing is no stall
         watchdog.begin()
         poll(test, self._check_chief)
 

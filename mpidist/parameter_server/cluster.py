@@ -173,7 +173,8 @@ class Role(Service):
         lanes = lanes_to(group, workers, servers, BOARD_BYTES if self.aggregates_in_node else 0)
         boards = boards_of(group, workers) if self.aggregates_in_node else []
         if rank in self.roles.servers:
-            known = Workers(workers, self.staleness, group.timeout_seconds, group.status_lines)
+            stall = group.settings.stall_seconds
+            known = Workers(workers, self.staleness, group.timeout_seconds, group.status_lines, stall)
             self.server = ParameterServer(group, awaited, known, names[peers.index(rank)], lanes)
         else:
             channels = [
@@ -210,6 +211,8 @@ class Role(Service):
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
         group, server = self.group, self.server
+        if self.servers is not None:
+            self.servers.require_no_function("close()")
         is_open = group is not None and group.is_open
         if group is not None and is_open:
             group.enter("close()")

@@ -15,6 +15,7 @@ from mpidist.parameter_server.messages import (
     HEADER_BYTES,
     IN_PLACE_BYTES,
     INLINE_BYTES,
+    SERVE_CALL,
     WHOLE_NUMBERS,
     Calls,
     Change,
@@ -113,15 +114,15 @@ class ParameterServer:
         """
         if self.has_ended:
             return
-        self._group.enter("serve()")
+        self._group.enter(SERVE_CALL)
         awaited, watchdog = self._awaited, self._group.watchdog
         if watchdog.broken is not None:
             raise repeat_of(watchdog.broken)
-        awaited.what, awaited.timeout = f"serve() of {self._name}", math.inf  # an idle server is no stall
+        awaited.what, awaited.timeout = f"{SERVE_CALL} of {self._name}", math.inf  # an idle server is no stall
         awaited.ranks = self._workers.live_ranks
         watchdog.begin()
         next_check, recorder = 0.0, self._group.recorder
-        recorder.begin(0, "serve()", self._name)
+        recorder.begin(0, SERVE_CALL, self._name)
         recorder.agree()
         try:
             while not self.has_ended:
@@ -348,7 +349,7 @@ class ParameterServer:
             logger.warning("mpidist: worker %d (rank %d) has left: %s", worker, workers.ranks[worker], why)
         else:
             workers.end(worker)
-            while header.rows and workers.live:
+            for _ in workers.wait_for_ends() if header.rows else ():
                 yield False
             connection.answer(Outcome.OK, rows=not workers.left)
         connection.has_ended = True

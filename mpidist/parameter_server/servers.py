@@ -14,7 +14,7 @@ from mpidist.parameter_server.messages import (
     GRACE_SECONDS,
     Change,
     Channel,
-    KnownList,
+    KnownLists,
     Location,
     Op,
     Push,
@@ -30,13 +30,26 @@ from mpidist.transport import ServiceGroup, mark_left, mark_shared, text_of
 __all__ = ["LocalServers", "RemoteServers", "Servers"]
 
 Array = np.ndarray[Any, Any]
-_MAX_LISTS = 64  # of variables, that a server remembers of a worker
 
 
 class Servers(ABC):
-    """What a worker asks of the servers. A change returns before the server has made it; reads see it."""
+    """What a worker asks of the servers. A change returns before the server has made it; reads see it.
+
+    Attributes:
+        num_servers: How many they are.
+        function: The name of the function that this worker calls because the chief has scheduled it; "" for none.
+    """
 
     num_servers: int
+    function = ""
+
+    def require_no_function(self, call: str) -> None:
+        """Raise if this worker makes a call of all workers in a function that the chief has scheduled. Local."""
+        if self.function:
+            raise RuntimeError(
+                f"{call} in {self.function!r}, which the chief has scheduled: it is a call of all workers, and "
+                "the chief waits for the function; make the call outside of functions"
+            )
 
     @property
     def broken(self) -> Exception | None:
@@ -151,6 +164,7 @@ class LocalServers(Servers):
             self._store.change_rows(stored, change, indices, values, numbers)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        self.require_no_function(call)
         if error is not None:
             raise error
 
@@ -187,7 +201,10 @@ class RemoteServers(Servers):
         self.num_servers = len(channels)
         self._group, self._channels = group, list(channels)
         self._goes_on, self._has_bound = goes_on, has_bound
-        self._lists: list[dict[tuple[int, ...], KnownList]] = [{} for _ in channels]
+        self._grace = (
+            GRACE_SECONDS if has_bound else 0.0
+        )  # of reads, which wait for other workers where there is a bound
+        self._lists = KnownLists(self._channels)
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 
     def allocate(self, location: Location, value: Array) -> None:
@@ -205,7 +222,7 @@ class RemoteServers(Servers):
             self._finish_read(location.server, arrays)
             return arrays
         parts = by_server(locations)
-        lists = self._known_lists(locations, parts)
+        lists = self._lists.of(locations, parts)
         for server, places in parts.items():
             self._channels[server].start(f"read of {len(places)} variables", Op.READ, lists[server].number)
         error: Exception | None = None
@@ -223,7 +240,7 @@ class RemoteServers(Servers):
         call = f"read of rows of {location.name!r}"
         channel = self._channels[location.server]
         channel.start(call, Op.READ_ROWS, location.key, [indices])
-        channel.finish(GRACE_SECONDS)
+        channel.finish(self._grace)
         channel.data([rows])
         return rows
 
@@ -235,7 +252,7 @@ class RemoteServers(Servers):
             self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
             return
         parts = by_server(locations)
-        lists = self._known_lists(locations, parts)
+        lists = self._lists.of(locations, parts)
         for server, places in parts.items():
             change, numbers = self._code(server, how)
             data, call = [values[place] for place in places], f"change of {len(places)} variables"
@@ -254,6 +271,7 @@ class RemoteServers(Servers):
             self._channels[server].start(call, Op.CHANGE_ROWS, 0, data, len(some), number, numbers)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        self.require_no_function(call)
         failure = self._first_failure()
         error = failure if error is None else error
         told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}
@@ -349,35 +367,8 @@ class RemoteServers(Servers):
     def _finish_read(self, server: int, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
         """Wait for what was read. `places`: those of a list; of one variable, the answer tells."""
         channel = self._channels[server]
-        channel.finish(GRACE_SECONDS)
+        channel.finish(self._grace)
         channel.data(arrays, places or (channel.number,))
-
-    def _known_lists(self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]) -> dict[int, KnownList]:
-        """Return each server's list, once nothing is under way: errors come before anything is asked."""
-        lists = {
-            server: self._known_list(server, [locations[place].key for place in places])
-            for server, places in parts.items()
-        }
-        for server in parts:
-            self._channels[server].finish()
-        return lists
-
-    def _known_list(self, server: int, keys: Sequence[int]) -> KnownList:
-        """Return the list of variables as a server knows it; tell the server the list where it is new."""
-        if len(keys) == 1:
-            return KnownList(keys[0], ())
-        lists, wanted = self._lists[server], tuple(keys)
-        known = lists.get(wanted)
-        if known is None:
-            number = -1 - len(lists)
-            if len(lists) >= _MAX_LISTS:
-                number = lists.pop(next(iter(lists))).number
-            channel, places = self._channels[server], np.empty(len(keys), np.int64)
-            channel.start("numbering of variables", Op.NAME_LIST, number, [np.array(keys, np.int64)])
-            channel.finish()
-            channel.data([places])
-            known = lists[wanted] = KnownList(number, tuple(places.tolist()))
-        return known
 
     def _code(self, server: int, how: int | Rule) -> tuple[int, tuple[float, ...]]:
         if not isinstance(how, Rule):

@@ -27,23 +27,14 @@ INSTALL_CUPY: Final = "`pip install 'cupy-cuda13x[ctk]' nvidia-nccl-cu13` brings
 @final
 @dataclass(frozen=True)
 class GpuSupport:
-    """What was found of CuPy, GPUs and NCCL.
-
-    Attributes:
-        cupy_version: The version of CuPy; empty without CuPy.
-        num_devices: Number of GPUs that this process may use.
-        nccl_version: The version of NCCL: 22809 is 2.28.9. 0 without NCCL.
-        runtime_version: The version of the CUDA runtime that CuPy was built with: 12090 is 12.9. 0 without CuPy.
-        driver_version: The newest CUDA version that the driver supports; 0 without a driver.
-        reason: Why NCCL cannot be used, and what to do about it; empty if it can.
-    """
+    """What was found of CuPy, GPUs and NCCL. What is missing has version 0, or an empty one."""
 
     cupy_version: str = ""
-    num_devices: int = 0
-    nccl_version: int = 0
-    runtime_version: int = 0
-    driver_version: int = 0
-    reason: str = ""
+    num_devices: int = 0  # GPUs that this process may use
+    nccl_version: int = 0  # 22809 is 2.28.9
+    runtime_version: int = 0  # of CUDA, with which CuPy was built: 12090 is 12.9
+    driver_version: int = 0  # the newest CUDA that the driver supports
+    reason: str = ""  # why NCCL cannot be used, and what to do about it; empty if it can
 
 
 @final

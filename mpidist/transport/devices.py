@@ -24,25 +24,15 @@ _PATTERN: Final = re.compile(r"(?:/rank:\d+)?/?(?:device:)?(cpu|gpu)(?::(\d+))?"
 @final
 @dataclass(frozen=True)
 class Device:
-    """A CPU or a GPU of this rank's node.
+    """A CPU or a GPU of this rank's node."""
 
-    Args:
-        kind: `"cpu"` or `"gpu"`.
-        index: Its number among the devices of its kind that the process may use.
-        is_named: Whether the user named it; else a strategy chose it. Ignored when devices are compared.
-    """
-
-    kind: str
-    index: int = 0
-    is_named: bool = field(default=False, compare=False)
+    kind: str  # `"cpu"` or `"gpu"`
+    index: int = 0  # among the devices of its kind that the process may use
+    is_named: bool = field(default=False, compare=False)  # by the user; else a strategy chose it
 
     @classmethod
     def parse(cls, text: str) -> Device:
-        """Read a device string: `"GPU:1"`, `"/gpu:0"`, `"/cpu:0"`.
-
-        Raises:
-            ValueError: If `text` is no device string.
-        """
+        """Read a device string: `"GPU:1"`, `"/gpu:0"`, `"/cpu:0"`."""
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if not match:
             raise ValueError(f'a device is a string such as "/cpu:0" or "/gpu:1", got {text!r}')
@@ -64,10 +54,8 @@ class Device:
         visible = arrays.num_visible_gpus()
         if self.index >= visible:
             reason = cuda.current().support.reason
-            raise UnavailableError(
-                f"{self} was asked for, and this process sees {visible} GPUs{f': {reason}' if reason else ''}; look at "
-                "CUDA_VISIBLE_DEVICES"
-            )
+            sees = f"this process sees {visible} GPUs{f': {reason}' if reason else ''}"
+            raise UnavailableError(f"{self} was asked for, and {sees}; look at CUDA_VISIBLE_DEVICES")
         arrays.use_gpu(self.index)
 
     def __str__(self) -> str:

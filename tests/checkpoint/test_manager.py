@@ -452,3 +452,14 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
         assert manager.restore_or_initialize() == str(folder / "ckpt-6")
         assert (folder / ".notes.old").exists()
         checkpoint.restore(folder / "ckpt-5")
+
+
+@pytest.mark.parametrize("number", ["x", -1])
+def test_a_wrong_number_on_one_rank_is_told_to_the_others(comm: Intracomm, folder: Path, number: Any) -> None:
+    text = "checkpoint_number must be .*got " + repr(number)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        manager = CheckpointManager(made(strategy, comm.rank), folder / "runs")
+        with pytest.raises((TypeError, ValueError), match=text):  # `InvalidArgumentError` is a `ValueError`
+            manager.save(number if comm.rank == comm.size - 1 else 3)
+        assert manager.save(4) == str(folder / "runs" / "ckpt-4")
+    assert not (folder / "runs" / "ckpt-0").exists()

@@ -36,17 +36,13 @@ def reduce(strategy: Strategy, value: Any) -> Any:
     return all_reduce(strategy, "SUM", value)
 
 
-def no_memory(monkeypatch: pytest.MonkeyPatch, from_call: int = 2) -> None:
-    """Let there be no memory for the results of the second dtype, once all have agreed on the call."""
-    really, calls = RecycledResults.lend, []
+def no_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError("Unable to allocate 9 TiB")
 
-    def fail(results: RecycledResults) -> Any:
-        calls.append(1)
-        if len(calls) >= from_call:
-            raise MemoryError("Unable to allocate 9 TiB")
-        return really(results)
 
-    monkeypatch.setattr(RecycledResults, "lend", fail)
+def memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be no memory once all have agreed on the call."""
+    monkeypatch.setattr(TwoShot, "steps", no_memory)
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +67,7 @@ def interrupt(*_: Any, **__: Any) -> None:
 
 @several
 @pytest.mark.parametrize("call", [reduce, start], ids=["all_reduce", "start_all_reduce"])
-@pytest.mark.parametrize("fail", [no_memory, interrupted])
+@pytest.mark.parametrize("fail", [memory_ends, interrupted])
 def test_the_others_raise_at_once_and_nobody_goes_on(
     comm: Intracomm, fail: Callable[[pytest.MonkeyPatch], None], call: Callable[[Strategy, Any], Any]
 ) -> None:
@@ -103,15 +99,19 @@ def test_the_others_raise_at_once_and_nobody_goes_on(
 
 @several
 @pytest.mark.parametrize("call", [reduce, start], ids=["all_reduce", "start_all_reduce"])
-def test_want_of_memory_for_a_result_is_the_error_of_all(comm: Intracomm, call: Callable[[Strategy, Any], Any]) -> None:
+@pytest.mark.parametrize("num_arrays", [1, 3])
+def test_want_of_memory_for_a_result_is_the_error_of_all(
+    comm: Intracomm, placement: tuple[int, ...], call: Callable[[Strategy, Any], Any], num_arrays: int
+) -> None:
     """Before data moves: the next call goes well."""
-    value, last = np.full(1_000_000, 1.0), comm.size - 1
+    value: Any = [np.full(1_000_000, 1.0)] * num_arrays
+    last = comm.size - 1
     with Strategy(comm=comm) as strategy:
         for _ in range(3):
-            assert (call(strategy, value) == comm.size).all()
+            assert all((result == comm.size).all() for result in call(strategy, value))
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if comm.rank == last:
-                    no_memory(monkeypatch, from_call=1)
+                    monkeypatch.setattr(RecycledResults, "lend", no_memory)
                 with raises_everywhere(
                     comm, InvalidArgumentError, f"rank {last}: MemoryError: Unable to allocate 9 TiB"
                 ):
@@ -141,3 +141,23 @@ def test_a_signal_handler_that_raises_anywhere(comm: Intracomm, milliseconds: fl
         comm.Barrier()
         strategy.reset()
         assert (reduce(strategy, value) == total).all()
+
+
+@pytest.mark.parametrize("num_arrays", [1, 600])
+@pytest.mark.parametrize("name", ["all_reduce", "start_all_reduce", "broadcast", "all_gather", "reduce_scatter"])
+def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm, name: str, num_arrays: int) -> None:
+    """Whatever the system promises, and without a plan of every chunk; the next call goes well."""
+    value = [np.broadcast_to(np.float32(1), 600_000_000_000 // num_arrays)] * num_arrays
+    with Strategy(comm=comm) as strategy:
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: reduce(strategy, value),
+            "start_all_reduce": lambda: start(strategy, value),
+            "broadcast": lambda: strategy.broadcast(value),
+            "all_gather": lambda: strategy.gather(value, 0),
+            "reduce_scatter": lambda: strategy.run(
+                lambda: mpidist.get_replica_context().reduce_scatter("SUM", value * comm.size)
+            ),
+        }
+        with pytest.raises(MemoryError, match=r"the results of one rank need \d+ GiB of new memory, and its node has"):
+            calls[name]()
+        assert strategy.reduce("SUM", 1) == comm.size

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from host_cuda import are_emulated
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, group, up
+from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, group, keep_busy, up
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context
@@ -59,6 +60,23 @@ def test_a_library_with_its_own_stream_is_waited_for(group: SyncGroup, comm: Int
         assert (down(result.array) == comm.size * (comm.size + 1) / 2).all()
         handle = ops.start_all_reduce("SUM", Tensor.of(np.ones(3000)))
         assert (down(handle.wait().array) == comm.size).all()
+
+
+def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup, comm: Intracomm) -> None:
+    if are_emulated():
+        pytest.skip("needs a real GPU: emulated ones have no torch")
+    torch = pytest.importorskip("torch")
+    ops = NcclAllReduce().bound_to(group)
+    for dtype in (torch.bfloat16, torch.float32):
+        tensor = torch.zeros(1 << 18, dtype=dtype, device="cuda")
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side), cuda.current().cupy.cuda.ExternalStream(side.cuda_stream):
+            keep_busy(0.01)
+            tensor += comm.rank + 1
+            total = ops.all_reduce("SUM", tensor)
+        torch.cuda.synchronize()
+        assert total.dtype == dtype
+        assert (total == comm.size * (comm.size + 1) // 2).all()
 
 
 def test_what_was_waited_for_can_be_used_in_any_stream(group: SyncGroup, comm: Intracomm) -> None:

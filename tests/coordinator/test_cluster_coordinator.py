@@ -230,9 +230,9 @@ def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
             (TypeError, "registered on all ranks, got .*lambda.*register", lambda: 1, ()),
             (TypeError, "registered on all ranks, got 'nobody'", "nobody", ()),
             (ValueError, "RemoteValue", echo, ([value],)),
-            (TypeError, "a set, and needs arrays", echo, ({1},)),
-            (TypeError, "a function, and needs", echo, (len_of,)),
-            (TypeError, "a ServerVariable, and needs", echo, (HERE["variable"],)),
+            (TypeError, "type set, and needs arrays", echo, ({1},)),
+            (TypeError, "type function, and needs", echo, (len_of,)),
+            (TypeError, "type ServerVariable, and needs", echo, (HERE["variable"],)),
             (TypeError, "dtype object", echo, (np.array([None]),)),
             (TypeError, "args must be a list or tuple, got ndarray", echo, np.ones(1)),
         ):
@@ -240,7 +240,7 @@ def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
                 coordinator.schedule(fn, args)  # type: ignore[arg-type]
         assert HERE["dataset"] is not None
         for name, text in (
-            ("test: return an object", "the result of 'test: return an object' has a object, and needs"),
+            ("test: return an object", "the result of 'test: return an object' has an item of type object, and needs"),
             ("test: push too much", "no such gradient"),
         ):
             coordinator.schedule(name)

@@ -72,7 +72,7 @@ def gpus(comm: Intracomm) -> Iterator[cuda.Cuda]:
 
 
 def use_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let device memory go as the test says, and not as who has started the tests (see benchmarks/gpu/parts.py)."""
+    """Let device memory go as the test says, and not as who has started the tests (see benchmarks/gpu/running.py)."""
     for name in ("MPIDIST_NCCL", "MPIDIST_PRETEND_NODES", "MPIDIST_STAGING_BYTES"):
         monkeypatch.delenv(name, raising=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -190,3 +192,58 @@ def test_a_server_is_lost_for_all_workers_whatever_ends_the_one_that_has_found_i
         assert "is lost, with the variables on it" in text
         assert "rank 0 left because of an exception: KeyError: 'mine'" in text
     assert seen[-1][0] == "PeerFailedError"
+
+
+class Tells(logging.Handler):
+    """Tells rank 0 of a warning with a certain text."""
+
+    def __init__(self, comm: Intracomm, pattern: str) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        self._comm, self._pattern, self._sends = comm, re.compile(pattern), []  # type: ignore[var-annotated]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        self.texts.append(text)
+        if self._pattern.match(text):
+            self._sends.append(self._comm.isend(text, 0))
+
+
+LATE = {
+    "barrier": r"barrier\(\) of rank 1 has waited for 0 s, and rank 0 did not make this call, which all workers .*",
+    "read": "a read of rank 1 has waited for 0 s, and rank 0 had done 0 steps, and rank 1 had done 1, which is .*",
+    "close": r"close\(\) of rank 1 has waited for 0 s, and rank 0 did not close the strategy",
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.core
+@pytest.mark.parametrize("call", LATE)
+def test_the_server_warns_of_late_workers(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """And the worker that waits does not warn of the server, which answers it."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.3")
+    tells, ours = Tells(comm, f"mpidist: {LATE[call]}; rank 0: "), logging.getLogger("mpidist")
+    ours.addHandler(tells)
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        if strategy.is_chief:
+            until = time.monotonic() + 40
+            while not comm.iprobe(2) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert comm.iprobe(2), "the server did not warn"
+            comm.recv(source=2)
+            strategy.step_done()
+        elif call == "read":
+            strategy.step_done()
+            variable.numpy()
+        if call == "barrier":
+            strategy.barrier()
+
+    try:
+        on_workers(comm, work, staleness=0 if call == "read" else None)
+    finally:
+        ours.removeHandler(tells)
+    waited = [text for text in tells.texts if re.match(f"mpidist: ({call}|read).* at parameter server", text)]
+    assert waited == []

@@ -21,9 +21,8 @@ sys.path.append(str(BENCHMARKS))
 
 import gpu_check  # noqa: E402
 from gpu import running  # noqa: E402
-from gpu.environment import ROOT, Environment, prepare  # noqa: E402
-from gpu.parts import PARTS, Part  # noqa: E402
 from gpu.report import WRONG, Report, Row, read_rows, table, text_of  # noqa: E402
+from gpu.running import PARTS, ROOT, Environment, Part, prepare  # noqa: E402
 
 # What a part may do instead of measuring.
 BEGINNING = """
@@ -32,16 +31,16 @@ from pathlib import Path
 def ask(bench, report):
 """
 PROGRAMS = {
-    "answers": "report.add('is it there', 'yes', True)",
+    "answers": "report.add('is it there', 'yes')",
     "hangs": """
-report.add("is it there", "yes", True)
+report.add("is it there", "yes")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 Path("child").write_text(str(child.pid))
 time.sleep(600)
 """,
     "ignores_signals": "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)",
     "crashes": """
-report.add("is it there", "yes", True)
+report.add("is it there", "yes")
 print("about to crash", flush=True)
 os.abort()
 """,
@@ -50,7 +49,7 @@ os.abort()
     "answers_in_part": """
 with report.question("is it there"):
     raise RuntimeError("no luck")
-report.add("is it fast", "no", False)
+report.add("is it fast", "no")
 """,
 }
 REST = "the rest of this part"
@@ -230,11 +229,9 @@ def test_table_of_recorded_rows() -> None:
 def test_answer_that_was_cut_off_is_no_answer(tmp_path: Path) -> None:
     path = tmp_path / "part.jsonl"
     report = Report(path)
-    report.add("is it there", "yes", True)
+    report.add("is it there", "yes")
     report.add("is it fast", "no", goal=("yes", False))
-    assert (
-        read_rows(path) == report.rows == [Row("is it there", "yes", "right"), Row("is it fast", "no", "yes: missed")]
-    )
+    assert read_rows(path) == report.rows == [Row("is it there", "yes"), Row("is it fast", "no", "yes: missed")]
     path.write_text(path.read_text()[:-20])
     assert read_rows(path) == report.rows[:1]
     assert read_rows(tmp_path / "nowhere") == []
@@ -306,25 +303,12 @@ def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, 
         path.write_text(f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\n")
     files = (str(path), "-p", "mpi_session.plugin") if body else ("tests/test_nowhere.py",)
     limit = 8 if "sleep" in body else 60  # the others are not about time, and the machine may be busy
-    part = Part("tests", "tests", "are they right", limit, 0, ("1", *files))
+    part = Part("tests", "tests", "are they right", limit, words=("1", *files))
     outcome = running.run(part, 100, Environment(dict(os.environ), ("mpiexec",), ""), tmp_path)
     (row,) = outcome.rows
     assert (row.got, row.verdict) == (got, verdict), outcome
     assert row.note.startswith(note)
     assert ("FAILED " in row.note) == (got == "1 failed")
-
-
-@pytest.mark.no_mpi
-@pytest.mark.usefixtures("outside_mpi")
-def test_digits_are_learnt_on_the_cpu_and_a_failure_is_told() -> None:
-    program = "from gpu.digits import accuracy; import sys; print(accuracy('cpu', int(sys.argv[1])) > 0.5)"
-    learnt, failed = (
-        subprocess.run([sys.executable, "-c", program, number], capture_output=True, text=True, check=False)
-        for number in ("3", "-1")
-    )
-    assert learnt.stdout.endswith("True\n"), learnt
-    assert "--epochs must be 1 or more" in failed.stderr
-    assert failed.returncode == 2
 
 
 @pytest.mark.no_mpi

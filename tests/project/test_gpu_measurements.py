@@ -37,7 +37,7 @@ def measured(gpus: cuda.Cuda, ask: str, path: Path | None = None, comm: Intracom
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize(
     ("ask", "answers"),
-    [("kernels:machine", 3), ("kernels:measure", 17), ("calls:public_call", 4)],
+    [("kernels:machine", 2), ("kernels:measure", 17), ("calls:public_call", 4)],
 )
 def test_measurement_of_one_rank(
     gpus: cuda.Cuda, tmp_path: Path, capfd: pytest.CaptureFixture[str], ask: str, answers: int
@@ -57,7 +57,7 @@ def test_public_calls_that_are_timed_write_their_results(emulated: Emulated, mon
     launches = {}
 
     def count(bench: Bench, ways: dict[str, Any], turns: int, clock: str) -> dict[str, Any]:
-        for name, (call,) in ways.items():
+        for name, call in ways.items():
             call()
             emulated.forget()
             call()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Sequence
 from copy import copy
+from functools import cache
 from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
@@ -14,7 +16,16 @@ import numpy as np
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import paths
-from mpidist.transport import DeviceLevels, NewArrays, ResultMemory, arrays, is_of_numpy, library_of, value_text
+from mpidist.transport import (
+    DeviceLevels,
+    NewArrays,
+    ResultMemory,
+    arrays,
+    is_of_numpy,
+    library_of,
+    size_text,
+    value_text,
+)
 from mpidist.values import DistributedValues, contribution, local_component
 
 __all__ = [
@@ -26,6 +37,7 @@ __all__ = [
     "axes_text",
     "axis_of",
     "native_dtype",
+    "require_memory",
     "require_values",
     "result_arrays",
     "symmetric_spec",
@@ -179,6 +191,31 @@ class NewResults:
 def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory: ResultMemory) -> list[Any]:
     """Return C-contiguous arrays, uninitialised, for the results of a call that has no plan."""
     return [memory.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
+
+
+@cache
+def _node_bytes() -> int:
+    """Return the memory of this rank's node in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_memory(call: str, nbytes: int) -> None:
+    """Check that the new results of a call can fit into this rank's node at all. Local.
+
+    Many systems promise more memory than they have, and kill a program once it writes there.
+
+    Args:
+        call: The name of the call.
+        nbytes: The bytes of the results of this rank.
+
+    Raises:
+        MemoryError: If the node has less.
+    """
+    if nbytes > _node_bytes():
+        raise MemoryError(
+            f"{call}: the results of one rank need {size_text(nbytes)} of new memory, and its node has "
+            f"{size_text(_node_bytes())}; pass fewer numbers at a time"
+        )
 
 
 def require_values(leaves: Sequence[Any], value: Any) -> None:

@@ -90,10 +90,12 @@ class FusedExecution(Execution):
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
 
     def begin(self, call: ReductionCall) -> None:
-        """Stage the first chunk, unless the arrays lie in shared memory."""
+        """Allocate new results, and stage the first chunk unless the arrays lie in shared memory."""
         checked, places = call.checked_outs, NOWHERE
         staged: Any = None
-        lent: LentArrays | None = None
+        new: list[LentArrays] = []
+        if call.outs is None and self._wants_results and self._small is None:
+            new = [memory.lend() for memory in self._memories]
         is_wanted = not self._ignores_places or (checked is not None and checked.per_node_digest)
         if is_wanted and self._shared.num_windows:
             places = Places.of(self._shared, call.operands.arrays, call.outs, checked)
@@ -106,17 +108,16 @@ class FusedExecution(Execution):
                 staged = self._two_shot(
                     first, FusedArrays(first.wire, _flat(arrays, first), result_dtype=first.result_dtype)
                 )
-                if call.outs is None and self._wants_results:
-                    lent = self._memories[0].lend()
-                    staged.arrays.results, staged.arrays.place = _flat_results(lent.arrays, first), lent.place
+                if new:
+                    staged.arrays.results, staged.arrays.place = _flat_results(new[0].arrays, first), new[0].place
                 staged.begin()
-        call.state = places, staged, lent
+        call.state = places, staged, new
 
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
-        places, staged, lent = call.state if has_same_places else (NOWHERE, None, None)
+        places, staged, new = call.state if has_same_places else (NOWHERE, None, [])
         if self._small is not None and places.outs is None:
             return self._add_small(call, staged)
-        results, new, transfers = self._transfers(call, places, staged, lent)
+        results, new, transfers = self._transfers(call, places, staged, new)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             for transfer, is_staged in transfers:
                 complete(transfer.steps(is_staged), self._reducer.check_peers)
@@ -124,10 +125,10 @@ class FusedExecution(Execution):
         return results
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
-        places, staged, lent = call.state if has_same_places else (NOWHERE, None, None)
+        places, staged, new = call.state if has_same_places else (NOWHERE, None, [])
         if self._small is not None and places.outs is None:
             return self._add_small(call, staged)
-        results, new, transfers = self._transfers(call, places, staged, lent)
+        results, new, transfers = self._transfers(call, places, staged, new)
         for transfer, is_staged in transfers:
             yield from transfer.steps(is_staged)
         self._set_new(results, new, transfers)
@@ -151,7 +152,7 @@ class FusedExecution(Execution):
         place = self._shared.place(array) if self._ignores_places else None
         return None if place is None or place.per_node else NOWHERE.digest
 
-    def _transfers(self, call: ReductionCall, places: Places, staged: Any, lent: LentArrays | None) -> _Transfers:
+    def _transfers(self, call: ReductionCall, places: Places, staged: Any, new: list[LentArrays]) -> _Transfers:
         """Return the arrays of the results, those of each list that are new, and the transfers."""
         outs, arrays = call.outs, call.operands.arrays
         writes_outs = places.outs is not None and self._writes_shared_outs(places.outs)
@@ -160,9 +161,8 @@ class FusedExecution(Execution):
         results = list(outs or ()) if writes_outs else self._new_results(call)
         if outs is not None and not (writes_outs and places.sources is not None):
             arrays = copy_overwritten(arrays, results, are_shared=writes_outs)
-        new: list[LentArrays] = []
-        if outs is None and self._wants_results:
-            new = [memory.lend() if at or lent is None else lent for at, memory in enumerate(self._memories)]
+        if outs is None and self._wants_results and not new:
+            new = [memory.lend() for memory in self._memories]
         transfers: list[tuple[TwoShot | InPlace, bool]] = []
         for at, fused in enumerate(self._lists):
             if writes_outs:

@@ -21,12 +21,7 @@ _SMALL: Final = 4096  # elements: to add fewer takes less time than to begin an 
 
 @final
 class _Run(NamedTuple):
-    """Arrays that are added at once.
-
-    Attributes:
-        indices: The arrays.
-        num_elements: Number of elements of all of them.
-    """
+    """Arrays that are added at once, and the number of elements of all of them."""
 
     indices: tuple[int, ...]
     num_elements: int
@@ -85,14 +80,15 @@ class LocalSums:
         if len(components) == 1:
             return list(components[0])
         runs = self._runs(tuple(range(len(self._specs))))
-        wires = [self._wires[run.indices[0]] for run in runs]
+        sizes, wires = [run.num_elements for run in runs], [self._wires[run.indices[0]] for run in runs]
         if memory is None or any(spec.device for spec in self._specs):
+            are_on_gpu = [self._specs[run.indices[0]].device for run in runs]
             totals = [
-                arrays.empty((run.num_elements,), wire, self._specs[run.indices[0]].device)
-                for run, wire in zip(runs, wires, strict=True)
+                arrays.empty((size,), *its)
+                for size, its in zip(sizes, zip(wires, are_on_gpu, strict=True), strict=True)
             ]
         else:
-            totals = memory.take([run.num_elements for run in runs], wires)
+            totals = memory.take(sizes, wires)
         sums: list[Any] = []
         for run, total in zip(runs, totals, strict=True):
             self._combine(components, run, [total])
@@ -104,13 +100,7 @@ class LocalSums:
         return sums
 
     def add_to_rows(self, components: Sequence[Sequence[Any]], indices: tuple[int, ...], rows: Sequence[Any]) -> None:
-        """Add some arrays to rows that hold one array after the other.
-
-        Args:
-            components: As in `add`.
-            indices: The arrays, all of one dtype `wire`.
-            rows: [rows of this rank], flat arrays of that dtype, which take the sums.
-        """
+        """Add some arrays, all of one dtype `wire`, to flat rows of that dtype, one array after the other."""
         at = 0
         for run in self._runs(indices):
             end = at + run.num_elements
@@ -170,11 +160,7 @@ def open_all_replicas(first: Operands, others: Sequence[Sequence[Any]], replicas
 
 
 def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[int]) -> None:
-    """Check that the replicas of this rank pass arrays of the same shapes and dtypes.
-
-    Raises:
-        InvalidArgumentError: If they do not.
-    """
+    """Check that the replicas of this rank pass arrays of the same shapes and dtypes."""
     first = operands[0]
     for replica_id, other in zip(replica_ids, operands, strict=True):
         if other.key == first.key or other.specs == first.specs:
@@ -187,14 +173,10 @@ def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[in
 
 
 def require_tree_order(options: CommunicationOptions, algorithm: str | None) -> None:
-    """Refuse options and algorithms that add in another order than that of the replicas, or round on the way.
-
-    Args:
-        options: The options.
-        algorithm: The name of an algorithm that adds by a rule of its own; `None` for others.
+    """Refuse options that add in another order than that of the replicas, or round on the way, and an algorithm's name.
 
     Raises:
-        ValueError: If an option is of this kind, or `algorithm` is given.
+        ValueError: If an option is of this kind, or an algorithm that adds by a rule of its own is named.
     """
     what = algorithm
     if options.compression is not Compression.NONE:

@@ -43,36 +43,22 @@ __all__ = ["DeviceMessages", "PackedExecution", "PackedPart", "reduce_to_ranks"]
 @final
 @dataclass(frozen=True)
 class PackedPart:
-    """The values of a call that have the same destinations.
+    """The values of a call that have the same destinations."""
 
-    Attributes:
-        ranks: The destinations; `None` for all ranks.
-        indices: The values.
-        specs: Their arrays.
-        result_dtypes: The dtype of each result.
-        messages: The messages.
-        reduce: Reduces a flat buffer over all ranks.
-    """
-
-    ranks: tuple[int, ...] | None
-    indices: tuple[int, ...]
-    specs: tuple[Spec, ...]
+    ranks: tuple[int, ...] | None  # the destinations; `None` for all ranks
+    indices: tuple[int, ...]  # the values
+    specs: tuple[Spec, ...]  # their arrays
     result_dtypes: tuple[np.dtype[Any], ...]
     messages: tuple[Message, ...]
-    reduce: Reduce
+    reduce: Reduce  # reduces a flat buffer over all ranks
 
 
 @final
 class _Layout(NamedTuple):
-    """The arrays of one call.
+    """The arrays of one call."""
 
-    Attributes:
-        parts: For each part of the call, the arrays of its values and of its results.
-        after: The event after which a GPU may start; `None` for the work that the current stream holds.
-    """
-
-    parts: list[tuple[list[Any], list[Any]]]
-    after: Any
+    parts: list[tuple[list[Any], list[Any]]]  # for each part of the call, the arrays of its values and of its results
+    after: Any  # the event after which a GPU may start; `None` for the work that the current stream holds
 
 
 @final
@@ -92,7 +78,7 @@ class PackedExecution(Execution):
         self._uses_device = any(spec.device for part in parts for spec in part.specs)
         self._is_all_device = all(spec.device for part in parts for spec in part.specs)
         self._new_results = [NewResults(part.specs, part.result_dtypes, group.result_memory) for part in parts]
-        self._on_device = [_messages_on_device(part) for part in parts]
+        self._on_device = [DeviceMessages(part) for part in parts]
         self._num_values = sum(len(part.indices) for part in parts)
         self._needs_nccl = implementation is CommunicationImplementation.NCCL
         self._is_ring = implementation is CommunicationImplementation.RING
@@ -107,8 +93,13 @@ class PackedExecution(Execution):
             self._group.devices.require_usable(call.name)
             call.state = self._lay_out(call, is_started)
 
+    def begin(self, call: ReductionCall) -> None:
+        """Allocate the results: if a rank has no memory for them, all ranks learn of it before data moves."""
+        if not self._uses_device:  # else `prepare` has done so
+            call.state = self._lay_out(call, is_started=False)
+
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
-        layout: _Layout = self._lay_out(call, is_started=False) if call.state is None else call.state
+        layout: _Layout = call.state
         queue = self._ready_levels().queue if self._uses_device else None
         if queue is None:
             return self._reduce(call, layout, None)
@@ -168,7 +159,7 @@ class PackedExecution(Execution):
         """Reduce every message. Fills outs in device memory here, on the stream of the reductions."""
         results: list[Any] = [None] * self._num_values
         for part, on_device, (arrays, targets) in zip(self._parts, self._on_device, layout.parts, strict=True):
-            if on_device is not None:
+            if on_device.messages:
                 on_device.reduce(arrays, targets, self._levels_of(True), part.reduce)
             on_host = [message for message in part.messages if not message.device]
             if on_host:
@@ -183,8 +174,7 @@ class PackedExecution(Execution):
 
     def _kernels(self, levels: Levels) -> set[str]:
         if self._needed is None:
-            needed = [messages.kernels(levels) for messages in self._on_device if messages is not None]
-            self._needed = set().union(*needed)
+            self._needed = set().union(*(messages.kernels(levels) for messages in self._on_device))
         return self._needed
 
     def _ready_levels(self) -> Levels:
@@ -215,11 +205,6 @@ class PackedExecution(Execution):
         if levels is None or levels.queue is None or levels.nccl is not NcclReach.WORLD:
             return False
         return self._group.devices.has_compiled(self._kernels(levels))
-
-
-def _messages_on_device(part: PackedPart) -> DeviceMessages | None:
-    messages = [message for message in part.messages if message.device]
-    return DeviceMessages(messages, part.specs, part.result_dtypes) if messages else None
 
 
 def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buffer: Any, reduction: Reduction) -> None:
@@ -287,28 +272,20 @@ def _run_packed(
 
 @final
 class DeviceMessages:
-    """The messages of device memory of one plan. What is the same in all calls is found out once.
+    """The messages of device memory of one plan. What is the same in all calls is found out once."""
 
-    Args:
-        messages: The messages.
-        specs: The arrays of the call.
-        result_dtypes: The dtype of each result.
-    """
-
-    def __init__(
-        self, messages: Sequence[Message], specs: Sequence[Spec], result_dtypes: Sequence[np.dtype[Any]]
-    ) -> None:
-        self._specs, self._result_dtypes = specs, result_dtypes
-        self._messages = messages
-        self._direct = [message for message in messages if message.is_direct]
-        self._packed = [(message, _Pieces(message.pieces, specs)) for message in messages if not message.is_direct]
-        self._pieces = _Pieces([message.pieces[0] for message in self._direct], specs)
+    def __init__(self, part: PackedPart) -> None:
+        self.messages = [message for message in part.messages if message.device]
+        self._specs, self._result_dtypes = part.specs, part.result_dtypes
+        self._direct = [message for message in self.messages if message.is_direct]
+        self._packed = [(its, _Pieces(its.pieces, part.specs)) for its in self.messages if not its.is_direct]
+        self._pieces = _Pieces([message.pieces[0] for message in self._direct], part.specs)
         self._divisors = dict.fromkeys(message.divide_by for message in self._direct if message.divide_by != 1)
 
     def kernels(self, levels: Levels) -> set[str]:
         """Return the kernels that the messages may need on some rank. Local, equal on all ranks."""
         needed: set[str] = set()
-        for message in self._messages:
+        for message in self.messages:
             wire, divides = message.wire, message.divide_by != 1
             copies = [(wire, wire, False), (wire, wire, divides)]
             if not message.is_direct:
@@ -321,8 +298,8 @@ class DeviceMessages:
     def reduce(self, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
         """Reduce the messages. Launches work, and waits for nothing.
 
-        Launches besides the reductions: one to copy all direct pieces of a dtype to their results, two for each pack
-        (pack and unpack), and one to divide all direct pieces of a dtype.
+        Besides the reductions it launches one copy of all direct pieces of a dtype to their results, a pack and an
+        unpack for each message with several pieces, and one division of all direct pieces of a dtype.
         """
         kernels, parts, given = levels.kernels, self._pieces.of(results), self._pieces.of(arrays)
         is_moved = list(map(is_not, given, parts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
@@ -10,6 +12,8 @@ from mpidist.parameter_server.messages import Outcome
 from mpidist.transport import name_ranks
 
 __all__ = ["Workers", "differences_of"]
+
+logger = logging.getLogger("mpidist.parameter_server")
 
 Answer = tuple[int, str]
 StatusLines = Callable[[Iterable[int]], list[str]]
@@ -24,6 +28,7 @@ class Workers:
         staleness: How many steps a worker may be ahead of the slowest one when it reads; `None` for any number.
         timeout: How long a worker waits for others, in seconds; `None` or 0 for ever.
         status_lines: Says what ranks do, for people.
+        stall_seconds: When to warn of a wait without a deadline; 0 for never.
 
     Attributes:
         ranks: As given.
@@ -39,6 +44,7 @@ class Workers:
         staleness: int | None,
         timeout: float | None,
         status_lines: StatusLines = lambda ranks: [],
+        stall_seconds: float = 0.0,
     ) -> None:
         self.ranks = ranks
         self.live = set(range(len(ranks)))
@@ -48,6 +54,9 @@ class Workers:
         self._staleness = staleness
         self._timeout = timeout
         self._status_lines = status_lines
+        self._stall_seconds = stall_seconds
+        self._has_warned_of_ends = False
+        self._last_warning = ""  # of workers that are late at a step
         self._meeting = _Meeting()
 
     @property
@@ -70,16 +79,15 @@ class Workers:
 
     def wait_to_read(self, worker: int) -> Iterator[Answer | None]:
         """Yield `None` as long as a worker must not read yet, or the answer to a worker that has waited too long."""
-        until = self._deadline()
+        until, warn_at = self._deadline(), math.inf if self._timeout else self._stalls_at()
         while not self.may_read(worker):
-            if time.monotonic() > until:
-                busy = self._busy()
-                slowest = min(self.steps[other] for other in busy)
-                late = [self.ranks[other] for other in busy if self.steps[other] == slowest]
-                text = f"{name_ranks(late)} had done {slowest} steps, and this worker {self.steps[worker]}"
-                text += f", which is more than staleness={self._staleness} allows"
-                yield Outcome.TOO_LATE, "\n  ".join([text, *self._status_lines(late)])
+            now = time.monotonic()
+            if now > until:
+                yield Outcome.TOO_LATE, self._say(*self._slowest(worker))
                 return
+            if now > warn_at:
+                warn_at = math.inf
+                self._warn_of_slowest(worker)
             yield None
 
     def meet(self, worker: int, call: str, fields: Mapping[str, str], chief: bool) -> Iterator[Answer | None]:
@@ -93,20 +101,63 @@ class Workers:
         """
         meeting, until = self._meeting, self._deadline()
         meeting.arrived[worker] = {"call": call, **fields}
+        meeting.warn_at = meeting.warn_at or (math.inf if self._timeout else self._stalls_at())
         while meeting.answer is None:
             if chief and 0 not in self.live:
                 meeting.answer = Outcome.FAILED, f"{call}: the chief, rank {self.ranks[0]}, has ended its part"
             elif self.live <= set(meeting.arrived):
                 meeting.answer = self._compare(meeting)
             elif time.monotonic() > until:
-                late = [self.ranks[other] for other in self.live if other not in meeting.arrived]
-                text = f"{call}: {name_ranks(late)} did not make this call"
-                meeting.answer = Outcome.TOO_LATE, "\n  ".join([text, *self._status_lines(late)])
+                meeting.answer = Outcome.TOO_LATE, self._say(*self._absent())
             else:
+                if time.monotonic() > meeting.warn_at:
+                    meeting.warn_at = math.inf
+                    self._warn(call, meeting.arrived, *self._absent())
                 yield None
                 continue
             self._meeting = _Meeting()
         yield meeting.answer
+
+    def wait_for_ends(self) -> Iterator[None]:
+        """Yield as long as a worker may still make requests."""
+        warn_at = self._stalls_at()
+        while self.live:
+            if time.monotonic() > warn_at and not self._has_warned_of_ends:
+                self._has_warned_of_ends = True
+                late, others = self.live_ranks, {*self.live, *self.left}
+                ended = (worker for worker in range(len(self.ranks)) if worker not in others)
+                self._warn("close()", ended, f"{name_ranks(late)} did not close the strategy", late)
+            yield
+
+    def _absent(self) -> tuple[str, list[int]]:
+        """Say which workers do not make the call of all workers, and list their ranks."""
+        late = [self.ranks[other] for other in sorted(self.live) if other not in self._meeting.arrived]
+        return f"{name_ranks(late)} did not make this call, which all workers make together", late
+
+    def _slowest(self, worker: int) -> tuple[str, list[int]]:
+        """Say why a worker must not read yet, and list the ranks of the slowest workers."""
+        busy = self._busy()
+        slowest = min(self.steps[other] for other in busy)
+        late = [self.ranks[other] for other in busy if self.steps[other] == slowest]
+        ahead = f"rank {self.ranks[worker]} had done {self.steps[worker]}"
+        text = f"{name_ranks(late)} had done {slowest} steps, and {ahead}"
+        return f"{text}, which is more than staleness={self._staleness} allows", late
+
+    def _say(self, text: str, late: list[int]) -> str:
+        return "\n  ".join([text, *self._status_lines(late)])
+
+    def _warn_of_slowest(self, worker: int) -> None:
+        """Warn that a worker waits to read; of the workers that are late at a step, once."""
+        text, late = self._slowest(worker)
+        who = text.partition(", and ")[0]
+        if who != self._last_warning:
+            self._last_warning = who
+            self._warn("a read", (worker,), text, late)
+
+    def _warn(self, call: str, workers: Iterable[int], text: str, late: list[int]) -> None:
+        who = name_ranks([self.ranks[worker] for worker in sorted(workers)])
+        reason = "; ".join([text, *self._status_lines(late)])
+        logger.warning("mpidist: %s of %s has waited for %.0f s, and %s", call, who, self._stall_seconds, reason)
 
     def _busy(self) -> list[int]:
         """List the workers that may do a step: those that wait in a call of all workers cannot."""
@@ -125,7 +176,10 @@ class Workers:
         return Outcome.REFUSED, "\n".join([f"{call}: {head}", *lines])
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._timeout if self._timeout else float("inf")
+        return time.monotonic() + self._timeout if self._timeout else math.inf
+
+    def _stalls_at(self) -> float:
+        return time.monotonic() + self._stall_seconds if self._stall_seconds else math.inf
 
 
 @final
@@ -135,21 +189,25 @@ class _Meeting:
     Attributes:
         arrived: What each worker passes.
         answer: What all of them are told, once it is known.
+        warn_at: When to warn of the workers that are late; 0 before the first worker has come.
     """
 
     def __init__(self) -> None:
         self.arrived: dict[int, dict[str, Any]] = {}
         self.answer: Answer | None = None
+        self.warn_at = 0.0
 
 
 def differences_of(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:
     """Say what ranks did not pass alike, a line for each field: by rank, what the rank passes, by name.
 
-    If a rank passes an "error", that is what differs, and nothing else is said.
+    If a rank passes an "error", that is what differs, and nothing else is said; nor if calls differ.
     """
     names = list(dict.fromkeys(name for fields in everyone.values() for name in fields))
     if "error" in names:
         names = ["error"]
+    elif len({fields.get("call") for fields in everyone.values()}) > 1:
+        names = ["call"]
     lines = []
     for name in names:
         groups: dict[str, list[int]] = {}

@@ -3,8 +3,9 @@
 from mpidist.parameter_server.messages.calls import Calls
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.known_lists import KnownLists
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane, lanes_to
-from mpidist.parameter_server.messages.locations import KnownList, Location, RowsChange, by_server
+from mpidist.parameter_server.messages.locations import Location, RowsChange, by_server
 from mpidist.parameter_server.messages.protocol import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -12,6 +13,7 @@ from mpidist.parameter_server.messages.protocol import (
     INLINE_BYTES,
     MAX_NUMBERS,
     NO_PLACE,
+    SERVE_CALL,
     WHOLE_NUMBERS,
     Change,
     Header,
@@ -38,7 +40,7 @@ __all__ = [
     "INLINE_BYTES",
     "IN_PLACE_BYTES",
     "LANE_BYTES",
-    "KnownList",
+    "KnownLists",
     "Lane",
     "Location",
     "MAX_NUMBERS",
@@ -48,6 +50,7 @@ __all__ = [
     "Piece",
     "Push",
     "RowsChange",
+    "SERVE_CALL",
     "Step",
     "WHOLE_NUMBERS",
     "by_server",

@@ -22,6 +22,7 @@ from mpidist.parameter_server.messages.protocol import (
     MESSAGE_BYTES,
     NO_PLACE,
     REQUEST,
+    SERVE_CALL,
     WHOLE_NUMBERS,
     Header,
     Op,
@@ -302,6 +303,7 @@ class Channel:
         awaited.ranks, awaited.what, awaited.is_ended_by_program = (self.rank,), f"{call} at {self.name}", False
         timeout = self._group.timeout_seconds
         awaited.timeout = timeout + more_seconds if timeout and more_seconds < math.inf else None
+        awaited.serving = SERVE_CALL if more_seconds else None
         watchdog.begin()
         try:
             poll(test, watchdog.check_peers)

@@ -29,6 +29,7 @@ __all__ = [
     "MESSAGE_BYTES",
     "NO_PLACE",
     "REQUEST",
+    "SERVE_CALL",
     "WHOLE_NUMBERS",
     "Change",
     "Header",
@@ -54,6 +55,7 @@ WHOLE_NUMBERS: Final = struct.Struct("=6q")  # the first part of a header: a rul
 HEADER_BYTES: Final = HEADER.size
 INLINE_BYTES: Final = MESSAGE_BYTES - HEADER_BYTES
 REQUEST, ANSWER, DATA = 1, 2, 3  # tags
+SERVE_CALL: Final = "serve()"  # what the flight recorder of a server says while it answers workers
 
 _MAX_PLANS: Final = 256  # remembered
 

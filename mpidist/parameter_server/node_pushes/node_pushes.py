@@ -261,7 +261,7 @@ class NodePushes:
             awaited.ranks = [board.rank for board in late()]
             return not awaited.ranks
 
-        awaited.what, awaited.is_ended_by_program = what, False
+        awaited.what, awaited.serving, awaited.is_ended_by_program = what, None, False
         awaited.timeout = group.timeout_seconds + more_seconds if group.timeout_seconds else None
         group.watchdog.begin()
         poll(is_over, group.watchdog.check_peers)

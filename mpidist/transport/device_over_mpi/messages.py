@@ -21,6 +21,8 @@ from mpidist.transport.shared_memory import SharedMemoryCommunicator
 __all__ = ["MessagedCommunicator"]
 
 _Messages: TypeAlias = Sequence[tuple[int, int]]  # the number of a piece, and a rank
+_Chunks: TypeAlias = Sequence[Sequence[Piece]]
+_PhaseOf: TypeAlias = Callable[[Pieces], Phase]
 
 
 @final
@@ -67,8 +69,11 @@ class MessagedCommunicator(Communicator):
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         if self._is_added_by_host(buffer):
-            raised = None if self.rank == root else lambda pieces: ()
-            phase = self._on_host(buffer, lambda staged, _: self._host.reduce(staged, reduction, root), raised)
+            phase = self._on_host(
+                buffer,
+                lambda staged, _: self._host.reduce(staged, reduction, root),
+                lambda pieces: pieces.all_copies if self.rank == root else (),
+            )
             self._run("reduce", buffer, self._chunks(buffer, 1), phase)
             return
         self.traffic.add("reduce", buffer.nbytes)
@@ -169,29 +174,18 @@ class MessagedCommunicator(Communicator):
         self,
         buffer: Array,
         work: Callable[[Array, list[int]], object],
-        raised: Callable[[Pieces], Sequence[Copy]] | None = None,
-    ) -> Callable[[Pieces], Phase]:
-        """Let the host communicator work on a chunk in host memory, and the bounds of the pieces in it.
-
-        `raised` lists the copies to the device after that; by default those of the whole chunk.
-        """
+        raised: Callable[[Pieces], Sequence[Copy]] = lambda pieces: pieces.all_copies,
+    ) -> _PhaseOf:
+        """Let the host work on a chunk and its bounds. `raised` lists the copies up after that, by default all."""
 
         def phase(pieces: Pieces) -> Phase:
             staged = pieces.whole.view(buffer.dtype)
             bounds = list(accumulate((part.size // buffer.itemsize for part in pieces.parts), initial=0))
-            copies = pieces.all_copies
-            return Phase(partial(work, staged, bounds), copies, copies if raised is None else raised(pieces))
+            return Phase(partial(work, staged, bounds), pieces.all_copies, raised(pieces))
 
         return phase
 
-    def _run(
-        self,
-        what: str,
-        array: Array,
-        chunks: Sequence[Sequence[Piece]],
-        phase: Callable[[Pieces], Phase],
-        keeps: Any = None,
-    ) -> None:
+    def _run(self, what: str, array: Array, chunks: _Chunks, phase: _PhaseOf, keeps: Any = None) -> None:
         """Pass chunks of one array through one phase."""
         self._staging.reserve(len(chunks), room_of(chunks, array.itemsize))
 
@@ -204,20 +198,14 @@ class MessagedCommunicator(Communicator):
         self,
         what: str,
         buffer: Array,
-        chunks: Sequence[Sequence[Piece]],
+        chunks: _Chunks,
         reduction: Reduction,
         into: tuple[Array, int],
-        after: Callable[[Pieces], Phase] | None = None,
+        after: _PhaseOf | None = None,
     ) -> None:
-        """Join every chunk, this rank's piece here; then let the pieces go on.
+        """Join every chunk of a buffer, this rank's piece here; then let the pieces go on, in a phase `after`.
 
-        Args:
-            what: The primitive, for errors.
-            buffer: This rank's contribution.
-            chunks: The pieces of each chunk.
-            reduction: How.
-            into: What takes this rank's pieces, and the element of `buffer` that comes first there.
-            after: The second phase of a chunk.
+        `into`: what takes this rank's pieces, and the element of `buffer` that comes first there.
         """
         rank, width, (target, first) = self.rank, buffer.itemsize, into
         room = room_of(chunks, width)

@@ -1,17 +1,22 @@
-"""Pieces of device arrays: how messages are cut into chunks, and chunks into pieces, and where their bytes are."""
+"""How messages of device memory are cut into chunks, and chunks into pieces, and where their bytes are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 
-__all__ = ["Copy", "Piece", "Pieces", "aligned", "cut_evenly", "cut_shards", "room_of"]
+__all__ = ["Copy", "Piece", "Pieces", "StagingSizes", "aligned", "cut_evenly", "cut_shards", "room_of"]
 
 _LINE: Final = 512  # bytes; what is handed to GPU and network begins at multiples of it
+
+_LEAST_CHUNKS: Final = 4  # of fewer, too little overlaps
+_CHUNK_SECONDS: Final = 20e-6  # Python, launches and messages of one chunk; a guess, not measured on a GPU
 
 Copy: TypeAlias = tuple[int, int, int]  # address on the host, address on the device, bytes
 Piece: TypeAlias = tuple[int, int]  # of a flat array: from one element to before another
@@ -19,18 +24,38 @@ Piece: TypeAlias = tuple[int, int]  # of a flat array: from one element to befor
 
 @final
 @dataclass(frozen=True)
-class Pieces:
-    """Pieces of one device array, as MPI takes them.
+class StagingSizes:
+    """Sizes of staging. They must be the same on all ranks.
 
-    Attributes:
-        parts: What goes to MPI, for each piece.
-        copies: What passes between the device and the slot, one for each piece; none where MPI takes device memory.
-        whole: All parts as one array of bytes; `None` where MPI takes device memory.
+    A message of n bytes goes in chunks of c = sqrt(n a B / 2), between 256 KiB and 8 MiB: three stages (down, network,
+    up) take (n / c + 2) (a + c / B), which is least there. a is a chunk's own cost, 20 us; B the speed of the slowest
+    stage, taken to be the network. There are at least 4 chunks, or, below 1 MiB, one.
     """
 
-    parts: Sequence[Any]
-    copies: Sequence[Copy] = ()
-    whole: Any = None
+    chunk_bytes: int = 0  # of all chunks, whatever the formula says; 0 for the formula
+    bytes_per_second: float = 1.25e9  # B
+    join_bytes: int = 256 << 10  # from which on GPUs add what MPI brings; MPI adds what is smaller
+    join_ranks: int = 32  # up to which GPUs add: every rank sends a part to each other rank
+    depth: int = 3  # chunks under way at once
+
+    def num_chunks(self, nbytes: int) -> int:
+        """Say in how many chunks a message goes; 0 for an empty one."""
+        if self.chunk_bytes:
+            return math.ceil(nbytes / self.chunk_bytes)
+        if nbytes < _LEAST_CHUNKS * LEAST_CHUNK_BYTES:
+            return min(1, nbytes)
+        best = math.sqrt(nbytes * _CHUNK_SECONDS * self.bytes_per_second / 2)
+        chunk = min(max(best, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+        return max(_LEAST_CHUNKS, math.ceil(nbytes / chunk))
+
+
+@final
+class Pieces(NamedTuple):
+    """Pieces of one device array, as MPI takes them. Where MPI takes device memory, there are only parts."""
+
+    parts: Sequence[Any]  # what goes to MPI, for each piece
+    copies: Sequence[Copy] = ()  # what passes between the device and the slot, for each piece
+    whole: Any = None  # all parts as one array of bytes
 
     def copies_of(self, numbers: Iterable[int]) -> list[Copy]:
         """List the copies of some pieces; copies of adjacent memory are joined."""

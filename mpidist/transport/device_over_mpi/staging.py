@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
-from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, aligned
-from mpidist.transport.device_over_mpi.sizes import StagingSizes
+from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, StagingSizes, aligned
 from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_stream, on_stream
 from mpidist.transport.mpi import load_mpi
 from mpidist.transport.text import first_line, size_text
@@ -26,21 +23,13 @@ logger = logging.getLogger("mpidist.transport")
 
 
 @final
-@dataclass(frozen=True)
-class Phase:
-    """One turn of a chunk: copies to its slot, work of the host, copies from its slot, work of the GPU.
+class Phase(NamedTuple):
+    """One turn of a chunk: copies to its slot, work of the host, copies from its slot, work of the GPU."""
 
-    Attributes:
-        move: The host's work; returns when it needs the slot no more.
-        down: Copies from the device, done before `move`.
-        up: Copies to the device, after it.
-        join: Puts work for the GPU on the current stream, to be done after `up`; the next phase comes after it.
-    """
-
-    move: Callable[[], object]
-    down: Sequence[Copy] = ()
-    up: Sequence[Copy] = ()
-    join: Callable[[], None] | None = None
+    move: Callable[[], object]  # the host's work; returns when it needs the slot no more
+    down: Sequence[Copy] = ()  # from the device, done before `move`
+    up: Sequence[Copy] = ()  # to the device, after it
+    join: Callable[[], None] | None = None  # puts work on the current stream, after `up` and before the next phase
 
 
 PhasesOf: TypeAlias = Callable[[int, int], Sequence[Phase]]  # one or two phases, for a chunk and its slot, by number
@@ -52,8 +41,7 @@ class Staging:
 
     Two streams: `down` for copies from the device, `up` for those that come back and what the GPU adds then. A slot is
     written again only when all that read it is done, by events; the host polls events, and calls `check_peers`
-    meanwhile. Memory is allocated at first use, grows in powers of two when nothing is under way, and is given back by
-    `free`.
+    meanwhile. Pinned memory is allocated at first use, and grows in powers of two when nothing is under way.
 
     After an error in the middle of a call nothing is reused or freed, since MPI and the GPU may still work on it: the
     object cannot be used again, and `strategy.reset()` makes another one.
@@ -79,6 +67,11 @@ class Staging:
         self._slot_nbytes = 0
         self._is_pinned = True
         self._ended = ""
+        self._cuda = cuda.cupy().cuda
+        self._down, self._up = new_stream(), new_stream()
+        # What the caller's stream holds; and for each slot, what each of these streams has done for it.
+        self._ready, *of_slots = (self._cuda.Event(disable_timing=True) for _ in range(1 + 2 * sizes.depth))
+        self._downloaded, self._returned = of_slots[: sizes.depth], of_slots[sizes.depth :]
 
     def reserve(self, count: int, nbytes: int) -> None:
         """Have a slot of `nbytes` bytes of pinned memory for each of `count` chunks that are under way at once."""
@@ -123,60 +116,36 @@ class Staging:
             return
         self._require_usable(what)
         self._wait_for_launches(what)
-        pipeline = self._pipeline
         try:
-            pipeline.run(what, count, phases_of, check_peers)
+            self._run(what, count, phases_of, check_peers)
         except BaseException as error:
             self._ended = f"an earlier call failed ({type(error).__name__}: {first_line(error)})"
-            never_free((self._memory, pipeline, keeps))
+            events = self._ready, self._downloaded, self._returned
+            never_free((self._memory, self._down, self._up, events, keeps))
             raise
 
     def free(self) -> None:
         """Give the memory back. Local; nothing may be under way."""
         self._memory = np.empty(0, np.uint8)
 
-    @cached_property
-    def _pipeline(self) -> _Pipeline:
-        return _Pipeline(self.sizes.depth)
-
     def _pinned(self, nbytes: int) -> Array:
-        its = cuda.cupy().cuda
         if self._is_pinned:
             try:
-                memory = its.PinnedMemoryPointer(its.PinnedMemory(nbytes), 0)
+                memory = self._cuda.PinnedMemoryPointer(self._cuda.PinnedMemory(nbytes), 0)
                 return np.ndarray(nbytes, np.uint8, buffer=memory)
             except (RuntimeError, MemoryError) as error:  # this rank's affair: its copies are right, only slow
                 self._is_pinned = False
-                logger.warning(
-                    "no %s of pinned memory (%s): device memory goes through pageable memory, which is slower; see "
-                    "`ulimit -l` and the memory limit of the job",
-                    size_text(nbytes),
-                    first_line(error),
-                )
+                text = "no %s of pinned memory (%s): device memory goes through pageable memory, which is slower; see "
+                limits = "`ulimit -l` and the memory limit of the job"
+                logger.warning(text + limits, size_text(nbytes), first_line(error))
         return np.empty(nbytes, np.uint8)
 
     def _require_usable(self, what: str) -> None:
         if self._ended:
-            raise RuntimeError(
-                f"{what} of device memory cannot go through the host any more, because {self._ended}; call "
-                "strategy.reset() on all ranks"
-            )
+            text = f"{what} of device memory cannot go through the host any more, because {self._ended}"
+            raise RuntimeError(f"{text}; call strategy.reset() on all ranks")
 
-
-@final
-class _Pipeline:
-    """What orders the work on the GPU. `depth`: number of slots."""
-
-    def __init__(self, depth: int) -> None:
-        self._cuda = cuda.cupy().cuda
-        # Copies from the device have a stream; copies to the device, and what the GPU adds then, have another one.
-        self._down, self._up = new_stream(), new_stream()
-        # What the caller's stream holds; and for each slot, what each of these streams has done for it.
-        self._ready, *of_slots = (self._cuda.Event(disable_timing=True) for _ in range(1 + 2 * depth))
-        self._downloaded, self._returned = of_slots[:depth], of_slots[depth:]
-
-    def run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None]) -> None:
-        """Pass chunks through their phases: see `Staging.run`."""
+    def _run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None]) -> None:
         depth = min(count, len(self._returned))
         phases: list[Sequence[Phase]] = [()] * depth
 

@@ -22,6 +22,8 @@ class AwaitedPeers(Awaited):
         ends_if_any_leaves: Whether the wait also ends when a rank leaves that is not awaited.
         dispensable: The ranks without which the group goes on when they are lost.
         lost: Lost ranks, as far as this rank knows -> why each is lost. The owner adds to it as well.
+        serving: What an awaited rank is in, by its flight recorder, while it waits for other ranks in its turn, and
+            warns of them; `None` where it does not.
         is_ended_by_program: Whether the wait ended because a program ended, and not because an awaited rank was lost.
     """
 
@@ -32,6 +34,7 @@ class AwaitedPeers(Awaited):
         self.ends_if_any_leaves = True
         self.dispensable: Collection[int] = ()
         self.lost: dict[int, str] = {}
+        self.serving: str | None = None
         self.is_ended_by_program = False
 
     @property
@@ -61,6 +64,16 @@ class AwaitedPeers(Awaited):
             return ends
         is_told_of_loss = any(one.rank in self.ranks and one.process == GONE for one in note.statuses)
         return note.tag in (GAVE_UP, FOLLOWS) and is_told_of_loss
+
+    def is_warned_of(self, late: Stragglers) -> bool:
+        return (
+            self.serving is not None
+            and not late.unheard
+            and all(
+                status.is_able and status.last is not None and status.last.call == self.serving
+                for status in late.known.values()
+            )
+        )
 
     def stragglers(
         self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]

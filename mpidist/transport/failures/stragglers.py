@@ -128,6 +128,10 @@ class Awaited(ABC):
         """
         return []
 
+    def is_warned_of(self, late: Stragglers) -> bool:
+        """Whether another rank warns of this wait if it is long, because it knows better for whom both wait."""
+        return False
+
     @abstractmethod
     def stragglers(
         self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]

@@ -363,6 +363,8 @@ class Watchdog:
             self._read()
             known, seen = self._known(self._answers), self._seen(self._answers)
             late = self._awaited.stragglers(known, seen, self._hostnames)
+            if self._awaited.is_warned_of(late):
+                return
             reason, name = "; ".join([late.sentence(), *late.lines()]), self._awaited.name
             logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 

@@ -2,10 +2,10 @@
 
 from mpidist.transport.gpu.array_lists import address_of
 from mpidist.transport.gpu.background import Background
+from mpidist.transport.gpu.copy_table import PackLayout
 from mpidist.transport.gpu.events import Events, Launched, is_complete, new_stream, on_stream
 from mpidist.transport.gpu.kernels import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.gpu.new_arrays import NewArrays
-from mpidist.transport.gpu.pack_layout import PackLayout
 from mpidist.transport.gpu.rows import change_rows_of_gpu
 
 __all__ = [

@@ -24,18 +24,11 @@ Array = Any
 
 @final
 class ArrayList(NamedTuple):
-    """What is asked.
+    """What is asked."""
 
-    Attributes:
-        dtypes: The dtype of each array; one if all have the same, as hashing each takes longer.
-        places: The address of each array, [n].
-        are_plain: Whether kernels can use the arrays: they are contiguous, and aligned to their numbers' size, as no
-            context of a GPU survives what is not.
-    """
-
-    dtypes: Dtypes
-    places: np.ndarray[Any, Any]
-    are_plain: bool
+    dtypes: Dtypes  # of each array; one if all have the same, as hashing each takes longer
+    places: np.ndarray[Any, Any]  # addresses, [n]
+    are_plain: bool  # contiguous, and aligned to their numbers' size: no context of a GPU survives what is not
 
     @classmethod
     def of(cls, arrays: list[Array]) -> ArrayList:

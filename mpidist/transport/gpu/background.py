@@ -19,10 +19,7 @@ _T = TypeVar("_T")
 class Background(Generic[_T]):
     """Does work in a daemon thread, on the device that is current here, while this rank tells the others how it goes.
 
-    Args:
-        name: Of the thread.
-        work: The work.
-        discard: Ends a result that was made in spite of `cancel`.
+    `discard` ends a result that was made in spite of `cancel`.
     """
 
     def __init__(self, name: str, work: Callable[[], _T], discard: Callable[[_T], None] = lambda result: None) -> None:
@@ -39,20 +36,12 @@ class Background(Generic[_T]):
         return True, "" if problem is None else first_line(problem) or type(problem).__name__
 
     def take(self) -> _T:
-        """Return what the work has made, once it is over.
-
-        Raises:
-            Exception: What the work raised.
-        """
+        """Return what the work has made, once it is over, or raise what it raised."""
         return self._outcome.result()
 
     def cancel(self) -> None:
         """Discard what the work has made, or will ever make. Returns soon."""
-        self._outcome.add_done_callback(self._discard_result)
-
-    def _discard_result(self, outcome: Future[_T]) -> None:
-        if outcome.exception() is None:
-            self._discard(outcome.result())
+        self._outcome.add_done_callback(lambda its: self._discard(its.result()) if its.exception() is None else None)
 
     def _run(self) -> None:
         try:

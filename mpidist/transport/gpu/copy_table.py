@@ -1,8 +1,9 @@
-"""Tables for the kernels that copy: where each array is read and written."""
+"""Tables for the kernels that copy: where each array is read and written, and where it lies in a buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -10,11 +11,12 @@ import numpy as np
 from mpidist.transport import cuda
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, copier, longest_table
 
-__all__ = ["BLOCK", "CopyTable", "CopyTables", "Dtypes", "Numbers", "by_value"]
+__all__ = ["BLOCK", "CopyTable", "CopyTables", "Dtypes", "Numbers", "PackLayout", "by_value"]
 
 BLOCK: Final = 256  # threads; a warp of them takes a row
 _WARP: Final = 32
 _ROW_BYTES: Final = 8 << 10  # of one array
+_STEP: Final = 16  # bytes, the most that a thread copies at once
 
 _ARRAY: Final = np.dtype([("source", "u8"), ("target", "u8"), ("first_row", "u4"), ("last", "u2"), ("pad", "u2")])
 _LAUNCH: Final = np.dtype([("num_arrays", "u4"), ("num_rows", "u4"), ("divisor", "i8"), ("counter", "u8")])
@@ -25,22 +27,16 @@ Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
 
 @final
 class CopyTable(NamedTuple):
-    """The copies of one launch.
-
-    Attributes:
-        kernel: The kernel that makes such copies.
-        num_blocks: How many blocks of threads it needs.
-        arguments: What it is given.
-    """
+    """The copies of one launch."""
 
     kernel: str
-    num_blocks: int
+    num_blocks: int  # of threads
     arguments: tuple[Any, ...]
 
 
 @final
 class CopyTables:
-    """The tables of copies whose sizes stay the same: each call fills in what has changed since the last one.
+    """The tables of copies whose sizes stay the same: each call fills in addresses.
 
     Args:
         counts: The number of elements of each array, [n]; none is 0.
@@ -70,15 +66,12 @@ class CopyTables:
         self._slots: Any = slice(counts.size) if is_in_order else slots  # a slice is written sooner
         self._whole["pad"][self._slots] = pads
         self._whole["last"][self._slots] = counts - (rows - 1) * most
-        self._sources: Numbers = ()
-        self._targets: Numbers = ()
-        self._told = 1, 0
 
     @classmethod
     def between(
         cls, counts: Numbers, pairs: Sequence[tuple[np.dtype[Any], np.dtype[Any]]], divides: bool, pads: Numbers = (0,)
     ) -> CopyTables | None:
-        """Make tables for dtypes that are read and written, [n] or [1]; `None` if no kernel makes such a copy."""
+        """Make tables for dtypes that are read and written, [n] or [1]; `None` if a copy has no kernel."""
         kernels = [kernel for pair in pairs if (kernel := copier(*pair, divides)) is not None]
         widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
         return cls(counts, kernels, widths, pads) if len(kernels) == len(pairs) else None
@@ -87,19 +80,46 @@ class CopyTables:
         """Fill in what the kernels are told, and return the tables, which are good until the next call.
 
         Args:
-            sources: The address of each array that is read, [n]. The same object has the same numbers.
-            targets: The address to which it is copied, [n]; as above.
+            sources: The address of each array that is read, [n].
+            targets: The address to which it is copied, [n].
             divisor: What numbers are divided by.
             counter: The address of a number to which overflows are added; 0 for none.
         """
-        if sources is not self._sources:
-            self._whole["source"][self._slots] = self._sources = sources
-        if targets is not self._targets:
-            self._whole["target"][self._slots] = self._targets = targets
-        if (divisor, counter) != self._told:
-            self._told = divisor, counter
-            self._launches["divisor"], self._launches["counter"] = divisor, counter
+        self._whole["source"][self._slots] = sources
+        self._whole["target"][self._slots] = targets
+        self._launches["divisor"], self._launches["counter"] = divisor, counter
         return self._tables
+
+
+@final
+class PackLayout:
+    """Arrays of a list one after another in a buffer, and the tables of the copies to the buffer and back.
+
+    Args:
+        counts: The number of elements of each array; none is 0.
+        dtype: That of the buffer.
+        is_padded: Whether each array begins at a multiple of 16 bytes, so that threads copy 16 bytes at once whatever
+            the sizes of the arrays before it. What lies between arrays is 0.
+
+    Attributes:
+        offsets: The byte of the buffer at which each array begins, [n].
+        size: Number of elements of the buffer.
+    """
+
+    def __init__(self, counts: Sequence[int], dtype: np.dtype[Any], is_padded: bool = False) -> None:
+        self.counts, self.dtype = counts, dtype
+        step = max(1, _STEP // dtype.itemsize) if is_padded else 1
+        taken = -(-np.array(counts, np.int64) // step) * step
+        ends = np.cumsum(taken)
+        self.offsets = (ends - taken) * dtype.itemsize
+        self.size = int(ends[-1]) if counts else 0
+        self._pads = taken - counts
+        self.tables = cache(self._make_tables)
+
+    def _make_tables(self, dtypes: Dtypes, is_in: bool, divides: bool = False) -> CopyTables | None:
+        """Make the tables of copies from arrays to the buffer, or back; `None` if there is a dtype without a kernel."""
+        pairs = [(dtype, self.dtype) if is_in else (self.dtype, dtype) for dtype in dtypes]
+        return CopyTables.between(self.counts, pairs, divides, self._pads if is_in else [0])
 
 
 def _launches(num: int, kernels: Sequence[str]) -> Iterable[tuple[str, int, np.ndarray[Any, Any]]]:

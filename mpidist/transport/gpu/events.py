@@ -17,14 +17,9 @@ _NOT_READY: Final = 600  # CUDA's status of an event that is not complete
 
 
 def is_complete(event: Any, what: str, way: str) -> bool:
-    """Say whether the GPU has come to an event. Never waits.
+    """Say whether the GPU has come to an event. Never waits. `what` and `way`: the call and how it goes, for errors.
 
     Not `Event.done`, which takes an error of CUDA for an event that is not complete.
-
-    Args:
-        event: The event.
-        what: The call, for errors.
-        way: How it goes, for errors.
 
     Raises:
         UnavailableError: If CUDA has failed, in this work or any before it.
@@ -87,16 +82,9 @@ class Events:
 @final
 @dataclass(slots=True, eq=False)
 class Launched:
-    """Work on the GPU that the host may not have waited for.
+    """Work on the GPU that the host may not have waited for."""
 
-    Attributes:
-        what: The call, for errors.
-        result: What the function that launched the work returned.
-        event: Is complete when the work is done.
-        memory: What must live as long as the work.
-    """
-
-    what: str
-    result: Any
-    event: Any
-    memory: Any
+    what: str  # the call, for errors
+    result: Any  # of the function that launched the work
+    event: Any  # is complete when the work is done
+    memory: Any  # must live as long as the work

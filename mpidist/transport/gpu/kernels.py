@@ -16,8 +16,7 @@ import numpy as np
 from mpidist.transport import cuda
 from mpidist.transport.gpu.array_lists import ArrayList, ArrayLists, address_of, is_plain
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, combiner, compile_kernel, copier, longest_table
-from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, by_value
-from mpidist.transport.gpu.pack_layout import PackLayout
+from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, PackLayout, by_value
 from mpidist.transport.reduction import Reduction, accumulator_dtype
 
 __all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]
@@ -44,10 +43,7 @@ class DeviceKernels:
 
     All arrays lie on the current device, and must stay there until the launch is done, which memory of CuPy's pool
     does by itself on the stream that it came from. The first launch of a kernel compiles it, which takes a tenth of
-    a second and is remembered on disk by CuPy.
-
-    Attributes:
-        num_launches: How many kernels of `kernels.cu` were launched.
+    a second and is remembered on disk by CuPy. `num_launches` counts the kernels of `kernels.cu` that were launched.
     """
 
     def __init__(self) -> None:
@@ -58,7 +54,7 @@ class DeviceKernels:
         self.num_launches = 0
 
     def compile(self, kernels: Iterable[str]) -> None:
-        """Compile kernels, as the first use of each would: for the current device. Leaves out what it cannot take."""
+        """Compile kernels for the current device, as the first use of each would; not those that it cannot take."""
         for kernel in kernels:
             if not kernel.endswith(LONG) or longest_table() > SHORT_TABLE:
                 self._kernel(kernel)
@@ -86,18 +82,17 @@ class DeviceKernels:
             given = self._lists.of(sources)
             tables = layout.tables(given.dtypes, is_in=True)
         counter = self._counter_for(written, counts_overflow)
-        self._copy(tables, given.places, layout.places(address_of(buffer)), 1, counter)
+        self._copy(tables, given.places, address_of(buffer) + layout.offsets, 1, counter)
 
     def unpack(
         self, buffer: Array, targets: Sequence[Array], divide_by: int = 1, layout: PackLayout | None = None
     ) -> None:
-        """Copy a buffer to arrays one after another, with their dtypes, and divide.
+        """Copy a buffer to contiguous arrays one after another, with their dtypes, and divide.
 
         Args:
-            buffer: [sum of the sizes], contiguous.
+            buffer: As in `pack`.
             targets: Contiguous arrays of any shapes.
-            divide_by: What the numbers are divided by, as NumPy does it: integers in float64. float16 and bfloat16 in
-                float32.
+            divide_by: What the numbers are divided by, as NumPy does it; float16 and bfloat16 in float32.
             layout: As in `pack`.
 
         Raises:
@@ -107,7 +102,7 @@ class DeviceKernels:
         divides, taken = divide_by != 1, self._writable(targets)
         tables = layout.tables(taken.dtypes, False, divides)
         if tables is not None:
-            self._copy(tables, layout.places(address_of(buffer)), taken.places, divide_by)
+            self._copy(tables, address_of(buffer) + layout.offsets, taken.places, divide_by)
             return
         for target, start in zip(targets, (layout.offsets // buffer.itemsize).tolist(), strict=True):
             piece = buffer[start : start + target.size].reshape(target.shape)
@@ -217,10 +212,7 @@ class DeviceKernels:
 
     @cached_property
     def _counter(self) -> Array:
-        """A number in pinned memory, which GPU and host reach by one address, and the GPU rarely writes.
-
-        Where there is no pinned memory, it is in device memory, and the host waits for a copy of it.
-        """
+        """A number in pinned memory, which GPU and host reach by one address; without such memory, on the device."""
         its = cuda.cupy().cuda
         try:
             memory = its.PinnedMemoryPointer(its.PinnedMemory(_COUNTER_BYTES), 0)
@@ -237,7 +229,6 @@ class DeviceKernels:
     def _copy(
         self, tables: CopyTables | None, sources: Numbers, targets: Numbers, divide_by: int, counter: int = 0
     ) -> None:
-        """Launch copies, from addresses to addresses."""
         assert tables is not None, "the caller has cast what no kernel can"
         for table in tables.fill(sources, targets, divide_by, counter):
             self._launch(*table)
@@ -267,8 +258,8 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
     """Return the kernels that work may take on some rank; what CuPy's operations do takes none.
 
     Args:
-        copies: Copies of arrays.
-        sums: The dtype of parts that `combine` joins to one of the same dtype, and the operation.
+        copies: Copies of arrays, `num` of them together.
+        sums: The dtype of parts that `combine` joins, and the operation.
         num: Number of arrays that are copied together.
     """
     needed = {copier(*copy) for copy in copies}

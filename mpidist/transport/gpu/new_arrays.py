@@ -22,19 +22,14 @@ class _Block(NamedTuple):
     """Arrays of one dtype that share an allocation, and all lengths but the first."""
 
     dtype: np.dtype[Any]
-    rest: tuple[int, ...]  # the lengths
+    rest: tuple[int, ...]  # those lengths
     bounds: list[int]  # where the allocation is cut along the first axis
     places: list[tuple[int, int]]  # the place in the list, and the piece, of each array
 
 
 @final
 class NewArrays:
-    """Makes the results of equal calls.
-
-    Args:
-        shapes: The shapes of the arrays.
-        dtypes: Their dtypes, of at most 16 bytes.
-    """
+    """Makes the results of equal calls, of dtypes of at most 16 bytes."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> None:
         self._forms = list(zip(shapes, dtypes, strict=True))

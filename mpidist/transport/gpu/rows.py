@@ -16,9 +16,9 @@ def change_rows_of_gpu(ufunc: np.ufunc | None, target: Any, indices: np.ndarray[
 
     Args:
         ufunc: Makes a row's new numbers of its old ones and the values; `None` for the values themselves.
-        target: [rows, ...], in device memory.
+        target: [rows, ...].
         indices: [k], int64, in host memory.
-        values: [k, ...], in device memory.
+        values: [k, ...].
     """
     for part in _without_repeats(indices):
         rows, changes = arrays.to_device(indices[part]), values[arrays.to_device(part)]
@@ -26,13 +26,10 @@ def change_rows_of_gpu(ufunc: np.ufunc | None, target: Any, indices: np.ndarray[
 
 
 def _without_repeats(indices: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Cut rows into parts in each of which no row is changed twice, the first changes of all rows first.
+    """Cut rows into parts in each of which no row is changed twice, the first changes of all rows first: their places.
 
     A GPU changes the rows of one part at once, in any order: so each row's changes are made in theirs, and the numbers
     are those of the host, on every rank.
-
-    Returns:
-        For each part the places in `indices`.
     """
     order = np.argsort(indices, kind="stable")
     ordered = indices[order]

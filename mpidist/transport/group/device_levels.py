@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
@@ -22,13 +22,7 @@ from mpidist.transport.devices import Device
 from mpidist.transport.gpu import Background, DeviceKernels, Events, new_stream, on_stream
 from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.nccl import (
-    DeviceQueue,
-    GpuFacts,
-    GpusOfProcess,
-    NcclCommunicator,
-    reason_against_nccl,
-)
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, NcclCommunicator, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
@@ -43,6 +37,7 @@ logger = logging.getLogger("mpidist.transport")
 
 _FIRST_NAP: Final = 0.001  # between two looks at whether all ranks have made a communicator
 _LAST_NAP: Final = 0.05
+_NO_NCCL: Final = "MPIDIST_NCCL=0 asks to do without NCCL"
 _NCCL: Final = (
     "NCCL could not be started ({}); NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
 )
@@ -54,49 +49,29 @@ _START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on th
 class DeviceLevels:
     """Makes a group's levels for device memory at their first use, when all ranks have agreed on a call.
 
-    Args:
-        host: The levels for host memory.
-        topology: The placement of the ranks.
-        agreement: That of the ranks.
-        settings: What the environment says.
-        cost_model: The speeds of the machine.
-
-    Attributes:
-        events: Marks in the streams of this rank.
+    `host` are the levels for host memory. `events` marks places in the streams of this rank.
     """
 
     def __init__(
-        self,
-        host: Levels,
-        topology: Topology,
-        agreement: Agreement,
-        settings: Settings,
-        cost_model: CostModel,
+        self, host: Levels, topology: Topology, agreement: Agreement, settings: Settings, cost_model: CostModel
     ) -> None:
-        self._host = host
-        self._topology = topology
-        self._agreement = agreement
-        self._settings = settings
+        self._host, self._topology, self._agreement, self._settings = host, topology, agreement, settings
         self._kernels = DeviceKernels()
         is_alone = topology.num_nodes == 1
         speed = cost_model.stream_bytes_per_second if is_alone else cost_model.link_bytes_per_second
         sizes = StagingSizes(settings.staging_bytes, speed)
         self._staging_by = partial(Staging, sizes, self._kernels, self._wait_for_stream)
-        self._staging = self._staging_by()
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator | GpusOfProcess] = []
         self._gpus_of_process: dict[tuple[int, ...], GpusOfProcess | None] = {}
         self._device: int | None = None
         self._compiled: set[str] = set()
         self._queue: DeviceQueue | None = None
+        self._new_stream = cache(new_stream)
         self.events = Events()
 
     def work_on(self, device: Device) -> None:
-        """Make a device of a strategy the current one, and the one of all calls, where it is a GPU. Local.
-
-        Raises:
-            UnavailableError: If this process sees no such GPU.
-        """
+        """Make a device of a strategy the current one, and the one of all calls, where it is a GPU. Local."""
         device.use()
         if device.is_gpu:
             self._device = device.index
@@ -108,21 +83,13 @@ class DeviceLevels:
 
     def private_stream(self) -> AbstractContextManager[Any]:
         """Make a stream current that waits for none by itself: for work that must not wait for the caller's. Local."""
-        return on_stream(self._stream)
-
-    @cached_property
-    def _stream(self) -> Any:
-        return new_stream()
+        return on_stream(self._new_stream())
 
     def require_usable(self, call: str) -> None:
         """Refuse a call with arrays of a GPU in a CUDA graph, or with another GPU than the strategy's. Local.
 
-        A strategy that names no GPU has that of its first call.
-
-        Each thread has its own current device: a thread that is started later begins with GPU 0.
-
-        Raises:
-            RuntimeError: If the call is made in a graph, or with another GPU.
+        A strategy that names no GPU has that of its first call. Each thread has its own current device: a thread that
+        is started later begins with GPU 0.
         """
         require_not_capturing(call)
         current = int(cuda.cupy().cuda.runtime.getDevice())
@@ -138,8 +105,7 @@ class DeviceLevels:
         """Return the levels. Collective at its first call, and at the first with `everywhere`.
 
         Args:
-            everywhere: Whether NCCL must be used within nodes and between them; else NCCL is used within nodes, if
-                the ranks have it.
+            everywhere: Whether NCCL must be used within nodes and between them; else it is within nodes, if available.
 
         Raises:
             UnavailableError: If NCCL must be used and cannot, or cannot be started. On every rank.
@@ -154,12 +120,10 @@ class DeviceLevels:
         return self._levels[everywhere]
 
     def compile(self, kernels: set[str]) -> None:
-        """Compile kernels before the first launch that needs them, while no deadline runs. Collective.
+        """Compile kernels, equal on all ranks, before a launch needs them, while no deadline runs. Collective.
 
-        Ranks without NVRTC are told so, and ranks whose disk has the kernels wait for those that take seconds.
-
-        Args:
-            kernels: Equal on all ranks. Those that this group has already compiled cost nothing.
+        Ranks without NVRTC are told so, and ranks whose disk has the kernels wait for those that take seconds. Those
+        that this group has already compiled cost nothing.
 
         Raises:
             UnavailableError: If a rank cannot. On every rank.
@@ -182,16 +146,13 @@ class DeviceLevels:
         return self._levels.get(everywhere)
 
     def gpus_of_process(self, indices: tuple[int, ...]) -> GpusOfProcess | None:
-        """Return GPUs of this process, joined by NCCL; `None` where there is no NCCL. Local; starts it at first use.
-
-        Args:
-            indices: The GPUs, each once, the current device first.
+        """Return GPUs of this process, the current device first, joined by NCCL; `None` without NCCL. Local.
 
         Raises:
-            UnavailableError: If NCCL cannot be started.
+            UnavailableError: If NCCL cannot be started, which the first use does.
         """
         if indices not in self._gpus_of_process:
-            reason = cuda.current().support.reason if self._settings.nccl else "MPIDIST_NCCL=0 asks to do without NCCL"
+            reason = cuda.current().support.reason if self._settings.nccl else _NO_NCCL
             made = None
             if reason:
                 logger.warning("replicas on several GPUs of one rank are added on the first one of them: %s", reason)
@@ -203,12 +164,15 @@ class DeviceLevels:
         return self._gpus_of_process[indices]
 
     @cached_property
+    def _staging(self) -> Staging:
+        return self._staging_by()
+
+    @cached_property
     def staged(self) -> Levels:
         """The levels through the host. Local."""
-        host = self._host
-        levels = host.world, host.within_node, host.across_nodes
+        levels = self._host.world, self._host.within_node, self._host.across_nodes
         world, within, across = (self._over(level, self._staging) for level in levels)
-        return Levels(world, within, across, host.is_even, own_kernels=self._kernels)
+        return Levels(world, within, across, self._host.is_even, own_kernels=self._kernels)
 
     @property
     def overflowed(self) -> int:
@@ -229,7 +193,8 @@ class DeviceLevels:
         while self._own:
             self._own.pop().free()
         self._forget()
-        self._staging.free()
+        if "_staging" in vars(self):
+            self._staging.free()
 
     def abandon(self) -> None:
         """Abort NCCL's communicators, after a call that failed. Local."""
@@ -250,7 +215,7 @@ class DeviceLevels:
             self._queue.wait_for_stream(what)
 
     def _make(self, everywhere: bool) -> Levels:
-        topology, host = self._topology, self._host
+        topology = self._topology
         if topology.size == 1:
             return Levels.solo(self._kernels)
         self.compile({"copy_4"})  # by which ranks without NVRTC are found
@@ -267,7 +232,8 @@ class DeviceLevels:
             return self.levels()
         if self._queue is None:
             self._queue = DeviceQueue(self.events)
-        reach, across = NcclReach.WORLD, None
+        reach = NcclReach.WORLD
+        across: Communicator = SoloCommunicator("across_nodes", device=True)
         if everywhere:
             within = self.levels().within_node
             world = self._connect("world", groups)
@@ -278,9 +244,7 @@ class DeviceLevels:
             world = within = self._connect("within_node", groups)
             if spans_nodes:
                 reach, (world, across) = NcclReach.NODE, self._between_nodes()
-        if across is None:
-            across = SoloCommunicator("across_nodes", device=True)
-        return Levels(world, within, across, host.is_even, None, reach, self._queue, self._kernels)
+        return Levels(world, within, across, self._host.is_even, None, reach, self._queue, self._kernels)
 
     def _between_nodes(self) -> tuple[Communicator, Communicator]:
         """Let MPI read device memory itself, if the user says that MPI can; else go through the host. Local."""
@@ -302,7 +266,7 @@ class DeviceLevels:
         if not groups:
             return ""
         if not self._settings.nccl:
-            return "MPIDIST_NCCL=0 asks to do without NCCL"
+            return _NO_NCCL
         facts = GpuFacts.here(cuda.current(), os.environ, self._topology.hostnames[self._topology.rank])
         return reason_against_nccl(self._agreement.all_gather_object(facts), groups, self._topology.hostnames)
 
@@ -338,10 +302,7 @@ class DeviceLevels:
             return first_line(error), b""
 
     def _wait_for_all(self, failure: str, work: Background[Any] | None) -> None:
-        """Wait until the work of all ranks is over, or that of one has failed. Collective.
-
-        Nobody stays in NCCL's constructor, which would wait for a rank that failed for ever.
-        """
+        """Wait until the work of all ranks is over, or that of one has failed: nobody stays in NCCL's. Collective."""
         nap, until = _FIRST_NAP, time.monotonic() + _START_SECONDS
         while True:
             self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL, or NVRTC

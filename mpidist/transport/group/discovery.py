@@ -17,7 +17,15 @@ import numpy
 from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport.costs import CostModel, TuningKey, load_tuned
 from mpidist.transport.failures import open_groups
-from mpidist.transport.mpi import Intracomm, check_launch, command_line, load_mpi, mark_rank, require_no_child
+from mpidist.transport.mpi import (
+    Intracomm,
+    check_launch,
+    command_line,
+    load_mpi,
+    mark_rank,
+    ranks_in_world,
+    require_no_child,
+)
 from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
@@ -77,6 +85,7 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
     timeout, stall = settings.timeout_seconds, settings.stall_seconds
     start = time.monotonic()
     warn_at = start + stall if stall else math.inf
+    mark = socket.socket(socket.AF_UNIX)  # of the rank that speaks for its node
 
     def check_peers() -> None:
         nonlocal warn_at
@@ -90,12 +99,26 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
             )
         if now >= warn_at:
             warn_at = math.inf
-            if comm.rank == 0:
+            if _is_first_to_bind(mark, comm):
                 logger.warning("mpidist: %s have come to build it", text)
 
-    for _ in range(2):  # a rank that arrives after others gave up completes the first barrier, not the second
-        request = comm.Ibarrier()
-        poll_or_keep(request.Test, check_peers, (request,))
+    with mark:
+        for _ in range(2):  # a rank that arrives after others gave up completes the first barrier, not the second
+            request = comm.Ibarrier()
+            poll_or_keep(request.Test, check_peers, (request,))
+
+
+def _is_first_to_bind(mark: socket.socket, comm: Intracomm) -> bool:
+    """Whether this is the first rank of its node that asks: any rank may be missing, and the ranks share nothing yet.
+
+    The ranks of a node are children of one process of the launcher, after which the address is named. It is no file,
+    and free again when the socket is closed.
+    """
+    try:
+        mark.bind(f"\0mpidist: rank {min(ranks_in_world(comm))} of launcher {os.getppid()} and others build a strategy")
+    except OSError:
+        return False
+    return True
 
 
 def own_settings() -> Settings:

@@ -203,7 +203,7 @@ class Levels:
         """
         added = {wire} if half is None else {wire, half}  # the dtypes that kernels add
         if isinstance(self.world, NcclCommunicator):
-            added = {dtype for dtype in added if not self.world.is_native(dtype, reduction)}
+            added = {dtype for dtype in added if self.world.native_dtype(dtype, reduction) is None}
         elif self.world.size == 1:
             added = set()
         casts = () if half is None else ((wire, half, False), (half, wire, False))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import numpy as np
 
+from mpidist.errors import PeerFailedError
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.mpi.library import Intracomm, Request, load_mpi
 from mpidist.transport.reduction import Reduction, is_low_precision
@@ -19,7 +21,7 @@ from mpidist.transport.waiting import poll_or_keep
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MAX_CHUNK_BYTES", "MpiCommunicator"]
+__all__ = ["MAX_CHUNK_BYTES", "NEWS_SECONDS", "MpiCommunicator"]
 
 # Open MPI 5 refuses calls of 2^31 bytes and more, whatever MPI 4 says; half of that leaves room for displacements.
 MAX_CHUNK_BYTES: Final = 1 << 30
@@ -28,6 +30,7 @@ _DIRECT_BYTES: Final = 256 << 10  # all-reduces from this size on go directly: s
 _DIRECT_RANKS: Final = 16  # with more ranks, each would get many small parts
 _MOST_CUT_BYTES: Final = 4 << 20  # longer arrays are not cut: the rendezvous is a small part of their time
 _SHORT_SECONDS: Final = 0.002
+NEWS_SECONDS: Final = 1.0  # after an error of MPI, in which other ranks tell which rank is lost
 _SLOW_BYTES_PER_SECOND: Final = 50e6  # the slowest network whose messages are polled without naps
 
 _OPS: Final = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
@@ -70,6 +73,7 @@ class MpiCommunicator(Communicator):
         self._byte = mpi.BYTE
         self._ops: dict[str, MPI.Op] = {op: getattr(mpi, name) for op, name in _OPS.items()}
         self._test_all: Callable[[Any], Any] = mpi.Request.Testall
+        self._mpi_error: type[Exception] = mpi.Exception
         self._max_chunk_bytes, self._message_bytes = max_chunk_bytes, message_bytes
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
         self._pack = np.empty(0, np.uint8)
@@ -232,8 +236,15 @@ class MpiCommunicator(Communicator):
         return self._scratch[:nbytes].view(dtype)
 
     def test_all(self, requests: list[Request]) -> bool:
-        """Return whether messages are complete, and advance them. Local."""
-        return bool(self._test_all(requests))
+        """Return whether messages are complete, and advance them. Local.
+
+        Raises:
+            PeerFailedError: If MPI cannot complete them.
+        """
+        try:
+            return bool(self._test_all(requests))
+        except self._mpi_error as error:
+            self._raise_loss(error)
 
     def free(self) -> None:
         self._comm.Free()
@@ -241,11 +252,28 @@ class MpiCommunicator(Communicator):
 
     def _wait(self, request: Request, *memory: Any) -> None:
         """Poll until a call is complete: a blocking call would notice no deadline, signal or lost rank."""
-        poll_or_keep(request.Test, self._check_peers, (request, memory), _busy_seconds(memory))
+        try:
+            poll_or_keep(request.Test, self._check_peers, (request, memory), _busy_seconds(memory))
+        except self._mpi_error as error:
+            self._raise_loss(error)
 
     def _wait_all(self, requests: list[Request], *memory: Any) -> None:
-        test = partial(self._test_all, requests)
-        poll_or_keep(test, self._check_peers, (requests, memory), _busy_seconds(memory))
+        poll_or_keep(partial(self.test_all, requests), self._check_peers, (requests, memory), _busy_seconds(memory))
+
+    def _raise_loss(self, error: Exception) -> NoReturn:
+        """Raise that another rank is lost. MPI may find it in a message before this rank looks at processes and notes.
+
+        Raises:
+            PeerFailedError: What the wait hook raises, which names the rank; else what MPI says.
+        """
+        until = time.monotonic() + NEWS_SECONDS
+        while time.monotonic() < until:
+            self._check_peers()
+            time.sleep(_SHORT_SECONDS)
+        raise PeerFailedError(
+            f"MPI cannot complete the messages of {self.name} on rank {self.rank} ({error}), and no rank says why: "
+            "another rank was probably killed, or its host is lost; see which rank's process has ended"
+        ) from error
 
     def _goes_directly(self, nbytes: int) -> bool:
         """Whether messages from rank to rank are faster than MPI's own all-reduce, both polled."""

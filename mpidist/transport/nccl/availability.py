@@ -6,10 +6,10 @@ NCCL itself answers most of these questions with "invalid usage", or with a hang
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 from mpidist.errors import TopologyError
 from mpidist.transport.cuda import Cuda, nccl_version_text
@@ -20,34 +20,22 @@ __all__ = ["GpuFacts", "reason_against_nccl"]
 _SHARES_GPUS: Final = 23003  # 2.30.3 is the first NCCL with several ranks on one GPU, if it is told so
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")  # tells hosts of one name apart
 
+_Fact = TypeVar("_Fact")
+
 
 @final
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a rank tells the others.
+    """What a rank tells the others."""
 
-    Attributes:
-        gpu: What tells its GPU from all others, as NCCL does: the host, which `NCCL_HOSTID` may name, and the GPU's
-            address on the PCI bus.
-        nccl_version: As `GpuSupport` has it.
-        shares_gpus: Whether NCCL was told to allow several ranks on one GPU.
-        reason: Why this rank cannot use NCCL; empty if it can.
-    """
-
-    gpu: tuple[str, str] = ("", "")
-    nccl_version: int = 0
-    shares_gpus: bool = False
-    reason: str = ""
+    gpu: tuple[str, str] = ("", "")  # tells it from others, as NCCL does: host, or `NCCL_HOSTID`, and PCI address
+    nccl_version: int = 0  # as `GpuSupport` has it
+    shares_gpus: bool = False  # whether NCCL was told to allow several ranks on one GPU
+    reason: str = ""  # why this rank cannot use NCCL; empty if it can
 
     @classmethod
     def here(cls, cuda: Cuda, environ: Mapping[str, str], hostname: str) -> GpuFacts:
-        """Look at this process. Never raises.
-
-        Args:
-            cuda: What it has of CuPy and NCCL.
-            environ: Its environment.
-            hostname: The host that it is on.
-        """
+        """Look at this process, with an environment, on a host. Never raises."""
         support, address = cuda.support, ""
         reason = support.reason
         if not reason and environ.get("NCCL_COMM_BLOCKING") == "0":
@@ -79,12 +67,18 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
     if lacking:
         return f"{name_ranks(lacking)} ({hosts[lacking[0]]}): {facts[lacking[0]].reason}"
     for ranks in groups:
-        _require_one_version(facts, ranks, hosts)
+        having = _by(ranks, lambda rank: facts[rank].nccl_version)
+        if len(having) > 1:
+            found = [
+                f"{nccl_version_text(its)} on {name_ranks(own)} ({', '.join(dict.fromkeys(hosts[one] for one in own))})"
+                for its, own in having.items()
+            ]
+            raise TopologyError(
+                "ranks that use NCCL together must have one version of NCCL; install the same everywhere, or set "
+                f"MPIDIST_NCCL=0 to do without NCCL: {', '.join(found)}"
+            )
     for ranks in groups:
-        users: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for rank in ranks:
-            users[facts[rank].gpu].append(rank)
-        for gpu, sharing in users.items():
+        for gpu, sharing in _by(ranks, lambda rank: facts[rank].gpu).items():
             if len(sharing) > 1 and not all(facts[rank].shares_gpus for rank in ranks):
                 return (
                     f"{name_ranks(sharing)} share GPU {gpu[1]} of {hosts[sharing[0]]}, and NCCL wants one for each "
@@ -93,16 +87,9 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
     return ""
 
 
-def _require_one_version(facts: Sequence[GpuFacts], ranks: Sequence[int], hosts: Sequence[str]) -> None:
-    having: dict[int, list[int]] = defaultdict(list)
+def _by(ranks: Sequence[int], fact_of: Callable[[int], _Fact]) -> dict[_Fact, list[int]]:
+    """Group ranks by a fact."""
+    found: dict[_Fact, list[int]] = defaultdict(list)
     for rank in ranks:
-        having[facts[rank].nccl_version].append(rank)
-    if len(having) > 1:
-        found = [
-            f"{nccl_version_text(number)} on {name_ranks(own)} ({', '.join(dict.fromkeys(hosts[its] for its in own))})"
-            for number, own in having.items()
-        ]
-        raise TopologyError(
-            "ranks that use NCCL together must have one version of NCCL; install the same everywhere, or set "
-            f"MPIDIST_NCCL=0 to do without NCCL: {', '.join(found)}"
-        )
+        found[fact_of(rank)].append(rank)
+    return found

@@ -47,7 +47,7 @@ class NcclCommunicator(Communicator):
     process are aborted.
 
     Args:
-        handle: NCCL's communicator of the ranks. This object owns it and ends it.
+        handle: NCCL's communicator of the ranks, which this object owns and ends.
         name: For logs and errors.
         rank: This rank in it.
         size: Number of ranks.
@@ -70,16 +70,12 @@ class NcclCommunicator(Communicator):
         super().set_wait_hook(check_peers)
         self._queue.set_wait_hook(check_peers)
 
-    def is_native(self, dtype: np.dtype[Any], reduction: Reduction) -> bool:
-        """Whether NCCL itself reduces; else ranks join each other's parts by `DeviceKernels.combine`. Local."""
-        return self._native(dtype, reduction) is not None
-
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._queue.buffer("pack", count * dtype.itemsize).view(dtype)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
-        native = self._native(buffer.dtype, reduction)
+        native = self.native_dtype(buffer.dtype, reduction)
         if native is None:
             self._all_gather(buffer, self._join_in_place(buffer, reduction))
             return
@@ -88,7 +84,7 @@ class NcclCommunicator(Communicator):
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         self.traffic.add("reduce", buffer.nbytes)
-        native = self._native(buffer.dtype, reduction)
+        native = self.native_dtype(buffer.dtype, reduction)
         if native is None:
             self._collect(buffer, self._join_in_place(buffer, reduction), root)
             return
@@ -102,7 +98,7 @@ class NcclCommunicator(Communicator):
             bounds = shard_bounds(buffer.size, self.size)
         shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
         self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
-        native = self._native(buffer.dtype, reduction)
+        native = self.native_dtype(buffer.dtype, reduction)
         if native is None:
             self._join_shard(buffer, bounds, reduction, shard)
             return shard
@@ -152,8 +148,8 @@ class NcclCommunicator(Communicator):
         nccl_handles.destroy([self._handle])
         self._queue.remove(self._handle)
 
-    def _native(self, dtype: np.dtype[Any], reduction: Reduction) -> int | None:
-        """Return NCCL's dtype for a reduction; `None` if NCCL cannot do it."""
+    def native_dtype(self, dtype: np.dtype[Any], reduction: Reduction) -> int | None:
+        """Return NCCL's dtype; `None` if ranks join each other's parts by `DeviceKernels.combine`. Local."""
         may_lose_nan = dtype.kind == "f" and reduction.op in ("min", "max")
         if reduction.in_rank_order or reduction.fold is not None or is_low_precision(dtype) or may_lose_nan:
             return None
@@ -213,7 +209,7 @@ class NcclCommunicator(Communicator):
         self._run(what, memory, launch, tuple(peers))
 
     def _run(self, what: str, memory: Sequence[Array], launch: Launch, kind: Any = "") -> None:
-        """Issue calls of NCCL to its queue, unless all arrays are empty: see `DeviceQueue.issue`."""
+        """Issue calls, unless all arrays are empty: see `DeviceQueue.issue`."""
         if any(array.size for array in memory):
             self._queue.issue(what, self._handle, memory, launch, kind)
 

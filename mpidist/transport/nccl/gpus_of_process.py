@@ -14,8 +14,7 @@ from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, kernels_needed, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
-from mpidist.transport.nccl.errors import translated
-from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.text import first_line
 from mpidist.transport.tree import Fold
 from mpidist.transport.waiting import Patience, never_free, poll
@@ -28,8 +27,6 @@ _ADVICE: Final = "NCCL_P2P_DISABLE=1 does without copies between GPUs, MPIDIST_N
 
 @final
 class _Gpu(NamedTuple):
-    """One of the GPUs."""
-
     handle: Handle
     stream: Any  # NCCL's stream on this GPU, which also carries the kernels around NCCL's work
     mark: Any  # the event of what a caller's stream holds, and then of the end of the work
@@ -44,7 +41,8 @@ class GpusOfProcess:
     a tree. Work comes after what the current streams of the GPUs hold, and the host waits for its end.
 
     To add arrays of S bytes of k GPUs moves (k - 1) S bytes to the shards, and (k - 1) / k S bytes for each row to the
-    first GPU. To broadcast them moves (k - 1) S bytes.
+    first GPU. To broadcast them moves (k - 1) S bytes. After a failure, such as `DeadlineExceededError`, the
+    communicators are aborted.
 
     Args:
         indices: The GPUs, each once. The first one is the current device, before and after each call.
@@ -66,11 +64,6 @@ class GpusOfProcess:
             handle.keeps = self
         self._first.use()
 
-    @property
-    def size(self) -> int:
-        """Number of GPUs."""
-        return len(self._gpus)
-
     def add(self, fold: Fold, ufunc: np.ufunc, parts: Sequence[Sequence[Array]], rows: Sequence[Array]) -> None:
         """Add arrays of the GPUs in the order of a tree, to rows on the first GPU that hold one array after the other.
 
@@ -79,15 +72,12 @@ class GpusOfProcess:
             ufunc: The elementwise operation.
             parts: [GPUs][arrays], of equal shapes on all GPUs.
             rows: [rows], flat arrays on the first GPU, of the dtype in which the arrays are added.
-
-        Raises:
-            DeadlineExceededError: If the GPUs did not do it in time. The communicators are aborted.
         """
         count, dtype = rows[0].size, rows[0].dtype
         if not count:
             return
         with self._launches("a sum", (parts, rows)) as memory:
-            bounds = shard_bounds(count, self.size)
+            bounds = shard_bounds(count, len(self._gpus))
             buffers = [self._flat(at, own, dtype) for at, own in enumerate(parts)]
             memory.append(buffers)
             received = self._scatter(buffers, bounds)
@@ -110,15 +100,7 @@ class GpusOfProcess:
                 fold.combine(ufunc, self._empty(fold.num_parts, 1, dtype), self._empty(fold.num_rows, 1, dtype))
 
     def broadcast(self, sources: Sequence[Array], targets: Sequence[Sequence[Array]]) -> None:
-        """Copy arrays of the first GPU to the others.
-
-        Args:
-            sources: [arrays], contiguous.
-            targets: [other GPUs][arrays], contiguous, of the same sizes and dtypes.
-
-        Raises:
-            DeadlineExceededError: As for `add`.
-        """
+        """Copy contiguous arrays of the first GPU to those of the others [other GPUs][arrays], of the same sizes."""
         everywhere = [sources, *targets]
         with self._launches("a broadcast", everywhere), nccl_handles.group_of_calls():
             for at, source in enumerate(sources):
@@ -151,19 +133,19 @@ class GpusOfProcess:
         width, received = buffers[0].itemsize, []
         for at, (start, stop) in enumerate(pairwise(bounds)):
             with self._on(at):
-                parts = self._empty(self.size, stop - start, buffers[at].dtype)
+                parts = self._empty(len(self._gpus), stop - start, buffers[at].dtype)
             parts[at] = buffers[at][start:stop]
             received.append(parts)
         with nccl_handles.group_of_calls():
             for at, buffer in enumerate(buffers):
-                for peer in (peer for peer in range(self.size) if peer != at):
+                for peer in (peer for peer in range(len(self._gpus)) if peer != at):
                     self._send(at, address_of(buffer) + bounds[peer] * width, peer, received[peer][at])
         return received
 
     def _collect(self, shards: Sequence[Sequence[Array]], rows: Sequence[Array], bounds: Sequence[int]) -> None:
         """Send the shards of the rows to the first GPU."""
         with nccl_handles.group_of_calls():
-            for at in range(1, self.size):
+            for at in range(1, len(self._gpus)):
                 for shard, row in zip(shards[at], rows, strict=True):
                     self._send(at, address_of(shard), 0, row[bounds[at] : bounds[at + 1]])
 

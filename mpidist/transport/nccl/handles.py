@@ -1,4 +1,4 @@
-"""NCCL's communicators of this process, from birth to a certain end.
+"""NCCL's communicators of this process, from birth to a certain end, and NCCL's errors as ours.
 
 NCCL can block for ever wherever a peer is gone: in its constructor, and when a communicator is destroyed, which CuPy
 does at garbage collection. So every handle is kept here until it is destroyed or aborted, both happen in a daemon
@@ -18,47 +18,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, final
 
-from mpidist.errors import UnavailableError
+from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.gpu import Background
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
 
 __all__ = [
-    "LIMIT_SECONDS",
     "Handle",
     "abort_all",
     "destroy",
     "group_of_calls",
     "num_open",
     "start_init",
+    "translated",
     "wait_for_endings",
 ]
 
 logger = logging.getLogger("mpidist.transport")
 
 LIMIT_SECONDS: Final = 10.0  # what an abort or a destruction may take
+_REMOTE: Final = (2, 6)  # NCCL's statuses: a call of the system failed; another process or the network did
 _PROMPT_SECONDS: Final = 0.2  # what the caller of `abort_all` waits: it has an error to raise
 
 
 @final
 class Handle:
-    """One communicator of NCCL, with the device that it works on.
-
-    Attributes:
-        comm: CuPy's `NcclCommunicator`.
-        device: The index of its GPU.
-        ended: Why it cannot be used any more; empty while it can.
-        connected: The kinds of calls for which it has its connections to other ranks: see `DeviceQueue.issue`.
-        keeps: What may not be collected before it.
-    """
+    """One communicator of NCCL, which CuPy made, with the index of the GPU that it works on."""
 
     def __init__(self, comm: Any, device: int) -> None:
-        self.comm = comm
-        self.device = device
-        self.ended = ""
-        self.connected: set[Any] = set()
-        self.keeps: Any = None
+        self.comm, self.device = comm, device
+        self.ended = ""  # why it cannot be used any more
+        self.connected: set[Any] = set()  # the kinds of calls for which it has connections: see `DeviceQueue.issue`
+        self.keeps: Any = None  # what may not be collected before it
         with _lock:
             _open.append(self)
 
@@ -74,10 +66,8 @@ class Handle:
     def require_usable(self, what: str, kind: type[Exception] = RuntimeError) -> None:
         """Raise an error of a kind, if the communicator has ended. `what`: the call, for people."""
         if self.ended:
-            raise kind(
-                f"{what}: the communicator cannot be used any more, because {self.ended}; call strategy.reset() on all "
-                "ranks"
-            )
+            text = f"{what}: the communicator cannot be used any more, because {self.ended}"
+            raise kind(f"{text}; call strategy.reset() on all ranks")
 
 
 _lock: Final = threading.Lock()
@@ -91,11 +81,9 @@ def num_open() -> int:
 
 
 def abort_all(reason: str | BaseException, handles: Iterable[Handle] | None = None) -> None:
-    """Abort communicators of this process, in one group, after a failure. Local; returns soon.
+    """Abort communicators of this process, by default all, in one group, after a failure. Local; returns soon.
 
-    Args:
-        reason: What the error of a later use says, or the failure itself.
-        handles: Those that are aborted, if nothing has ended them yet; by default all.
+    `reason`: what the error of a later use says, or the failure itself.
     """
     if isinstance(reason, BaseException):
         reason = f"an earlier call failed ({type(reason).__name__}: {first_line(reason)})"
@@ -146,6 +134,34 @@ def _end(what: str, work: Callable[[list[Handle]], None], handles: Iterable[Hand
 
 
 @contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Raise NCCL's errors as ours. `what`: which call of which rank, for people.
+
+    Raises:
+        PeerFailedError: If another rank or the network failed.
+        DeadlineExceededError: If NCCL's own time is up.
+        UnavailableError: If NCCL failed in another way.
+    """
+    try:
+        yield
+    except cuda.nccl().NcclError as error:
+        head = f"{what} failed: {first_line(error)}. "
+        if error.status in _REMOTE:
+            raise PeerFailedError(
+                f"{head}Look for the first error of another rank, and at the network; NCCL_DEBUG=WARN says more. "
+                "After strategy.reset() on all ranks the calls can be made again"
+            ) from error
+        raise UnavailableError(
+            f"{head}NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+        ) from error
+    except KeyError as status:  # CuPy has no word for NCCL's newer ones: 7 in progress, 8 timeout
+        kind = DeadlineExceededError if status.args == (8,) else UnavailableError
+        raise kind(
+            f"{what} failed with NCCL's status {status}; unset NCCL_COMM_BLOCKING, and see what NCCL_DEBUG=WARN says"
+        ) from status
+
+
+@contextmanager
 def group_of_calls() -> Iterator[None]:
     """Make NCCL's calls as one group, which is launched at the end: an error in the middle ends the group, too."""
     nccl = cuda.nccl()
@@ -178,8 +194,8 @@ def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -
 
     Args:
         size: Number of ranks.
-        unique_id: NCCL's, which the first of the ranks made; `None` to make one, if all ranks are here.
-        devices: The index of the GPU of each rank of this process. The first one is the current device.
+        unique_id: NCCL's, of the first rank; `None` to make one, if all ranks are here.
+        devices: The GPU of each rank of this process. The first one is the current device.
     """
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 

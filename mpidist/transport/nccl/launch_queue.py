@@ -26,8 +26,7 @@ from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
 from mpidist.transport.gpu import Background, Events, Launched, is_complete, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
-from mpidist.transport.nccl.errors import translated
-from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["DeviceQueue"]
@@ -41,16 +40,11 @@ _CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors
 class DeviceQueue:
     """The launches of one rank and group on one GPU. For one thread: the thread that calls the strategy.
 
-    Args:
-        events: Where events come from.
-
-    Attributes:
-        stream: NCCL's stream.
+    `stream` is NCCL's.
     """
 
     def __init__(self, events: Events) -> None:
-        self._events = events
-        self._cuda = cuda.cupy().cuda
+        self._events, self._cuda = events, cuda.cupy().cuda
         self._packs, self.stream, self._unpacks = (new_stream() for _ in range(3))
         self._begin, self._ready, self._done, *self._unpacked = (
             self._cuda.Event(disable_timing=True) for _ in range(5)
@@ -93,19 +87,14 @@ class DeviceQueue:
         return buffer[:nbytes]
 
     def launch(self, what: str, work: Callable[[], Any], memory: Any = None, after: Any = None) -> Launched:
-        """Call `work`, which launches work on the GPU and waits for nothing.
-
-        The caller's current stream waits for that work, unless `after` is given.
+        """Call `work`, which launches work on the GPU and waits for nothing. Returns what `wait` takes.
 
         Args:
             what: The call, for errors.
             work: Calls transports and works on arrays; its current stream is NCCL's.
             memory: Arrays that must live as long as the work.
-            after: An event of `Events.record` that the work on the GPU begins after; by default the work begins after
-                what the caller's current stream holds now.
-
-        Returns:
-            The work under way, for `wait` or `is_complete`.
+            after: An event of `Events.record` after which the work begins. By default it begins after what the caller's
+                current stream holds now, and that stream waits for it.
         """
         current = self._cuda.get_current_stream()
         self._require_usable(what)
@@ -157,17 +146,12 @@ class DeviceQueue:
         self._unpacked[self._turn].record(self._unpacks)
 
     def wait_for_stream(self, what: str) -> None:
-        """Wait on the host until the current stream is done, within `launch`; elsewhere nothing is under way.
-
-        For calls that go on on the host, which no stream can be told to wait for.
-        """
+        """Wait within `launch` until the current stream is done: for calls that go on on the host."""
         if self._held is not None:
             self.wait(self._launched(what, None, self._events.record(), None))
 
     def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None], kind: Any = "") -> None:
-        """Give NCCL a group of calls, after what the current stream holds, and let that stream wait for them.
-
-        Within `launch` that stream is NCCL's own. Outside of `launch` the host waits for the calls, too.
+        """Give NCCL a group of calls within `launch`; outside of it the host launches them so, and waits for them.
 
         The first calls of a kind connect ranks, for which NCCL waits in `ncclGroupEnd`: they are made in a thread of
         their own, so that this one notices that a rank has stopped.
@@ -197,11 +181,7 @@ class DeviceQueue:
                 handle.connected.add(kind or what)
 
     def is_complete(self, launched: Launched) -> bool:
-        """Say whether work is done; once it is, let go of the memory. Never waits.
-
-        Raises:
-            Exception: If NCCL failed, in this work or earlier.
-        """
+        """Say whether work is done, or raise NCCL's failure; once it is done, let go of the memory. Never waits."""
         if launched not in self._flying:
             return True
         try:
@@ -218,11 +198,7 @@ class DeviceQueue:
         return True
 
     def wait(self, launched: Launched, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait on the host until work is done.
-
-        Args:
-            launched: The work.
-            meanwhile: Done now and then.
+        """Wait on the host until work is done. `meanwhile`: done now and then.
 
         Raises:
             Exception: What the hook raises, or NCCL's failure. All communicators of NCCL are aborted then.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +9,14 @@ from typing import Final, final
 
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_memory.barrier import Fence
-from mpidist.transport.node_memory.window import LINE_BYTES, discard, file_system_bytes, map_file
+from mpidist.transport.node_memory.window import (
+    LINE_BYTES,
+    discard,
+    file_system_bytes,
+    map_file,
+    part_stride,
+    whole_pages,
+)
 
 __all__ = ["SharedArena"]
 
@@ -47,10 +53,10 @@ class SharedArena:
         whole = _size()
         self._left_to_others = int(whole * left_to_others)
         most = whole if most_bytes is None else min(whole, most_bytes)
-        span: int = max(comm.allgather(_whole_pages(max(most, nbytes, 1))))
+        span: int = max(comm.allgather(part_stride(max(most, nbytes))))
         self._start, self._end = span * rank, span * (rank + 1)
         self._next = self._start + nbytes
-        self._taken = self._start + _whole_pages(nbytes)
+        self._taken = self._start + whole_pages(nbytes)
         self._file, self._whole = map_file(comm, span * size, self._start, self._taken - self._start)
         self.parts = [self._whole[span * owner : span * (owner + 1)] for owner in range(size)]
         self.own = self.parts[rank]
@@ -85,7 +91,7 @@ class SharedArena:
         Returns:
             Where it begins in this rank's part, at a whole page; `None` if there is too little.
         """
-        size = _whole_pages(nbytes)
+        size = whole_pages(nbytes)
         while self._returned:
             self._gaps = _joined([*self._gaps, self._returned.popleft()])
         for at, (start, end) in enumerate(self._gaps):
@@ -94,14 +100,14 @@ class SharedArena:
                     return None
                 self._gaps[at : at + 1] = [(start + size, end)] if end - start > size else []
                 return start
-        self._next = _whole_pages(self._next)
+        self._next = whole_pages(self._next)
         return self.take(size)
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Give back what `take_pages` took. Local; garbage collection may call it at any moment."""
         if os.getpid() != self._process:  # forked: the memory is the parent's
             return
-        end = start + _whole_pages(nbytes)
+        end = start + whole_pages(nbytes)
         discard(self.own[start:end])
         self._returned.append((start, end))
 
@@ -121,7 +127,7 @@ class SharedArena:
 
     def _extend(self, end: int) -> bool:
         """Reserve memory up to `end`. Returns whether there is enough."""
-        end = _whole_pages(end)
+        end = whole_pages(end)
         if end > self._end or not self._reserve(self._taken, end - self._taken):
             return False
         self._taken = end
@@ -146,10 +152,6 @@ def _joined(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
             start = joined.pop()[0]
         joined.append((start, end))
     return joined
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _size() -> int:

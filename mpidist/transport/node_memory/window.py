@@ -16,9 +16,19 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi import Intracomm
 
-__all__ = ["LINE_BYTES", "PrivateCopy", "SharedWindow", "discard", "file_system_bytes", "map_file"]
+__all__ = [
+    "LINE_BYTES",
+    "PrivateCopy",
+    "SharedWindow",
+    "discard",
+    "file_system_bytes",
+    "map_file",
+    "part_stride",
+    "whole_pages",
+]
 
 LINE_BYTES: Final = 128  # two cache lines, as processors fetch them in pairs: two ranks should not write into one pair
+_STRIDE_UNIT: Final = 2 << 20
 _DIRECTORY: Final = "/dev/shm"
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -97,6 +107,26 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int,
     return file, np.asarray(memory)
 
 
+def whole_pages(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def part_stride(nbytes: int) -> int:
+    """Return how far the part of a rank begins behind the part of the rank before, where each has `nbytes`.
+
+    From 2 MiB on, that is an odd multiple of 2 MiB. Processors of AMD (Zen) find a line in their first cache by a hash
+    of bits 12 to 27 of its address, in which each of the upper eight bits is combined with one of the lower eight. If
+    the hashes of two lines are equal, a core that writes both in turn takes four times as long. That happens to the
+    parts of two ranks always if they are a multiple of 256 MiB apart, and often if they are 128 MiB and a page apart.
+    Here only the upper bits differ, so the hashes differ, too (M. Lipp et al., Take A Way: Exploring the Security
+    Implications of AMD's Cache Way Predictors, 2020).
+    """
+    if nbytes < _STRIDE_UNIT:
+        return whole_pages(max(nbytes, 1))
+    return (-(-nbytes // _STRIDE_UNIT) | 1) * _STRIDE_UNIT
+
+
 @final
 class SharedWindow:
     """Memory that all ranks of a node read and write, with a part for each rank. Making it is collective.
@@ -122,12 +152,12 @@ class SharedWindow:
             self.parts = [_own_memory(nbytes)]
             return
         rank, size = comm.Get_rank(), comm.Get_size()
-        step = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        stride, taken = part_stride(nbytes), whole_pages(max(nbytes, 1))
         # Each rank reserves its own part, so that its memory is near the rank's core.
-        file, whole = map_file(comm, step * size, step * rank, step)
+        file, whole = map_file(comm, stride * size, stride * rank, taken)
         os.close(file)
-        self._own = whole[step * rank : step * (rank + 1)]
-        self.parts = [whole[step * owner : step * owner + nbytes] for owner in range(size)]
+        self._own = whole[stride * rank : stride * rank + taken]
+        self.parts = [whole[stride * owner : stride * owner + nbytes] for owner in range(size)]
 
     def discard(self) -> None:
         """Give back the memory of this rank's part except the first page, even if arrays refer to it. Local.

@@ -1,4 +1,4 @@
-"""Which elements of which arrays each chunk holds: computed once for a list of lengths, and used for every call.
+"""Which elements of which arrays each chunk holds: computed when the chunk is first moved, and used for later calls.
 
 A list is treated as one flat array, the concatenation of its pieces. That array is cut into chunks that fit into the
 cache, without regard to the ends of pieces, and each chunk into one shard for each lane. A lane is the number of a rank
@@ -7,8 +7,10 @@ among those ranks of its node that add; on several nodes, the ranks of one lane,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, final
 
@@ -16,6 +18,7 @@ from mpidist.transport.communicator import Array, shard_bounds
 
 __all__ = [
     "Chunk",
+    "Chunks",
     "Move",
     "Schedule",
     "chunk_bounds",
@@ -25,6 +28,7 @@ __all__ = [
 ]
 
 _ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
+_KEPT_CHUNKS: Final = 4096  # of a list: to copy a chunk takes far longer than to compute it
 
 
 @final
@@ -65,6 +69,31 @@ class Chunk:
 
 
 @final
+class Chunks:
+    """The chunks of a list, in order, each computed when it is first asked for: a plan may never be carried out.
+
+    Args:
+        count: Number of chunks.
+        make: Computes the chunk of an index.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], Chunk]) -> None:
+        self._count = count
+        self._chunk = lru_cache(_KEPT_CHUNKS)(make)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Chunk:
+        if index >= self._count:
+            raise IndexError(f"chunk {index} of {self._count}")
+        return self._chunk(index)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self._chunk, range(self._count))
+
+
+@final
 @dataclass(frozen=True)
 class Schedule:
     """The chunks of a list of pieces.
@@ -80,7 +109,7 @@ class Schedule:
 
     count: int
     lengths: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Chunks
     is_fine: bool
     is_scattered: bool = False
 
@@ -105,23 +134,21 @@ def fused_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Sche
     """
     ends = list(accumulate(lengths))
     total = ends[-1] if ends else 0
-    chunks, piece = [], 0
-    for begin in range(0, total, chunk_count):
+
+    def chunk(index: int) -> Chunk:
+        begin = index * chunk_count
         bounds = chunk_bounds(min(chunk_count, total - begin), lanes)
-        shards = []
-        for start, stop in pairwise(bounds):
-            moves, piece = _moves(lengths, ends, piece, begin, begin + start, begin + stop)
-            shards.append(moves)
-        chunks.append(Chunk(bounds[-1], bounds, tuple(shards)))
-    return Schedule(total, tuple(lengths), tuple(chunks), total < FINE_COUNT * len(lengths))
+        shards = (_moves(lengths, ends, begin, begin + start, begin + stop) for start, stop in pairwise(bounds))
+        return Chunk(bounds[-1], bounds, tuple(shards))
+
+    chunks = Chunks(-(-total // chunk_count), chunk)
+    return Schedule(total, tuple(lengths), chunks, total < FINE_COUNT * len(lengths))
 
 
-def _moves(
-    lengths: Sequence[int], ends: Sequence[int], piece: int, begin: int, start: int, stop: int
-) -> tuple[tuple[Move, ...], int]:
-    """List the moves of elements `start` to `stop` of the whole list, and return the piece that holds `stop`."""
+def _moves(lengths: Sequence[int], ends: Sequence[int], begin: int, start: int, stop: int) -> tuple[Move, ...]:
+    """List the moves of elements `start` to `stop` of the whole list."""
     moves: list[Move] = []
-    at = start
+    at, piece = start, bisect_right(ends, start)
     while at < stop:
         while ends[piece] <= at:
             piece += 1
@@ -134,7 +161,7 @@ def _moves(
         else:
             moves.append(Move(piece, piece + 1, at - origin, end - origin, at - begin, end - begin))
         at = end
-    return tuple(moves), piece
+    return tuple(moves)
 
 
 def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
@@ -147,17 +174,19 @@ def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
     lanes = len(bounds) - 1
     longest = max(stop - start for start, stop in pairwise(bounds))
     step = max(1, chunk_count // lanes)
-    chunks = []
-    for begin in range(0, longest, step):
-        places, shards = [0], []
+
+    def chunk(index: int) -> Chunk:
+        begin, places, shards = index * step, [0], []
         for piece, (start, stop) in enumerate(pairwise(bounds)):
             first, last = min(begin, stop - start), min(begin + step, stop - start)
             at = places[-1]
             places.append(at + last - first)
             shards.append((Move(piece, piece + 1, first, last, at, places[-1]),) if last > first else ())
-        chunks.append(Chunk(places[-1], tuple(places), tuple(shards)))
+        return Chunk(places[-1], tuple(places), tuple(shards))
+
     lengths = tuple(stop - start for start, stop in pairwise(bounds))
-    return Schedule(bounds[-1], lengths, tuple(chunks), is_fine=False, is_scattered=True)
+    chunks = Chunks(-(-longest // step), chunk)
+    return Schedule(bounds[-1], lengths, chunks, is_fine=False, is_scattered=True)
 
 
 def pieces_of(move: Move, arrays: Sequence[Array]) -> Iterator[tuple[int, int, int, int]]:

@@ -72,7 +72,7 @@ class TwoShot:
         self._chunks = self._results_chunks = schedule.chunks
         self._is_fine = self._stages_own = schedule.is_fine
         self.arrays, self._reduction, self._divide_by, self._half = arrays, reduction, divide_by, half
-        lanes = len(schedule.chunks[0].shards) if schedule.chunks else 1
+        lanes = len(schedule.chunks[0].shards) if len(schedule.chunks) else 1
         self._lane = slots.rank if slots.rank < lanes else -1
         self._views: list[list[Array]] = []
         can_compile = native is not None and not schedule.is_scattered

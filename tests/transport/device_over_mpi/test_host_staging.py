@@ -26,8 +26,7 @@ from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
-from mpidist.transport.device_over_mpi.pieces import cut_evenly, cut_shards
-from mpidist.transport.device_over_mpi.sizes import StagingSizes
+from mpidist.transport.device_over_mpi.pieces import StagingSizes, cut_evenly, cut_shards
 from mpidist.transport.device_over_mpi.staging import Staging
 from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.group import SyncGroup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -108,3 +109,19 @@ def test_a_strategy_that_one_rank_never_builds_ends_the_job(job: Job) -> None:
     ended = job(IMPORTS + SIGNS + BUILD.format(times=1, signs="'never'"), head="", **DEADLINE)
     assert ended.status != 0
     assert "this job ends with exit code 75: not all ranks came to build a strategy" in ended.err
+
+
+NOT_BUILT = """
+import time
+from mpi4py import MPI
+import mpidist
+if MPI.COMM_WORLD.rank == 0:
+    time.sleep(60)
+mpidist.MultiWorkerMirroredStrategy()
+"""
+
+
+def test_ranks_warn_that_rank_0_does_not_build_a_strategy(job: Job) -> None:
+    ended = job(NOT_BUILT, head="", MPIDIST_STALL_SECONDS="1", MPIDIST_TIMEOUT_SECONDS="4")
+    pattern = r"building a strategy on rank [12] has waited \d+ s, and not all 3 ranks have come to build it"
+    assert len(re.findall(pattern, ended.err)) == 1, ended.err

@@ -31,10 +31,9 @@ from transport.gpu.device_numbers import (
 from mpidist.transport import cuda
 from mpidist.transport.gpu.array_lists import ArrayLists
 from mpidist.transport.gpu.compiled import CASTS, QUOTIENTS, compile_kernel
-from mpidist.transport.gpu.copy_table import CopyTables
+from mpidist.transport.gpu.copy_table import CopyTables, PackLayout
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.gpu.new_arrays import NewArrays
-from mpidist.transport.gpu.pack_layout import PackLayout
 from mpidist.transport.native import native
 from mpidist.transport.reduction import Reduction
 

@@ -29,7 +29,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.node_memory import barrier as barrier_module
 from mpidist.transport.node_memory import window as window_module
 from mpidist.transport.node_memory.barrier import Fence, NodeBarrier
-from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
+from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow, part_stride
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -53,7 +53,7 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 300_000])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 300_000, (2 << 20) + 1])
 def test_all_ranks_reach_all_parts(comm: Intracomm, nbytes: int) -> None:
     """Zeros at first; what a rank writes into any part, all read; on pages of their own."""
     parts = SharedWindow(comm, nbytes).parts
@@ -72,6 +72,24 @@ def test_all_ranks_reach_all_parts(comm: Intracomm, nbytes: int) -> None:
         assert (part[: nbytes // 2] == 1 + owner).all()
         assert (part[nbytes // 2 :] == 101 + (owner - 1) % comm.size).all()
     comm.Barrier()
+
+
+def l1_hash(address: int) -> int:
+    """The hash by which AMD's Zen finds a line: `part_stride` names the source."""
+    pairs = [(12, 27), (13, 26), (14, 25), (15, 20), (16, 21), (17, 22), (18, 23), (19, 24)]
+    return sum((address >> low & 1 ^ address >> high & 1) << at for at, (low, high) in enumerate(pairs))
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("mebibytes", [2, 15, 64, 127, 128, 255, 256, 320, 512, 1024, 4096])
+def test_the_same_places_of_large_parts_are_apart_in_the_first_cache(mebibytes: int) -> None:
+    for nbytes in (mebibytes << 20, (mebibytes << 20) + 128, (mebibytes << 20) + 5000):
+        stride = part_stride(nbytes)
+        assert 0 <= stride - nbytes < (4 << 20)
+        for rank in range(1, 16):
+            for place in range(0, nbytes, max(4096, nbytes // 257 // 4096 * 4096)):
+                address = (1 << 46) + place
+                assert l1_hash(address) != l1_hash(address + rank * stride)
 
 
 @pytest.mark.no_mpi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -156,3 +157,19 @@ def test_even_shards_fill_their_chunks(count: int, lanes: int, chunk_count: int)
     check_scattered(schedule, bounds, chunk_count)
     step = max(1, chunk_count // lanes)
     assert len(schedule.chunks) == -(-(bounds[1] - bounds[0]) // step)
+
+
+@given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=4), lanes_of, st.integers(1, 1 << 20), st.randoms())
+def test_a_schedule_computes_no_chunk_before_it_is_asked_for(
+    lengths: list[int], lanes: int, chunk_count: int, random: Random
+) -> None:
+    """However many there are: a call of these arrays may be refused."""
+    total = sum(lengths)
+    chunks = fused_schedule(lengths, lanes, chunk_count).chunks
+    assert len(chunks) == -(-total // chunk_count)
+    if total:
+        at = random.randrange(len(chunks))
+        assert chunks[at].count == min(chunk_count, total - at * chunk_count)
+    bounds = [0, *accumulate(lengths)]
+    longest, step = max(lengths), max(1, chunk_count // len(lengths))
+    assert len(scatter_schedule(bounds, chunk_count).chunks) == -(-longest // step)

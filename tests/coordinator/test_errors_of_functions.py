@@ -1,0 +1,145 @@
+"""What a scheduled function may not do, and which error the chief gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from parameter_server.clusters import on_workers
+
+from mpidist import Variable
+from mpidist.experimental import ParameterServerStrategy
+from mpidist.experimental.coordinator import ClusterCoordinator, register
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+CODE = 5  # the exit code of a process that an error has left, in these tests
+HERE: dict[str, Any] = {}  # what functions of this rank find
+
+
+class ShapeError(ValueError):
+    """An error of the program."""
+
+
+class PairError(ShapeError):
+    """An error that is made from other arguments than a text."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def make_variable() -> None:
+    with HERE["strategy"].scope():
+        Variable(0.0)
+
+
+def fork() -> None:
+    child = os.fork()
+    if not child:
+        return  # without os._exit: the child goes on as if it were the rank
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == CODE
+    raise ChildProcessError("the child has failed")
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+FUNCTIONS = {
+    "barrier": lambda: HERE["strategy"].barrier(),
+    "variable": make_variable,
+    "close": lambda: HERE["strategy"].close(),
+    "with": lambda: HERE["strategy"].__exit__(None, None, None),
+    "fork": fork,
+    "serve": lambda: HERE["coordinator"].serve(),
+    "exit": lambda: sys.exit(),
+    "exit with 0": lambda: sys.exit(0),
+    "own error": lambda: fail(ShapeError("3 columns")),
+    "error of a pair": lambda: fail(PairError(1, 2)),
+    "error of a library": lambda: np.linalg.inv(np.zeros((2, 2))),
+    "error of a module": lambda: json.loads("{"),
+    "local error": lambda: fail(type("LocalError", (KeyError,), {})("k")),
+}
+for name, function in FUNCTIONS.items():
+    register(f"test: {name}")(function)
+
+
+def schedule_and_expect(comm: Intracomm, name: str, kind: type[Exception], text: str) -> None:
+    """Schedule a function that fails, and another one after it."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        HERE.update(strategy=strategy, coordinator=ClusterCoordinator(strategy), variable=variable)
+        if not strategy.is_chief:
+            HERE["coordinator"].serve()
+            return
+        value = HERE["coordinator"].schedule(f"test: {name}")
+        with pytest.raises(kind, match=text) as caught:
+            HERE["coordinator"].join()
+        assert type(caught.value) is kind
+        with pytest.raises(kind):
+            value.fetch()
+        assert HERE["coordinator"].fetch(HERE["coordinator"].schedule("test: right", args=(2,))) == 3
+
+    rank = os.getpid()
+    try:
+        on_workers(comm, work)
+    except RuntimeError as error:
+        if os.getpid() != rank:
+            os._exit(CODE if "in a process that it has forked" in str(error) else 1)
+        raise
+
+
+@register("test: right")
+def right(number: int) -> int:
+    HERE["variable"].assign_add(1.0)
+    return number + 1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["barrier", "variable", "close", "with"])
+def test_functions_make_no_call_of_all_workers(comm: Intracomm, name: str) -> None:
+    """The others do not make it: the chief waits for the function."""
+    call = {"barrier": r"barrier\(\)", "variable": "Variable"}.get(name, r"close\(\)")
+    text = f"'test: {name}' failed on rank .: .*{call} in 'test: {name}', which the chief has scheduled: "
+    schedule_and_expect(comm, name, RuntimeError, text)
+
+
+def test_functions_do_not_serve(comm: Intracomm) -> None:
+    text = r"serve\(\) of a coordinator (on the chief|in 'test: serve', which the chief has scheduled)"
+    schedule_and_expect(comm, "serve", RuntimeError, text)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["exit", "exit with 0"])
+def test_functions_do_not_end_the_program(comm: Intracomm, name: str) -> None:
+    """Else the chief would let another worker call the function, which has made some of its changes."""
+    text = f"'test: {name}' failed on rank .: it called sys.exit.*; return from the function"
+    schedule_and_expect(comm, name, RuntimeError, text)
+
+
+def test_a_forked_process_sends_no_result(comm: Intracomm) -> None:
+    schedule_and_expect(comm, "fork", ChildProcessError, "the child has failed")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("own error", ShapeError, "3 columns"),
+        ("error of a pair", ShapeError, "PairError: 1 and 2"),
+        ("error of a library", np.linalg.LinAlgError, "Singular matrix"),
+        ("error of a module", ValueError, "Expecting property name"),
+        ("local error", KeyError, "LocalError: 'k'"),
+    ],
+)
+def test_the_chief_raises_an_error_of_the_same_kind(
+    comm: Intracomm, name: str, kind: type[Exception], text: str
+) -> None:
+    """Of the nearest kind that can be made from a text, if the error's own cannot."""
+    schedule_and_expect(comm, name, kind, f"'test: {name}' failed on rank .: .*{text}")

@@ -1,0 +1,40 @@
+"""The example learns on a GPU, which the ranks share, what it learns on the CPU."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from host_cuda import are_emulated
+from host_cuda.gpus import gpus
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["gpus"]  # fixtures
+
+EXAMPLE = str(Path(__file__).parents[2] / "docs" / "examples" / "digits.py")
+MOST_DIFFERENCE = 0.011  # of 360 digits: 4. Sums in another order round otherwise
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.usefixtures("gpus")
+def test_digits_are_learnt_as_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], comm: Intracomm
+) -> None:
+    if are_emulated():
+        pytest.skip("needs a real GPU: emulated ones multiply no matrices")
+    shares = []
+    for device in ("gpu", "cpu"):
+        monkeypatch.setattr(sys, "argv", [EXAMPLE, "--device", device, "--epochs", "12"])
+        runpy.run_path(EXAMPLE, run_name="__main__")
+        found = re.search(r"([\d.]+)% of \d+ held-out", comm.bcast(capsys.readouterr().out))  # the first rank says it
+        assert found is not None
+        shares.append(float(found[1]) / 100)
+    on_gpu, on_cpu = shares
+    assert on_cpu > 0.5
+    assert abs(on_gpu - on_cpu) <= MOST_DIFFERENCE

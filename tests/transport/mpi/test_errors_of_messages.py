@@ -1,0 +1,41 @@
+"""An error of MPI in a message, which comes when the process of another rank is gone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from mpidist.errors import PeerFailedError
+from mpidist.transport.mpi import communicator as module
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.waiting import poll
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_told", [True, False], ids=["others tell the rank", "nobody knows"])
+def test_error_of_mpi_becomes_the_loss_of_a_rank(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """MPI finds the loss in a message before the rank looks at the processes of others, and names no rank."""
+    monkeypatch.setattr(module, "NEWS_SECONDS", 60.0 if is_told else 0.01)
+    own = comm.Split(comm.rank)
+    communicator, number_of_looks = MpiCommunicator(own, "across_nodes"), 0
+
+    def look() -> None:
+        nonlocal number_of_looks
+        number_of_looks += 1
+        if is_told and number_of_looks == 3:
+            raise PeerFailedError("rank 1 is gone")
+
+    communicator.set_wait_hook(look)
+    large, small = np.zeros(2), np.zeros(1)
+    requests = communicator.receive(small, 0, 5) + communicator.send(large, 0, 5)  # an error, as it does not fit
+    unknown = r"MPI cannot complete the messages of across_nodes on rank 0 \(.*was probably killed"
+    with pytest.raises(PeerFailedError, match="rank 1 is gone" if is_told else unknown):
+        poll(lambda: communicator.test_all(requests), lambda: None)
+    communicator.free()
