@@ -301,10 +301,11 @@ class DeviceMessages:
         Besides the reductions it launches one copy of all direct pieces of a dtype to their results, a pack and an
         unpack for each message with several pieces, and one division of all direct pieces of a dtype.
         """
-        kernels, parts, given = levels.kernels, self._pieces.of(results), self._pieces.of(arrays)
-        is_moved = list(map(is_not, given, parts))
+        kernels, parts = levels.kernels, self._pieces.of(results)
+        is_moved = list(map(is_not, self._pieces.whole(arrays), self._pieces.whole(results)))
         if any(is_moved):
-            with levels.packing():
+            with levels.packing():  # a piece of an array that is not contiguous is copied here, too
+                given = self._pieces.of(arrays)
                 kernels.copy(list(compress(given, is_moved)), list(compress(parts, is_moved)))
         if levels.world.size > 1:
             for message, part in zip(self._direct, parts, strict=True):
@@ -331,9 +332,13 @@ class _Pieces:
         is_cut = [piece.count != specs[piece.index].num_elements for piece in pieces]
         self._cuts = [(at, piece.start, piece.stop) for at, piece in enumerate(pieces) if is_cut[at]]
 
+    def whole(self, arrays: Sequence[Any]) -> list[Any]:
+        """Take the arrays of which these are pieces."""
+        return [arrays[index] for index in self._indices]
+
     def of(self, arrays: Sequence[Any]) -> list[Any]:
-        """Take the pieces."""
-        parts = [arrays[index] for index in self._indices]
+        """Take the pieces. Those of an array that is not contiguous are copied on the current stream."""
+        parts = self.whole(arrays)
         for at, start, stop in self._cuts:
             parts[at] = parts[at].reshape(-1)[start:stop]
         return parts

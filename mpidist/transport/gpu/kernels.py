@@ -78,7 +78,9 @@ class DeviceKernels:
         written, given = buffer.dtype, self._lists.of(sources)
         tables = layout.tables(given.dtypes, is_in=True)
         if tables is None or not given.are_plain:
-            sources = [_plain(its) if copier(its.dtype, written, False) else its.astype(written) for its in sources]
+            sources = [
+                _plain(its) if copier(its.dtype, written, False) else its.astype(written, "C") for its in sources
+            ]
             given = self._lists.of(sources)
             tables = layout.tables(given.dtypes, is_in=True)
         counter = self._counter_for(written, counts_overflow)
