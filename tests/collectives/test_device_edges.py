@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -103,6 +104,18 @@ def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda,
         gpus.cupy.cuda.Device().synchronize()
         for turn, shard in enumerate(shards):
             assert (down(shard) == turn * size).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_overflowed_numbers_are_counted_in_the_log(
+    group: SyncGroup, comm: Intracomm, caplog: pytest.LogCaptureFixture
+) -> None:
+    ops = NcclAllReduce().bound_to(group)
+    options = CommunicationOptions(compression="fp16", compress_everywhere=True)
+    value, out = up(np.full(9, 1e6, np.float32)), up(np.zeros(9, np.float32))
+    with caplog.at_level(logging.WARNING, "mpidist.cross_device_ops"):
+        ops.all_reduce("SUM", value, options, out=out)
+    assert "9 numbers were too large for float16" in caplog.text
 
 
 @pytest.mark.ranks(min=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import allocations, connected, down, emulated, gpus, group, opened, up
+from host_cuda.gpus import allocations, connected, down, emulated, gpus, group, keep_busy, opened, up
+from support.contributions import contribution, reduction_of
 
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.options import CommunicationOptions
@@ -94,10 +96,23 @@ def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
         ops.all_reduce(op, values, options, out=out)
     emulated.forget()
     with allocations() as made:
-        ops.all_reduce(op, values, options, out=out)
-    joins = options is HALF and group.levels_of(True).queue is not None
-    assert len(emulated.calls("a kernel")) == num_launches + joins
-    assert made == [] or into == "new"
+        results = ops.all_reduce(op, values, options, out=out)
+    is_nccl = group.levels_of(True).queue is not None
+    assert len(emulated.calls("a kernel")) == num_launches + (options is HALF and is_nccl)
+    assert made == [] or into == "new" or not is_nccl  # calls through the host do allocate
+    factor = np.float32(comm.size if op == "MEAN" else 1)
+    if options is not HALF and into != "in place":  # whose totals are added again
+        totals = [reduction_of("sum", comm.size, size, F4) for size in sizes]
+        assert all((down(its) == total / factor).all() for its, total in zip(results, totals, strict=True))
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_alone_copies_all_arrays_in_one_launch(emulated: Emulated, group: SyncGroup) -> None:
+    ops, values = HierarchicalCopyAllReduce().bound_to(group), [mine(0, size) for size in SMALL]
+    for op in ("SUM", "MEAN", "SUM", "MEAN"):
+        emulated.forget()
+        ops.all_reduce(op, values)
+        assert len(emulated.calls("a kernel")) == 1, op
 
 
 @pytest.mark.ranks(min=2)
@@ -235,6 +250,46 @@ def test_one_call_at_a_time_is_waited_for(
             assert is_total(handle.wait(), comm.size, count)
     # On a rank whose GPU is held back by nobody, all calls may have ended before it waits for any.
     assert max(depths) == 1 or (comm.rank > 0 and max(depths) == 0)
+
+
+@pytest.mark.ranks(min=2)
+def test_later_work_of_the_caller_does_not_delay_a_call(connected: SyncGroup, comm: Intracomm) -> None:
+    """It comes after what the stream held when it was started, not when it was launched."""
+    ops = NcclAllReduce().bound_to(connected)
+    value = mine(comm.rank, 1000)
+    keep_busy(0).synchronize()  # compiled
+    handles = []
+    if comm.rank == 0:  # which launches it in `wait`
+        handles = [ops.start_all_reduce("SUM", value) for _ in range(2)]
+    comm.Barrier()
+    handles = handles or [ops.start_all_reduce("SUM", value) for _ in range(2)]
+    backward = keep_busy(3.0)
+    results = [handle.wait() for handle in handles]
+    assert not backward.done, "the backward pass goes on"
+    assert all(is_total(result, comm.size, 1000) for result in results)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("implementation", ["AUTO", "NCCL"])
+def test_the_thread_sees_to_hosts_and_gpus(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    """In the order of their start; the fixture looks at whose kernels they are."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
+    options = CommunicationOptions(implementation=implementation)
+    for made in opened(comm):
+        ops = HierarchicalCopyAllReduce().bound_to(made)
+        assert is_total(ops.all_reduce("SUM", mine(comm.rank, 9), options), comm.size, 9)
+        for _ in range(3):
+            values = [contribution("sum", comm.rank, 50_000, F4) for _ in range(6)]
+            handles = [
+                ops.start_all_reduce("SUM", up(its) if at % 2 else its, options) for at, its in enumerate(values)
+            ]
+            time.sleep(0.03)
+            for at in (1, 0, 5, 4, 3, 2):
+                result = handles[at].wait()
+                assert is_total(result if at % 2 else up(result), comm.size, 50_000)
+        assert any(thread.name == "mpidist.pending" for thread in threading.enumerate())
 
 
 @pytest.mark.ranks(min=2)
