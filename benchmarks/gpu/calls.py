@@ -106,11 +106,11 @@ def peers(bench: Bench, report: Report) -> None:
 
 def over_nccl(bench: Bench) -> Peer:
     """Return what calls NCCL's all-reduce for each array, in one group. Collective."""
-    nccl = bench.cuda.nccl
+    nccl, cupy = bench.cuda.nccl, bench.cupy  # which makes this rank's GPU the current one
     comm = nccl.NcclCommunicator(bench.size, bench.comm.bcast(nccl.get_unique_id()), bench.rank)
 
     def all_reduce(arrays: Sequence[Any]) -> None:
-        stream = bench.cupy.cuda.get_current_stream().ptr
+        stream = cupy.cuda.get_current_stream().ptr
         nccl.groupStart()
         for array in arrays:
             comm.allReduce(array.data.ptr, array.data.ptr, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)

@@ -47,7 +47,7 @@ class Part:
     limit: float  # seconds that it may take
     ranks: int = 0  # 0 for a process without MPI
     settings: str = ""  # variables, as in a shell
-    words: tuple[str, ...] = ()  # of tests: numbers of ranks, and files; by default those that no part names
+    words: tuple[str, ...] = ()  # of tests: numbers of ranks, and files; by default all but that of digits
     alone: bool = True  # whether it measures times or memory, and so has the machine to itself
 
 
@@ -90,7 +90,8 @@ ADVICE = "`make gpu-wheels` where there is a network, and carry the folder `whee
 TOKEN, OWN = "GPU_CHECK_TOKEN", uuid.uuid4().hex  # in the environment of this check's processes, which it finds them by
 LEAST_SECONDS = 8.0
 GRACE = 8.0  # for a summary of the tests that were done
-TINY_FILE = "tests/collectives/test_device_numbers.py"  # keeps the settings of who starts it, which others take away
+# Their tests keep the settings of who starts them, which others take away.
+TINY_FILES = ["tests/collectives/test_device_numbers.py", "tests/variables/test_variables_on_gpus.py"]
 
 
 @dataclass(frozen=True)
@@ -194,15 +195,14 @@ def words_of_tests(part: Part, environment: Environment) -> list[str]:
     """Return what Python is told to run tests that need a GPU; if the check is tiny, a few, and not of all files."""
     is_tiny = environment.variables.get("GPU_CHECK_TINY") == "1"
     ranks, *files = part.words
-    files = files or ([TINY_FILE] if is_tiny else files_with_gpu_tests())
+    files = files or (TINY_FILES if is_tiny else files_with_gpu_tests())
     options = ["-q", "-m", "gpu", "-rsfE", "-p", "no:cacheprovider", "--ranks", ranks]
     return ["-m", "pytest", *options, *(["--sample", "20"] if is_tiny else []), *files]
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the test modules that have tests marked `gpu`, or use the fixture that is, and that no part names."""
-    named = {ROOT / file for part in PARTS for file in part.words[1:]}
-    paths = sorted(set((ROOT / "tests").rglob("test_*.py")) - named)
+    """Return the test modules that have tests marked `gpu`, or use the fixture that is, without that of digits."""
+    paths = sorted(set((ROOT / "tests").rglob("test_*.py")) - {ROOT / DIGITS})
     return [str(its.relative_to(ROOT)) for its in paths if re.search(r"mark\.gpu|host_cuda\.gpus", its.read_text())]
 
 
