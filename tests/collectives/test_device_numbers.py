@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda import are_emulated
@@ -90,6 +91,14 @@ def on_host(arrays: list[Any]) -> list[Any]:
     return [array.copy() if isinstance(array, np.ndarray) else down(array) for array in arrays]
 
 
+def are_same(op: str, got: Any, want: Any) -> bool:
+    """Compare bits; of means in half precision, which are rounded once in each phase, to two roundings."""
+    if op == "MEAN" and got.dtype in HALVES:
+        limit = float(ml_dtypes.finfo(got.dtype).eps) * abs(want.astype(np.float64))
+        return bool((abs(got.astype(np.float64) - want.astype(np.float64)) <= limit).all())
+    return bits(got) == bits(want)
+
+
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_numbers_are_those_of_host_memory(gpus: Any, comm: Intracomm, placement: tuple[int, ...], name: str) -> None:
@@ -121,7 +130,7 @@ def test_numbers_are_those_of_host_memory(gpus: Any, comm: Intracomm, placement:
 
             for way, results in strategy.run(ways).items():
                 for at, (got, want) in enumerate(zip(results, host if way == "values" else wanted, strict=True)):
-                    is_right = (got.dtype, got.shape, bits(got)) == (want.dtype, want.shape, bits(want))
+                    is_right = (got.dtype, got.shape) == (want.dtype, want.shape) and are_same(op, got, want)
                     assert is_right, (op, way, host[at].dtype, host[at].shape)
 
 

@@ -436,7 +436,7 @@ def test_folders_of_tests_mirror_those_of_the_package() -> None:
 # Tests that touch what is private to another file: nothing public shows it, or makes it happen.
 TOUCH_PRIVATES = {
     "collectives/test_device_overlap.py": {"_DIRECT_BYTES_OF_DEVICE"},
-    "replica_context/test_gpus_of_one_process.py": {"_compile_module_with_cache"},
+    "replica_context/test_gpus_of_one_process.py": {"_compile_module_with_cache", "_kernel_memo"},
     "transport/failures/test_deadlines.py": {"_pause"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/nccl/test_nccl_failures.py": {"_run"},
