@@ -82,11 +82,16 @@ class Roofline:
 
     def lines(self) -> list[str]:
         """Make a table of what the memory does."""
-        lines = ["", "memory, GB/s of reads and writes by each rank: copy, add in place; one rank alone, copy, add"]
+        lines = [
+            "",
+            "memory, GB/s of reads and writes by each rank: copy, add in place; one rank alone, copy, add;",
+            "and the time of multiplying an array into another one / in place",
+        ]
         for size in sorted({size for _, size in self.seconds}):
             passes = ("copy", "add", "copy alone", "add alone")
             rates = " ".join(f"{self.traffic(one, size) / 1e9:>8.1f}" for one in passes)
-            lines.append(f"{text_of_bytes(size):>10} | {rates}")
+            elsewhere = self.seconds["multiply into others", size] / self.seconds["multiply", size]
+            lines.append(f"{text_of_bytes(size):>10} | {rates} | {elsewhere:>8.2f}")
         return lines
 
 

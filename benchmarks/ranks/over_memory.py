@@ -26,7 +26,7 @@ class Memory(Library):
         self.versions = {"numpy": np.__version__, "python": platform.python_version()}
 
     def ways(self, work: Work) -> dict[str, Way]:
-        """Copy, and add to, arrays of the work's size."""
+        """Copy, and add to, arrays of the work's size; multiply them in place, and into other ones."""
         (one,), (two,) = work.empty(), work.empty()
         one.fill(1)
         two.fill(0)
@@ -37,6 +37,12 @@ class Memory(Library):
         def add() -> None:
             np.add(two, one, out=two)
 
+        def multiply(into: Any) -> Callable[[], None]:
+            def call() -> None:
+                np.multiply(one, 1, out=into)
+
+            return call
+
         def alone(function: Callable[[], None]) -> Callable[[], None]:
             return function if self.rank == 0 else lambda: None
 
@@ -46,4 +52,11 @@ class Memory(Library):
 
             return Way([], call, "")
 
-        return {"copy": way(copy), "add": way(add), "copy alone": way(alone(copy)), "add alone": way(alone(add))}
+        return {
+            "copy": way(copy),
+            "add": way(add),
+            "copy alone": way(alone(copy)),
+            "add alone": way(alone(add)),
+            "multiply": way(multiply(one)),
+            "multiply into others": way(multiply(two)),
+        }

@@ -180,6 +180,9 @@ class CollectiveCalls(ABC):
 
         Returns:
             An array of uninitialised numbers, which lives until `close`.
+
+        Raises:
+            TypeError: If the shape of a rank does not consist of whole numbers. On every rank.
         """
         return self._extended.symmetric_empty([SymmetricSpec(shape, dtype)], per_node)[0]
 

@@ -15,8 +15,8 @@ from mpidist.parameter_server.partitioners import num_shards_of
 from mpidist.parameter_server.servers import Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, VariableTraits
-from mpidist.transport import arrays, library_of, shard_bounds
-from mpidist.variables import VariablePlacement, cast_for
+from mpidist.transport import arrays, shard_bounds
+from mpidist.variables import VariablePlacement, cast_for, native_of
 
 __all__ = ["PLACEMENTS", "OnServers"]
 
@@ -113,13 +113,14 @@ class OnServers(VariablePlacement):
         if name is None:
             name = f"variable_{self._num_unnamed}" if self._num_unnamed else "variable"
             self._num_unnamed += 1
+        what = f"variable {name!r}"
         given = initial_value() if callable(initial_value) else initial_value
         given = np.asarray(given) if isinstance(given, (list, tuple)) else given
-        array = arrays.on_host(library_of(given).to_native(given))
+        array = arrays.on_host(native_of(given, what))
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         if dtype is not None:
-            array = cast_for(array.reshape(-1)[:0].real.astype(dtype), given, f"variable {name!r}")
-        return array, VariableTraits(trainable, synchronization, aggregation, array.dtype), name
+            array = cast_for(array.reshape(-1)[:0].real.astype(dtype), given, what)
+        return array, VariableTraits(trainable, synchronization, aggregation, array.dtype, what), name
 
     def _locate(self, value: np.ndarray[Any, Any], name: str, count: int) -> list[Location]:
         """Choose a server for each shard."""

@@ -201,9 +201,7 @@ class RemoteServers(Servers):
         self.num_servers = len(channels)
         self._group, self._channels = group, list(channels)
         self._goes_on, self._has_bound = goes_on, has_bound
-        self._grace = (
-            GRACE_SECONDS if has_bound else 0.0
-        )  # of reads, which wait for other workers where there is a bound
+        self._grace = GRACE_SECONDS if has_bound else 0.0  # of reads, which wait for other workers then
         self._lists = KnownLists(self._channels)
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 

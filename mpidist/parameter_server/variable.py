@@ -25,6 +25,7 @@ from mpidist.variables import (
     cast_for,
     checked_rows,
     is_python_number,
+    require_mean,
 )
 
 if TYPE_CHECKING:
@@ -45,21 +46,25 @@ _SCATTER: Final = {
 
 @final
 class VariableTraits:
-    """What a program says of a variable besides its value. Arguments are those of `Variable`.
+    """What a program says of a variable besides its value.
+
+    Arguments are those of `Variable`, and `what`, the name of the variable in errors.
 
     Raises:
         ValueError: If a rule is not known, or does not fit.
     """
 
-    def __init__(self, trainable: bool | None, synchronization: Any, aggregation: Any, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, trainable: bool | None, synchronization: Any, aggregation: Any, dtype: np.dtype[Any], what: str
+    ) -> None:
         wanted = VariableSynchronization(synchronization)
         if wanted is VariableSynchronization.NONE:
             raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")
         is_auto = wanted is VariableSynchronization.AUTO
         self.synchronization = VariableSynchronization.ON_WRITE if is_auto else wanted
         self.aggregation = VariableAggregation(aggregation)
-        if self.aggregation is VariableAggregation.MEAN and dtype.kind in "iub":
-            raise ValueError(f"a variable of dtype {dtype.name} cannot have aggregation MEAN")
+        if self.aggregation is VariableAggregation.MEAN:
+            require_mean(dtype, what)
         is_trainable = self.synchronization is VariableSynchronization.ON_WRITE
         self.trainable = is_trainable if trainable is None else trainable
 

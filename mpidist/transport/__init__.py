@@ -44,7 +44,7 @@ from mpidist.transport.group import (
     widen,
 )
 from mpidist.transport.half import bfloat16, dtype_named, is_of_numpy
-from mpidist.transport.host_memory import LentArrays, RecycledResults, ResultMemory, SumMemory
+from mpidist.transport.host_memory import LentArrays, RecycledResults, ResultMemory, SumMemory, node_bytes
 from mpidist.transport.mpi import (
     LAUNCHER_PREFIXES,
     Intracomm,
@@ -167,6 +167,7 @@ __all__ = [
     "name_placement",
     "name_digest",
     "name_ranks",
+    "node_bytes",
     "nccl_version_text",
     "never_free",
     "open_groups",

@@ -57,6 +57,11 @@ class Reduction:
         """Whether to add all contributions one after the other, as compiled code does."""
         return self.op == "sum" and self.fold is None
 
+    def is_compiled(self, dtype: np.dtype[Any]) -> bool:
+        """Whether compiled code, which counts no overflow, reduces numbers of a dtype."""
+        is_counted = self.counts_overflow and dtype == np.float16
+        return native is not None and self.is_plain_sum and not is_counted and bool(native.adds(dtype))
+
     @functools.cached_property
     def ufunc(self) -> np.ufunc:
         """The operation on two arrays."""
@@ -75,7 +80,7 @@ class Reduction:
         Returns:
             How many finite numbers became infinite when rounded to float16; 0 unless `counts_overflow`.
         """
-        if self.is_plain_sum and native is not None and native.add(parts, out, self.divisor, None):
+        if self._adds_compiled(parts, out, self.divisor):
             return 0
         ufunc = self.ufunc
         if self.fold is not None:
@@ -103,12 +108,18 @@ class Reduction:
         Returns:
             As `combine`.
         """
-        if native is not None and self.is_plain_sum and native.add(parts, out, divide_by * self.divisor, None):
+        if self._adds_compiled(parts, out, divide_by * self.divisor):
             return 0
         overflowed = self.combine(parts, out)
         if divide_by != 1:
             without_float_errors(np.true_divide, out, divide_by, out=out)
         return overflowed
+
+    def _adds_compiled(self, parts: list[Any], out: Any, divide_by: int) -> bool:
+        """Add and divide in compiled code, if there is any for the arrays."""
+        if native is None or not self.is_plain_sum or (self.counts_overflow and out.dtype == np.float16):
+            return False
+        return bool(native.add(parts, out, divide_by, None))
 
 
 @final

@@ -1,7 +1,7 @@
 """Variables: arrays that a strategy keeps on every rank."""
 
 from mpidist.variables.array_protocol import ReadsAsArray
-from mpidist.variables.casting import cast_for, is_python_number
+from mpidist.variables.casting import cast_for, is_python_number, native_of, require_mean
 from mpidist.variables.mirrored import MirroredVariable
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
@@ -26,5 +26,7 @@ __all__ = [
     "change_rows",
     "checked_rows",
     "is_python_number",
+    "native_of",
+    "require_mean",
     "update_copies",
 ]

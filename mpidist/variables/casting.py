@@ -9,12 +9,38 @@ import numpy as np
 
 from mpidist.transport import arrays, library_of
 
-__all__ = ["cast_for", "is_python_number"]
+__all__ = ["cast_for", "is_python_number", "native_of", "require_mean"]
 
 
 def is_python_number(value: Any) -> bool:
     """Whether a value is a Python number, which has no dtype."""
     return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+
+
+def native_of(value: Any, what: str) -> arrays.NativeArray:
+    """Return an array of any library, or a number, as a native array.
+
+    Raises:
+        TypeError: If the value is neither; the error begins with `what`, the name of the variable.
+    """
+    try:
+        library = library_of(value)
+    except TypeError as error:
+        raise TypeError(f"{what} {error}") from None
+    return library.to_native(value)
+
+
+def require_mean(dtype: np.dtype[Any], what: str) -> None:
+    """Require that a variable can have the aggregation MEAN.
+
+    Raises:
+        ValueError: If its numbers are whole numbers or booleans.
+    """
+    if dtype.kind in "iub":
+        raise ValueError(
+            f"{what} of dtype {dtype.name} cannot have aggregation MEAN, as a mean has a fraction; give the variable a "
+            "dtype of floating-point numbers (dtype='float32'), or another aggregation, as SUM"
+        )
 
 
 def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.NativeArray:
@@ -35,7 +61,7 @@ def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.Native
         array = _from_number(value, dtype, what)
     else:
         is_list = isinstance(value, (list, tuple))
-        array = np.asarray(value) if is_list else library_of(value).to_native(value)
+        array = np.asarray(value) if is_list else native_of(value, what)
         if is_list and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
             for number in (array.min(), array.max()):
                 _require_range(int(number), dtype, what)

@@ -12,11 +12,11 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, library_of, open_groups
+from mpidist.transport import arrays, open_groups
 from mpidist.values import DistributedValues
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable
-from mpidist.variables.casting import cast_for
+from mpidist.variables.casting import cast_for, native_of, require_mean
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import SparseUpdates
 
@@ -92,8 +92,8 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
             self._aggregation = VariableAggregation(aggregation)
             value = initial_value() if callable(initial_value) else initial_value
             array = strategy.extended.variable_placement.moved(_native(value, dtype, f"variable {self._name!r}"))
-            if self._aggregation is VariableAggregation.MEAN and array.dtype.kind in "iub":
-                raise ValueError(f"a variable of dtype {array.dtype.name} cannot have aggregation MEAN")
+            if self._aggregation is VariableAggregation.MEAN:
+                require_mean(array.dtype, f"variable {self._name!r}")
             fields = {
                 "name": self._name,
                 "value": f"{array.dtype.name}{list(array.shape)}",
@@ -211,7 +211,7 @@ def _synchronization(value: VariableSynchronization | str) -> VariableSynchroniz
 
 def _native(value: Any, dtype: Any, what: str) -> Any:
     given = np.asarray(value) if isinstance(value, (list, tuple)) else value
-    array = library_of(given).to_native(given)
+    array = native_of(given, what)
     if dtype is not None:
         array = cast_for(array.reshape(-1)[:0].real.astype(dtype), value, what)
     return array.astype(array.dtype.newbyteorder("="))

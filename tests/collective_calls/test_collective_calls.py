@@ -248,7 +248,7 @@ def test_other_objects_are_pickled_if_the_program_says_so(comm: Intracomm) -> No
         assert strategy.gather_object(Point(comm.rank), pickle=True) == [Point(rank) for rank in range(comm.size)]
         assert strategy.broadcast_object(Point(comm.rank), comm.size - 1, pickle=True) == Point(comm.size - 1)
         for send in (strategy.broadcast_object, strategy.gather_object):
-            with raises_everywhere(comm, InvalidArgumentError, "object has a Point.* pass pickle=True on all ranks"):
+            with raises_everywhere(comm, InvalidArgumentError, "item of type Point.* pass pickle=True on all ranks"):
                 send(Point(1))
             with raises_everywhere(comm, InvalidArgumentError, "with pickle: .*[Pp]ickle"):
                 send(lambda: None, pickle=True)
@@ -265,7 +265,7 @@ def test_calls_of_objects_that_differ_are_refused(comm: Intracomm) -> None:
         for send in (strategy.broadcast_object, strategy.gather_object):
             with raises_everywhere(comm, InvalidArgumentError, "_object with pickle"):
                 send(1, pickle=comm.rank == 1)
-        with raises_everywhere(comm, InvalidArgumentError, "has a Point"):
+        with raises_everywhere(comm, InvalidArgumentError, "has an item of type Point"):
             strategy.gather_object(Point(1) if comm.rank == 1 else 1)
         with raises_everywhere(comm, InvalidArgumentError, r"root: rank 0: 0; ranks? 1[-\d]*: 1"):
             strategy.broadcast_object(1, root=min(comm.rank, 1))

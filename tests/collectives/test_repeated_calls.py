@@ -332,14 +332,15 @@ def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> Non
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call" and not waits:
-            calls.add(frame.f_code.co_name)
-            if frame.f_code.co_name == "_wait":
+            if frame.f_code.co_name == "_wait":  # not in every call: most often where ranks are more than cores
                 waits.append(frame)
+            else:
+                calls.add(frame.f_code.co_name)
         elif event == "return" and waits == [frame]:
             waits.clear()
 
-    def step() -> int:
-        context, value, least = mpidist.get_replica_context(), np.ones(5), 1000
+    def step() -> list[str]:
+        context, value, least = mpidist.get_replica_context(), np.ones(5), [str(count) for count in range(1000)]
         for _ in range(50):
             calls.clear()
             sys.setprofile(note)
@@ -347,8 +348,9 @@ def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> Non
                 context.all_reduce("SUM", value, out=value)
             finally:
                 sys.setprofile(None)
-            least = min(least, len(calls))
+            least = min(least, sorted(calls), key=len)
         return least
 
     of_barrier = 0 if native is not None else 10
-    assert strategy.run(step) <= 22 + of_barrier  # with `_wait`
+    names = strategy.run(step)
+    assert len(names) <= 22 + of_barrier, names

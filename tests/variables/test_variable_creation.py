@@ -169,16 +169,24 @@ def test_rules_that_mean_the_same_agree() -> None:
         ({"synchronization": "NONE"}, ValueError, "synchronization NONE"),
         ({"synchronization": "bogus"}, ValueError, "bogus"),
         ({"aggregation": "bogus"}, ValueError, "bogus"),
-        ({"aggregation": "MEAN", "initial_value": 1}, ValueError, "int64 cannot have aggregation MEAN"),
+        (
+            {"aggregation": "MEAN", "initial_value": 1},
+            ValueError,
+            "^variable 'w' of dtype int64 cannot have aggregation MEAN.*SUM",
+        ),
         (
             {"aggregation": "MEAN", "initial_value": 1, "dtype": np.int8},
             ValueError,
-            "int8 cannot have aggregation MEAN",
+            "variable 'w' of dtype int8 cannot have aggregation MEAN",
         ),
         ({"aggregation": "MEAN", "initial_value": 1, "synchronization": "ON_READ"}, ValueError, "MEAN"),
         ({"initial_value": None}, TypeError, "NoneType"),
         ({"initial_value": object()}, TypeError, "object"),
-        ({"initial_value": "text"}, TypeError, "str"),
+        (
+            {"initial_value": "text"},
+            TypeError,
+            "variable 'w' cannot take a value of type builtins.str; needed an array",
+        ),
         ({"dtype": "bogus"}, TypeError, "bogus"),
         ({"initial_value": lambda: 1 / 0}, ZeroDivisionError, "division"),
     ],
@@ -186,7 +194,18 @@ def test_rules_that_mean_the_same_agree() -> None:
 def test_variable_that_cannot_be_is_refused(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
     """T112, T113."""
     with raises_everywhere(WORLD, kind, text):
-        Variable(**{"initial_value": 1.0, **arguments})
+        Variable(**{"initial_value": 1.0, "name": "w", **arguments})
+
+
+@in_scope
+@pytest.mark.parametrize("value", ["text", None])
+def test_what_is_no_number_is_not_assigned(value: Any) -> None:
+    variable = Variable(1.0, name="w")
+    needed = "variable 'w' cannot take a value of type .*; needed an array"
+    for assign in variable.assign, variable.assign_add:
+        with pytest.raises(TypeError, match=needed):
+            assign(value)
+    assert variable.numpy() == 1
 
 
 # --- What it is ---

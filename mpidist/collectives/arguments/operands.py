@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Sequence
 from copy import copy
-from functools import cache
 from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
@@ -23,6 +21,7 @@ from mpidist.transport import (
     arrays,
     is_of_numpy,
     library_of,
+    node_bytes,
     size_text,
     value_text,
 )
@@ -193,12 +192,6 @@ def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory
     return [memory.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
-@cache
-def _node_bytes() -> int:
-    """Return the memory of this rank's node in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def require_memory(call: str, nbytes: int) -> None:
     """Check that the new results of a call can fit into this rank's node at all. Local.
 
@@ -211,10 +204,10 @@ def require_memory(call: str, nbytes: int) -> None:
     Raises:
         MemoryError: If the node has less.
     """
-    if nbytes > _node_bytes():
+    if nbytes > node_bytes():
         raise MemoryError(
             f"{call}: the results of one rank need {size_text(nbytes)} of new memory, and its node has "
-            f"{size_text(_node_bytes())}; pass fewer numbers at a time"
+            f"{size_text(node_bytes())}; pass fewer numbers at a time"
         )
 
 
@@ -325,8 +318,14 @@ def symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[An
 
     Raises:
         InvalidArgumentError: If there can be no such array.
+        TypeError: If the shape consists of other things than whole numbers.
     """
-    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
+    lengths = (shape,) if isinstance(shape, (int, np.integer)) else shape
+    try:
+        dims = tuple(map(operator.index, lengths))
+    except TypeError:
+        needed = "a whole number or a sequence of whole numbers, as (2, 3)"
+        raise TypeError(f"symmetric_empty: the shape must be {needed}, got {shape!r}") from None
     native = np.dtype(dtype)
     if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:
         raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")

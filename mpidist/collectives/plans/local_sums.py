@@ -83,10 +83,7 @@ class LocalSums:
         sizes, wires = [run.num_elements for run in runs], [self._wires[run.indices[0]] for run in runs]
         if memory is None or any(spec.device for spec in self._specs):
             are_on_gpu = [self._specs[run.indices[0]].device for run in runs]
-            totals = [
-                arrays.empty((size,), *its)
-                for size, its in zip(sizes, zip(wires, are_on_gpu, strict=True), strict=True)
-            ]
+            totals = list(map(arrays.empty, [(size,) for size in sizes], wires, are_on_gpu))
         else:
             totals = memory.take(sizes, wires)
         sums: list[Any] = []

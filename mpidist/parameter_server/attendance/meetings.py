@@ -108,7 +108,9 @@ class Workers:
             elif self.live <= set(meeting.arrived):
                 meeting.answer = self._compare(meeting)
             elif time.monotonic() > until:
-                meeting.answer = Outcome.TOO_LATE, self._say(*self._absent())
+                text, late = self._absent()
+                text += ". Let every worker make the same calls, or set a longer timeout_seconds"
+                meeting.answer = Outcome.TOO_LATE, self._say(text, late)
             else:
                 if time.monotonic() > meeting.warn_at:
                     meeting.warn_at = math.inf

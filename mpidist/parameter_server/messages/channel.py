@@ -343,7 +343,8 @@ class Channel:
         if header.op == Outcome.REFUSED:
             raise InvalidArgumentError(text)
         if header.op == Outcome.TOO_LATE:
-            raise DeadlineExceededError(f"{call}: waited {self._group.timeout_seconds:g} s, and {text}")
+            waited = f"waited {self._group.timeout_seconds:g} s"
+            raise DeadlineExceededError(f"{call} of rank {self._comm.rank} {waited}, and {text}")
         raise RuntimeError(f"{call} failed on {text}")
 
 

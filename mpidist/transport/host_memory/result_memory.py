@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from math import prod
 from typing import Any, Final, NamedTuple, final
@@ -24,7 +24,7 @@ import numpy as np
 from mpidist.transport import arrays
 from mpidist.transport.node_memory import ResultBlock, SharedArena
 
-__all__ = ["LentArrays", "RecycledResults", "ResultMemory", "most_result_bytes"]
+__all__ = ["LentArrays", "RecycledResults", "ResultMemory", "most_result_bytes", "node_bytes"]
 
 _LEAST_LIST_BYTES: Final = 128 << 10  # what a program lets go in fewer bytes, the C library keeps by itself
 _LEAST_ARRAY_BYTES: Final = 16 << 10  # a program may keep a small result of each step, such as a loss
@@ -37,10 +37,15 @@ _MAX_ALIKE: Final = 256  # shapes of calls without a plan
 Array = np.ndarray[Any, Any]
 
 
+@cache
+def node_bytes() -> int:
+    """Return the memory of this rank's node in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def most_result_bytes(num_local_ranks: int) -> int:
     """Return how many bytes of results a rank keeps by default: a quarter of its part of the node's memory."""
-    of_node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return of_node // (4 * num_local_ranks)
+    return node_bytes() // (4 * num_local_ranks)
 
 
 def _aligned(nbytes: int) -> int:

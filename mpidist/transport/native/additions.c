@@ -46,41 +46,85 @@ DEFINE_ADD(add_16, npy_uint16)
 DEFINE_ADD(add_32, npy_uint32)
 DEFINE_ADD(add_64, npy_uint64)
 
+typedef union {
+    npy_uint32 bits;
+    float number;
+} Float32;
+
 /* bfloat16 is the upper half of float32. */
-static inline float widened(npy_uint16 number)
+static inline float widened_bfloat16(npy_uint16 number)
 {
-    const union { npy_uint32 bits; float wide; } both = {.bits = (npy_uint32)number << 16};
-    return both.wide;
+    const Float32 wide = {.bits = (npy_uint32)number << 16};
+    return wide.number;
 }
 
 /* Rounds to the nearest, to even if there are two. As ml_dtypes does, it leaves of a NaN the sign alone. */
-static inline npy_uint16 narrowed(float number)
+static inline npy_uint16 narrowed_bfloat16(float number)
 {
-    const union { float wide; npy_uint32 bits; } both = {.wide = number};
-    const npy_uint32 rounded = (both.bits + 0x7FFF + (both.bits >> 16 & 1)) >> 16, nan = (both.bits >> 16 & 0x8000) | 0x7FC0;
-    return (npy_uint16)((both.bits & 0x7FFFFFFF) > 0x7F800000 ? nan : rounded);
+    const Float32 wide = {.number = number};
+    const npy_uint32 rounded = (wide.bits + 0x7FFF + (wide.bits >> 16 & 1)) >> 16;
+    const npy_uint32 nan = (wide.bits >> 16 & 0x8000) | 0x7FC0;
+    return (npy_uint16)((wide.bits & 0x7FFFFFFF) > 0x7F800000 ? nan : rounded);
+}
+
+#define BIASES ((127 - 15) << 23) /* between the exponents of float32 and float16, in float32's place */
+#define LEAST_NORMAL (113 << 23)  /* 2^-14, of float16 */
+
+/* By bits, as compilers vectorise no branch around arithmetic that may trap. */
+static inline npy_uint32 either(int is_first, npy_uint32 first, npy_uint32 second)
+{
+    const npy_uint32 mask = -(npy_uint32)is_first;
+    return (first & mask) | (second & ~mask);
+}
+
+static inline float widened_float16(npy_uint16 number)
+{
+    const npy_uint32 sign = (npy_uint32)(number & 0x8000) << 16, size = (npy_uint32)(number & 0x7FFF) << 13;
+    const Float32 least = {.bits = LEAST_NORMAL}, one_more = {.bits = size + LEAST_NORMAL};
+    const Float32 subnormal = {.number = one_more.number - least.number};
+    const npy_uint32 is_infinite = size >= 0x1F << 23; /* or no number */
+    const npy_uint32 normal = size + BIASES + is_infinite * BIASES;
+    const Float32 wide = {.bits = sign | either(size < 1 << 23, subnormal.bits, normal)};
+    return wide.number;
+}
+
+/* Rounds to the nearest, to even if there are two. */
+static inline npy_uint16 narrowed_float16(float number)
+{
+    const Float32 wide = {.number = number};
+    const npy_uint32 sign = wide.bits >> 16 & 0x8000, size = wide.bits & 0x7FFFFFFF;
+    const npy_uint32 normal = (size - BIASES + 0xFFF + (size >> 13 & 1)) >> 13;
+    /* The last bit of a half is worth that of a float16, so the processor rounds the sum to a subnormal. */
+    const Float32 half = {.number = 0.5f}, absolute = {.bits = size}, sum = {.number = absolute.number + half.number};
+    const npy_uint32 finite = either(size < LEAST_NORMAL, sum.bits - half.bits, normal);
+    const npy_uint32 others = size > 0x7F800000 ? 0x7E00 : 0x7C00; /* NaN, or infinity, which 65520 is rounded to */
+    return (npy_uint16)(sign | either(size >= 0x477FF000, others, finite));
 }
 
 /* Adds and divides in float32, and rounds once. */
-FOR_EACH_PROCESSOR static void add_bfloat16(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count,
-                                            Py_ssize_t divide_by, char *out, char *second)
-{
-    enum { BLOCK = BLOCK_BYTES / sizeof(float) };
-    const float divisor = (float)divide_by;
-    float sums[BLOCK];
-    for (Py_ssize_t begin = 0; begin < count; begin += BLOCK) {
-        const Py_ssize_t length = least(BLOCK, count - begin);
-        const npy_uint16 *first = (const npy_uint16 *)parts[0] + begin;
-        npy_uint16 *to = (npy_uint16 *)out + begin, *also = second ? (npy_uint16 *)second + begin : to;
-        EACH(sums[i] = widened(first[i]))
-        for (Py_ssize_t at = 1; at < num_parts; at++) {
-            const npy_uint16 *part = (const npy_uint16 *)parts[at] + begin;
-            EACH(sums[i] += widened(part[i]))
-        }
-        if (divide_by != 1) EACH(sums[i] /= divisor)
-        EACH(to[i] = also[i] = narrowed(sums[i]))
+#define DEFINE_ADD_HALF(NAME, WIDENED, NARROWED)                                                                     \
+    FOR_EACH_PROCESSOR static void NAME(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count,                  \
+                                        Py_ssize_t divide_by, char *out, char *second)                               \
+    {                                                                                                                \
+        enum { BLOCK = BLOCK_BYTES / sizeof(float) };                                                                \
+        const float divisor = (float)divide_by;                                                                      \
+        float sums[BLOCK];                                                                                           \
+        for (Py_ssize_t begin = 0; begin < count; begin += BLOCK) {                                                  \
+            const Py_ssize_t length = least(BLOCK, count - begin);                                                   \
+            const npy_uint16 *first = (const npy_uint16 *)parts[0] + begin;                                          \
+            npy_uint16 *to = (npy_uint16 *)out + begin, *also = second ? (npy_uint16 *)second + begin : to;          \
+            EACH(sums[i] = WIDENED(first[i]))                                                                        \
+            for (Py_ssize_t at = 1; at < num_parts; at++) {                                                          \
+                const npy_uint16 *part = (const npy_uint16 *)parts[at] + begin;                                      \
+                EACH(sums[i] += WIDENED(part[i]))                                                                    \
+            }                                                                                                        \
+            if (divide_by != 1) EACH(sums[i] /= divisor)                                                             \
+            EACH(to[i] = also[i] = NARROWED(sums[i]))                                                                \
+        }                                                                                                            \
     }
-}
+
+DEFINE_ADD_HALF(add_bfloat16, widened_bfloat16, narrowed_bfloat16)
+DEFINE_ADD_HALF(add_float16, widened_float16, narrowed_float16)
 
 static int is_bfloat16(PyArray_Descr *dtype)
 {
@@ -92,21 +136,35 @@ int divides(PyArray_Descr *dtype)
     return dtype->kind == 'f' || is_bfloat16(dtype);
 }
 
+static Add add_of_whole(Py_ssize_t itemsize)
+{
+    switch (itemsize) {
+    case 1: return add_8;
+    case 2: return add_16;
+    case 4: return add_32;
+    case 8: return add_64;
+    }
+    return NULL;
+}
+
+static Add add_of_float(int type_num)
+{
+    switch (type_num) {
+    case NPY_HALF: return add_float16;
+    case NPY_FLOAT: return add_float32;
+    case NPY_DOUBLE: return add_float64;
+    }
+    return NULL;
+}
+
 Add add_of(PyArray_Descr *dtype)
 {
     if (!PyArray_ISNBO(dtype->byteorder)) return NULL;
     if (is_bfloat16(dtype)) return add_bfloat16;
     switch (dtype->kind) {
-    case 'f': return dtype->type_num == NPY_FLOAT ? add_float32 : dtype->type_num == NPY_DOUBLE ? add_float64 : NULL;
+    case 'f': return add_of_float(dtype->type_num);
     case 'i':
-    case 'u': break;
-    default: return NULL;
-    }
-    switch (PyDataType_ELSIZE(dtype)) {
-    case 1: return add_8;
-    case 2: return add_16;
-    case 4: return add_32;
-    case 8: return add_64;
+    case 'u': return add_of_whole(PyDataType_ELSIZE(dtype));
     }
     return NULL;
 }

@@ -169,9 +169,11 @@ static void fold(TwoShot *self)
     const Py_ssize_t start = bound(count, size, rank), end = bound(count, size, rank + 1);
     char *parts[MOST_PARTS], *shared[MOST_PARTS];
     Choice *choice = &barrier->choices[kind_of_sums(self)];
-    /* Large results are in no cache, and both ways take about as long: copies tell better whether the cores share one. */
-    const int is_large = self->is_direct && self->streams, is_forced = barrier->forced_way >= 0;
-    const int way = is_large && !is_forced ? (int)barrier->choices[COPIES].way : barrier->forced_way;
+    /* Large results are in no cache. For those of other ranks both ways take about as long, and copies tell better whether
+     * the cores share a cache. */
+    int way = barrier->forced_way;
+    if (way < 0 && self->streams && self->is_one_place) way = STREAMED;
+    if (way < 0 && self->streams && self->is_direct) way = (int)barrier->choices[COPIES].way;
     const Timing timing = timing_begin(choice, way, (end - start) * self->itemsize);
     for (Py_ssize_t at = start, left, room; at < end; at += left) {
         char *const source = seek(&self->own, first + at, self->itemsize, &left), *result = NULL;

@@ -61,9 +61,9 @@ void stream(char *to, const char *from, Py_ssize_t nbytes)
     const Py_ssize_t head = least(-(npy_uintp)to & 15, nbytes);
     memcpy(to, from, head);
     Py_ssize_t at = head;
-    for (; at + 64 <= nbytes; at += 64)
-        for (int line = 0; line < 64; line += 16)
-            _mm_stream_si128((__m128i *)(to + at + line), _mm_loadu_si128((const __m128i *)(from + at + line)));
+    for (; at + CACHE_LINE <= nbytes; at += CACHE_LINE)
+        for (int part = 0; part < CACHE_LINE; part += 16)
+            _mm_stream_si128((__m128i *)(to + at + part), _mm_loadu_si128((const __m128i *)(from + at + part)));
     memcpy(to + at, from + at, nbytes - at);
 #else
     memcpy(to, from, nbytes);

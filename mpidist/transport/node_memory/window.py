@@ -200,7 +200,7 @@ class PrivateCopy:
 
     def __init__(self, memory: Any) -> None:
         self._address: int = memory.__array_interface__["data"][0]
-        self._nbytes = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._nbytes = whole_pages(memory.nbytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._copy = _libc().mmap(None, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if self._copy == _MAP_FAILED:

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, Traffic
-from mpidist.transport.native import native
 from mpidist.transport.node_memory import SharedArena, Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
@@ -102,8 +101,7 @@ class FusedReducer:
 
     def result_arena(self, reduction: Reduction, wire: np.dtype[Any], result: np.dtype[Any]) -> SharedArena | None:
         """Return the shared memory for results, if compiled code of all ranks can write them there; else `None`."""
-        is_compiled = native is not None and reduction.is_plain_sum and wire == result and native.adds(wire)
-        return self._result_arena if is_compiled else None
+        return self._result_arena if wire == result and reduction.is_compiled(wire) else None
 
     def free(self) -> None:
         """Take no more memory for results; results that exist keep theirs. Local."""

@@ -167,7 +167,7 @@ class TwoShot:
         is_one_place = arrays.shared is not None and len(arrays.shared) == 1
         is_private = arrays.peers is None and (arrays.shared is None or is_one_place) and self._keeps_dtype
         on_one_node = self._exchange is None and not self._depth and lanes == slots.size > 1
-        if not (is_private and on_one_node and self._reduction.is_plain_sum and native.adds(arrays.dtype)):
+        if not (is_private and on_one_node and self._reduction.is_compiled(arrays.dtype)):
             return None
         where = slots.barrier, slots.slot_bytes, slots.num_slots
         divide_by = self._divide_by * self._reduction.divisor

@@ -230,6 +230,19 @@ def test_an_overflow_is_infinite_everywhere_counted_and_logged(
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("count", [4, 50_000, 600_000])
+def test_sums_that_overflow_within_a_node_are_counted(comm: Intracomm, count: int) -> None:
+    """Also where compiled code would add them: it counts nothing."""
+    with Strategy(comm=comm) as strategy:
+        for call in range(1, 3):
+            result = all_reduce(
+                strategy, "SUM", np.full(count, 40_000.0, np.float32), compression="fp16", compress_everywhere=True
+            )
+            assert np.isinf(result).all()
+            assert sum(comm.allgather(strategy.num_overflowed)) >= call * count
+
+
+@pytest.mark.ranks(min=2)
 def test_ranks_that_ask_for_different_compression_are_told_so(comm: Intracomm) -> None:
     value = np.ones(3, np.float32)
     with Strategy(comm=comm) as strategy:

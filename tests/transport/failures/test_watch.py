@@ -159,12 +159,14 @@ def test_building_a_strategy_waits_for_all_but_not_in_silence(
     if comm.rank == comm.size - 1:
         come_late(comm)
     else:
-        wait_for_late_rank(clock, comm, comm.size - 1, lambda: comm.rank > 0 or bool(warnings_of(caplog)))
+        wait_for_late_rank(clock, comm, comm.size - 1, lambda: True)
     Strategy(comm=comm).close()
     told = warnings_of(caplog)
-    assert len(told) == (comm.rank == 0)
+    # One rank of a node tells it, by a mark of the process that launched them (test_rough_ends.py). Here each rank has
+    # a parent of its own, so each that waits tells it.
+    assert len(told) == (comm.rank < comm.size - 1)
     for line in told:
-        assert line.startswith("mpidist: building a strategy on rank 0 has waited 1000 s")
+        assert re.match(rf"mpidist: building a strategy on rank {comm.rank} has waited \d000 s", line)
 
 
 def await_others(comm: Intracomm) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.everywhere import raises_everywhere
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, Strategy
@@ -130,6 +131,16 @@ def test_nest_of_arrays_keeps_its_form(strategy: Strategy, per_node: bool) -> No
     assert (made["b"][0] == WORLD.size * np.arange(4)).all()
 
 
+@both
+@pytest.mark.parametrize("shape", [3.5, (3, 2.0), (3, "2"), "32", None], ids=str)
+def test_shapes_that_are_not_whole_numbers_are_refused(strategy: Strategy, per_node: bool, shape: Any) -> None:
+    with raises_everywhere(
+        WORLD, TypeError, "symmetric_empty: the shape must be a whole number or a sequence .*, got "
+    ):
+        strategy.symmetric_empty(shape, "f4", per_node=per_node)
+    assert strategy.symmetric_empty((np.int64(3), 2), "f4", per_node=per_node).shape == (3, 2)
+
+
 def test_like_arrays_of_this_machines_byte_order(strategy: Strategy) -> None:
     foreign = np.arange(3).astype(np.dtype(np.int32).newbyteorder("S"))
     made = strategy.symmetric_empty_like(mpidist.PerReplica((foreign,)))
@@ -139,7 +150,7 @@ def test_like_arrays_of_this_machines_byte_order(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "kind"),
-    [((2, -1), "f4", ValueError), (2, object, ValueError), (2, "nonsense", TypeError), ("a", "f4", ValueError)],
+    [((2, -1), "f4", ValueError), (2, object, ValueError), (2, "nonsense", TypeError), ("a", "f4", TypeError)],
 )
 def test_impossible_array_is_refused(strategy: Strategy, shape: Any, dtype: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind):

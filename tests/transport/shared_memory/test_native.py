@@ -32,7 +32,11 @@ is_left_out = pytest.mark.skipif(
 several = pytest.mark.ranks(min=2)
 
 DTYPES = [np.dtype(code) for code in "bBhHiIlLqQfd"]
-OTHERS = [np.dtype(code) for code in "egFD"]
+OTHERS = [np.dtype(code) for code in "gFD"]
+HALVES = [np.dtype(np.float16), bfloat16()]
+FLOAT32 = np.dtype(np.float32)
+SCALES = {HALVES[0]: np.float32(2.0**-14), HALVES[1]: np.float32(1)}  # so that no sum of float16 overflows
+EVERY_FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 LENGTHS = [[1], [4096], [0, 5, 0, 64, 1, 1, 1, 130], [7] * 60, [3, 0, 2000, 3]]  # elements of each array
 USERS = (barrier, reduction, two_shot, in_place)  # modules that have a use for the compiled part
 
@@ -193,13 +197,14 @@ def test_sums_of_any_number_of_parts(dtype: np.dtype[Any], num_parts: int) -> No
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("divisor", [1, 3, 4])
 @pytest.mark.parametrize("num_parts", [2, 3, 7])
-def test_sums_of_bfloat16_have_the_bits_of_numpy(num_parts: int, divisor: int) -> None:
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_sums_of_halves_have_the_bits_of_numpy(half: np.dtype[Any], num_parts: int, divisor: int) -> None:
     """Of all numbers, infinities and NaN among them; of a NaN that comes of several, no bits are promised."""
     random = np.random.default_rng(num_parts)
-    every = [random.integers(0, 1 << 16, 100_003).astype(np.uint16).view(bfloat16()) for _ in range(num_parts)]
+    every = [random.integers(0, 1 << 16, 100_003).astype(np.uint16).view(half) for _ in range(num_parts)]
     wanted, total, second = (np.empty_like(every[0]) for _ in range(3))
     with np.errstate(all="ignore"):
-        HalfAccumulator(bfloat16()).combine(every, wanted, np.add, divisor)
+        HalfAccumulator(half).combine(every, wanted, np.add, divisor)
     assert native.add(every, total, divisor, second)
     is_nan = np.isnan(wanted)
     assert is_nan.sum() > 100
@@ -212,18 +217,19 @@ def test_sums_of_bfloat16_have_the_bits_of_numpy(num_parts: int, divisor: int) -
 @several
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("way", WAYS_TO_WRITE)
-def test_bfloat16_is_rounded_once(comm: Intracomm, ranks_with_it: str, op: str, way: str) -> None:
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_halves_are_rounded_once(comm: Intracomm, ranks_with_it: str, half: np.dtype[Any], op: str, way: str) -> None:
     with Strategy(comm=comm) as strategy:
         force_way_to_write(strategy, way)
         for lengths in LENGTHS:
-            every = [numbers(rank, lengths, np.dtype(np.float32)) for rank in range(comm.size)]
-            narrow = [[part.astype(bfloat16()) for part in parts] for parts in every]
+            every = [[part * SCALES[half] for part in numbers(rank, lengths, FLOAT32)] for rank in range(comm.size)]
+            narrow = [[part.astype(half) for part in parts] for parts in every]
             divisor = np.float32(comm.size if op == "MEAN" else 1)
             sums = [
-                in_rank_order(np.add, [part.astype(np.float32) for part in parts], np.dtype(np.float32))
+                in_rank_order(np.add, [part.astype(np.float32) for part in parts], FLOAT32)
                 for parts in zip(*narrow, strict=True)
             ]
-            wanted = [(total / divisor).astype(bfloat16()) for total in sums]
+            wanted = [(total / divisor).astype(half) for total in sums]
             given = narrow[comm.rank]
             shared = strategy.symmetric_empty_like(given)
             for array, part in zip(shared, given, strict=True):
@@ -233,6 +239,35 @@ def test_bfloat16_is_rounded_once(comm: Intracomm, ranks_with_it: str, op: str, 
             assert have_equal_bits(all_reduce(strategy, op, shared, out=shared), wanted)
             assert have_equal_bits(all_reduce(strategy, op, given, out=given), wanted)
             comm.Barrier()  # before the shared arrays go
+
+
+@is_left_out
+@pytest.mark.ranks(1)
+def test_every_float16_plus_others_has_the_bits_of_numpy() -> None:
+    """Subnormals, ties, and the least sums that become infinite."""
+    random = np.random.default_rng(1).integers(0, 1 << 16, 60).astype(np.uint16).view(np.float16)
+    edges = np.array([0x0001, 0x03FF, 0x0400, 0x3C00, 0x4C00, 0x4BFF, 0x7BFF, 0x7C00, 0x7E00], np.uint16)
+    for other in (*random, *edges.view(np.float16), *(edges | 0x8000).view(np.float16)):
+        every = [EVERY_FLOAT16, np.full_like(EVERY_FLOAT16, other)]
+        for divisor in (1, 3):
+            total = np.empty_like(EVERY_FLOAT16)
+            with np.errstate(all="ignore"):
+                wanted = ((every[0].astype(np.float32) + every[1].astype(np.float32)) / divisor).astype(np.float16)
+            assert native.add(every, total, divisor, None)
+            is_nan = np.isnan(wanted)
+            assert (np.isnan(total) == is_nan).all()
+            assert have_equal_bits([total[~is_nan]], [wanted[~is_nan]])
+
+
+@is_left_out
+@pytest.mark.ranks(1)
+def test_sums_of_compressed_float16_that_overflow_are_counted() -> None:
+    """Compiled code counts none, so NumPy adds these."""
+    given, out = np.array([6e4, 1, 6e4, np.inf], np.float16), np.empty(4, np.float16)
+    counting = Reduction(counts_overflow=True)
+    assert counting.combine([given] * 2, out) == counting.combine_and_divide([given] * 2, out, 1) == 2
+    assert Reduction().combine([given] * 2, out) == 0
+    assert (out == [np.inf, 2, np.inf, np.inf]).all()
 
 
 @is_left_out
