@@ -84,6 +84,7 @@ def test_device_and_host_memory_give_the_same_bits(comm: Intracomm, strategy: St
 
 def test_other_dtypes_travel_as_they_are(comm: Intracomm, strategy: Strategy) -> None:
     values = [up(np.full(400, 2.0**-9 + comm.rank).astype(dtype)) for dtype in ("f8", "f2", "c8")]
+    values.append(up(np.full(400, 257 + comm.rank)))
     plain = strategy.reduce("SUM", values)
     for everywhere in (False, True):
         options = CommunicationOptions(compression="bf16", compress_everywhere=everywhere)
