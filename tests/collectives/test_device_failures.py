@@ -6,13 +6,12 @@ import _thread
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import connected, emulated, gpus, group, keep_busy, opened
+from host_cuda.gpus import busy, connected, emulated, gpus, group, is_total, mine, opened
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -28,6 +27,8 @@ __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 UNDER_WAY = "launches of NCCL under way"
 GIVEN_UP = (DeadlineExceededError, PeerFailedError)
 SOON = CommunicationOptions(timeout_seconds=0.5)
+LATE = 60  # seconds, on a machine that is busy with other things; a deadline that is not kept takes longer
+HAVE_GIVEN_UP = 22  # a tag
 
 
 @pytest.fixture
@@ -55,17 +56,26 @@ def test_a_rank_that_is_late_is_named(
     """One that agreed on the call makes GPUs wait: the others give up, and later so does it."""
     if (comm.rank, misses) == (1, "the start"):
         return
+    launch, others = DeviceQueue.launch, [rank for rank in range(comm.size) if rank != 1]
+
+    def launch_last(*args: Any) -> Any:
+        while others:
+            comm.recv(None, others.pop(), HAVE_GIVEN_UP)
+        return launch(*args)
+
     with monkeypatch.context() as patch:
         if comm.rank == 1:
-            launch = DeviceQueue.launch
-            patch.setattr(DeviceQueue, "launch", lambda *args: (time.sleep(1.5), launch(*args))[1])
+            patch.setattr(DeviceQueue, "launch", launch_last)
         handles, begun = [start(SOON) for _ in range(2)], time.monotonic()
-        pattern = (
-            r"rank 1 of \d ranks did not join" if misses == "the start" else r"rank 1 of \d ranks|given up waiting"
-        )
-        with pytest.raises(GIVEN_UP, match=pattern):
+        pattern = r"rank 1 of \d ranks did not join"
+        with pytest.raises(
+            GIVEN_UP, match=pattern if misses == "the start" else r"rank 1 of \d ranks|given up waiting"
+        ):
             handles[0].wait()
-        assert comm.rank == 1 or 0.4 < time.monotonic() - begun < 10
+        if comm.rank != 1:
+            assert 0.4 < time.monotonic() - begun < LATE
+            if misses == "the launch":
+                comm.send(None, 1, HAVE_GIVEN_UP)
         assert misses == "the start" or emulated.ended() == [("abort", 1)]
         with pytest.raises(GIVEN_UP, match=r"earlier call failed|given up waiting"):
             handles[1].wait()
@@ -85,7 +95,7 @@ def test_each_call_has_its_own_deadline(emulated: Emulated, comm: Intracomm, sta
         handles[0].is_done()
     with pytest.raises(GIVEN_UP):
         handles[0].wait()
-    assert comm.rank or 0.5 < time.monotonic() - begun < 10
+    assert comm.rank or 0.5 < time.monotonic() - begun < LATE
 
 
 @pytest.mark.ranks(min=2)
@@ -93,14 +103,12 @@ def test_a_kernel_that_runs_past_the_deadline(emulated: Emulated, group: SyncGro
     """Of the program, on one rank: what it is to add is not there yet. All ranks give up, and begin anew meanwhile."""
     ops, value = NcclAllReduce().bound_to(group), mine(comm.rank, 40)
     assert is_total(ops.all_reduce("SUM", value), comm.size, 40)
-    keep_busy(0).synchronize()  # compiled
-    busy = keep_busy(4.0 if comm.rank == 1 else 0.0)
-    begun = time.monotonic()
-    with pytest.raises(GIVEN_UP):
-        ops.all_reduce("SUM", value, SOON)
-    assert time.monotonic() - begun < 10
+    with busy() if comm.rank == 1 else nullcontext():
+        with pytest.raises(GIVEN_UP):
+            ops.all_reduce("SUM", value, SOON)
+        comm.Barrier()
+        group.reset()
     start_anew(emulated, group, comm)
-    busy.synchronize()
     assert is_total(value, 1, 40) or comm.rank, "only read"
 
 
@@ -118,7 +126,7 @@ def test_the_host_never_waits_for_a_gpu_without_a_deadline(
         begun = time.monotonic()
         with pytest.raises(GIVEN_UP):
             ops.all_reduce("SUM", mine(comm.rank, count), SOON)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < LATE
         start_anew(emulated, made, comm)
 
 
@@ -169,6 +177,6 @@ def test_reset_gives_up_what_is_launched(emulated: Emulated, connected: SyncGrou
     comm.Barrier()
     handle.is_done()
     start_anew(emulated, connected, comm)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < LATE
     with suppress(RuntimeError):  # it was given up by reset(), unless its thread has come to its end before
         assert is_total(handle.wait(), comm.size, 9)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import allocations, connected, down, emulated, gpus, group, keep_busy, opened, up
-from support.contributions import contribution, reduction_of
+from host_cuda.gpus import allocations, busy, connected, down, emulated, gpus, group, is_total, mine, opened, up
+from support.contributions import reduction_of
 
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.options import CommunicationOptions
@@ -71,7 +70,7 @@ def test_all_packs_are_launched_and_the_host_waits_once(
 
 HALF = CommunicationOptions(compression="fp16", compress_everywhere=True)
 LARGE, SMALL = (5000, 7, 6000, 1024, 8), range(10, 171)
-LAUNCHES: dict[str, tuple[Any, str, str, CommunicationOptions, int]] = {
+LAUNCHES: dict[str, tuple[Any, str, str, CommunicationOptions, int]] = {  # of several ranks; one alone copies at most
     "a pack is filled and emptied": (SMALL, "SUM", "new", CommunicationOptions(), 2),
     "and divided as it is emptied": (SMALL, "MEAN", "new", CommunicationOptions(), 2),
     "large arrays are copied, and divided": (LARGE, "MEAN", "new", CommunicationOptions(), 1 + 2 + 1),
@@ -82,7 +81,6 @@ LAUNCHES: dict[str, tuple[Any, str, str, CommunicationOptions, int]] = {
 }
 
 
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("what", LAUNCHES)
 def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
     emulated: Emulated, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, what: str
@@ -98,21 +96,13 @@ def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
     with allocations() as made:
         results = ops.all_reduce(op, values, options, out=out)
     is_nccl = group.levels_of(True).queue is not None
-    assert len(emulated.calls("a kernel")) == num_launches + (options is HALF and is_nccl)
+    expected = num_launches + (options is HALF and is_nccl) if comm.size > 1 else int(into != "in place")
+    assert len(emulated.calls("a kernel")) == expected
     assert made == [] or into == "new" or not is_nccl  # calls through the host do allocate
     factor = np.float32(comm.size if op == "MEAN" else 1)
     if options is not HALF and into != "in place":  # whose totals are added again
         totals = [reduction_of("sum", comm.size, size, F4) for size in sizes]
         assert all((down(its) == total / factor).all() for its, total in zip(results, totals, strict=True))
-
-
-@pytest.mark.ranks(1)
-def test_one_rank_alone_copies_all_arrays_in_one_launch(emulated: Emulated, group: SyncGroup) -> None:
-    ops, values = HierarchicalCopyAllReduce().bound_to(group), [mine(0, size) for size in SMALL]
-    for op in ("SUM", "MEAN", "SUM", "MEAN"):
-        emulated.forget()
-        ops.all_reduce(op, values)
-        assert len(emulated.calls("a kernel")) == 1, op
 
 
 @pytest.mark.ranks(min=2)
@@ -173,51 +163,40 @@ def test_started_and_blocking_calls_of_all_kinds_are_waited_for_in_any_order(
                 else:
                     handles.append(ops.start_all_reduce("SUM", values, options, out=out))
                 time.sleep(own.random() * 0.002)
+            time.sleep(own.random() * 0.03)  # in which the thread sees to them
             own.shuffle(handles)
             for handle in handles:
                 assert all(map(is_right, handle.wait()))
                 assert handle.is_done()
+        assert comm.size == 1 or any(thread.name == "mpidist.pending" for thread in threading.enumerate())
 
 
 @pytest.mark.ranks(min=2)
-def test_a_call_is_launched_when_all_have_come(
+def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it, before anybody waits, and asking never blocks: not even while NCCL is held back."""
+    """All packs, before anybody waits, and asking never blocks: not even while NCCL is held back."""
     ops, waits = NcclAllReduce().bound_to(connected), []
     monkeypatch.setattr(DeviceQueue, "wait", lambda queue, launched, *_: waits.append(launched))
+    arrays = [arrays_of_packs(comm.rank, num_packs) for num_packs in (1, 3, 3)]
+    down(arrays[-1][-1])
     emulated.hold()
     comm.Barrier()
-    handles = [ops.start_all_reduce("SUM", arrays_of_packs(comm.rank, 3), PACKS) for _ in range(3)]
+    before = emulated.count("kernels")
+    handles = [ops.start_all_reduce("SUM", its, PACKS) for its in arrays]
     asked: list[bool] = []
-    assert emulated.comes_to(UNDER_WAY, 9, lambda: asked.extend(handle.is_done() for handle in handles))
+    assert emulated.comes_to(UNDER_WAY, 7, lambda: asked.extend(handle.is_done() for handle in handles))
     assert not any(asked)
+    emulated.comes_to("kernels", before + 2)
+    time.sleep(0.1)
+    assert emulated.count("kernels") == before + 2, "the first two packs, of two calls, and no third: memory is bounded"
     comm.Barrier()
     emulated.hold(False)
     until = time.monotonic() + 20
     while not all(handle.is_done() for handle in handles):
         assert time.monotonic() < until
-    for handle in handles:
-        assert all(is_total(result, comm.size, 100) for result in handle.wait())
-    assert not waits
-
-
-@pytest.mark.ranks(min=2)
-def test_the_next_call_is_packed_while_nccl_reduces_the_last_one(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm
-) -> None:
-    ops, arrays = NcclAllReduce().bound_to(connected), arrays_of_packs(comm.rank, 1)
-    down(arrays[-1])
-    emulated.hold()
-    before = emulated.count("kernels")
-    handles = [ops.start_all_reduce("SUM", arrays, PACKS) for _ in range(3)]
-    assert emulated.comes_to(UNDER_WAY, 3, handles[0].is_done)
-    emulated.comes_to("kernels", before + 2)
-    time.sleep(0.1)
-    assert emulated.count("kernels") == before + 2, "the pack of the second call, and not that of the third one"
-    comm.Barrier()
-    emulated.hold(False)
     assert all(is_total(result, comm.size, 100) for handle in handles for result in handle.wait())
+    assert not waits
 
 
 @pytest.mark.ranks(min=2)
@@ -253,46 +232,6 @@ def test_one_call_at_a_time_is_waited_for(
 
 
 @pytest.mark.ranks(min=2)
-def test_later_work_of_the_caller_does_not_delay_a_call(connected: SyncGroup, comm: Intracomm) -> None:
-    """It comes after what the stream held when it was started, not when it was launched."""
-    ops = NcclAllReduce().bound_to(connected)
-    value = mine(comm.rank, 1000)
-    keep_busy(0).synchronize()  # compiled
-    handles = []
-    if comm.rank == 0:  # which launches it in `wait`
-        handles = [ops.start_all_reduce("SUM", value) for _ in range(2)]
-    comm.Barrier()
-    handles = handles or [ops.start_all_reduce("SUM", value) for _ in range(2)]
-    backward = keep_busy(3.0)
-    results = [handle.wait() for handle in handles]
-    assert not backward.done, "the backward pass goes on"
-    assert all(is_total(result, comm.size, 1000) for result in results)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("implementation", ["AUTO", "NCCL"])
-def test_the_thread_sees_to_hosts_and_gpus(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, implementation: str
-) -> None:
-    """In the order of their start; the fixture looks at whose kernels they are."""
-    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
-    options = CommunicationOptions(implementation=implementation)
-    for made in opened(comm):
-        ops = HierarchicalCopyAllReduce().bound_to(made)
-        assert is_total(ops.all_reduce("SUM", mine(comm.rank, 9), options), comm.size, 9)
-        for _ in range(3):
-            values = [contribution("sum", comm.rank, 50_000, F4) for _ in range(6)]
-            handles = [
-                ops.start_all_reduce("SUM", up(its) if at % 2 else its, options) for at, its in enumerate(values)
-            ]
-            time.sleep(0.03)
-            for at in (1, 0, 5, 4, 3, 2):
-                result = handles[at].wait()
-                assert is_total(result if at % 2 else up(result), comm.size, 50_000)
-        assert any(thread.name == "mpidist.pending" for thread in threading.enumerate())
-
-
-@pytest.mark.ranks(min=2)
 def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
     """Their handles may be collected; the next call, or the end, sees to them."""
     ops = NcclAllReduce().bound_to(connected)
@@ -304,3 +243,61 @@ def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, c
     assert all(is_total(value, comm.size, 500) for value in values)
     ops.start_all_reduce("SUM", mine(comm.rank, 500))
     gc.collect()  # and the fixture closes the group
+
+
+def started_before(comm: Intracomm, ops: CrossDeviceOps, values: Any, options: Any = None) -> Any:
+    """Start a reduction, on rank 0 last."""
+    if comm.rank == 0:
+        comm.Barrier()
+    handle = ops.start_all_reduce("SUM", values, options)
+    if comm.rank:
+        comm.Barrier()
+    return handle
+
+
+def are_sums(results: Any, comm: Intracomm) -> bool:
+    return all(is_total(its, comm.size, its.size) for its in results)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_a_barrier_of_the_users_own_may_come_before_wait(gpus: cuda.Cuda, comm: Intracomm, implementation: str) -> None:
+    """Also while a rank waits for its whole GPU, which waits for what the ranks in the barrier have yet to launch."""
+    options, values = CommunicationOptions(implementation=implementation), [mine(comm.rank, 300_000)]
+    for made in opened(comm):
+        ops = HierarchicalCopyAllReduce().bound_to(made)
+        assert are_sums(ops.all_reduce("SUM", values, options), comm)
+        handle = started_before(comm, ops, values, options)
+        if comm.rank == 0:
+            gpus.cupy.cuda.Device().synchronize()
+        request, until = comm.Ibarrier(), time.monotonic() + 60
+        while not (has_come := request.Test()) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert are_sums(handle.wait(), comm)
+    assert has_come
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("way", ["through the host", "RING", "NCCL", "NCCL, one node"])
+def test_started_calls_are_done_while_the_gpu_computes(
+    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """They come after what the stream held when they were started: later work of the caller does not delay them."""
+    implementation, _, nodes = way.partition(", ")
+    monkeypatch.setenv("MPIDIST_NCCL", str(int(implementation == "NCCL")))
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(0 if nodes else rank) for rank in range(comm.size)))
+    options = CommunicationOptions(implementation="AUTO" if way == "through the host" else implementation)
+    values = [mine(comm.rank, count) for count in (300_000, 7)]
+    for made in opened(comm):
+        ops = HierarchicalCopyAllReduce().bound_to(made)
+        for _ in range(2):
+            assert are_sums(started_before(comm, ops, values, options).wait(), comm)
+        handles = [started_before(comm, ops, values, options) for _ in range(2)]
+        with busy() as backward:
+            while comm.rank and not (handles[0].is_done() or backward.done):  # without waiting
+                time.sleep(0.001)
+            results = [*handles[0].wait(), *handles[1].wait()]
+            was_busy = not backward.done
+            comm.Barrier()
+        assert are_sums(results, comm)
+    assert was_busy

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from host_cuda import are_emulated
-from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import emulated, gpus, opened
+from host_cuda.gpus import emulated, gpus, is_total, mine, opened
 
 from mpidist.cli.cuda_aware_mpi import Answer, child_command, child_environment, hint, prove, takes_device_memory
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce

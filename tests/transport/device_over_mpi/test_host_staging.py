@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.device_checks import CHECKS, CHUNK
-from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, grown_by, opened, up
+from host_cuda.gpus import down, emulated, gpus, grown_by, is_total, mine, opened, up
 from support.everywhere import raises_everywhere
 
 from mpidist.cli.cuda_aware_mpi import hint
@@ -297,7 +296,7 @@ def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
     if comm.rank != 1:
         with pytest.raises(DeadlineExceededError, match="rank 1 did not come"):
             rig.its.all_reduce(buffer, Reduction())
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
         with pytest.raises(RuntimeError, match=r"an earlier call failed .*rank 1 did not come.*reset"):
             rig.its.all_reduce(buffer, Reduction())
         rig.staging.free()
@@ -355,7 +354,7 @@ def test_an_interrupt_in_the_middle_and_a_reset(
 
                 patch.setattr(MpiCommunicator, "transfer", interrupted)
             with pytest.raises(KeyboardInterrupt if comm.rank == 0 else PeerFailedError):
-                ops.all_reduce("SUM", values, CommunicationOptions(timeout_seconds=5))
+                ops.all_reduce("SUM", values, CommunicationOptions(timeout_seconds=30))
         group.reset()
     assert (down(ops.all_reduce("SUM", values)) == comm.size).all()
     group.close()
