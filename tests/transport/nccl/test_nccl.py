@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from host_cuda.device_checks import CHECKS
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import anywhere, down, emulated, gpus, is_working, opened, up, use_own_settings
+from host_cuda.gpus import down, emulated, gpus, is_working, opened, up, use_own_settings
 from support.contributions import (
     COMPLEX,
     HALVES,
@@ -30,7 +30,7 @@ from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllRed
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.group import NcclReach, SyncGroup
+from mpidist.transport.group import NcclReach
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.reduction import Reduction
@@ -39,7 +39,7 @@ from mpidist.transport.topology import Topology
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["anywhere", "emulated", "gpus"]  # fixtures
+__all__ = ["emulated", "gpus"]  # fixtures
 
 HOSTNAME = socket.gethostname()
 FLOATS = [np.dtype(np.float64), *HALVES]
@@ -47,18 +47,12 @@ ONLY_NCCL = CommunicationOptions(implementation="NCCL")
 CALLS_OF_NCCL = ["allReduce", "reduce", "reduceScatter", "allGather", "broadcast", "send", "recv"]
 
 
-def can_meet(found: cuda.Cuda, comm: Intracomm) -> bool:
-    """Whether NCCL takes these ranks together, and is to."""
-    if os.environ.get("MPIDIST_NCCL") == "0":
-        return False
-    facts = comm.allgather(GpuFacts.here(found, os.environ, HOSTNAME))
-    return not reason_against_nccl(facts, [range(comm.size)], [HOSTNAME] * comm.size)
-
-
 @pytest.fixture
 def provider(gpus: cuda.Cuda, comm: Intracomm) -> cuda.Cuda:
-    """The same, where every rank has a GPU of its own."""
-    if not can_meet(gpus, comm):
+    """The same, where NCCL takes these ranks together, and is to."""
+    facts = comm.allgather(GpuFacts.here(gpus, os.environ, HOSTNAME))
+    reason = reason_against_nccl(facts, [range(comm.size)], [HOSTNAME] * comm.size)
+    if reason or os.environ.get("MPIDIST_NCCL") == "0":
         pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
     return gpus
 
@@ -99,13 +93,12 @@ def test_one_nan_is_seen_by_all(communicator: NcclCommunicator, op: str) -> None
 # All together.
 
 
-def test_nccl_alone_reaches_all_nodes_and_else_its_own(anywhere: SyncGroup, comm: Intracomm) -> None:
-    if not can_meet(cuda.current(), comm):
-        pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
-    assert is_working(anywhere, ONLY_NCCL)
-    assert is_working(anywhere)
-    one_node = len(set(anywhere.topology.node_of_rank)) == 1
-    assert anywhere.levels_of(True).nccl is (NcclReach.WORLD if one_node else NcclReach.NODE)
+@pytest.mark.usefixtures("provider")
+def test_nccl_alone_reaches_all_nodes_and_else_its_own(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    for group in opened(comm):
+        assert is_working(group, ONLY_NCCL)
+        assert is_working(group)
+        assert group.levels_of(True).nccl is (NcclReach.WORLD if len(set(placement)) == 1 else NcclReach.NODE)
 
 
 @pytest.mark.ranks(min=2)
