@@ -68,12 +68,13 @@ def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup,
     if are_emulated():
         pytest.skip("needs a real GPU: emulated ones have no torch")
     torch = pytest.importorskip("torch")
-    ops = NcclAllReduce().bound_to(group)
+    ops, work = NcclAllReduce().bound_to(group), torch.ones(4096, 4096, device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         tensor = torch.zeros(1 << 18, dtype=dtype, device="cuda")
         side = torch.cuda.Stream()
         with torch.cuda.stream(side), cuda.current().cupy.cuda.ExternalStream(side.cuda_stream):
-            torch.cuda._sleep(20_000_000)  # cycles
+            for _ in range(10):  # the stream is busy for some milliseconds
+                work = work @ work / len(work)
             tensor += comm.rank + 1
             total = ops.all_reduce("SUM", tensor)
         torch.cuda.synchronize()

@@ -27,7 +27,7 @@ __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 UNDER_WAY = "launches of NCCL under way"
 GIVEN_UP = (DeadlineExceededError, PeerFailedError)
 SOON = CommunicationOptions(timeout_seconds=0.5)
-LATE = 60  # seconds, on a machine that is busy with other things; a deadline that is not kept takes longer
+LATE = 60  # seconds; a machine that is busy takes less, and a deadline that is not kept takes longer
 HAVE_GIVEN_UP = 22  # a tag
 
 

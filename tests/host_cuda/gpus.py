@@ -38,7 +38,6 @@ __all__ = [
     "gpus",
     "group",
     "grown_by",
-    "holdings",
     "is_total",
     "is_working",
     "mine",
