@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:  # at run time there is no such class before MPI was started
     Intracomm = Request = object
 
-__all__ = ["Intracomm", "Request", "command_line", "is_process_failure", "load_mpi", "ranks_in_world"]
+__all__ = ["Intracomm", "Request", "command_line", "failed_ranks", "is_process_failure", "load_mpi", "ranks_in_world"]
 
 
 @functools.cache
@@ -65,6 +65,18 @@ def is_process_failure(error: BaseException) -> bool:
     mpi = load_mpi()
     failures = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING} - {mpi.ERR_UNKNOWN}  # the same, without ULFM
     return isinstance(error, mpi.Exception) and error.Get_error_class() in failures
+
+
+def failed_ranks(comm: Intracomm) -> list[int]:
+    """Return the ranks of a communicator whose processes have failed, as far as an MPI with ULFM has found. Local."""
+    mpi = load_mpi()
+    if mpi.ERR_PROC_FAILED == mpi.ERR_UNKNOWN:  # without ULFM
+        return []
+    failed, own = comm.Get_failed(), comm.Get_group()
+    ranks: list[int] = failed.Translate_ranks(list(range(failed.size)), own)
+    failed.Free()
+    own.Free()
+    return sorted(ranks)
 
 
 def command_line() -> list[str]:
