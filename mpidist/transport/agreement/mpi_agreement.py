@@ -15,9 +15,9 @@ from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mismatch_report import have_same_kind_of_error, mismatch_error, peer_left_error
 from mpidist.transport.failures import BROKE_OFF, CallWatchdog
-from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
+from mpidist.transport.mpi import Intracomm, failed_ranks, load_mpi, ranks_in_world
 from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
-from mpidist.transport.text import text_of
+from mpidist.transport.text import name_ranks, text_of
 from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["MpiAgreement"]
@@ -143,6 +143,7 @@ class MpiAgreement(Agreement):
 
     def break_off(self, error: BaseException) -> None:
         self._call_watchdog.recorder.fail()
+        self._give_up_if_mpi_knows_why(error)
         goes_on_alike = self._is_last_refusal(error) or is_shared_by(error, self.ranks)
         if self.broken is None and not goes_on_alike:
             self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
@@ -194,12 +195,26 @@ class MpiAgreement(Agreement):
             never_free(memory())
             if isinstance(error, (DeadlineExceededError, PeerFailedError)):
                 raise
+            self._give_up_if_mpi_knows_why(error)
             # Ctrl-C, for example: the other ranks may complete this call
             self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watchdog.broken = RuntimeError(
                 f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
             )
             raise
+
+    def _give_up_if_mpi_knows_why(self, error: BaseException) -> None:
+        """Give up if an error is of messages, and MPI has found which processes have failed. Local.
+
+        Raises:
+            PeerFailedError: It names the ranks.
+        """
+        if self.broken is not None or not isinstance(error, (load_mpi().Exception, PeerFailedError)):
+            return
+        failed = failed_ranks(self._comm)
+        if failed:
+            what, have = ("process", "has") if len(failed) == 1 else ("processes", "have")
+            self._watchdog.give_up(f"MPI has found that the {what} of {name_ranks(failed)} {have} failed")
 
     def _take_notice_or_raise(self, record: CallRecord) -> None:
         """Find out how calls differ: take a notice if nothing else does, or raise an error. Collective.

@@ -7,7 +7,14 @@ from mpidist.transport.mpi.launch import check_launch
 from mpidist.transport.mpi.launched_rank import let_first_rank_end
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
 from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, launcher_text, rank_from_environment
-from mpidist.transport.mpi.library import Intracomm, command_line, is_process_failure, load_mpi, ranks_in_world
+from mpidist.transport.mpi.library import (
+    Intracomm,
+    command_line,
+    failed_ranks,
+    is_process_failure,
+    load_mpi,
+    ranks_in_world,
+)
 from mpidist.transport.mpi.open_mpi import eager_limit_bytes
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
@@ -23,6 +30,7 @@ __all__ = [
     "check_launch",
     "command_line",
     "is_forked_from_rank",
+    "failed_ranks",
     "is_process_failure",
     "launcher_here",
     "launcher_text",

@@ -80,6 +80,18 @@ def is_process_failure(error: BaseException) -> bool:
     return isinstance(error, mpi.Exception) and error.Get_error_class() in failures
 
 
+def failed_ranks(comm: Intracomm) -> list[int]:
+    """Return the ranks of a communicator whose processes have failed, as far as an MPI with ULFM has found. Local."""
+    mpi = load_mpi()
+    if mpi.ERR_PROC_FAILED == mpi.ERR_UNKNOWN:  # without ULFM
+        return []
+    failed, own = comm.Get_failed(), comm.Get_group()
+    ranks: list[int] = failed.Translate_ranks(list(range(failed.size)), own)
+    failed.Free()
+    own.Free()
+    return sorted(ranks)
+
+
 def command_line() -> list[str]:
     """Return how this process was started, for errors that say how it should have been."""
     return [sys.executable, *sys.orig_argv[1:]]

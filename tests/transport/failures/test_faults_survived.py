@@ -29,10 +29,11 @@ from jobs.faults import (
     require_right,
     soon,
 )
+from jobs.ulfm import HAS_ULFM, survivor
 
 from mpidist.transport.text import name_ranks
 
-__all__ = ["job"]
+__all__ = ["job", "survivor"]
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
@@ -234,3 +235,38 @@ def test_no_space_in_shared_memory_is_an_error_of_all_ranks_that_want_it(job: Jo
     assert ended.err.count("Traceback (most recent call last):") == 1
     assert re.search(r"UnavailableError: MPIDIST_TRANSPORT=shared_memory cannot be followed: rank \d: ", ended.err)
     assert "No space left on device" in ended.err
+
+
+ALONE = """
+value = np.ones({count})
+num_done = 0
+
+def die():
+    while num_done < 20:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if is_faulty:
+    threading.Thread(target=die, daemon=True).start()
+error = None
+while error is None:
+    try:
+        strategy.reduce("SUM", value)
+        num_done += 1
+    except Exception as problem:
+        error = problem
+note("error", begun=0, kind=type(error).__name__, text=str(error))
+"""
+
+
+if HAS_ULFM:
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("count", [1, 2_000_000], ids=["between calls", "while data move"])
+    def test_a_rank_alone_on_its_node_is_named_where_mpi_says_that_it_is_gone(survivor: Job, count: int) -> None:
+        """Nobody sees its process."""
+        placement = Placement((0, 0, 1), 2)
+        ended = survivor(ALONE.format(count=count), placement)
+        for note in of_others(ended, "error", placement):
+            assert note.kind == "PeerFailedError", note
+            assert "MPI has found that the process of rank 2 has failed" in note.text, note
