@@ -211,7 +211,7 @@ class MpiAgreement(Agreement):
         """
         if self.broken is not None or not isinstance(error, (load_mpi().Exception, PeerFailedError)):
             return
-        failed = failed_ranks(self._comm)
+        failed = failed_ranks(self._comm, self._comm)
         if failed:
             what, have = ("process", "has") if len(failed) == 1 else ("processes", "have")
             self._watchdog.give_up(f"MPI has found that the {what} of {name_ranks(failed)} {have} failed")

@@ -271,8 +271,8 @@ class MpiCommunicator(Communicator):
         while time.monotonic() < until:
             self._check_peers()
             time.sleep(_SHORT_SECONDS)
-        failed = failed_ranks(self._comm)
-        others = ranks_in_world(self._comm) - {load_mpi().COMM_WORLD.rank}
+        world = load_mpi().COMM_WORLD
+        failed, others = failed_ranks(self._comm, world), ranks_in_world(self._comm) - {world.rank}
         if failed:
             why = f"the process of {name_ranks(failed)} of the job has failed"
         elif len(others) == 1:

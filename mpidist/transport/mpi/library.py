@@ -60,19 +60,6 @@ def ranks_in_world(comm: Intracomm) -> frozenset[int]:
     return ranks
 
 
-def failed_ranks(comm: Intracomm) -> frozenset[int]:
-    """Return the ranks whose processes have failed, as they are numbered in the whole job. Local.
-
-    Returns:
-        The ranks; none where MPI does not know, as only an MPI does that survives a failure (ULFM).
-    """
-    failed, world = comm.Get_failed(), load_mpi().COMM_WORLD.Get_group()
-    ranks = frozenset(failed.Translate_ranks(list(range(failed.size)), world))
-    failed.Free()
-    world.Free()
-    return ranks
-
-
 def is_process_failure(error: BaseException) -> bool:
     """Whether MPI says by an error that another process has failed, as an MPI does that survives it (ULFM). Local."""
     mpi = load_mpi()
@@ -80,15 +67,20 @@ def is_process_failure(error: BaseException) -> bool:
     return isinstance(error, mpi.Exception) and error.Get_error_class() in failures
 
 
-def failed_ranks(comm: Intracomm) -> list[int]:
-    """Return the ranks of a communicator whose processes have failed, as far as an MPI with ULFM has found. Local."""
+def failed_ranks(comm: Intracomm, numbering: Intracomm) -> list[int]:
+    """Return the ranks whose processes have failed, as far as an MPI that survives it (ULFM) has found. Local.
+
+    Args:
+        comm: Whose ranks are meant.
+        numbering: The communicator that numbers the ranks that are returned; it has all ranks of `comm`.
+    """
     mpi = load_mpi()
     if mpi.ERR_PROC_FAILED == mpi.ERR_UNKNOWN:  # without ULFM
         return []
-    failed, own = comm.Get_failed(), comm.Get_group()
-    ranks: list[int] = failed.Translate_ranks(list(range(failed.size)), own)
+    failed, numbers = comm.Get_failed(), numbering.Get_group()
+    ranks: list[int] = failed.Translate_ranks(list(range(failed.size)), numbers)
     failed.Free()
-    own.Free()
+    numbers.Free()
     return sorted(ranks)
 
 

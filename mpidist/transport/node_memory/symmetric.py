@@ -128,7 +128,7 @@ class SharedArrays:
             next_offsets[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
         number, self.num_windows = self.num_windows, self.num_windows + 1  # counted also where memory is too short
         try:
-            window = SharedWindow(self._comm, end)
+            window = SharedWindow(self._comm, end, is_common=per_node)
         except UnavailableError as error:
             raise UnavailableError(f"{call}: {error}") from error
         part = window.parts[0 if per_node else self.within_node.rank]

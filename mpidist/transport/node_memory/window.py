@@ -161,26 +161,30 @@ class SharedWindow:
     Args:
         comm: The ranks of the node; `None` for a node of this rank alone, which needs no MPI.
         nbytes: The size of each rank's part in bytes, the same on all ranks. Parts are zero at first.
+        is_common: Whether there is one part for all ranks, instead of one for each rank.
 
     Attributes:
-        parts: [ranks], each rank's part as bytes, on page boundaries.
+        parts: [ranks], each rank's part as bytes, on page boundaries; only one if `is_common`.
 
     Raises:
         UnavailableError: If there is too little memory, on every rank of the node.
     """
 
-    def __init__(self, comm: Intracomm | None, nbytes: int) -> None:
+    def __init__(self, comm: Intracomm | None, nbytes: int, is_common: bool = False) -> None:
         self._own: Any = None
         if comm is None:
             self.parts = [_own_memory(nbytes)]
             return
-        rank, size = comm.Get_rank(), comm.Get_size()
-        stride, taken = part_stride(nbytes), whole_pages(max(nbytes, 1))
-        # Each rank reserves its own part, so that its memory is near the rank's core.
-        file, whole = map_file(comm, stride * size, stride * rank, taken)
+        rank, size, stride = comm.Get_rank(), comm.Get_size(), part_stride(nbytes)
+        # Each rank reserves its own part, or its share of a common one, so that this memory is near the rank's core.
+        owners, shares = (1, size) if is_common else (size, 1)
+        bounds = [whole_pages(max(nbytes, 1) * share // shares) for share in range(shares + 1)]
+        begin, share = divmod(rank, shares)
+        own = slice(stride * begin + bounds[share], stride * begin + bounds[share + 1])
+        file, whole = map_file(comm, stride * owners, own.start, own.stop - own.start)
         os.close(file)
-        self._own = whole[stride * rank : stride * rank + taken]
-        self.parts = [whole[stride * owner : stride * owner + nbytes] for owner in range(size)]
+        self._own = whole[own]
+        self.parts = [whole[stride * owner : stride * owner + nbytes] for owner in range(owners)]
 
     def discard(self) -> None:
         """Give back the memory of this rank's part except the first page, even if arrays refer to it. Local.

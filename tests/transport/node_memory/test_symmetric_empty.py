@@ -209,6 +209,33 @@ def test_memory_is_given_back_when_its_arrays_are_gone(strategy: Strategy, per_n
 
 
 @both
+@pytest.mark.parametrize("nbytes", [1, 5 << 20])
+def test_a_per_node_array_takes_its_memory_once(
+    placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, per_node: bool, nbytes: int
+) -> None:
+    lengths = []
+    really = os.posix_fallocate
+
+    def reserve(file: int, start: int, length: int) -> None:
+        lengths.append(length)
+        really(file, start, length)
+
+    with MultiWorkerMirroredStrategy() as strategy:
+        monkeypatch.setattr(os, "posix_fallocate", reserve)
+        array = strategy.symmetric_empty(nbytes, np.uint8, per_node=per_node)
+        assert not array.any()
+        node = strategy.topology.node
+        of_node = [count for at, count in WORLD.allgather((node, sum(lengths))) if at == node]
+        if len(of_node) > 1:  # the memory of a rank alone is no file
+            times = 1 if per_node else len(of_node)
+            assert sum(of_node) == times * -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if per_node:
+            assert max(of_node) - min(of_node) <= mmap.PAGESIZE  # each rank its share
+            strategy.broadcast(np.full(nbytes, 7, np.uint8), out=array)
+            assert (array == 7).all()
+
+
+@both
 @pytest.mark.core
 @pytest.mark.parametrize("count", [3, 300_000])
 def test_ranks_may_let_go_of_arrays_at_other_times(strategy: Strategy, per_node: bool, count: int) -> None:
