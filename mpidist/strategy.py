@@ -15,7 +15,7 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collective_calls import CollectiveCalls
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import Topology, count_text, ends_normally, traced
+from mpidist.transport import Topology, count_text, ends_normally, traced, value_text
 from mpidist.values import (
     DistributedValues,
     PerReplica,
@@ -133,8 +133,13 @@ class Strategy(CollectiveCalls, ABC):
         Raises:
             InvalidArgumentError: If replicas of one rank make different calls. On every rank.
             ValueError: If `args` is not a list or tuple, or `options` is given.
+            TypeError: If `fn` cannot be called.
             RuntimeError: Inside `run`, or inside another strategy's scope.
         """
+        if not callable(fn):
+            raise TypeError(
+                f"run: needed a function, got {value_text(fn)}; pass the function itself, and its args=(...)"
+            )
         if not isinstance(args, (list, tuple)):
             raise ValueError(f"run: positional args must be a list or tuple, got {type(args).__name__}")
         if options is not None:

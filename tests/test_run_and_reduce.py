@@ -103,6 +103,14 @@ RAISING: dict[str, Callable[[Strategy], Any]] = {
 }
 
 
+@pytest.mark.parametrize("fn", [3, None, [1.0]], ids=str)
+def test_what_cannot_be_called_is_refused(strategy: Strategy, fn: Any) -> None:
+    """As where a call `step(x)` was passed in the place of the function `step`."""
+    with raises_everywhere(WORLD, TypeError, "run: needed a function, got .*; pass the function itself"):
+        strategy.run(fn)
+    assert strategy.reduce("SUM", 1) == SIZE
+
+
 @pytest.mark.parametrize("where", RAISING)
 def test_exceptions_come_out_as_they_are(strategy: Strategy, where: str) -> None:
     """T116."""

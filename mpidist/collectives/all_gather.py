@@ -14,6 +14,7 @@ from mpidist.collectives.arguments import (
     Operands,
     agreed_call,
     axis_of,
+    host_sizes,
     native_dtype,
     replica_components,
     require_memory,
@@ -56,7 +57,7 @@ class _AllGather(Arguments):
         self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
         self.lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
-        topology, own = group.topology, self.host_bytes(np.array([self.lengths], np.int64))
+        topology, own = group.topology, sum(host_sizes(self.operands.specs, [a.dtype for a in self.operands.arrays]))
         require_memory(call, own * topology.local_size, topology.local_size)  # of this rank's part alone
         self.room = node_bytes() // topology.local_size
         # Where equal parts of all ranks would not fit, no two ranks are alike: all tell their lengths and room.
@@ -118,37 +119,39 @@ def all_gather(
         return _AllGather(group, call, value, axis, replicas)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, are_equal):
-        lengths, room = _lengths_and_room(group, opened, are_equal)
-        nbytes = opened.host_bytes(lengths)
-        has_room = nbytes <= room.min()  # on all ranks, or on none
+        if are_equal:
+            lengths, shortage = np.array([opened.lengths] * group.topology.size, np.int64), None
+        else:
+            lengths, shortage = _exchange(group, call, opened)
         results = [
             _gather(group, array, at, lengths[:, index])
             for index, (array, at) in enumerate(zip(opened.operands.arrays, opened.axes, strict=True))
-            if has_room
+            if shortage is None  # on all ranks, or on none
         ]
-    if not has_room:
-        raise _want_of_memory(group, call, nbytes, room)
+    if shortage is not None:
+        raise shortage
     return nest.rebuild(opened.value, opened.operands.restore(results))
 
 
-def _lengths_and_room(group: SyncGroup, opened: _AllGather, are_equal: bool) -> tuple[Array, Array]:
-    """Return the lengths along the axis [ranks, arrays], and how many bytes of results each rank may have [ranks]."""
+def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> tuple[Array, MemoryError | None]:
+    """Tell all ranks the lengths, and how many bytes of results this rank may have. Collective.
+
+    Returns:
+        The lengths along the axis [ranks, arrays], and the error of all ranks if a node is too small, else `None`.
+    """
     of_ranks = np.empty((group.topology.size, len(opened.lengths) + 1), np.int64)
-    of_ranks[...] = *opened.lengths, opened.room
-    if not are_equal:
-        group.levels.world.all_gather(of_ranks.reshape(-1))
-    return of_ranks[:, :-1], of_ranks[:, -1]
-
-
-def _want_of_memory(group: SyncGroup, call: str, nbytes: int, room: Array) -> MemoryError:
-    """Make the error of all ranks if a node is too small; `room` is the bytes [ranks] that the ranks may have."""
-    rank = int(room.argmin())
+    of_ranks[group.topology.rank] = *opened.lengths, opened.room
+    group.levels.world.all_gather(of_ranks.reshape(-1))
+    lengths, room = of_ranks[:, :-1], of_ranks[:, -1]
+    nbytes, rank = opened.host_bytes(lengths), int(room.argmin())
+    if nbytes <= room[rank]:
+        return lengths, None
     error = MemoryError(
         f"{call}: the results of one rank need {size_text(nbytes)} of new memory, and rank {rank}'s part of its node's "
         f"memory is {size_text(int(room[rank]))}; pass fewer numbers at a time, or run fewer ranks on a node"
     )
     mark_shared(error, group.agreement.ranks)
-    return error
+    return lengths, error
 
 
 def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]], Any, nest.Structure]:
