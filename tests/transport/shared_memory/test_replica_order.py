@@ -100,8 +100,8 @@ def test_symmetric_arrays_follow_the_tree(
         right = bits(in_tree_order(np.add, numbers) / np.float32(tree.total))
         for outs_are_new in (True, False):
             like = [((length,), np.dtype(np.float32)) for length in lengths]
-            mine = shared.empty(like, per_node=False)
-            outs = shared.empty(like, per_node=False) if outs_are_new else mine
+            mine = shared.empty(like, per_node=False, call="a test")
+            outs = shared.empty(like, per_node=False, call="a test") if outs_are_new else mine
             fill(mine, rows_of_this_rank(tree, np.add, numbers)[0])
             comm.Barrier()
             arrays = FusedArrays(np.dtype(np.float32), mine, peers=everyones(shared, mine))

@@ -82,7 +82,7 @@ def are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def zeros(shared: SharedArrays, lengths: Sequence[int], dtype: Any, per_node: bool = False) -> list[Any]:
     """Arrays that all ranks of the node reach. Collective."""
-    return shared.empty([((length,), dtype) for length in lengths], per_node)
+    return shared.empty([((length,), dtype) for length in lengths], per_node, call="a test")
 
 
 def everyones(shared: SharedArrays, arrays: Sequence[Any]) -> list[list[Any]]:
