@@ -136,25 +136,21 @@ extern "C" const char* nvrtcGetErrorString(nvrtcResult code) {
     return code == COMPILATION ? "NVRTC_ERROR_COMPILATION" : code ? "not emulated" : "NVRTC_SUCCESS";
 }
 
-template <class T, class U> static nvrtcResult give(T* to, U what) {
-    *to = what;
+NVRTC nvrtcVersion(int* major, int* minor) {
+    *major = version() / 1000;
+    *minor = version() / 10 % 100;
     return SUCCESS;
 }
-
-static nvrtcResult copy(const std::string& from, char* to) {  // with the zero at its end, if it is a text
-    memcpy(to, from.data(), from.size());
-    return SUCCESS;
-}
-
-NVRTC nvrtcVersion(int* major, int* minor) { return give(major, version() / 1000), give(minor, version() / 10 % 100); }
 
 NVRTC nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char* const*, const char* const*) {
-    return give(program, new Program{source, "", ""});
+    *program = new Program{source, "", ""};
+    return SUCCESS;
 }
 
 NVRTC nvrtcDestroyProgram(Program** program) {
     delete *program;
-    return give(program, nullptr);
+    *program = nullptr;
+    return SUCCESS;
 }
 
 NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* options) {
@@ -173,13 +169,37 @@ NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* optio
     return SUCCESS;
 }
 
-// Of an empty program, of which CuPy wants to know the version only.
-static const std::string PTX("// compiled for the host\n\0", 26);
+NVRTC nvrtcGetCUBINSize(Program* program, size_t* nbytes) {
+    *nbytes = program->image.size();
+    return SUCCESS;
+}
 
-NVRTC nvrtcGetCUBINSize(Program* program, size_t* nbytes) { return give(nbytes, program->image.size()); }
-NVRTC nvrtcGetCUBIN(Program* program, char* image) { return copy(program->image, image); }
-NVRTC nvrtcGetPTXSize(Program*, size_t* nbytes) { return give(nbytes, PTX.size()); }
-NVRTC nvrtcGetPTX(Program*, char* text) { return copy(PTX, text); }
-NVRTC nvrtcGetProgramLogSize(Program* program, size_t* nbytes) { return give(nbytes, program->log.size() + 1); }
-NVRTC nvrtcGetProgramLog(Program* program, char* text) { return copy(program->log + '\0', text); }
+NVRTC nvrtcGetCUBIN(Program* program, char* image) {
+    memcpy(image, program->image.data(), program->image.size());
+    return SUCCESS;
+}
+
+// Of an empty program, of which CuPy wants to know the version only.
+const char PTX[] = "// compiled for the host\n";
+
+NVRTC nvrtcGetPTXSize(Program*, size_t* nbytes) {
+    *nbytes = sizeof PTX;
+    return SUCCESS;
+}
+
+NVRTC nvrtcGetPTX(Program*, char* text) {
+    memcpy(text, PTX, sizeof PTX);
+    return SUCCESS;
+}
+
+NVRTC nvrtcGetProgramLogSize(Program* program, size_t* nbytes) {
+    *nbytes = program->log.size() + 1;
+    return SUCCESS;
+}
+
+NVRTC nvrtcGetProgramLog(Program* program, char* text) {
+    memcpy(text, program->log.c_str(), program->log.size() + 1);
+    return SUCCESS;
+}
+
 NVRTC nvrtcAddNameExpression(Program*, const char*) { return NOT_EMULATED; }
