@@ -65,7 +65,7 @@ class _Mapping:
         ).atexit = False  # code that runs later at exit may use arrays
 
 
-def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int, Any]:
+def map_file(comm: Intracomm, nbytes: int, start: int, taken: int, needed: int = 0) -> tuple[int, Any]:
     """Map a nameless file of the node's memory file system into every rank of a node. Collective over the node.
 
     Args:
@@ -73,6 +73,7 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int,
         nbytes: The size of the file, the same on all ranks.
         start: Where the bytes begin for which this rank reserves memory.
         taken: Number of these bytes.
+        needed: The bytes that an error names; by default `taken`, or all.
 
     Returns:
         The open file, and its bytes, which are zero at first.
@@ -87,8 +88,8 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int,
         memory = _Mapping(file, nbytes)
     except OSError as error:
         problem = (
-            f"{size_text(taken or nbytes)} cannot be had in {_DIRECTORY} ({error.strerror}); ask for less, or give "
-            "containers more of it, docker run --shm-size=1g"
+            f"{size_text(needed or taken or nbytes)} cannot be had in {_DIRECTORY} ({error.strerror}); ask for less, or "
+            "give containers more of it, docker run --shm-size=1g"
         )
     _require_no_problems(comm.allgather(problem), file)
     return file, np.asarray(memory)
@@ -181,7 +182,7 @@ class SharedWindow:
         bounds = [whole_pages(max(nbytes, 1) * share // shares) for share in range(shares + 1)]
         begin, share = divmod(rank, shares)
         own = slice(stride * begin + bounds[share], stride * begin + bounds[share + 1])
-        file, whole = map_file(comm, stride * owners, own.start, own.stop - own.start)
+        file, whole = map_file(comm, stride * owners, own.start, own.stop - own.start, bounds[-1])
         os.close(file)
         self._own = whole[own]
         self.parts = [whole[stride * owner : stride * owner + nbytes] for owner in range(owners)]
