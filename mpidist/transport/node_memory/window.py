@@ -88,8 +88,8 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int, needed: int =
         memory = _Mapping(file, nbytes)
     except OSError as error:
         problem = (
-            f"{size_text(needed or taken or nbytes)} cannot be had in {_DIRECTORY} ({error.strerror}); ask for less, or "
-            "give containers more of it, docker run --shm-size=1g"
+            f"{size_text(needed or taken or nbytes)} cannot be had in {_DIRECTORY} ({error.strerror}); ask for less, "
+            "or give containers more of it, docker run --shm-size=1g"
         )
     _require_no_problems(comm.allgather(problem), file)
     return file, np.asarray(memory)
