@@ -1,5 +1,6 @@
 """What a rank passes to a call: values, destinations and outs, checked, and described for the other ranks."""
 
+from mpidist.collectives.arguments.checked_outs import CheckedOuts, HostOuts
 from mpidist.collectives.arguments.destinations import (
     NO_CONTRIBUTIONS,
     MirroredLeaves,
@@ -29,8 +30,6 @@ from mpidist.collectives.arguments.operands import (
     symmetric_spec,
 )
 from mpidist.collectives.arguments.out_arrays import (
-    CheckedOuts,
-    HostOuts,
     check_outs,
     copy_overwritten,
     flatten_out,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, is_
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 
@@ -14,16 +13,15 @@ from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
-from mpidist.transport import SharedArrays, fingerprint_of, library_of, native, places_digest
+from mpidist.transport import SharedArrays, library_of
 from mpidist.transport import arrays as native_arrays
 
 __all__ = [
-    "CheckedOuts",
-    "HostOuts",
     "check_outs",
     "copy_overwritten",
-    "native_outs",
     "flatten_out",
+    "is_target",
+    "native_outs",
     "target_arrays",
     "write_outs",
 ]
@@ -181,117 +179,8 @@ def _overlaps_itself(out: Any) -> bool:
     return bool((np.diff(np.sort(offsets)) < out.itemsize).any())
 
 
-@final
-class CheckedOuts:
-    """Outs that were checked, so that a later call with the same arrays skips the check.
-
-    Args:
-        outs: The arrays.
-        arrays: The values that are reduced.
-        specs: The shapes and dtypes of the values.
-        dtypes: The dtype of each result.
-        shared: The arrays that the node shares.
-
-    Attributes:
-        per_node_indices: The indices of outs that are per-node arrays.
-        per_node_digest: A digest of `per_node_indices`; 0 for none.
-        places: The places of the arrays in shared memory; `None` if some array is private.
-        places_digest: The digest of `places`.
-        are_targets: Whether results can be made in all of the arrays: see `target_arrays`.
-
-    Raises:
-        InvalidArgumentError: As `check_outs`.
-    """
-
-    def __init__(
-        self,
-        outs: Sequence[Any],
-        arrays: Sequence[Any],
-        specs: Sequence[Spec],
-        dtypes: Sequence[np.dtype[Any]],
-        shared: SharedArrays,
-    ) -> None:
-        check_outs(outs, arrays, specs, dtypes)
-        are_known = all(
-            type(out) is np.ndarray or native_arrays.is_cupy(out) for out in outs
-        )  # `native_outs` returns these
-        self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_known else []
-        self._forms = [(out.shape, out.dtype) for out in outs]
-        self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
-        self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
-        self.places = shared.places(outs)
-        self.places_digest = places_digest(self.places)
-        self.are_targets = all(_is_target(out, shared) for out in outs)
-
-    def matches(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
-        """Whether these are the checked arrays, unchanged in shape and dtype, and still writeable.
-
-        Args:
-            outs: The arrays.
-            arrays: The values that are reduced, of the plan's shapes and dtypes, as are outs among them.
-        """
-        if not len(outs) == len(arrays) == len(self._outs):
-            return False
-        if native is not None and native.are_known(list(outs), list(arrays), self._outs, self._forms):
-            return True
-        for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
-            if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no `writeable`
-                return False
-            if out is not array and (out.shape, out.dtype) != form:
-                return False
-        return True
-
-
-@final
-class HostOuts:
-    """The outs of a call that reduces nothing, and fills host memory. The same outs as last time are not checked again.
-
-    Attributes:
-        is_plain: Whether all outs of the last call are contiguous and in native byte order, so that bytes can be copied
-            into them.
-    """
-
-    def __init__(self) -> None:
-        self.is_plain = False
-        self._outs: list[Callable[[], Any]] = []
-        self._wanted: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
-
-    def check(
-        self, structure: nest.Structure, wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
-    ) -> list[np.ndarray[Any, Any]]:
-        """List the arrays of the argument `out`. Local.
-
-        Args:
-            structure: The form of the nest of results.
-            wanted: Shape and dtype of each result.
-            out: The nest of arrays.
-
-        Raises:
-            InvalidArgumentError: See `flatten_out` and `check_outs`.
-        """
-        outs = flatten_out(structure, False, out)
-        if self._are_known(outs, wanted):
-            return outs
-        arrays = native_outs(outs, [None] * len(outs), [None] * len(outs))
-        specs = [Spec(shape, dtype, False) for shape, dtype in wanted]
-        check_outs(arrays, [None] * len(arrays), specs, [spec.dtype for spec in specs])
-        self.is_plain = all(array.flags.c_contiguous and array.dtype.isnative for array in arrays)
-        are_same = self.is_plain and set(map(type, outs)) <= {np.ndarray}
-        self._outs, self._wanted = [weakref.ref(one) for one in outs] if are_same else [], wanted
-        return arrays
-
-    def _are_known(self, outs: Sequence[Any], wanted: list[tuple[tuple[int, ...], np.dtype[Any]]]) -> bool:
-        return (
-            len(outs) == len(self._outs)
-            and wanted == self._wanted
-            and all(
-                ref() is out and out.flags.carray and (out.shape, out.dtype) == form  # carray: writeable, contiguous
-                for ref, out, form in zip(self._outs, outs, wanted, strict=True)
-            )
-        )
-
-
-def _is_target(out: Any, shared: SharedArrays) -> bool:
+def is_target(out: Any, shared: SharedArrays) -> bool:
+    """Whether a result can be made in an out: see `target_arrays`."""
     is_plain = out.flags.c_contiguous and out.dtype.isnative and native_arrays.is_aligned(out)
     return bool(is_plain and not shared.is_per_node(out))
 
@@ -311,7 +200,7 @@ def target_arrays(
         shared: The arrays that the node shares.
     """
     return [
-        out if _is_target(out, shared) else native_arrays.empty(spec.shape, dtype, spec.device)
+        out if is_target(out, shared) else native_arrays.empty(spec.shape, dtype, spec.device)
         for out, spec, dtype in zip(outs, specs, dtypes, strict=True)
     ]
 

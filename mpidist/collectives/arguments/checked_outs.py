@@ -1,0 +1,127 @@
+"""Outs that were checked before, so that later calls with the same arrays skip the check."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mpidist import nest
+from mpidist.collectives.arguments.operands import Spec
+from mpidist.collectives.arguments.out_arrays import check_outs, flatten_out, is_target, native_outs
+from mpidist.transport import SharedArrays, fingerprint_of, native, places_digest
+from mpidist.transport import arrays as native_arrays
+
+__all__ = ["CheckedOuts", "HostOuts"]
+
+
+@final
+class CheckedOuts:
+    """Outs that were checked, so that a later call with the same arrays skips the check.
+
+    Args:
+        outs: The arrays.
+        arrays: The values that are reduced.
+        specs: The shapes and dtypes of the values.
+        dtypes: The dtype of each result.
+        shared: The arrays that the node shares.
+
+    Attributes:
+        per_node_indices: The indices of outs that are per-node arrays.
+        per_node_digest: A digest of `per_node_indices`; 0 for none.
+        places: The places of the arrays in shared memory; `None` if some array is private.
+        places_digest: The digest of `places`.
+        are_targets: Whether results can be made in all of the arrays: see `target_arrays`.
+
+    Raises:
+        InvalidArgumentError: As `check_outs`.
+    """
+
+    def __init__(
+        self,
+        outs: Sequence[Any],
+        arrays: Sequence[Any],
+        specs: Sequence[Spec],
+        dtypes: Sequence[np.dtype[Any]],
+        shared: SharedArrays,
+    ) -> None:
+        check_outs(outs, arrays, specs, dtypes)
+        are_known = all(
+            type(out) is np.ndarray or native_arrays.is_cupy(out) for out in outs
+        )  # `native_outs` returns these
+        self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_known else []
+        self._forms = [(out.shape, out.dtype) for out in outs]
+        self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
+        self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
+        self.places = shared.places(outs)
+        self.places_digest = places_digest(self.places)
+        self.are_targets = all(is_target(out, shared) for out in outs)
+
+    def matches(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
+        """Whether these are the checked arrays, unchanged in shape and dtype, and still writeable.
+
+        Args:
+            outs: The arrays.
+            arrays: The values that are reduced, of the plan's shapes and dtypes, as are outs among them.
+        """
+        if not len(outs) == len(arrays) == len(self._outs):
+            return False
+        if native is not None and native.are_known(list(outs), list(arrays), self._outs, self._forms):
+            return True
+        for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
+            if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no `writeable`
+                return False
+            if out is not array and (out.shape, out.dtype) != form:
+                return False
+        return True
+
+
+@final
+class HostOuts:
+    """The outs of a call that reduces nothing, and fills host memory. The same outs as last time are not checked again.
+
+    Attributes:
+        is_plain: Whether all outs of the last call are contiguous and in native byte order, so that bytes can be copied
+            into them.
+    """
+
+    def __init__(self) -> None:
+        self.is_plain = False
+        self._outs: list[Callable[[], Any]] = []
+        self._wanted: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+
+    def check(
+        self, structure: nest.Structure, wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
+    ) -> list[np.ndarray[Any, Any]]:
+        """List the arrays of the argument `out`. Local.
+
+        Args:
+            structure: The form of the nest of results.
+            wanted: Shape and dtype of each result.
+            out: The nest of arrays.
+
+        Raises:
+            InvalidArgumentError: See `flatten_out` and `check_outs`.
+        """
+        outs = flatten_out(structure, False, out)
+        if self._are_known(outs, wanted):
+            return outs
+        arrays = native_outs(outs, [None] * len(outs), [None] * len(outs))
+        specs = [Spec(shape, dtype, False) for shape, dtype in wanted]
+        check_outs(arrays, [None] * len(arrays), specs, [spec.dtype for spec in specs])
+        self.is_plain = all(array.flags.c_contiguous and array.dtype.isnative for array in arrays)
+        are_same = self.is_plain and set(map(type, outs)) <= {np.ndarray}
+        self._outs, self._wanted = [weakref.ref(one) for one in outs] if are_same else [], wanted
+        return arrays
+
+    def _are_known(self, outs: Sequence[Any], wanted: list[tuple[tuple[int, ...], np.dtype[Any]]]) -> bool:
+        return (
+            len(outs) == len(self._outs)
+            and wanted == self._wanted
+            and all(
+                ref() is out and out.flags.carray and (out.shape, out.dtype) == form  # carray: writeable, contiguous
+                for ref, out, form in zip(self._outs, outs, wanted, strict=True)
+            )
+        )
