@@ -10,7 +10,6 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.collectives.arguments import (
-    CheckedOuts,
     Operands,
     Spec,
     check_outs,
@@ -64,7 +63,6 @@ __all__ = ["Reductions"]
 
 logger = logging.getLogger("mpidist.cross_device_ops")
 
-_MAX_OUTS: Final = 16  # lists of outs that a plan caches
 _MAX_PLANS: Final = 1024  # a program with more plans hardly uses one twice
 
 Ranks = tuple[int, ...] | None  # `None`: all ranks
@@ -225,15 +223,13 @@ class Reductions:
     def _check_outs(self, call: ReductionCall, operands: Operands) -> None:
         """Check that outs can take the results; the outs of an earlier call of the plan are not checked again."""
         plan = call.plan
-        checked = _checked_before(plan, call.outs or (), operands)
+        known = plan.known_outs
+        checked = known.find(call.outs or (), operands.arrays)
         if checked is None:
             call.outs = outs = native_outs(call.outs or (), call.values, operands.arrays)
-            checked = _checked_before(plan, outs, operands)  # the same tensors have the same native arrays each time
+            checked = known.find(outs, operands.arrays)  # the same tensors have the same native arrays each time
         if checked is None:
-            if len(plan.checked_outs) >= _MAX_OUTS:
-                plan.checked_outs.clear()
-            checked = CheckedOuts(outs, operands.arrays, operands.specs, plan.result_dtypes, self.group.shared)
-            plan.checked_outs[id(outs[0]) if outs else 0] = checked
+            checked = known.check(outs, operands.arrays, self.group.shared)
         call.checked_outs = checked
         call.fingerprint ^= checked.per_node_digest
         for at, others in enumerate(call.other_outs, 1):
@@ -388,9 +384,3 @@ class Reductions:
             self._name_for(call),
             "" if ranks is None else f", to {name_ranks(ranks)}",
         )
-
-
-def _checked_before(plan: Plan, outs: Sequence[Any], operands: Operands) -> CheckedOuts | None:
-    """Return the same outs as an earlier call of a plan has checked them; `None` if they are new."""
-    checked = plan.checked_outs.get(id(outs[0]) if outs else 0)
-    return checked if checked is not None and checked.matches(outs, operands.arrays) else None

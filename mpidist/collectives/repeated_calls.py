@@ -31,20 +31,21 @@ class CallKey(NamedTuple):
         reduce_op: The reduction, as the user wrote it.
         shape: The shape of the array.
         dtype: The dtype of the array.
-        is_in_place: Whether the array takes the result.
+        has_out: Whether an array of the caller's takes the result.
     """
 
     name: str
     reduce_op: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    is_in_place: bool
+    has_out: bool
 
 
 def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any) -> CallKey | None:
     """Return the key of a call that can be cached; `None` for another call.
 
-    These calls reduce one NumPy array, into a new array or in place, with the options of the algorithm.
+    These calls reduce one NumPy array, with the options of the algorithm: into a new array, in place, or into another
+    array of the same kind, with which it shares no memory.
 
     Args:
         name: The name of the call.
@@ -56,10 +57,19 @@ def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: A
     """
     if type(value) is not np.ndarray or options is not None or error is not None or type(reduce_op) not in _OP_TYPES:
         return None
-    is_in_place, flags = out is value, value.flags
-    if not (flags.c_contiguous and flags.aligned) or (is_in_place and not flags.writeable):
+    if not (value.flags.c_contiguous and value.flags.aligned and (out is None or _takes_result(out, value))):
         return None
-    return CallKey(name, reduce_op, value.shape, value.dtype, is_in_place) if is_in_place or out is None else None
+    return CallKey(name, reduce_op, value.shape, value.dtype, out is not None)
+
+
+def _takes_result(out: Any, value: np.ndarray[Any, Any]) -> bool:
+    """Whether an array takes the result of another one as it takes the array's own."""
+    if type(out) is not np.ndarray or not out.flags.writeable:
+        return False
+    if out is value:
+        return True
+    is_alike = out.shape == value.shape and out.dtype == value.dtype and out.flags.c_contiguous and out.flags.aligned
+    return is_alike and not np.may_share_memory(out, value)
 
 
 @final
@@ -90,8 +100,15 @@ class RepeatedCalls:
         self._cached: dict[CallKey, _CachedCall | None] = {}  # `None`: such calls have to be checked each time
         self._cached_for: Levels | None = None
 
-    def run(self, key: CallKey, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    def run(
+        self, key: CallKey, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None
+    ) -> np.ndarray[Any, Any] | None:
         """Reduce an array as an earlier call did, if there was one. Collective, unless it returns `None`.
+
+        Args:
+            key: The key of the call.
+            array: The array.
+            out: The array that takes the result; `None` for a new one.
 
         Returns:
             The result; `None` if there was no such call before, or if this array has to be checked.
@@ -103,13 +120,13 @@ class RepeatedCalls:
         if cached is None or self._cached_for is not group.levels:  # a reset makes new levels
             return None
         call, execution, one_array = cached
-        variant = execution.variant_of(array, key.is_in_place)
+        variant = execution.variant_of(array, out)
         if variant is None:
             return None
         group.enter(call.name)
         if group.calls:
             group.calls.finish()
-        out, begun = array if key.is_in_place else None, None
+        begun = None
         try:
             begun, call.variant = one_array.begin(array, out), variant
         except Exception as problem:  # whatever it is, the other ranks must learn of it

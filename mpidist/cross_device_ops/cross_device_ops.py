@@ -246,7 +246,7 @@ class CrossDeviceOps(Algorithm):
         """
         reductions = self._reductions()
         key = key_of_one_array(call, reduce_op, value, options, out, error)
-        if key is not None and (result := reductions.repeated.run(key, value)) is not None:
+        if key is not None and (result := reductions.repeated.run(key, value, out)) is not None:
             return result
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(reduction_call)

@@ -109,6 +109,37 @@ def test_calls_of_private_arrays_are_repeated_beside_symmetric_ones(
     assert repeated == [False, *[again] * 5, *[again and symmetric.size < 100] * 3]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_into_another_array_are_repeated(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool], shape: tuple[int, ...]
+) -> None:
+    """Into arrays that own their memory, and halves of one array; what a rank passes as `out` is its own affair."""
+    strategy.symmetric_empty(2, np.float64)
+    value, other, whole = np.empty(shape), np.empty(shape), np.empty((2, *shape))
+    one, two = whole[0, ...], whole[1, ...]
+    for step, (given, out) in enumerate([(value, other), (one, two), (other, two), (value, value)] * 2):
+        given[...] = step + comm.rank
+        out = [out, None, given][(step + comm.rank) % 3] if step > 3 else out
+        result = all_reduce(strategy, "SUM", given, out=out)
+        assert out is None or result is out
+        assert (result == step * comm.size + total(comm) - comm.size).all()
+        assert out is given or (given == step + comm.rank).all()
+    assert repeated[:4] == [False, *[shares_memory(strategy)] * 3]
+
+
+def test_an_out_that_is_not_apart_is_looked_at(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:
+    whole, alone = np.empty(60_000), np.empty(50_000)
+    of_node = strategy.symmetric_empty(50_000, np.float64, per_node=True)
+    symmetric = strategy.symmetric_empty(50_000, np.float64)
+    for value, out in [(alone, whole[:50_000]), (whole[:50_000], whole[10_000:]), (alone, of_node), (alone, symmetric)]:
+        for step in range(2):
+            value[...] = np.arange(50_000) + comm.rank + step
+            all_reduce(strategy, "SUM", value, out=out)
+            assert (out == comm.size * (np.arange(50_000) + step) + total(comm) - comm.size).all()
+            comm.Barrier()
+    assert repeated == [False, shares_memory(strategy), *[False] * 4]  # overlapping ones are not even asked for
+
+
 @several
 def test_a_view_of_an_array_per_node_is_refused_beside_repeated_calls(strategy: Strategy, comm: Intracomm) -> None:
     """In place of some ranks, after calls of equal arrays that were fine."""

@@ -49,6 +49,26 @@ def test_inputs_of_any_layout_are_read_and_left_alone(strategy: Strategy, layout
             assert (bits(value), value.strides) == before
 
 
+@pytest.mark.parametrize("kib", [16, 32, 64, 128])
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_lists_around_each_size_from_which_on_another_way_is_faster(strategy: Strategy, op: str, kib: int) -> None:
+    """Into new arrays, in place, and the same in memory that the ranks of a node share."""
+    size, rank = strategy.topology.size, strategy.topology.rank
+    want = size * (size + 1) / 2 if op == "SUM" else size
+    for count in (1, 4, 50):
+        for more in (-1, 0, 1):
+            private = [np.empty(length, np.float32) for length in [kib * 256 // count] * (count - 1)]
+            private.append(np.empty(kib * 256 + more - sum(array.size for array in private), np.float32))
+            for values in (private, strategy.symmetric_empty_like(private)):
+                for out in (None, None, values):
+                    for value in values:
+                        value[...] = rank + 1
+                    results = all_reduce(strategy, op, values, out=out)
+                    assert all((result == want).all() for result in results)
+                    assert out is not None or all((value == rank + 1).all() for value in values)
+                    strategy.barrier()
+
+
 def test_a_broadcast_array_counts_with_all_its_elements(strategy: Strategy) -> None:
     """X50: a stride of 0."""
     value = np.broadcast_to(np.float32(2), (3, 5))

@@ -1,6 +1,6 @@
 """What a rank passes to a call: values, destinations and outs, checked, and described for the other ranks."""
 
-from mpidist.collectives.arguments.checked_outs import CheckedOuts, HostOuts
+from mpidist.collectives.arguments.checked_outs import CheckedOuts, HostOuts, KnownOuts
 from mpidist.collectives.arguments.destinations import (
     NO_CONTRIBUTIONS,
     MirroredLeaves,
@@ -45,6 +45,7 @@ __all__ = [
     "Arguments",
     "CheckedOuts",
     "HostOuts",
+    "KnownOuts",
     "MirroredLeaves",
     "NewResults",
     "Operands",

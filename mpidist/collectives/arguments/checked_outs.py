@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec
-from mpidist.collectives.arguments.out_arrays import check_outs, flatten_out, is_target, native_outs
+from mpidist.collectives.arguments.out_arrays import check_outs, flatten_out, is_target, native_outs, owners_of
 from mpidist.transport import SharedArrays, fingerprint_of, native, places_digest
 from mpidist.transport import arrays as native_arrays
 
-__all__ = ["CheckedOuts", "HostOuts"]
+__all__ = ["CheckedOuts", "HostOuts", "KnownOuts"]
+
+_MAX_OUTS: Final = 256  # lists of outs of one plan: layers of one shape have one plan
 
 
 @final
@@ -27,6 +29,7 @@ class CheckedOuts:
         specs: The shapes and dtypes of the values.
         dtypes: The dtype of each result.
         shared: The arrays that the node shares.
+        on_gone: Called when one of the arrays is gone.
 
     Attributes:
         per_node_indices: The indices of outs that are per-node arrays.
@@ -34,6 +37,7 @@ class CheckedOuts:
         places: The places of the arrays in shared memory; `None` if some array is private.
         places_digest: The digest of `places`.
         are_targets: Whether results can be made in all of the arrays: see `target_arrays`.
+        owners: What owns the host memory of the arrays: see `owners_of`.
 
     Raises:
         InvalidArgumentError: As `check_outs`.
@@ -46,18 +50,21 @@ class CheckedOuts:
         specs: Sequence[Spec],
         dtypes: Sequence[np.dtype[Any]],
         shared: SharedArrays,
+        on_gone: Callable[[], None] | None = None,
     ) -> None:
         check_outs(outs, arrays, specs, dtypes)
         are_known = all(
             type(out) is np.ndarray or native_arrays.is_cupy(out) for out in outs
         )  # `native_outs` returns these
-        self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_known else []
+        forget = None if on_gone is None else lambda _: on_gone()
+        self._outs: list[Callable[[], Any]] = [weakref.ref(out, forget) for out in outs] if are_known else []
         self._forms = [(out.shape, out.dtype) for out in outs]
         self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
         self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
         self.places = shared.places(outs)
         self.places_digest = places_digest(self.places)
         self.are_targets = all(is_target(out, shared) for out in outs)
+        self.owners = None if any(spec.device for spec in specs) else owners_of(outs)
 
     def matches(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
         """Whether these are the checked arrays, unchanged in shape and dtype, and still writeable.
@@ -76,6 +83,54 @@ class CheckedOuts:
             if out is not array and (out.shape, out.dtype) != form:
                 return False
         return True
+
+
+@final
+class KnownOuts:
+    """The outs of earlier calls of one plan, which are not checked again. Arrays that are gone are forgotten.
+
+    Args:
+        specs: The shapes and dtypes of the values.
+        dtypes: The dtype of each result.
+    """
+
+    def __init__(self, specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> None:
+        self._specs, self._dtypes = specs, dtypes
+        self._checked: dict[int, CheckedOuts] = {}  # by the id of the first out
+
+    def find(self, outs: Sequence[Any], arrays: Sequence[Any]) -> CheckedOuts | None:
+        """Return outs as an earlier call has checked them; `None` for other ones.
+
+        Args:
+            outs: The arrays.
+            arrays: The values that are reduced.
+        """
+        checked = self._checked.get(id(outs[0]) if outs else 0)
+        return checked if checked is not None and checked.matches(outs, arrays) else None
+
+    def check(self, outs: Sequence[Any], arrays: Sequence[Any], shared: SharedArrays) -> CheckedOuts:
+        """Check outs that are not known, and remember them until one is gone.
+
+        Args:
+            outs: The arrays.
+            arrays: The values that are reduced.
+            shared: The arrays that the node shares.
+
+        Raises:
+            InvalidArgumentError: As `check_outs`.
+        """
+        key, weak = id(outs[0]) if outs else 0, weakref.ref(self)
+
+        def forget() -> None:
+            known = weak()
+            if known is not None:
+                known._checked.pop(key, None)
+
+        if len(self._checked) >= _MAX_OUTS:
+            self._checked.clear()
+        # What is known refers to shared memory, which is given back when its arrays are gone.
+        checked = self._checked[key] = CheckedOuts(outs, arrays, self._specs, self._dtypes, shared, forget)
+        return checked
 
 
 @final

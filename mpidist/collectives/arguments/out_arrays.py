@@ -22,6 +22,7 @@ __all__ = [
     "flatten_out",
     "is_target",
     "native_outs",
+    "owners_of",
     "target_arrays",
     "write_outs",
 ]
@@ -205,8 +206,8 @@ def target_arrays(
     ]
 
 
-def _owners(arrays: Sequence[Any]) -> set[int] | None:
-    """Return what owns the memory of arrays, by `id`; `None` if something else may own some of it."""
+def owners_of(arrays: Sequence[Any]) -> set[int] | None:
+    """Return what owns the memory of arrays, by `id`; `None` if something else may own some of it. Local."""
     if arrays and native_arrays.is_device(arrays[0]):
         return native_arrays.allocations_of_gpu(arrays)
     if set(map(type, arrays)) == {np.ndarray} and all(map(_owns_data, arrays)):
@@ -223,23 +224,26 @@ def _owner(array: Any) -> int | None:
     return id(owner) if type(owner) is np.ndarray and owner.flags.owndata else None
 
 
-def copy_overwritten(arrays: Sequence[Any], targets: Sequence[Any], are_shared: bool = False) -> list[Any]:
+def copy_overwritten(
+    arrays: Sequence[Any], targets: Sequence[Any], are_shared: bool = False, owners: set[int] | None = None
+) -> list[Any]:
     """Return the values, with a copy of each value that the result of another value may overwrite too early.
 
     Args:
         arrays: The values.
         targets: The arrays in which results are made.
         are_shared: Whether all targets lie in shared memory.
+        owners: What owns the memory of the targets, if that is known: see `owners_of`.
     """
     if all(map(is_, arrays, targets)):
         return list(arrays)
     # Owned memory overlaps neither shared memory nor what other arrays own.
     if are_shared and all(map(_owns_data, arrays)):
         return list(arrays)
-    owners = _owners(arrays)
-    if owners is not None:
-        others = set() if are_shared else _owners(targets)
-        if others is not None and owners.isdisjoint(others):
+    own = owners_of(arrays)
+    if own is not None:
+        others = set() if are_shared else owners or owners_of(targets)
+        if others is not None and own.isdisjoint(others):
             return list(arrays)
     bounds = sorted(native_arrays.memory_bounds(target) for target in targets if target.size)
     starts = [start for start, _ in bounds]

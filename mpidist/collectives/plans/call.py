@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import NO_OPERANDS, CheckedOuts, Operands, Spec, names_of
+from mpidist.collectives.arguments import NO_OPERANDS, CheckedOuts, KnownOuts, Operands, Spec, names_of
 from mpidist.collectives.plans.local_sums import LocalSums
 from mpidist.nest import form_text
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -107,7 +107,7 @@ class Plan:
 
     Attributes:
         uses_device: Whether some arrays lie in device memory.
-        checked_outs: The checked lists of outs of earlier calls, by the `id` of the first out.
+        known_outs: The outs of earlier calls.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Plan:
         self.details = details
         self.local_sums = local_sums
         self.uses_device = any(spec.device for spec in specs)
-        self.checked_outs: dict[int, CheckedOuts] = {}
+        self.known_outs = KnownOuts(specs, result_dtypes)
 
 
 @final

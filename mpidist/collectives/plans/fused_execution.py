@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from mpidist.collectives.arguments import Spec, copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.one_array import LargeArray, OneArray, SmallArray
-from mpidist.collectives.plans.places import NOWHERE, PRIVATE, Places
+from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.transport import (
     FusedArrays,
@@ -32,7 +33,10 @@ __all__ = ["FusedExecution"]
 # New results of many small arrays are views of one new array: to make and fill each by itself takes longer.
 _SMALL_RESULT: Final = 4096  # elements of an average array
 _MANY: Final = 4  # arrays
-_IN_PLACE_BYTES: Final = 128 << 10  # larger lists of symmetric arrays are added in place
+# Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: of one array, new results then lie in
+# shared memory, and a list is copied to and from its arrays at once.
+_COMPILED_ARRAY_BYTES: Final = 128 << 10
+_COMPILED_LIST_BYTES: Final = 32 << 10
 
 
 @final
@@ -79,13 +83,14 @@ class FusedExecution(Execution):
         self._reducer, self._lists, self._shared = reducer, lists, shared
         self._specs, self._results = specs, results
         self._agreement_is_barrier, self._wants_results = agreement_is_barrier, wants_results
-        self._outs_by_rank: tuple[Sequence[Place], list[list[list[Any]]]] = (), []  # of the last call
-        self._in_place: tuple[Places, list[InPlace]] = NOWHERE, []  # of the last call
+        self._known = KnownPlaces(shared)
+        self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
+        self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         self._small = None
-        if len(lists) == 1 and reducer.is_small(lists[0].nbytes):
+        if len(lists) == 1 and self._is_one_shot(lists[0]):
             self._small = reducer.one_shot(lists[0].count, lists[0].wire)
-        self._ignores_places = self._small is not None and self._is_copied(lists[0])
+        self._ignores_places = self._small is not None and _is_copied(lists[0])
         self._memories = [self._recycled(fused, memory) for fused in lists]
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
 
@@ -98,9 +103,9 @@ class FusedExecution(Execution):
             new = [memory.lend() for memory in self._memories]
         is_wanted = not self._ignores_places or (checked is not None and checked.per_node_digest)
         if is_wanted and self._shared.num_windows:
-            places = Places.of(self._shared, call.operands.arrays, call.outs, checked)
+            places = self._known.find(call.operands.arrays, call.outs, checked)
             call.variant = places.digest
-        if self._agreement_is_barrier and places.sources is None and places.outs is None and self._lists:
+        if self._agreement_is_barrier and self._lists and places.sources is None and not self._writes_outs(places):
             arrays, first = call.operands.arrays, self._lists[0]
             if self._small is not None:
                 staged = self._small.stage(arrays if self._is_one_array else [arrays[at] for at in first.indices])
@@ -115,7 +120,7 @@ class FusedExecution(Execution):
 
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
         places, staged, new = call.state if has_same_places else (NOWHERE, None, [])
-        if self._small is not None and places.outs is None:
+        if self._small is not None and not self._writes_outs(places):
             return self._add_small(call, staged)
         results, new, transfers = self._transfers(call, places, staged, new)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
@@ -126,7 +131,7 @@ class FusedExecution(Execution):
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
         places, staged, new = call.state if has_same_places else (NOWHERE, None, [])
-        if self._small is not None and places.outs is None:
+        if self._small is not None and not self._writes_outs(places):
             return self._add_small(call, staged)
         results, new, transfers = self._transfers(call, places, staged, new)
         for transfer, is_staged in transfers:
@@ -143,24 +148,36 @@ class FusedExecution(Execution):
             return SmallArray(self._memories[0], spec, fused, self._reducer, self._small)
         return LargeArray(self._memories[0], fused, self._reducer)
 
-    def variant_of(self, array: np.ndarray[Any, Any], is_in_place: bool) -> int | None:
-        """Return `CallRecord.variant` of a call of one array without other outs; `None` if `begin` has to find it."""
-        if not self._shared.num_windows or (self._ignores_places and not is_in_place):
+    def variant_of(self, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> int | None:
+        """Return `CallRecord.variant` of a call of one array; `None` if `begin` has to find it.
+
+        Args:
+            array: The array.
+            out: What takes the result; `None` for a new array.
+        """
+        shared = self._shared
+        if not shared.num_windows:
             return NOWHERE.digest
-        if self._shared.is_private(array):
+        if out is not None and out is not array and not shared.is_private(out):
+            return None
+        if self._ignores_places and out is not array:
+            return NOWHERE.digest
+        if shared.is_private(array):
             return NOWHERE.digest if self._ignores_places else PRIVATE.digest
-        place = self._shared.place(array) if self._ignores_places else None
+        place = shared.place(array) if self._ignores_places else None
         return None if place is None or place.per_node else NOWHERE.digest
 
     def _transfers(self, call: ReductionCall, places: Places, staged: Any, new: list[LentArrays]) -> _Transfers:
         """Return the arrays of the results, those of each list that are new, and the transfers."""
         outs, arrays = call.outs, call.operands.arrays
-        writes_outs = places.outs is not None and self._writes_shared_outs(places.outs)
+        writes_outs = self._writes_outs(places)
         if writes_outs and self._are_in_place(places):
             return _Transfers(list(outs or ()), [], self._in_place_transfers(places))
         results = list(outs or ()) if writes_outs else self._new_results(call)
         if outs is not None and not (writes_outs and places.sources is not None):
-            arrays = copy_overwritten(arrays, results, are_shared=writes_outs)
+            are_outs = call.checked_outs is not None and call.checked_outs.are_targets
+            owners = call.checked_outs.owners if call.checked_outs is not None and are_outs else None
+            arrays = copy_overwritten(arrays, results, places.outs is not None, owners)
         if outs is None and self._wants_results and not new:
             new = [memory.lend() for memory in self._memories]
         transfers: list[tuple[TwoShot | InPlace, bool]] = []
@@ -253,18 +270,19 @@ class FusedExecution(Execution):
         if places.sources is not None and fused.keeps_dtype:
             given.peers = _by_rank(places.sources, fused)
         if into is None:
-            assert places.outs is not None
-            given.shared = self._shared_outs(places.outs, fused)
+            given.shared = self._shared_outs(places, fused)
         elif self._wants_results:
             is_joined = len(into.arrays) != len(fused.indices)
             given.results = _flat_results(self._split(into.arrays[0], fused) if is_joined else into.arrays, fused)
         return self._two_shot(fused, given)
 
-    def _shared_outs(self, outs: Sequence[Place], fused: FusedList) -> list[list[Any]]:
-        """Return `_by_rank` of outs, which is known if the last call had the same: `CheckedOuts` keeps their places."""
-        if self._outs_by_rank[0] is not outs:
-            self._outs_by_rank = outs, [_by_rank(outs, one) for one in self._lists]
-        return self._outs_by_rank[1][next(at for at, one in enumerate(self._lists) if one is fused)]
+    def _shared_outs(self, places: Places, fused: FusedList) -> list[list[Any]]:
+        """Return the outs of each rank, which are known if they were those of an earlier call."""
+        outs = self._outs_by_rank.get(places)
+        if outs is None:
+            assert places.outs is not None
+            outs = self._outs_by_rank[places] = [_by_rank(places.outs, one) for one in self._lists]
+        return outs[next(at for at, one in enumerate(self._lists) if one is fused)]
 
     def _are_in_place(self, places: Places) -> bool:
         """Whether nothing is copied: all ranks that add reach the values and the outs."""
@@ -272,10 +290,9 @@ class FusedExecution(Execution):
         return on_one_node and all(fused.keeps_dtype for fused in self._lists)
 
     def _in_place_transfers(self, places: Places) -> list[tuple[TwoShot | InPlace, bool]]:
-        known, parts = self._in_place
-        if not places.has_same_arrays(known):
-            parts = [self._prepare_in_place(fused, places) for fused in self._lists]
-            self._in_place = places, parts
+        parts = self._in_place.get(places)
+        if parts is None:
+            parts = self._in_place[places] = [self._prepare_in_place(fused, places) for fused in self._lists]
         for fused in self._lists:
             self._reducer.count(fused.nbytes)
         return [(part, at > 0 or self._agreement_is_barrier) for at, part in enumerate(parts)]
@@ -288,14 +305,24 @@ class FusedExecution(Execution):
         runs = self._shared.runs(sources, outs, fused.wire)
         return InPlace(runs, self._reducer.slots, fused.reduction, fused.divide_by)
 
-    def _is_copied(self, fused: FusedList) -> bool:
-        """Whether a list is so small that copies with one barrier are faster than two barriers without copies."""
-        return self._reducer.is_small(fused.nbytes) and fused.nbytes <= _IN_PLACE_BYTES
+    def _is_one_shot(self, fused: FusedList) -> bool:
+        """Whether the only list is reduced by a one-shot all-reduce. Equal on all ranks."""
+        reducer = self._reducer
+        if reducer.result_arena(fused.reduction, fused.wire, fused.result_dtype) is not None:  # all ranks compile
+            most = _COMPILED_ARRAY_BYTES if len(fused.indices) == 1 else _COMPILED_LIST_BYTES
+            return fused.nbytes < most and reducer.is_small(fused.nbytes)
+        return reducer.is_small(fused.nbytes)
 
-    def _writes_shared_outs(self, outs: Sequence[Place]) -> bool:
-        """Whether the rank that adds writes the outs of all ranks; of small lists, each rank writes its own faster."""
+    def _writes_outs(self, places: Places) -> bool:
+        """Whether the rank that adds writes the outs of all ranks, which lie in shared memory.
+
+        Each rank copies to its own outs itself if values are private, which is compiled, or a value is small.
+        """
+        outs = places.outs
+        if outs is None or (places.sources is None and not outs[0].per_node):
+            return False
         return all(
-            fused.wire == fused.result_dtype and (outs[0].per_node or not self._is_copied(fused))
+            fused.wire == fused.result_dtype and (outs[0].per_node or not (self._small and _is_copied(fused)))
             for fused in self._lists
         )
 
@@ -326,6 +353,11 @@ class FusedExecution(Execution):
             parts.append(whole[at : at + length].reshape(self._specs[index].shape))
             at += length
         return parts
+
+
+def _is_copied(fused: FusedList) -> bool:
+    """Whether a small list is copied faster, with one barrier, than it is added in place with two barriers."""
+    return len(fused.indices) == 1
 
 
 def _are_joined(fused: FusedList) -> bool:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 from mpidist.collectives.arguments import CheckedOuts
 from mpidist.transport import Place, SharedArrays, places_digest
 
-__all__ = ["NOWHERE", "PRIVATE", "Places"]
+__all__ = ["NOWHERE", "PRIVATE", "KnownPlaces", "Places"]
+
+_MAX_KNOWN: Final = 256  # calls with other arrays
+
+# The ids of values in shared memory, and of the checked outs in shared memory, and whether the values are these outs.
+_Key = tuple[tuple[int, ...], int, bool]
 
 
 @final
-class Places(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Places:
     """Where the arguments of a call lie in shared memory of the node.
 
     Attributes:
@@ -26,31 +34,70 @@ class Places(NamedTuple):
     outs: list[Place] | None
     digest: int
 
-    def has_same_arrays(self, other: Places) -> bool:
-        """Whether both are the places of the same arrays."""
-        return _are_same(self.sources or (), other.sources or ()) and _are_same(self.outs or (), other.outs or ())
-
-    @classmethod
-    def of(
-        cls, shared: SharedArrays, arrays: Sequence[Any], outs: Sequence[Any] | None, checked: CheckedOuts | None
-    ) -> Places:
-        """Find the places of the values and of the outs."""
-        out_places = None if checked is None else checked.places
-        is_in_place = outs is not None and _are_same(arrays, outs)
-        sources = out_places if is_in_place else shared.places(arrays)
-        if sources is not None and sources[0].per_node:
-            sources = None
-        if sources is not None and out_places is not None and not _can_be_written_early(sources, out_places):
-            return PRIVATE
-        if sources is None and out_places is None:
-            return PRIVATE
-        outs_digest = 0 if checked is None else checked.places_digest
-        digest = outs_digest if is_in_place else places_digest(sources)
-        return cls(sources, out_places, digest ^ (outs_digest << 1))
-
 
 NOWHERE: Final = Places(None, None, 0)  # no shared array exists, or places make no difference
 PRIVATE: Final = Places(None, None, 2)  # private here; arguments of other ranks may lie in shared arrays
+
+
+@final
+class KnownPlaces:
+    """The places of the arguments of earlier calls: the same arrays have the same `Places`.
+
+    Places refer to shared memory, so they are forgotten as soon as one of their arrays is gone.
+
+    Args:
+        shared: The arrays that the node shares.
+    """
+
+    def __init__(self, shared: SharedArrays) -> None:
+        self._shared = shared
+        self._known: dict[_Key, tuple[Places, list[weakref.ref[Any]]]] = {}
+
+    def find(self, arrays: Sequence[Any], outs: Sequence[Any] | None, checked: CheckedOuts | None) -> Places:
+        """Find the places of the values and of the outs. Local.
+
+        Args:
+            arrays: The values.
+            outs: The outs; `None` for new results.
+            checked: The outs, checked.
+        """
+        first = self._shared.place(arrays[0]) if arrays else None
+        values = arrays if first is not None and not first.per_node else ()
+        shared_outs = checked if checked is not None and checked.places is not None else None
+        if not values and shared_outs is None:
+            return PRIVATE
+        is_in_place = shared_outs is not None and _are_same(values, outs or ())
+        key = () if is_in_place else tuple(map(id, values)), id(shared_outs), is_in_place
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            kept = [*values] if shared_outs is None else [*values, shared_outs]
+            places = self._look_up(values, shared_outs, is_in_place)
+            known = self._known[key] = places, self._references(key, kept)
+        return known[0]
+
+    def _look_up(self, values: Sequence[Any], checked: CheckedOuts | None, is_in_place: bool) -> Places:
+        outs = None if checked is None else checked.places
+        sources = outs if is_in_place else self._shared.places(values)
+        if sources is None and outs is None:
+            return PRIVATE
+        if sources is not None and outs is not None and not _can_be_written_early(sources, outs):
+            return PRIVATE
+        outs_digest = 0 if checked is None else checked.places_digest
+        digest = outs_digest if is_in_place else places_digest(sources)
+        return Places(sources, outs, digest ^ (outs_digest << 1))
+
+    def _references(self, key: _Key, objects: Sequence[Any]) -> list[weakref.ref[Any]]:
+        """Refer to objects so that what is known of them is forgotten once one is gone."""
+        weak = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            mine = weak()
+            if mine is not None:
+                mine._known.pop(key, None)
+
+        return [weakref.ref(one, forget) for one in objects]
 
 
 def _are_same(arrays: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,35 @@ def test_memory_is_given_back_when_its_arrays_are_gone(strategy: Strategy, per_n
     assert mapped() <= before + 1
     del view
     assert mapped() == before
+
+
+@both
+@pytest.mark.core
+@pytest.mark.parametrize("count", [5, 40_000])
+@pytest.mark.parametrize("is_value", [True, False], ids=["of a value", "of an out alone"])
+def test_memory_of_reduced_arrays_is_given_back_with_them(
+    strategy: Strategy, per_node: bool, count: int, is_value: bool
+) -> None:
+    """Also of lists, which calls remember to be faster the next time."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("/dev/shm/mpidist-")
+
+    own = [np.ones(count, np.float32), np.ones(3, np.float32)]
+    for step in range(4):
+        if step == 1:
+            before = mapped()
+        for values in own[0], own:
+            shared = strategy.symmetric_empty_like(values, per_node=per_node)
+            seen = weakref.ref(shared[0] if isinstance(shared, list) else shared)
+            for _ in range(2):
+                all_reduce(strategy, shared if is_value else values, values if is_value else shared)
+                all_reduce(strategy, shared, shared)
+            del shared
+            assert seen() is None
+        for value in own:
+            value[...] = 1
+    assert mapped() <= before
 
 
 @both

@@ -24,7 +24,7 @@ from tensors import Tensor
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
-from mpidist.transport import places_digest
+from mpidist.transport import SharedArrays, places_digest
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -119,6 +119,36 @@ def test_into_one_for_the_node(strategy: Strategy, count: int, source: str) -> N
         assert all_reduce(strategy, "SUM", value, out=out) is out
         value[...] = -1
         assert (out == total(strategy, step, count)).all()
+
+
+@every_size
+@pytest.mark.parametrize("per_node", [False, True], ids=["per rank", "per node"])
+def test_lists_of_equal_shapes_in_turn_are_prepared_once(
+    strategy: Strategy, count: int, per_node: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gradients of equal layers: into themselves, and into what was allocated in another order."""
+    shapes = [(count,), (3,), (2, 2)]
+    values = [[strategy.symmetric_empty(shape, np.float64) for shape in shapes] for _ in range(5)]
+    outs = [
+        [strategy.symmetric_empty(shape, np.float64, per_node=per_node) for shape in shapes]
+        if turn % 2
+        else values[turn]
+        for turn in range(5)
+    ]
+    prepared: list[Any] = []
+    really: Callable[..., Any] = SharedArrays.runs
+    monkeypatch.setattr(SharedArrays, "runs", lambda *arguments: prepared.append(1) or really(*arguments))
+    for step in steps(strategy, 3):
+        for turn in range(5):
+            for value in values[turn]:
+                fill(strategy, value, step + turn)
+            assert all_reduce(strategy, "SUM", values[turn], out=outs[turn]) is outs[turn]
+            for out in outs[turn]:
+                assert (out.reshape(-1) == total(strategy, step + turn, out.size)).all()
+            strategy.barrier()
+        if step == 0:
+            del prepared[:]
+    assert not prepared
 
 
 @every_size
