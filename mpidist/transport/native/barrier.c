@@ -89,7 +89,9 @@ static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num
         Py_RETURN_FALSE;
     Choice *choice = &self->choices[COPIES];
     const Timing timing = timing_begin(choice, self->forced_way, PyArray_NBYTES(into));
-    copy_by(timing.way, PyArray_BYTES(into), PyArray_BYTES(source), timing.nbytes);
+    Stream stream = {0};
+    copy_by(timing.way, &stream, PyArray_BYTES(into), PyArray_BYTES(source), timing.nbytes);
+    stream_flush(&stream);
     timing_end(choice, timing);
     Py_RETURN_TRUE;
 }

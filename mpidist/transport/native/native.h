@@ -69,15 +69,25 @@ Timing timing_begin(const Choice *choice, int forced, Py_ssize_t nbytes);
 /* Ends the streams, and learns from the time since `timing_begin`. */
 void timing_end(Choice *choice, Timing timing);
 
-/* Copies past the caches: without reading the lines that are written, or taking them from other cores one by one. Before
- * another rank may read them, `end_streams` follows. */
-void stream(char *to, const char *from, Py_ssize_t nbytes);
+/* Memory that is written past the caches: without reading its lines, or taking them from other cores one by one. Only whole
+ * lines are fast, so a line of which a part is known waits for the rest. Begins as {0}. */
+typedef struct {
+    char *to;                /* where the next byte goes */
+    Py_ssize_t held;         /* bytes before it that are not in memory yet, but in `line` */
+    char line[CACHE_LINE];
+} Stream;
+
+/* Writes after what was written last, or at another place. `stream_flush` follows. */
+void stream_write(Stream *stream, char *to, const char *from, Py_ssize_t nbytes);
+void stream_flush(Stream *stream);
+
+/* Before another rank may read what was written in streams. */
 void end_streams(void);
 
-static inline void copy_by(Way way, char *to, const char *from, Py_ssize_t nbytes)
+static inline void copy_by(Way way, Stream *stream, char *to, const char *from, Py_ssize_t nbytes)
 {
     if (way == STREAMED)
-        stream(to, from, nbytes);
+        stream_write(stream, to, from, nbytes);
     else
         memcpy(to, from, nbytes);
 }

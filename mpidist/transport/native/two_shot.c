@@ -109,6 +109,7 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
     const Py_ssize_t own = bound(count, barrier->size, barrier->rank + 1) - bound(count, barrier->size, barrier->rank);
     Choice *choice = &barrier->choices[COPIES];
     const Timing timing = timing_begin(choice, barrier->forced_way, (count - own) * self->itemsize);
+    Stream stream = {0};
     for (int lane = 0; lane < barrier->size; lane++) {
         if (lane == barrier->rank) continue;
         Py_ssize_t at = bound(count, barrier->size, lane), end = bound(count, barrier->size, lane + 1), left, room;
@@ -120,16 +121,17 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
                 left = least(left, room);
             }
             left = least(left, end - at);
-            copy_by(timing.way, into, source, left * self->itemsize);
+            copy_by(timing.way, &stream, into, source, left * self->itemsize);
         }
     }
+    stream_flush(&stream);
     timing_end(choice, timing);
 }
 
 /* Adds [count] elements of each rank's part. Writes the sums to `own`, if there is one, which other ranks do not read, and
- * to places that they read. */
+ * to places that they read: in a stream for each place, and one for `own`. */
 static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, char *own, char *const *shared,
-                   int num_shared, Way way)
+                   int num_shared, Way way, Stream *streams)
 {
     const int num_parts = self->barrier->size;
     if (way == CACHED && !self->streams && (own != NULL) + num_shared <= 2) {
@@ -140,18 +142,15 @@ static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, ch
     char *blocks[MOST_PARTS], block[COPIED_BLOCK] __attribute__((aligned(CACHE_LINE)));
     const int streams_own = own && self->streams;
     const Py_ssize_t most = (streams_own || way == STREAMED ? STREAMED_BLOCK : COPIED_BLOCK) / self->itemsize;
-    /* Blocks end where a line of the cache does, as streams write whole lines alone at full speed. */
-    const npy_uintp first_line = (npy_uintp)(streams_own ? own : shared[0]) % CACHE_LINE;
     for (Py_ssize_t begin = 0, length; begin < count; begin += length) {
-        length = least(begin ? most : most - (Py_ssize_t)first_line / self->itemsize, count - begin);
+        length = least(most, count - begin);
         const Py_ssize_t at = begin * self->itemsize, nbytes = length * self->itemsize;
         char *const sums = own && !streams_own ? own + at : block;
         for (int part = 0; part < num_parts; part++) blocks[part] = parts[part] + at;
         self->add(blocks, num_parts, length, self->divide_by, sums, NULL);
-        for (int place = 0; place < num_shared; place++) copy_by(way, shared[place] + at, sums, nbytes);
-        if (streams_own) stream(own + at, sums, nbytes);
+        for (int place = 0; place < num_shared; place++) copy_by(way, &streams[place], shared[place] + at, sums, nbytes);
+        if (streams_own) stream_write(&streams[num_shared], own + at, sums, nbytes);
     }
-    if (streams_own) end_streams();
 }
 
 static Kind kind_of_sums(const TwoShot *self)
@@ -168,6 +167,8 @@ static void fold(TwoShot *self)
     const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
     const Py_ssize_t start = bound(count, size, rank), end = bound(count, size, rank + 1);
     char *parts[MOST_PARTS], *shared[MOST_PARTS];
+    Stream streams[MOST_PARTS + 1];
+    for (int at = 0; at <= size; at++) streams[at] = (Stream){0};
     Choice *choice = &barrier->choices[kind_of_sums(self)];
     /* Large results are in no cache. For those of other ranks both ways take about as long, and copies tell better whether
      * the cores share a cache. */
@@ -191,8 +192,10 @@ static void fold(TwoShot *self)
         }
         if (!self->is_direct)
             shared[num_shared++] = self->is_one_place ? result : slot_of(self, rank, self->slot) + at * self->itemsize;
-        add_to(self, parts, left, self->is_one_place ? NULL : result, shared, num_shared, timing.way);
+        add_to(self, parts, left, self->is_one_place ? NULL : result, shared, num_shared, timing.way, streams);
     }
+    for (int at = 0; at <= size; at++) stream_flush(&streams[at]);
+    if (self->streams) end_streams();
     timing_end(choice, timing);
 }
 
@@ -202,6 +205,7 @@ static void copy_out(TwoShot *self)
     const Barrier *barrier = self->barrier;
     const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
     if (!self->results.num_pieces || self->is_one_place || self->is_direct) return;
+    Stream stream = {0};
     for (int lane = 0; lane < barrier->size; lane++) {
         if (lane == barrier->rank) continue;
         const char *slot = slot_of(self, lane, self->slot);
@@ -209,9 +213,10 @@ static void copy_out(TwoShot *self)
         for (; at < end; at += left) {
             char *result = seek(&self->copied, first + at, self->itemsize, &left);
             left = least(left, end - at);
-            copy_by(self->streams ? STREAMED : CACHED, result, slot + at * self->itemsize, left * self->itemsize);
+            copy_by(self->streams ? STREAMED : CACHED, &stream, result, slot + at * self->itemsize, left * self->itemsize);
         }
     }
+    stream_flush(&stream);
     if (self->streams) end_streams();
 }
 

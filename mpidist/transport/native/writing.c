@@ -55,19 +55,48 @@ void timing_end(Choice *choice, Timing timing)
     }
 }
 
-void stream(char *to, const char *from, Py_ssize_t nbytes)
+/* Copies whole lines. */
+static void stream_lines(char *to, const char *from, Py_ssize_t nbytes)
 {
 #if defined(__x86_64__)
-    const Py_ssize_t head = least(-(npy_uintp)to & 15, nbytes);
-    memcpy(to, from, head);
-    Py_ssize_t at = head;
-    for (; at + CACHE_LINE <= nbytes; at += CACHE_LINE)
-        for (int part = 0; part < CACHE_LINE; part += 16)
-            _mm_stream_si128((__m128i *)(to + at + part), _mm_loadu_si128((const __m128i *)(from + at + part)));
-    memcpy(to + at, from + at, nbytes - at);
+    for (Py_ssize_t at = 0; at < nbytes; at += 16)
+        _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
 #else
     memcpy(to, from, nbytes);
 #endif
+}
+
+void stream_flush(Stream *stream)
+{
+    char *const start = stream->to - stream->held;
+    if (stream->held == CACHE_LINE)
+        stream_lines(start, stream->line, CACHE_LINE);
+    else if (stream->held)
+        memcpy(start, stream->line + (npy_uintp)start % CACHE_LINE, stream->held);
+    stream->held = 0;
+}
+
+void stream_write(Stream *stream, char *to, const char *from, Py_ssize_t nbytes)
+{
+    if (to != stream->to) {
+        stream_flush(stream);
+        stream->to = to;
+    }
+    while (nbytes > 0) {
+        const Py_ssize_t within_line = (npy_uintp)stream->to % CACHE_LINE;
+        Py_ssize_t length = least(CACHE_LINE - within_line, nbytes);
+        if (length == CACHE_LINE) {
+            length = nbytes / CACHE_LINE * CACHE_LINE;
+            stream_lines(stream->to, from, length);
+        } else {
+            memcpy(stream->line + within_line, from, length);
+            stream->held += length;
+        }
+        stream->to += length;
+        from += length;
+        nbytes -= length;
+        if (stream->held && (npy_uintp)stream->to % CACHE_LINE == 0) stream_flush(stream);
+    }
 }
 
 void end_streams(void)

@@ -113,6 +113,13 @@ def test_copies_of_arrays_side_by_side() -> None:
         assert barrier.copy(into[1:], source[:-1])
         assert (into[1:] == source[:-1]).all()
         assert into[0] == 0
+        for start in range(20):  # parts of lines of the cache at both ends
+            for stop in range(start, start + 60):
+                into[...] = -1
+                assert barrier.copy(into[start:stop], source[start + 3 : stop + 3])
+                assert (into[start:stop] == source[start + 3 : stop + 3]).all()
+                assert (into[:start] == -1).all()
+                assert (into[stop:] == -1).all()
     assert not barrier.copy(into, source[:-1])
     assert not barrier.copy(into, source.astype(">f4"))
     assert not barrier.copy(into, source.astype(np.int32))
