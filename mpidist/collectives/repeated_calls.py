@@ -57,19 +57,20 @@ def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: A
     """
     if type(value) is not np.ndarray or options is not None or error is not None or type(reduce_op) not in _OP_TYPES:
         return None
-    if not (value.flags.c_contiguous and value.flags.aligned and (out is None or _takes_result(out, value))):
+    flags = value.flags
+    if not (flags.c_contiguous and flags.aligned):
+        return None
+    if out is not None and not (flags.writeable if out is value else _takes_result(out, value)):
         return None
     return CallKey(name, reduce_op, value.shape, value.dtype, out is not None)
 
 
 def _takes_result(out: Any, value: np.ndarray[Any, Any]) -> bool:
-    """Whether an array takes the result of another one as it takes the array's own."""
-    if type(out) is not np.ndarray or not out.flags.writeable:
+    """Whether another array takes the result of an array as that array would take it itself."""
+    if type(out) is not np.ndarray or out.shape != value.shape or out.dtype != value.dtype:
         return False
-    if out is value:
-        return True
-    is_alike = out.shape == value.shape and out.dtype == value.dtype and out.flags.c_contiguous and out.flags.aligned
-    return is_alike and not np.may_share_memory(out, value)
+    flags = out.flags
+    return flags.writeable and flags.c_contiguous and flags.aligned and not np.may_share_memory(out, value)
 
 
 @final

@@ -127,6 +127,22 @@ def test_calls_into_another_array_are_repeated(
     assert repeated[:4] == [False, *[shares_memory(strategy)] * 3]
 
 
+@pytest.mark.parametrize("shape", [(4, 2), (64, 4096)])
+def test_symmetric_values_of_private_results_are_as_private_ones(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool], shape: tuple[int, ...]
+) -> None:
+    """Where compiled code copies them, which takes a third of the time that others take to read them."""
+    symmetric, out = strategy.symmetric_empty(shape, np.float64), np.empty(shape)
+    for step in range(3):
+        for into in (None, out):
+            symmetric[...] = step
+            result = all_reduce(strategy, "SUM", symmetric, out=into)
+            assert (result == step * comm.size).all()
+            assert (symmetric == step).all()
+    again = shares_memory(strategy) and (native is not None or symmetric.size < 100)
+    assert repeated[2:] == [again] * 4
+
+
 def test_an_out_that_is_not_apart_is_looked_at(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:
     whole, alone = np.empty(60_000), np.empty(50_000)
     of_node = strategy.symmetric_empty(50_000, np.float64, per_node=True)

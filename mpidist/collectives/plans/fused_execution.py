@@ -83,7 +83,9 @@ class FusedExecution(Execution):
         self._reducer, self._lists, self._shared = reducer, lists, shared
         self._specs, self._results = specs, results
         self._agreement_is_barrier, self._wants_results = agreement_is_barrier, wants_results
-        self._known = KnownPlaces(shared)
+        arenas = [reducer.result_arena(fused.reduction, fused.wire, fused.result_dtype) for fused in lists]
+        self._is_compiled = None not in arenas  # on all ranks
+        self._known = KnownPlaces(shared, self._is_compiled)
         self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
@@ -162,6 +164,8 @@ class FusedExecution(Execution):
             return None
         if self._ignores_places and out is not array:
             return NOWHERE.digest
+        if self._is_compiled and out is not array:
+            return PRIVATE.digest
         if shared.is_private(array):
             return NOWHERE.digest if self._ignores_places else PRIVATE.digest
         place = shared.place(array) if self._ignores_places else None
@@ -307,11 +311,8 @@ class FusedExecution(Execution):
 
     def _is_one_shot(self, fused: FusedList) -> bool:
         """Whether the only list is reduced by a one-shot all-reduce. Equal on all ranks."""
-        reducer = self._reducer
-        if reducer.result_arena(fused.reduction, fused.wire, fused.result_dtype) is not None:  # all ranks compile
-            most = _COMPILED_ARRAY_BYTES if len(fused.indices) == 1 else _COMPILED_LIST_BYTES
-            return fused.nbytes < most and reducer.is_small(fused.nbytes)
-        return reducer.is_small(fused.nbytes)
+        most = _COMPILED_ARRAY_BYTES if len(fused.indices) == 1 else _COMPILED_LIST_BYTES
+        return self._reducer.is_small(fused.nbytes) and (fused.nbytes < most or not self._is_compiled)
 
     def _writes_outs(self, places: Places) -> bool:
         """Whether the rank that adds writes the outs of all ranks, which lie in shared memory.

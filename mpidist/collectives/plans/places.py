@@ -47,10 +47,12 @@ class KnownPlaces:
 
     Args:
         shared: The arrays that the node shares.
+        is_compiled: Whether compiled code copies all values of private results: it does so faster than others read
+            values in shared memory. Such values count as private.
     """
 
-    def __init__(self, shared: SharedArrays) -> None:
-        self._shared = shared
+    def __init__(self, shared: SharedArrays, is_compiled: bool) -> None:
+        self._shared, self._is_compiled = shared, is_compiled
         self._known: dict[_Key, tuple[Places, list[weakref.ref[Any]]]] = {}
 
     def find(self, arrays: Sequence[Any], outs: Sequence[Any] | None, checked: CheckedOuts | None) -> Places:
@@ -61,9 +63,11 @@ class KnownPlaces:
             outs: The outs; `None` for new results.
             checked: The outs, checked.
         """
+        shared_outs = checked if checked is not None and checked.places is not None else None
+        if shared_outs is None and self._is_compiled:
+            return PRIVATE
         first = self._shared.place(arrays[0]) if arrays else None
         values = arrays if first is not None and not first.per_node else ()
-        shared_outs = checked if checked is not None and checked.places is not None else None
         if not values and shared_outs is None:
             return PRIVATE
         is_in_place = shared_outs is not None and _are_same(values, outs or ())
