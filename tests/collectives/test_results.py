@@ -16,6 +16,7 @@ from tensors import Tensor
 import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.collectives.plans import fused_execution
 from mpidist.transport import count_text
 
 if TYPE_CHECKING:
@@ -67,6 +68,19 @@ def test_lists_around_each_size_from_which_on_another_way_is_faster(strategy: St
                     assert all((result == want).all() for result in results)
                     assert out is not None or all((value == rank + 1).all() for value in values)
                     strategy.barrier()
+
+
+def test_values_of_another_layout_are_copied_once(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    really: Callable[..., Any] = fused_execution._flat
+    monkeypatch.setattr(fused_execution, "_flat", lambda *arguments: made.append(1) or really(*arguments))
+    value = np.ones((300, 200), np.float32).T
+    for _ in range(3):
+        for out in (None, np.empty_like(value, order="C")):
+            made.clear()
+            result = all_reduce(strategy, "SUM", [value], out=None if out is None else [out])
+            assert (result[0] == strategy.topology.size).all()
+            assert len(made) == (1 if strategy.topology.size > 1 else 0)
 
 
 def test_a_broadcast_array_counts_with_all_its_elements(strategy: Strategy) -> None:

@@ -225,9 +225,11 @@ def _owner(array: Any) -> int | None:
 
 
 def copy_overwritten(
-    arrays: Sequence[Any], targets: Sequence[Any], are_shared: bool = False, owners: set[int] | None = None
+    arrays: list[Any], targets: Sequence[Any], are_shared: bool = False, owners: set[int] | None = None
 ) -> list[Any]:
     """Return the values, with a copy of each value that the result of another value may overwrite too early.
+
+    That is `arrays` itself if surely no value is overwritten.
 
     Args:
         arrays: The values.
@@ -236,15 +238,15 @@ def copy_overwritten(
         owners: What owns the memory of the targets, if that is known: see `owners_of`.
     """
     if all(map(is_, arrays, targets)):
-        return list(arrays)
+        return arrays
     # Owned memory overlaps neither shared memory nor what other arrays own.
     if are_shared and all(map(_owns_data, arrays)):
-        return list(arrays)
+        return arrays
     own = owners_of(arrays)
     if own is not None:
         others = set() if are_shared else owners or owners_of(targets)
         if others is not None and own.isdisjoint(others):
-            return list(arrays)
+            return arrays
     bounds = sorted(native_arrays.memory_bounds(target) for target in targets if target.size)
     starts = [start for start, _ in bounds]
     apart = []

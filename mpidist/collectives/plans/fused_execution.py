@@ -194,7 +194,8 @@ class FusedExecution(Execution):
                 transfers.append((self._shared_transfer(fused, arrays, into, places), False))
             else:
                 begun = None if at else staged
-                transfers.append((self._private_transfer(fused, begun, arrays, into), begun is not None))
+                are_copies = arrays is not call.operands.arrays  # some of them: results would overwrite the values
+                transfers.append((self._private_transfer(fused, begun, arrays, are_copies, into), begun is not None))
         return _Transfers(results, new, transfers)
 
     def _set_new(
@@ -248,7 +249,7 @@ class FusedExecution(Execution):
         return results
 
     def _private_transfer(
-        self, fused: FusedList, begun: TwoShot | None, arrays: Sequence[Any], into: LentArrays
+        self, fused: FusedList, begun: TwoShot | None, arrays: Sequence[Any], are_copies: bool, into: LentArrays
     ) -> TwoShot:
         transfer = begun
         if transfer is None:
@@ -256,8 +257,8 @@ class FusedExecution(Execution):
                 fused, FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
             )
             transfer.arrays.place = into.place
-        else:
-            transfer.arrays.sources = _flat(arrays, fused)  # with copies of arrays that results would overwrite
+        elif are_copies:
+            transfer.arrays.sources = _flat(arrays, fused)
         if not self._wants_results:
             return transfer
         if begun is None or not into.place:
