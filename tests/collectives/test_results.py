@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from tensors import Tensor
 import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.collectives.plans import fused_execution
 from mpidist.transport import count_text
 
 if TYPE_CHECKING:
@@ -70,17 +70,35 @@ def test_lists_around_each_size_from_which_on_another_way_is_faster(strategy: St
                     strategy.barrier()
 
 
-def test_values_of_another_layout_are_copied_once(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    really: Callable[..., Any] = fused_execution._flat
-    monkeypatch.setattr(fused_execution, "_flat", lambda *arguments: made.append(1) or really(*arguments))
-    value = np.ones((300, 200), np.float32).T
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_small_values_of_several_dtypes_share_a_barrier(strategy: Strategy, op: str) -> None:
+    """As metrics of a step: numbers, counts, and a histogram. Means of whole numbers are floats."""
+    size, rank = strategy.topology.size, strategy.topology.rank
+    of_ranks = {"SUM": size * (size + 1) / 2, "MEAN": (size + 1) / 2, "MAX": size}[op]
+    given = {"loss": 0.5, "count": 2, "bins": np.arange(7, dtype=np.int16), "rest": [np.ones((3, 3), "f4"), np.ones(0)]}
+    values = nest.map_structure(lambda value: np.asarray(value) * np.asarray(rank + 1, np.asarray(value).dtype), given)
+    outs = nest.map_structure(np.empty_like, all_reduce(strategy, op, values))
+    fused = strategy.extended.group.levels.fused
+    for step in range(4):
+        before = 0 if fused is None else fused.slots.barrier.count
+        result = all_reduce(strategy, op, values, out=outs if step % 2 else None)
+        for one, value in zip(nest.flatten(result)[0], nest.flatten(given)[0], strict=True):
+            assert (one == np.multiply(value, of_ranks)).all()
+            assert np.shape(one) == np.shape(value)
+        if fused is not None:
+            assert fused.slots.barrier.count == before + 1
+
+
+def test_values_of_another_layout_are_copied_once(strategy: Strategy) -> None:
+    value, out = np.ones((300, 200)).T, np.empty((200, 300))
+    most = 0
     for _ in range(3):
-        for out in (None, np.empty_like(value, order="C")):
-            made.clear()
-            result = all_reduce(strategy, "SUM", [value], out=None if out is None else [out])
-            assert (result[0] == strategy.topology.size).all()
-            assert len(made) == (1 if strategy.topology.size > 1 else 0)
+        tracemalloc.start()
+        all_reduce(strategy, "SUM", [value], out=[out])
+        most = tracemalloc.get_traced_memory()[1]  # the first call plans
+        tracemalloc.stop()
+        assert (out == strategy.topology.size).all()
+    assert most < 1.5 * value.nbytes
 
 
 def test_a_broadcast_array_counts_with_all_its_elements(strategy: Strategy) -> None:

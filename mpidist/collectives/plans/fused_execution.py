@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from mpidist.collectives.arguments import Spec, copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
+from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.one_array import LargeArray, OneArray, SmallArray
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
 from mpidist.collectives.plans.plan import FusedList
+from mpidist.collectives.plans.small_lists import SmallLists
 from mpidist.transport import (
     FusedArrays,
     FusedReducer,
@@ -20,7 +22,6 @@ from mpidist.transport import (
     LentArrays,
     Pending,
     Place,
-    RecycledResults,
     ResultMemory,
     SharedArrays,
     Steps,
@@ -29,14 +30,6 @@ from mpidist.transport import (
 )
 
 __all__ = ["FusedExecution"]
-
-# New results of many small arrays are views of one new array: to make and fill each by itself takes longer.
-_SMALL_RESULT: Final = 4096  # elements of an average array
-_MANY: Final = 4  # arrays
-# Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: of one array, new results then lie in
-# shared memory, and a list is copied to and from its arrays at once.
-_COMPILED_ARRAY_BYTES: Final = 128 << 10
-_COMPILED_LIST_BYTES: Final = 32 << 10
 
 
 @final
@@ -85,15 +78,18 @@ class FusedExecution(Execution):
         self._agreement_is_barrier, self._wants_results = agreement_is_barrier, wants_results
         arenas = [reducer.result_arena(fused.reduction, fused.wire, fused.result_dtype) for fused in lists]
         self._is_compiled = None not in arenas  # on all ranks
+        one_shots = SmallLists.one_shots_for(reducer, lists, self._is_compiled)
+        self._made = [
+            FusedResults(fused, specs, memory, None if one_shots else arena)
+            for fused, arena in zip(lists, arenas, strict=True)
+        ]
+        self._small = SmallLists(reducer, lists, self._made, one_shots) if one_shots else None
         self._known = KnownPlaces(shared, self._is_compiled)
         self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
-        self._small = None
-        if len(lists) == 1 and self._is_one_shot(lists[0]):
-            self._small = reducer.one_shot(lists[0].count, lists[0].wire)
-        self._ignores_places = self._small is not None and _is_copied(lists[0])
-        self._memories = [self._recycled(fused, memory) for fused in lists]
+        # A single small array is copied faster, with one barrier, than it is added in place with two barriers.
+        self._ignores_places = self._small is not None and len(specs) == 1
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
 
     def begin(self, call: ReductionCall) -> None:
@@ -102,7 +98,7 @@ class FusedExecution(Execution):
         staged: Any = None
         new: list[LentArrays] = []
         if call.outs is None and self._wants_results and self._small is None:
-            new = [memory.lend() for memory in self._memories]
+            new = [made.recycled.lend() for made in self._made]
         is_wanted = not self._ignores_places or (checked is not None and checked.per_node_digest)
         if is_wanted and self._shared.num_windows:
             places = self._known.find(call.operands.arrays, call.outs, checked)
@@ -110,7 +106,7 @@ class FusedExecution(Execution):
         if self._agreement_is_barrier and self._lists and places.sources is None and not self._writes_outs(places):
             arrays, first = call.operands.arrays, self._lists[0]
             if self._small is not None:
-                staged = self._small.stage(arrays if self._is_one_array else [arrays[at] for at in first.indices])
+                staged = self._small.stage(arrays)
             else:
                 staged = self._two_shot(
                     first, FusedArrays(first.wire, _flat(arrays, first), result_dtype=first.result_dtype)
@@ -147,8 +143,8 @@ class FusedExecution(Execution):
             return None
         fused, spec = self._lists[0], self._specs[0]
         if self._small is not None:
-            return SmallArray(self._memories[0], spec, fused, self._reducer, self._small)
-        return LargeArray(self._memories[0], fused, self._reducer)
+            return SmallArray(self._made[0].recycled, spec, fused, self._reducer, self._small.one_shots[0])
+        return LargeArray(self._made[0].recycled, fused, self._reducer)
 
     def variant_of(self, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> int | None:
         """Return `CallRecord.variant` of a call of one array; `None` if `begin` has to find it.
@@ -183,15 +179,15 @@ class FusedExecution(Execution):
             owners = call.checked_outs.owners if call.checked_outs is not None and are_outs else None
             arrays = copy_overwritten(arrays, results, places.outs is not None, owners)
         if outs is None and self._wants_results and not new:
-            new = [memory.lend() for memory in self._memories]
+            new = [made.recycled.lend() for made in self._made]
         transfers: list[tuple[TwoShot | InPlace, bool]] = []
         for at, fused in enumerate(self._lists):
             if writes_outs:
-                transfers.append((self._shared_transfer(fused, arrays, None, places), False))
+                transfers.append((self._shared_transfer(at, arrays, None, places), False))
                 continue
             into = new[at] if new else LentArrays([results[index] for index in fused.indices])
             if places.sources is not None:
-                transfers.append((self._shared_transfer(fused, arrays, into, places), False))
+                transfers.append((self._shared_transfer(at, arrays, into, places), False))
             else:
                 begun = None if at else staged
                 are_copies = arrays is not call.operands.arrays  # some of them: results would overwrite the values
@@ -202,12 +198,12 @@ class FusedExecution(Execution):
         self, results: list[Any], new: Sequence[LentArrays], transfers: Sequence[tuple[TwoShot | InPlace, bool]]
     ) -> None:
         """Set the results to new arrays, which have been written."""
-        for fused, memory, lent, (transfer, _) in zip(self._lists, self._memories, new, transfers, strict=False):
-            self._set_results(fused, memory.finalize(lent), results)
-            memory.note_use(isinstance(transfer, TwoShot) and transfer.was_restaged)
+        for made, lent, (transfer, _) in zip(self._made, new, transfers, strict=False):
+            made.set_new(made.recycled.finalize(lent), results)
+            made.recycled.note_use(isinstance(transfer, TwoShot) and transfer.was_restaged)
 
     def _new_results(self, call: ReductionCall) -> list[Any]:
-        """Return the array of each result; `None` for an array that `_set_results` sets later."""
+        """Return the array of each result; `None` for an array that is set later."""
         outs, checked = call.outs, call.checked_outs
         if outs is not None:
             if checked is not None and checked.are_targets:
@@ -219,33 +215,20 @@ class FusedExecution(Execution):
         return results
 
     def _add_small(self, call: ReductionCall, staged: Any) -> list[Any]:
-        fused, small, outs = self._lists[0], self._small, call.outs
+        small = self._small
         assert small is not None
         if staged is None:
-            arrays = call.operands.arrays
-            staged = small.stage([arrays[index] for index in fused.indices])
+            staged = small.stage(call.operands.arrays)
             self._reducer.synchronize()
-        self._reducer.count(fused.nbytes)
-        if self._is_one_array and self._wants_results:
-            result = self._memories[0].take()[0] if outs is None else self._new_results(call)[0]
-            small.add(staged, fused.reduction, fused.divide_by, result.reshape(-1))
-            return [result]
+        for fused in self._lists:
+            self._reducer.count(fused.nbytes)
         results = self._new_results(call)
-        if not self._wants_results:
-            return results
-        keeps = fused.wire == fused.result_dtype
-        total = np.empty(fused.count, fused.wire)
-        small.add(staged, fused.reduction, fused.divide_by if keeps else 1, total)
-        if not keeps:
-            with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-                total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
-        if outs is None and self._memories[0].is_kept and not _are_joined(fused):
-            self._set_results(fused, self._memories[0].take(), results)
-        for index, part in zip(fused.indices, self._split(total, fused), strict=True):
-            if results[index] is None:
-                results[index] = part
-            else:
-                results[index][...] = part
+        if self._wants_results and self._is_one_array:
+            fused, result = self._lists[0], self._made[0].recycled.take()[0] if call.outs is None else results[0]
+            small.one_shots[0].add(staged[0], fused.reduction, fused.divide_by, result.reshape(-1))
+            return [result]
+        if self._wants_results:
+            small.add(staged, results, call.outs is None)
         return results
 
     def _private_transfer(
@@ -267,27 +250,26 @@ class FusedExecution(Execution):
             transfer.set_results_schedule(self._reducer.schedule((fused.count,), fused.wire.itemsize))
         return transfer
 
-    def _shared_transfer(
-        self, fused: FusedList, arrays: Sequence[Any], into: LentArrays | None, places: Places
-    ) -> TwoShot:
-        """Return the transfer of values in shared memory, or to outs in shared memory if `into` is `None`."""
+    def _shared_transfer(self, at: int, arrays: Sequence[Any], into: LentArrays | None, places: Places) -> TwoShot:
+        """Return the transfer of a list's values in shared memory, or to outs in shared memory if `into` is `None`."""
+        fused = self._lists[at]
         given = FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
         if places.sources is not None and fused.keeps_dtype:
             given.peers = _by_rank(places.sources, fused)
         if into is None:
-            given.shared = self._shared_outs(places, fused)
+            given.shared = self._shared_outs(places)[at]
         elif self._wants_results:
             is_joined = len(into.arrays) != len(fused.indices)
-            given.results = _flat_results(self._split(into.arrays[0], fused) if is_joined else into.arrays, fused)
+            given.results = _flat_results(self._made[at].split(into.arrays[0]) if is_joined else into.arrays, fused)
         return self._two_shot(fused, given)
 
-    def _shared_outs(self, places: Places, fused: FusedList) -> list[list[Any]]:
-        """Return the outs of each rank, which are known if they were those of an earlier call."""
+    def _shared_outs(self, places: Places) -> list[list[list[Any]]]:
+        """Return the outs of each rank, for each list; they are known if they were those of an earlier call."""
         outs = self._outs_by_rank.get(places)
         if outs is None:
             assert places.outs is not None
             outs = self._outs_by_rank[places] = [_by_rank(places.outs, one) for one in self._lists]
-        return outs[next(at for at, one in enumerate(self._lists) if one is fused)]
+        return outs
 
     def _are_in_place(self, places: Places) -> bool:
         """Whether nothing is copied: all ranks that add reach the values and the outs."""
@@ -310,11 +292,6 @@ class FusedExecution(Execution):
         runs = self._shared.runs(sources, outs, fused.wire)
         return InPlace(runs, self._reducer.slots, fused.reduction, fused.divide_by)
 
-    def _is_one_shot(self, fused: FusedList) -> bool:
-        """Whether the only list is reduced by a one-shot all-reduce. Equal on all ranks."""
-        most = _COMPILED_ARRAY_BYTES if len(fused.indices) == 1 else _COMPILED_LIST_BYTES
-        return self._reducer.is_small(fused.nbytes) and (fused.nbytes < most or not self._is_compiled)
-
     def _writes_outs(self, places: Places) -> bool:
         """Whether the rank that adds writes the outs of all ranks, which lie in shared memory.
 
@@ -324,47 +301,12 @@ class FusedExecution(Execution):
         if outs is None or (places.sources is None and not outs[0].per_node):
             return False
         return all(
-            fused.wire == fused.result_dtype and (outs[0].per_node or not (self._small and _is_copied(fused)))
-            for fused in self._lists
+            fused.wire == fused.result_dtype and (outs[0].per_node or not self._ignores_places) for fused in self._lists
         )
 
     def _two_shot(self, fused: FusedList, arrays: FusedArrays) -> TwoShot:
         self._reducer.count(fused.nbytes)
         return self._reducer.two_shot(arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
-
-    def _set_results(self, fused: FusedList, new: list[Any], results: list[Any]) -> None:
-        """Set the results of a list to new arrays."""
-        parts = self._split(new[0], fused) if _are_joined(fused) else new
-        for index, part in zip(fused.indices, parts, strict=True):
-            results[index] = part
-
-    def _recycled(self, fused: FusedList, memory: ResultMemory) -> RecycledResults:
-        shapes = [(fused.count,)] if _are_joined(fused) else [self._specs[index].shape for index in fused.indices]
-        arena = None
-        if self._small is None:
-            arena = self._reducer.result_arena(fused.reduction, fused.wire, fused.result_dtype)
-        return memory.results(shapes, [fused.result_dtype] * len(shapes), arena)
-
-    def _split(self, whole: Any, fused: FusedList) -> list[Any]:
-        """Split a flat array into views with the shapes of a list's results."""
-        shape = self._specs[fused.indices[0]].shape
-        if fused.is_uniform:
-            return list(whole.reshape(len(fused.indices), *shape))
-        parts, at = [], 0
-        for index, length in zip(fused.indices, fused.lengths, strict=True):
-            parts.append(whole[at : at + length].reshape(self._specs[index].shape))
-            at += length
-        return parts
-
-
-def _is_copied(fused: FusedList) -> bool:
-    """Whether a small list is copied faster, with one barrier, than it is added in place with two barriers."""
-    return len(fused.indices) == 1
-
-
-def _are_joined(fused: FusedList) -> bool:
-    """Whether new results of a list are views of one new array."""
-    return len(fused.indices) >= _MANY and fused.count < _SMALL_RESULT * len(fused.indices)
 
 
 def _flat(arrays: Sequence[Any], fused: FusedList) -> list[Any]:

@@ -87,9 +87,9 @@ class FusedReducer:
         """Cut pieces of these lengths into chunks."""
         return fused_schedule(lengths, self.lanes, max(1, self.slots.slot_bytes // itemsize))
 
-    def _one_shot(self, count: int, dtype: np.dtype[Any]) -> OneShot:
-        """Make the one-shot all-reduce of small lists of a length."""
-        return OneShot(self.slots, count, dtype)
+    def _one_shot(self, count: int, dtype: np.dtype[Any], start: int = 0) -> OneShot:
+        """Make the one-shot all-reduce of small lists of a length, which begin at some byte of a slot."""
+        return OneShot(self.slots, count, dtype, start)
 
     def count(self, nbytes: int) -> None:
         """Count the traffic of an all-reduce within the node. `ShardExchange` counts that across nodes."""

@@ -24,11 +24,13 @@ class OneShot:
         slots: The node's staging memory.
         count: Number of elements.
         dtype: The dtype of the elements.
+        start: Where the elements lie in a slot, in bytes: several all-reduces may share a barrier.
     """
 
-    def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any], start: int = 0) -> None:
         self._slots = slots
-        self._parts = [[view[:count] for view in views] for views in slots.views(dtype)]
+        first = start // dtype.itemsize
+        self._parts = [[view[first : first + count] for view in views] for views in slots.views(dtype)]
 
     def stage(self, sources: Sequence[Array]) -> list[Array]:
         """Copy arrays, of any shape and layout, one after the other into this rank's slot. Local.

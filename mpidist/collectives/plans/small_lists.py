@@ -1,0 +1,96 @@
+"""Reductions of small fused lists: every rank adds all numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.collectives.plans.fused_results import FusedResults
+from mpidist.collectives.plans.plan import FusedList
+from mpidist.transport import FusedReducer, OneShot
+
+__all__ = ["SmallLists"]
+
+# Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: of one array, new results then lie in
+# shared memory, and a list is copied to and from its arrays at once.
+_COMPILED_ARRAY_BYTES: Final = 128 << 10
+_COMPILED_LIST_BYTES: Final = 32 << 10
+_ALIGNMENT: Final = 64  # bytes: of lists in a slot
+
+
+@final
+class SmallLists:
+    """Reduces small lists, which share one barrier: a call is `stage`, a barrier of the node, and `add`.
+
+    Args:
+        reducer: The transport.
+        lists: The lists, one for each dtype.
+        results: The results of each list.
+        one_shots: The all-reduce of each list.
+
+    Attributes:
+        one_shots: Those of the argument.
+    """
+
+    def __init__(
+        self,
+        reducer: FusedReducer,
+        lists: Sequence[FusedList],
+        results: Sequence[FusedResults],
+        one_shots: Sequence[OneShot],
+    ) -> None:
+        self._reducer, self._lists, self._results, self.one_shots = reducer, lists, results, one_shots
+
+    def stage(self, arrays: Sequence[Any]) -> list[list[Any]]:
+        """Stage the values. Local.
+
+        Args:
+            arrays: All values of the call.
+
+        Returns:
+            The argument of `add`.
+        """
+        return [
+            one_shot.stage([arrays[index] for index in fused.indices])
+            for one_shot, fused in zip(self.one_shots, self._lists, strict=True)
+        ]
+
+    def add(self, staged: list[list[Any]], results: list[Any], are_new: bool) -> None:
+        """Add what all ranks have staged. Local.
+
+        Args:
+            staged: What `stage` returned.
+            results: The results of the call, which are written; `None` where they become new arrays.
+            are_new: Whether there are no outs.
+        """
+        for at, (fused, made) in enumerate(zip(self._lists, self._results, strict=True)):
+            keeps = fused.wire == fused.result_dtype
+            total = np.empty(fused.count, fused.wire)
+            self.one_shots[at].add(staged[at], fused.reduction, fused.divide_by if keeps else 1, total)
+            if not keeps:
+                with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+                    total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
+            if are_new and made.recycled.is_kept and not made.are_joined:
+                made.set_new(made.recycled.take(), results)
+            made.copy(total, results)
+
+    @staticmethod
+    def one_shots_for(reducer: FusedReducer, lists: Sequence[FusedList], is_compiled: bool) -> list[OneShot]:
+        """Make the all-reduces of lists that are small together; none of larger ones. Equal on all ranks.
+
+        Args:
+            reducer: The transport.
+            lists: The lists.
+            is_compiled: Whether all ranks reduce larger lists by compiled code.
+        """
+        starts, end = [], 0
+        for fused in lists:
+            starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            end = starts[-1] + fused.nbytes
+        is_one_array = len(lists) == len(lists[0].indices) == 1 if lists else False
+        most = _COMPILED_ARRAY_BYTES if is_one_array else _COMPILED_LIST_BYTES
+        if not reducer.is_small(end) or (end >= most and is_compiled):
+            return []
+        return [reducer.one_shot(fused.count, fused.wire, start) for fused, start in zip(lists, starts, strict=True)]
