@@ -29,6 +29,7 @@ typedef struct {
     Cursor staged, own, added, copied, copied_in;
     PyObject *regions;              /* each rank's part of the memory of results in shared memory, or None */
     Py_ssize_t *distances;          /* [ranks] from this rank's results to those of a rank, in bytes */
+    Stream *written;                /* [ranks + 1] to the places of sums that other ranks read, then to own results */
     Py_ssize_t at;                  /* the chunk that is added; -1 before the first */
     Py_ssize_t slot, next_slot;     /* of that chunk, and of the one after it */
     int is_waiting, streams, is_one_place;
@@ -129,9 +130,9 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
 }
 
 /* Adds [count] elements of each rank's part. Writes the sums to `own`, if there is one, which other ranks do not read, and
- * to places that they read: in a stream for each place, and one for `own`. */
+ * to places that they read. */
 static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, char *own, char *const *shared,
-                   int num_shared, Way way, Stream *streams)
+                   int num_shared, Way way)
 {
     const int num_parts = self->barrier->size;
     if (way == CACHED && !self->streams && (own != NULL) + num_shared <= 2) {
@@ -148,8 +149,8 @@ static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, ch
         char *const sums = own && !streams_own ? own + at : block;
         for (int part = 0; part < num_parts; part++) blocks[part] = parts[part] + at;
         self->add(blocks, num_parts, length, self->divide_by, sums, NULL);
-        for (int place = 0; place < num_shared; place++) copy_by(way, &streams[place], shared[place] + at, sums, nbytes);
-        if (streams_own) stream_write(&streams[num_shared], own + at, sums, nbytes);
+        for (int place = 0; place < num_shared; place++) copy_by(way, &self->written[place], shared[place] + at, sums, nbytes);
+        if (streams_own) stream_write(&self->written[num_shared], own + at, sums, nbytes);
     }
 }
 
@@ -167,8 +168,6 @@ static void fold(TwoShot *self)
     const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
     const Py_ssize_t start = bound(count, size, rank), end = bound(count, size, rank + 1);
     char *parts[MOST_PARTS], *shared[MOST_PARTS];
-    Stream streams[MOST_PARTS + 1];
-    for (int at = 0; at <= size; at++) streams[at] = (Stream){0};
     Choice *choice = &barrier->choices[kind_of_sums(self)];
     /* Large results are in no cache. For those of other ranks both ways take about as long, and copies tell better whether
      * the cores share a cache. */
@@ -192,9 +191,9 @@ static void fold(TwoShot *self)
         }
         if (!self->is_direct)
             shared[num_shared++] = self->is_one_place ? result : slot_of(self, rank, self->slot) + at * self->itemsize;
-        add_to(self, parts, left, self->is_one_place ? NULL : result, shared, num_shared, timing.way, streams);
+        add_to(self, parts, left, self->is_one_place ? NULL : result, shared, num_shared, timing.way);
     }
-    for (int at = 0; at <= size; at++) stream_flush(&streams[at]);
+    for (int at = 0; at <= size; at++) stream_flush(&self->written[at]);
     if (self->streams) end_streams();
     timing_end(choice, timing);
 }
@@ -243,6 +242,7 @@ static void two_shot_dealloc(TwoShot *self)
     list_clear(&self->sources);
     list_clear(&self->results);
     PyMem_Free(self->distances);
+    PyMem_Free(self->written);
     Py_XDECREF(self->regions);
     Py_XDECREF(self->barrier);
     Py_XDECREF(self->dtype);
@@ -270,8 +270,10 @@ static int two_shot_init(TwoShot *self, PyObject *args, PyObject *kwargs)
     Py_INCREF(regions);
     Py_XSETREF(self->regions, regions);
     PyMem_Free(self->distances);
+    PyMem_Free(self->written);
     self->distances = PyMem_Calloc(self->barrier->size, sizeof *self->distances);
-    if (!self->distances) {
+    self->written = PyMem_Calloc(self->barrier->size + 1, sizeof *self->written);
+    if (!self->distances || !self->written) {
         PyErr_NoMemory();
         return -1;
     }
