@@ -79,6 +79,8 @@ def _native(index: int, out: Any, same: Any) -> Any:
         library = library_of(out)
     except TypeError:
         return out
+    if same is not None and library.is_target(out, same):
+        return same
     try:
         target = library.to_target(out)
     except TypeError as error:

@@ -42,6 +42,10 @@ class ArrayLibrary(ABC):
         """View a value as a native array through which results are written to the value; `None` if it has none."""
         return None
 
+    def is_target(self, value: Any, array: NativeArray) -> bool:
+        """Whether `to_native`, just now, has returned an array that `to_target` would return, too. False: perhaps."""
+        return False
+
 
 def kind_of(value: Any) -> str:
     """Name the type of a value, with its module."""

@@ -57,6 +57,9 @@ class TorchTensors(ArrayLibrary):
             raise TypeError("the tensor is a view whose numbers are conjugated or negated as they are read: clone it")
         return None if value.is_cuda else self.to_native(value)
 
+    def is_target(self, value: Any, array: NativeArray) -> bool:
+        return _VIEWS.has(value, array)
+
 
 class _Known(NamedTuple):
     """A tensor, and its native array: which is right while the other attributes are those of the tensor."""
@@ -104,6 +107,11 @@ class _Views:
             gone = weakref.ref(tensor, lambda _: known.pop(key, None))
             known[key] = _Known(gone, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, array)
         return array
+
+    def has(self, tensor: Any, array: NativeArray) -> bool:
+        """Whether an array was the native array of a tensor when that was looked up last, and no copy."""
+        found = self._known.get(id(tensor))
+        return found is not None and found.array is array
 
     def forget(self, tensor: Any) -> None:
         """Keep no memory that a tensor had before."""
