@@ -54,11 +54,11 @@ class _AllGather(Arguments):
             arrays_of_replicas = [self.operands.arrays, *(Operands(leaves).arrays for leaves in others)]
             joined = [_concatenated(arrays, axis) for arrays in zip(*arrays_of_replicas, strict=True)]
             self.operands = self.operands.with_arrays(joined)
-        self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
+        self.axes = [axis_of(axis, array.shape) for array in self.operands.arrays]
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
         self.lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
         topology, own = group.topology, sum(host_sizes(self.operands.specs, [a.dtype for a in self.operands.arrays]))
-        require_memory(call, own * topology.local_size, topology.local_size)  # of this rank's part alone
+        require_memory(own * topology.local_size, topology.local_size)  # of this rank's part alone
         self.room = node_bytes() // topology.local_size
         # Where equal parts of all ranks would not fit, no two ranks are alike: all tell their lengths and room.
         alike = self.lengths, topology.rank if own * topology.size > self.room else None
@@ -172,7 +172,7 @@ def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]]
 def _concatenated(parts: Sequence[Any], axis: int) -> Any:
     """Concatenate the arrays of this rank's replicas."""
     first = parts[0]
-    at = axis_of(axis, first.shape, "concatenate")
+    at = axis_of(axis, first.shape)
     for part in parts:
         if part.dtype != first.dtype or _off_axis(part, at) != _off_axis(first, at):
             raise InvalidArgumentError(

@@ -53,10 +53,10 @@ class _ReduceScatter(Arguments):
         leaves, self.structure = nest.flatten(self.value)
         require_values(leaves, self.value)
         self.operands = Operands.of(leaves, group.devices, call)
-        self.axes = [axis_of(axis, array.shape, "scatter") for array in self.operands.arrays]
+        self.axes = [axis_of(axis, array.shape) for array in self.operands.arrays]
         specs, topology = self.operands.specs, group.topology
         dtypes = [wire_and_result_dtypes(self.op, spec.dtype)[1] for spec in specs]
-        require_memory(call, sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
+        require_memory(sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
         # Each [this rank's part of the axis, the other axes]. Made now, so that all ranks learn if one lacks memory.
         self.results = result_arrays(
             [_part_of(spec, at, topology) for spec, at in zip(specs, self.axes, strict=True)],

@@ -125,7 +125,7 @@ class JointCalls:
         call = f"reduce_scatter along axis {axis}"
         result = self._ops.all_reduce(joined.op, joined.value, joined.options, call=call, error=error or mismatch)
         leaves, _ = nest.flatten(result)
-        axes = [axis_of(axis, leaf.shape, "scatter") for leaf in leaves]
+        axes = [axis_of(axis, leaf.shape) for leaf in leaves]
         results = []
         for at, replica_id in enumerate(self._replicas.ids_here):
             parts = [
