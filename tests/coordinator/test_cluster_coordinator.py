@@ -238,6 +238,8 @@ def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
         ):
             with pytest.raises(kind, match=text):
                 coordinator.schedule(fn, args)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="kwargs must be a dict, got list"):
+            coordinator.schedule(echo, (1,), ["item"])  # type: ignore[arg-type]
         assert HERE["dataset"] is not None
         for name, text in (
             ("test: return an object", "the result of 'test: return an object' has an item of type object, and needs"),
