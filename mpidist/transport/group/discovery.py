@@ -162,9 +162,8 @@ def _agreed_settings(comm: Intracomm) -> Settings:
             for rank, report in enumerate(everyone):
                 values.setdefault(report[reports].get(name), []).append(rank)
             if len(values) > 1:
-                who = "; ".join(
-                    f"{name_ranks(ranks)}: {'not set' if value is None else value!r}" for value, ranks in values.items()
-                )
+                texts = {value: "not set" if value is None else repr(value) for value in values}
+                who = "; ".join(f"{name_ranks(ranks)}: {texts[value]}" for value, ranks in values.items())
                 raise TopologyError(f"the {what} {name} must be the same on all ranks: {who}; {advice}")
     if comm.rank == 0:
         _warn_of_unknown(variables)
