@@ -88,6 +88,8 @@ def test_args_that_are_no_list_or_tuple_are_refused(strategy: Strategy, args: An
     """X34."""
     with pytest.raises(ValueError, match="must be a list or tuple"):
         strategy.run(lambda: None, args)
+    with pytest.raises(ValueError, match="kwargs must be a dict, got list"):
+        strategy.run(lambda: None, kwargs=[args])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="options must be None"):
         strategy.run(lambda: None, options=object())  # type: ignore[arg-type]
 
