@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -38,6 +38,8 @@ from mpidist.transport import (
 from mpidist.values import Contributions, contributions
 
 __all__ = ["all_gather"]
+
+_SMALL_BYTES: Final = 256 << 10  # memory that hardly lacks: to ask all ranks would take longer than the gather
 
 Array = np.ndarray[Any, Any]
 
@@ -202,6 +204,8 @@ def _allocate_together(group: SyncGroup, opened: _AllGather, lengths: Array) -> 
     Raises:
         MemoryError: If a rank has too little. On all ranks.
     """
+    if 0 < opened.host_bytes(lengths) < _SMALL_BYTES:  # the same on all ranks
+        return opened.allocate(group, lengths)
     memory, error = [], None
     try:
         memory = opened.allocate(group, lengths)
