@@ -60,6 +60,19 @@ def test_all_raise_what_one_raised(strategy: Strategy, number: int) -> None:
 
 
 @pytest.mark.ranks(min=2)
+def test_data_that_end_on_one_rank_end_on_all(strategy: Strategy) -> None:
+    """A StopIteration, which no generator can raise."""
+    rank, batches = strategy.topology.rank, []
+    rows = iter(range(3 if rank == 0 else 5))
+    with pytest.raises(StopIteration):
+        while True:
+            with strategy.raise_together("the next batch"):
+                batch = next(rows)
+            batches.append(batch)
+    assert batches == [0, 1, 2]
+    assert strategy.reduce("SUM", 1.0) == strategy.topology.size
+
+
 def test_the_lowest_rank_is_heard(strategy: Strategy) -> None:
     size = strategy.topology.size
     with pytest.raises(OSError, match=r"^mine is rank 1$") as caught, strategy.raise_together():
