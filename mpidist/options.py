@@ -131,7 +131,7 @@ class CommunicationOptions:
     Raises:
         ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, if `implementation` or `compression` is not
             known, or if `implementation` is `RING` with compression, which would round partial sums at each rank.
-        TypeError: If one of these is no number, or if `reproducible` or `compress_everywhere` is no truth value.
+        TypeError: If one of these is no number, or if `reproducible` or `compress_everywhere` is no bool.
     """
 
     bytes_per_pack: int = 0
@@ -162,7 +162,7 @@ class CommunicationOptions:
                 raise ValueError(f"timeout_seconds must be >= 0, got {timeout_seconds}; 0 and None wait for ever")
         for name, value in (("reproducible", reproducible), ("compress_everywhere", compress_everywhere)):
             if not isinstance(value, (bool, np.bool_)):
-                raise TypeError(f"{name} is True or False, not {value!r}")
+                raise TypeError(f"{name} is a bool, not {value!r}")
         object.__setattr__(self, "bytes_per_pack", int(bytes_per_pack))
         object.__setattr__(self, "timeout_seconds", timeout_seconds)
         object.__setattr__(self, "implementation", CommunicationImplementation(implementation))
