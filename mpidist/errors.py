@@ -42,7 +42,7 @@ class DataLossError(OSError):
 
 
 class OutOfRangeError(IndexError):
-    """`get_next()` was called at the end of a data set, where a `for` loop just ends."""
+    """The end of a data set was passed: by `get_next()`, or by `next` in a function that a chief has scheduled."""
 
 
 class PeerFailedError(ConnectionError):

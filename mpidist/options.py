@@ -10,6 +10,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, TypeVar, final
 
+import numpy as np
+
 from mpidist.transport import value_text
 
 __all__ = [
@@ -129,7 +131,7 @@ class CommunicationOptions:
     Raises:
         ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, if `implementation` or `compression` is not
             known, or if `implementation` is `RING` with compression, which would round partial sums at each rank.
-        TypeError: If `bytes_per_pack` or `timeout_seconds` is not a number.
+        TypeError: If one of these is no number, or if `reproducible` or `compress_everywhere` is no bool.
     """
 
     bytes_per_pack: int = 0
@@ -158,6 +160,9 @@ class CommunicationOptions:
                 raise TypeError(f"timeout_seconds is a number of seconds or None, not {timeout_seconds!r}")
             if math.isnan(timeout_seconds) or timeout_seconds < 0:
                 raise ValueError(f"timeout_seconds must be >= 0, got {timeout_seconds}; 0 and None wait for ever")
+        for name, value in (("reproducible", reproducible), ("compress_everywhere", compress_everywhere)):
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{name} is a bool, not {value!r}")
         object.__setattr__(self, "bytes_per_pack", int(bytes_per_pack))
         object.__setattr__(self, "timeout_seconds", timeout_seconds)
         object.__setattr__(self, "implementation", CommunicationImplementation(implementation))

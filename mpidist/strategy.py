@@ -132,7 +132,7 @@ class Strategy(CollectiveCalls, ABC):
 
         Raises:
             InvalidArgumentError: If replicas of one rank make different calls. On every rank.
-            ValueError: If `args` is not a list or tuple, or `options` is given.
+            ValueError: If `args` is not a list or tuple, or `kwargs` no dict, or `options` is given.
             TypeError: If `fn` cannot be called.
             RuntimeError: Inside `run`, or inside another strategy's scope.
         """
@@ -142,6 +142,8 @@ class Strategy(CollectiveCalls, ABC):
             )
         if not isinstance(args, (list, tuple)):
             raise ValueError(f"run: positional args must be a list or tuple, got {type(args).__name__}")
+        if not isinstance(kwargs, (Mapping, type(None))):
+            raise ValueError(f"run: kwargs must be a dict, got {type(kwargs).__name__}")
         if options is not None:
             raise ValueError("run: options must be None; tf.distribute's RunOptions are for TPUs and mean nothing here")
         return self._extended.call_for_each_replica(fn, args, kwargs)

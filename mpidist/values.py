@@ -110,6 +110,12 @@ class PerReplica(_Components):
             "or take this rank's component, values[0]"
         )
 
+    def __bool__(self) -> NoReturn:
+        raise ValueError(
+            "a PerReplica is neither true nor false, as each replica has another component: reduce it, or take this "
+            "rank's component, values[0]"
+        )
+
 
 @final
 class Mirrored(_Components):

@@ -40,6 +40,8 @@ def test_defaults_ask_for_nothing() -> None:
         ({"timeout_seconds": math.nan}, ValueError),
         ({"timeout_seconds": "1"}, TypeError),
         ({"timeout_seconds": True}, TypeError),
+        ({"reproducible": "no"}, TypeError),
+        ({"compress_everywhere": "no"}, TypeError),
         ({"implementation": "MPI"}, ValueError),
         ({"implementation": ""}, ValueError),
         ({"implementation": None}, ValueError),

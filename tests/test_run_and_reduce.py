@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -87,6 +88,8 @@ def test_args_that_are_no_list_or_tuple_are_refused(strategy: Strategy, args: An
     """X34."""
     with pytest.raises(ValueError, match="must be a list or tuple"):
         strategy.run(lambda: None, args)
+    with pytest.raises(ValueError, match="kwargs must be a dict, got list"):
+        strategy.run(lambda: None, kwargs=[args])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="options must be None"):
         strategy.run(lambda: None, options=object())  # type: ignore[arg-type]
 
@@ -479,3 +482,45 @@ def test_options_are_taken_as_hints_with_a_warning(strategy: Strategy, call: str
     with pytest.warns(DeprecationWarning, match="hints"), refused:
         WITH_HINTS[call](strategy, experimental_hints=hints, **both)
     assert strategy.reduce("SUM", 1) == SIZE
+
+
+ONES, SHORT = np.ones(3), np.ones(2)
+REFUSED: dict[str, tuple[Callable[[Strategy], Any], str]] = {
+    "reduce: cannot take None": (lambda s: s.reduce("sum", None), "TypeError"),
+    "reduce: 'total' is not a valid ReduceOp": (lambda s: s.reduce("total", 1), "ValueError"),
+    "reduce: MEAN needs numbers": (lambda s: s.reduce("mean", True), "InvalidArgumentError"),
+    "reduce: destination rank 99": (lambda s: s.extended.reduce_to("sum", ONES, 99), "ValueError"),
+    "reduce along axis 4: an array": (lambda s: s.reduce("sum", ONES, axis=4), "InvalidArgumentError"),
+    "reduce with weights: weight must": (lambda s: s.reduce("mean", 1, weight=-1), "ValueError"),
+    "batch_reduce: value_destination_pairs": (lambda s: s.extended.batch_reduce_to("sum", [ONES]), "ValueError"),
+    "gather: an array": (lambda s: s.gather(ONES, 4), "InvalidArgumentError"),
+    "broadcast: out 0 must": (lambda s: s.broadcast(ONES, out=SHORT), "InvalidArgumentError"),
+    "all_reduce: out 0 must": (
+        lambda s: s.run(lambda: context().all_reduce("sum", ONES, out=SHORT)),
+        "InvalidArgumentError",
+    ),
+    "all_reduce: out must": (lambda s: s.run(lambda: context().all_reduce("sum", 1, out=[SHORT])), "InvalidArgument"),
+    "start_all_reduce: out 0": (
+        lambda s: s.run(lambda: context().start_all_reduce("sum", ONES, out=SHORT).wait()),
+        "InvalidArgumentError",
+    ),
+    "all_gather: axis must": (lambda s: s.run(lambda: context().all_gather(ONES, "x")), "TypeError"),
+    "reduce_scatter: cannot take None": (lambda s: s.run(lambda: context().reduce_scatter("sum", None)), "TypeError"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_error_names_its_call(strategy: Strategy, text: str) -> None:
+    make_call, kind = REFUSED[text]
+    with raises_everywhere(WORLD, Exception, f"^{re.escape(text)}") as raised:
+        make_call(strategy)
+    assert kind in type(raised[0]).__name__
+    assert strategy.reduce("sum", 1) == SIZE
+
+
+@only_several
+def test_error_of_one_rank_names_its_call_once(strategy: Strategy) -> None:
+    with raises_everywhere(
+        WORLD, InvalidArgumentError, r"^gather \(call \d+\).*rank 1: InvalidArgumentError: a scalar"
+    ):
+        strategy.gather(1.0 if RANK == 1 else ONES, 0)

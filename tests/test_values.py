@@ -81,6 +81,8 @@ def test_values_that_differ_cannot_be_computed_with_across_replicas() -> None:
     for convert in conversions:
         with pytest.raises(ValueError, match="a PerReplica cannot be converted to an array"):
             convert()
+    with pytest.raises(ValueError, match="a PerReplica is neither true nor false"):
+        bool(value)
 
 
 def test_values_that_are_equal_are_arrays() -> None:

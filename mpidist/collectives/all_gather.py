@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from math import prod
-from typing import Any, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -24,12 +25,44 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup, arrays, mark_shared, node_bytes, size_text, wait_for_devices
+from mpidist.transport import (
+    ErrorReport,
+    SyncGroup,
+    arrays,
+    mark_shared,
+    node_bytes,
+    raise_reported,
+    size_text,
+    wait_for_devices,
+)
 from mpidist.values import Contributions, contributions
 
 __all__ = ["all_gather"]
 
+_SMALL_BYTES: Final = 256 << 10  # memory that hardly lacks: to ask all ranks would take longer than the gather
+
 Array = np.ndarray[Any, Any]
+
+
+@final
+class _Memory(NamedTuple):
+    """Memory for one array.
+
+    Attributes:
+        gathered: Takes the parts of all ranks, with the axis in front.
+        result: Takes the result; a view of `gathered`, if that is contiguous.
+    """
+
+    gathered: Any
+    result: Any
+
+    @classmethod
+    def of(cls, group: SyncGroup, array: Any, axis: int, length: int) -> _Memory:
+        """Allocate memory for parts like an array, which together have a length along the axis. Local."""
+        shape, dtype, device = array.swapaxes(0, axis).shape, native_dtype(array.dtype), arrays.is_device(array)
+        gathered = group.result_memory.empty((length, *shape[1:]), dtype, device)
+        result = gathered.swapaxes(0, axis)
+        return cls(gathered, result if result.flags.c_contiguous else arrays.empty(result.shape, dtype, device))
 
 
 @final
@@ -39,6 +72,8 @@ class _AllGather(Arguments):
     Attributes:
         lengths: The lengths along the axis.
         room: How many bytes of results this rank may have in host memory.
+        memory: For results of equal parts of all ranks, made before ranks agree, so that all learn if one lacks memory;
+            `None` where there is too little.
     """
 
     def __init__(self, group: SyncGroup, call: str, value: Any, axis: int, replicas: Replicas) -> None:
@@ -54,16 +89,25 @@ class _AllGather(Arguments):
             arrays_of_replicas = [self.operands.arrays, *(Operands(leaves).arrays for leaves in others)]
             joined = [_concatenated(arrays, axis) for arrays in zip(*arrays_of_replicas, strict=True)]
             self.operands = self.operands.with_arrays(joined)
-        self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
+        self.axes = [axis_of(axis, array.shape) for array in self.operands.arrays]
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
         self.lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
         topology, own = group.topology, sum(host_sizes(self.operands.specs, [a.dtype for a in self.operands.arrays]))
-        require_memory(call, own * topology.local_size, topology.local_size)  # of this rank's part alone
+        require_memory(own * topology.local_size, topology.local_size)  # of this rank's part alone
         self.room = node_bytes() // topology.local_size
+        self.memory = None
+        if own * topology.size <= self.room:
+            with suppress(MemoryError):  # `_allocate_together` tries again, and tells the other ranks
+                self.memory = self.allocate(group, np.array([self.lengths] * topology.size, np.int64))
         # Where equal parts of all ranks would not fit, no two ranks are alike: all tell their lengths and room.
-        alike = self.lengths, topology.rank if own * topology.size > self.room else None
+        alike = self.lengths, topology.rank if self.memory is None else None
         digest = group.agreement.fingerprint(f"{call}, lengths", alike, lambda: {"lengths": str(alike)})
         self.variant = digest | 1
+
+    def allocate(self, group: SyncGroup, lengths: Array) -> list[_Memory]:
+        """Allocate memory for each array, by the lengths [ranks, arrays]. Local."""
+        parts = zip(self.operands.arrays, self.axes, lengths.sum(axis=0), strict=True)
+        return [_Memory.of(group, array, at, int(total)) for array, at, total in parts]
 
     def host_bytes(self, lengths: Array) -> int:
         """Return the bytes of the results in host memory, by the lengths [ranks, arrays]."""
@@ -119,25 +163,25 @@ def all_gather(
         return _AllGather(group, call, value, axis, replicas)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, are_equal):
-        if are_equal:
-            lengths, shortage = np.array([opened.lengths] * group.topology.size, np.int64), None
+        if are_equal and opened.memory is not None:
+            lengths, memory = np.array([opened.lengths] * group.topology.size, np.int64), opened.memory
         else:
-            lengths, shortage = _exchange(group, call, opened)
-        results = [
-            _gather(group, array, at, lengths[:, index])
-            for index, (array, at) in enumerate(zip(opened.operands.arrays, opened.axes, strict=True))
-            if shortage is None  # on all ranks, or on none
-        ]
-    if shortage is not None:
-        raise shortage
-    return nest.rebuild(opened.value, opened.operands.restore(results))
+            opened.memory = None
+            lengths = _exchange(group, call, opened)
+            memory = _allocate_together(group, opened, lengths)
+        for index, (array, at, own) in enumerate(zip(opened.operands.arrays, opened.axes, memory, strict=True)):
+            _gather(group, array, at, lengths[:, index], own)
+    return nest.rebuild(opened.value, opened.operands.restore([own.result for own in memory]))
 
 
-def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> tuple[Array, MemoryError | None]:
+def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> Array:
     """Tell all ranks the lengths, and how many bytes of results this rank may have. Collective.
 
     Returns:
-        The lengths along the axis [ranks, arrays], and the error of all ranks if a node is too small, else `None`.
+        The lengths along the axis [ranks, arrays].
+
+    Raises:
+        MemoryError: If a node is too small. On all ranks.
     """
     of_ranks = np.empty((group.topology.size, len(opened.lengths) + 1), np.int64)
     of_ranks[group.topology.rank] = *opened.lengths, opened.room
@@ -145,13 +189,32 @@ def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> tuple[Array, M
     lengths, room = of_ranks[:, :-1], of_ranks[:, -1]
     nbytes, rank = opened.host_bytes(lengths), int(room.argmin())
     if nbytes <= room[rank]:
-        return lengths, None
+        return lengths
     error = MemoryError(
         f"{call}: the results of one rank need {size_text(nbytes)} of new memory, and rank {rank}'s part of its node's "
         f"memory is {size_text(int(room[rank]))}; pass fewer numbers at a time, or run fewer ranks on a node"
     )
     mark_shared(error, group.agreement.ranks)
-    return lengths, error
+    raise error
+
+
+def _allocate_together(group: SyncGroup, opened: _AllGather, lengths: Array) -> list[_Memory]:
+    """Allocate the memory on all ranks. Collective.
+
+    Raises:
+        MemoryError: If a rank has too little. On all ranks.
+    """
+    if 0 < opened.host_bytes(lengths) < _SMALL_BYTES:  # the same on all ranks
+        return opened.allocate(group, lengths)
+    memory, error = [], None
+    try:
+        memory = opened.allocate(group, lengths)
+    except MemoryError as problem:
+        error = problem
+    if group.agreement.all_reduce_or(error is not None):
+        reports = group.agreement.all_gather_object(None if error is None else ErrorReport.of(error))
+        raise_reported(error, reports, group)
+    return memory
 
 
 def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]], Any, nest.Structure]:
@@ -172,7 +235,7 @@ def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]]
 def _concatenated(parts: Sequence[Any], axis: int) -> Any:
     """Concatenate the arrays of this rank's replicas."""
     first = parts[0]
-    at = axis_of(axis, first.shape, "concatenate")
+    at = axis_of(axis, first.shape)
     for part in parts:
         if part.dtype != first.dtype or _off_axis(part, at) != _off_axis(first, at):
             raise InvalidArgumentError(
@@ -193,21 +256,18 @@ def _off_axis(array: Any, axis: int) -> tuple[int, ...]:
     return (*array.shape[:axis], -1, *array.shape[axis + 1 :])
 
 
-def _gather(group: SyncGroup, array: Any, axis: int, lengths: Array) -> Any:
+def _gather(group: SyncGroup, array: Any, axis: int, lengths: Array, memory: _Memory) -> None:
     """Gather one array. Gathered with the axis in front, so that the part of every rank is contiguous."""
-    device = arrays.is_device(array)
-    world = group.levels_of(device).world
+    world = group.levels_of(arrays.is_device(array)).world
     moved = array.swapaxes(0, axis)
     row_size = int(np.prod(moved.shape[1:], dtype=np.int64))
     bounds = [0, *(int(bound) * row_size for bound in np.cumsum(lengths))]
-    shape, dtype = (int(lengths.sum()), *moved.shape[1:]), native_dtype(array.dtype)
-    gathered = group.result_memory.empty(shape, dtype, device)
-    flat = gathered.reshape(-1)
-    own = flat[bounds[world.rank] : bounds[world.rank + 1]].reshape(moved.shape)
-    own[...] = moved
+    flat = memory.gathered.reshape(-1)
+    flat[bounds[world.rank] : bounds[world.rank + 1]].reshape(moved.shape)[...] = moved
     world.all_gather(flat, bounds)
-    result = gathered.swapaxes(0, axis)
-    return result if result.flags.c_contiguous else result.copy()
+    result = memory.gathered.swapaxes(0, axis)
+    if not result.flags.c_contiguous:
+        memory.result[...] = result
 
 
 def _require_gatherable(array: Any) -> Any:

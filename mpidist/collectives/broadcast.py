@@ -65,7 +65,7 @@ class _Broadcast(Arguments):
             self.per_node_indices = checked.per_node_indices
         else:
             num_local = group.topology.local_size
-            require_memory(call, num_local * sum(host_sizes(self.operands.specs, dtypes)), num_local)
+            require_memory(num_local * sum(host_sizes(self.operands.specs, dtypes)), num_local)
             self.results = result_arrays(self.operands.specs, dtypes, group.result_memory)
 
     def key(self) -> Hashable:

@@ -16,6 +16,7 @@ from mpidist.collectives.arguments import (
     ValueWithDestinations,
     flatten_contributions,
     flatten_out,
+    name_call,
     rebuild_results,
 )
 from mpidist.collectives.plans import ReductionCall
@@ -61,7 +62,7 @@ def open_all_reduce(
             nests = out.nests if isinstance(out, Contributions) else [out]
             outs, *other_outs = [flatten_out(structure, bool(mirrored), one) for one in nests]
     except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = error or problem
+        error = error or name_call(problem, name)
     call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), outs=outs, error=error, others=others)
     call.other_outs = other_outs
     return call, mirrored
@@ -87,7 +88,7 @@ def open_batch_reduce(
         merged = merge(options)
         opened = [ValueWithDestinations.open(op, pair, reductions.group, reductions.replicas) for pair in pairs]
     except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = problem
+        error = name_call(problem, name)
     leaves = [leaf for pair in opened for leaf in pair.flat.leaves]
     others = [list(chain(*parts)) for parts in zip(*(pair.flat.others for pair in opened), strict=True)]
     ranks = tuple(pair.ranks for pair in opened for _ in pair.flat.leaves)

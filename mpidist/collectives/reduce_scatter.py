@@ -11,19 +11,17 @@ from mpidist import nest
 from mpidist.collectives.arguments import (
     Arguments,
     Operands,
-    Spec,
     agreed_call,
     axis_of,
     host_sizes,
     native_dtype,
     require_memory,
     require_values,
-    result_arrays,
 )
 from mpidist.collectives.plans import Arithmetic, wire_and_result_dtypes
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import Levels, Reduction, SyncGroup, Topology, arrays, shard_bounds
+from mpidist.transport import Levels, SyncGroup, Topology, arrays, shard_bounds
 from mpidist.values import contributions, require_contributions
 
 __all__ = ["reduce_scatter"]
@@ -34,7 +32,7 @@ class _ReduceScatter(Arguments):
     """The arguments of a reduce-scatter; `axes` is the axis of each array, counted from the front.
 
     Attributes:
-        results: New arrays for this rank's parts, with the axis in front.
+        on_host: What is to be done with each array in host memory; `None` for one in device memory.
     """
 
     def __init__(
@@ -53,16 +51,15 @@ class _ReduceScatter(Arguments):
         leaves, self.structure = nest.flatten(self.value)
         require_values(leaves, self.value)
         self.operands = Operands.of(leaves, group.devices, call)
-        self.axes = [axis_of(axis, array.shape, "scatter") for array in self.operands.arrays]
+        self.axes = [axis_of(axis, array.shape) for array in self.operands.arrays]
         specs, topology = self.operands.specs, group.topology
         dtypes = [wire_and_result_dtypes(self.op, spec.dtype)[1] for spec in specs]
-        require_memory(call, sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
-        # Each [this rank's part of the axis, the other axes]. Made now, so that all ranks learn if one lacks memory.
-        self.results = result_arrays(
-            [_part_of(spec, at, topology) for spec, at in zip(specs, self.axes, strict=True)],
-            dtypes,
-            group.result_memory,
-        )
+        require_memory(sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
+        # Made now, so that all ranks learn if one lacks memory. Communicators of device memory may not exist yet.
+        self.on_host = [
+            None if spec.device else _Scatter(group, group.levels, self.op, array, at, options)
+            for array, spec, at in zip(self.operands.arrays, specs, self.axes, strict=True)
+        ]
 
     def key(self) -> Hashable:
         hints = self.options.reproducible, self.options.compression, self.options.compress_everywhere
@@ -110,69 +107,93 @@ def reduce_scatter(
         return _ReduceScatter(group, call, reduce_op, value, axis, options)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, _):
-        results = [
-            _scatter(group, opened.op, array, at, result, options)
-            for array, at, result in zip(opened.operands.arrays, opened.axes, opened.results, strict=True)
-        ]
+        results = []
+        for array, at, on_host in zip(opened.operands.arrays, opened.axes, opened.on_host, strict=True):
+            scatter = on_host or _Scatter(group, group.levels_of(True), opened.op, array, at, options)
+            results.append(scatter.run())
     return nest.rebuild(opened.value, opened.operands.restore(results))
 
 
-def _part_of(spec: Spec, axis: int, topology: Topology) -> Spec:
-    """Return the shape of this rank's part of an array, with the axis in front."""
-    rows = shard_bounds(spec.shape[axis], topology.size)
-    length = rows[topology.rank + 1] - rows[topology.rank]
-    shape = [*spec.shape]
-    shape[0], shape[axis] = shape[axis], shape[0]
-    return spec._replace(shape=(length, *shape[1:]))
+@final
+class _Scatter:
+    """The reduce-scatter of one array, with the axis in front, so that the part of every rank is contiguous.
+
+    Args:
+        group: The ranks.
+        levels: Their communicators for the array's memory.
+        op: The operation.
+        array: The array.
+        axis: The axis, counted from the front.
+        options: As in `reduce_scatter`.
+    """
+
+    def __init__(
+        self, group: SyncGroup, levels: Levels, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions
+    ) -> None:
+        device = arrays.is_device(array)
+        arithmetic = Arithmetic.of(op, options, levels, by_node=True)
+        wire, dtype = wire_and_result_dtypes(op, native_dtype(array.dtype))
+        self._reduction, self._divide_by = arithmetic.reduction(wire)
+        half = arithmetic.half if wire == np.float32 else None
+        if device:
+            group.devices.compile(levels.kernels_for(wire, half, self._reduction))
+        self._levels, self._topology = levels.compressed(half), group.topology
+        is_in_order = self._reduction.in_rank_order or arithmetic.rounds_everywhere
+        self._is_by_level = not is_in_order and levels.is_even and levels.world.size > levels.within_node.size > 1
+        moved = array.swapaxes(0, axis)
+        rows, own = shard_bounds(moved.shape[0], levels.world.size), levels.world.rank
+        shape = (rows[own + 1] - rows[own], *moved.shape[1:])
+        self._result = group.result_memory.empty(shape, dtype, device)
+        self._shard = self._result.reshape(-1) if dtype == wire else arrays.empty(self._result.size, wire, device)
+        back = self._result.swapaxes(0, axis)
+        self._back, self._has_copy = back, not back.flags.c_contiguous
+        if self._has_copy:
+            self._back = arrays.empty(back.shape, dtype, device)
+        self._axis = axis
+        if self._is_by_level:
+            self._work, self._bounds = _in_order_of_nodes(moved, rows, self._topology, wire, device)
+        else:
+            row_size = int(np.prod(moved.shape[1:], dtype=np.int64))
+            self._work, self._bounds = _flat(moved, wire, device), [bound * row_size for bound in rows]
+
+    def run(self) -> Any:
+        """Reduce, and return this rank's part. Collective."""
+        if self._is_by_level:
+            self._run_by_levels()
+        else:
+            self._levels.world.reduce_scatter(self._work, self._reduction, self._bounds, self._shard)
+        if self._divide_by != 1 or self._result.dtype != self._shard.dtype:
+            with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+                np.divide(self._shard.reshape(self._result.shape), self._divide_by, out=self._result)
+        if self._has_copy:
+            self._back[...] = self._result.swapaxes(0, self._axis)
+        return self._back
+
+    def _run_by_levels(self) -> None:
+        """Reduce-scatter within nodes, then across nodes: S (K - 1) / K bytes per node, the least for K nodes."""
+        ends, num_nodes = self._bounds, self._topology.num_nodes
+        node_sums = self._levels.within_node.reduce_scatter(self._work, self._reduction, ends[::num_nodes])
+        first = self._topology.local_rank * num_nodes
+        bounds = [end - ends[first] for end in ends[first : first + num_nodes + 1]]
+        self._levels.across_nodes.reduce_scatter(node_sums, self._reduction.rest, bounds, self._shard)
 
 
-def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, result: Any, options: CommunicationOptions) -> Any:
-    """Reduce one array. Reduced with the axis in front, so that the part of every rank is contiguous."""
-    device = arrays.is_device(array)
-    levels = group.levels_of(device)
-    arithmetic = Arithmetic.of(op, options, levels, by_node=True)
-    wire, result_dtype = wire_and_result_dtypes(op, native_dtype(array.dtype))
-    moved = array.swapaxes(0, axis)
-    rows = shard_bounds(moved.shape[0], levels.world.size)
-    reduction, divide_by = arithmetic.reduction(wire)
-    shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
-    by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not arithmetic.rounds_everywhere
-    half = arithmetic.half if wire == np.float32 else None
-    if device:
-        group.devices.compile(levels.kernels_for(wire, half, reduction))
-    levels = levels.compressed(half)
-    if by_level and not reduction.in_rank_order:
-        _scatter_by_levels(levels, group.topology, moved, rows, reduction, shard)
-    else:
-        row_size = int(np.prod(moved.shape[1:], dtype=np.int64))
-        flat, bounds = _flat(moved, wire, device), [bound * row_size for bound in rows]
-        levels.world.reduce_scatter(flat, reduction, bounds, shard)
-    if divide_by != 1 or result_dtype != wire:
-        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-            np.divide(shard.reshape(result.shape), divide_by, out=result)
-    back = result.swapaxes(0, axis)
-    return back if back.flags.c_contiguous else back.copy()
+def _in_order_of_nodes(
+    moved: Any, rows: Sequence[int], topology: Topology, wire: np.dtype[Any], device: bool
+) -> tuple[Any, list[int]]:
+    """Return a copy of an array, flat, and the bounds of the ranks' parts in it.
 
-
-def _scatter_by_levels(
-    levels: Levels, topology: Topology, moved: Any, rows: Sequence[int], reduction: Reduction, shard: Any
-) -> None:
-    """Reduce-scatter within nodes, then across nodes: S (K - 1) / K bytes per node, the least for K nodes."""
-    # The parts of all ranks with local rank 0 come first, then those with local rank 1, and so on: so the node's
-    # reduce-scatter leaves each rank the parts of all ranks with which it reduces across nodes.
+    The parts of all ranks with local rank 0 come first, then those with local rank 1, and so on: so the node's
+    reduce-scatter leaves each rank the parts of all ranks with which it reduces across nodes.
+    """
     order = [rank for ranks in zip(*topology.nodes, strict=True) for rank in ranks]
-    row_size = int(np.prod(moved.shape[1:], dtype=np.int64))
-    work = arrays.empty(moved.shape[0] * row_size, shard.dtype, arrays.is_device(moved))
+    work = arrays.empty(moved.size, wire, device)
     ends = [0]
     for rank in order:
         part = moved[rows[rank] : rows[rank + 1]]
         ends.append(ends[-1] + part.size)
         work[ends[-2] : ends[-1]].reshape(part.shape)[...] = part
-    num_nodes = topology.num_nodes
-    node_sums = levels.within_node.reduce_scatter(work, reduction, ends[::num_nodes])
-    first = topology.local_rank * num_nodes
-    bounds = [end - ends[first] for end in ends[first : first + num_nodes + 1]]
-    levels.across_nodes.reduce_scatter(node_sums, reduction.rest, bounds, shard)
+    return work, ends
 
 
 def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:

@@ -15,6 +15,7 @@ from mpidist.collectives.arguments import (
     check_outs,
     group_by_destinations,
     host_sizes,
+    name_call,
     native_outs,
     require_memory,
     specs_text,
@@ -179,7 +180,7 @@ class Reductions:
             if not is_started:
                 plan.execution.begin(call)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
-            call.error = problem
+            call.error = name_call(problem, call.name)
 
     def _add_replicas(self, call: ReductionCall, is_started: bool) -> None:
         """Add the arrays of this rank's replicas, and prepare the execution. Local."""
@@ -218,7 +219,7 @@ class Reductions:
             try:
                 call.plan.execution.begin(call)
             except Exception as problem:  # whatever it is, the other ranks must learn of it
-                call.error = problem
+                call.error = name_call(problem, call.name)
 
     def _check_outs(self, call: ReductionCall, operands: Operands) -> None:
         """Check that outs can take the results; the outs of an earlier call of the plan are not checked again."""
@@ -284,7 +285,7 @@ class Reductions:
         here = self.group.topology.nodes[self.group.topology.node]
         of_ranks = [here] * len(sizes) if call.destinations is None else call.destinations
         nbytes = sum(size * len({*here} & {*ranks}) for size, ranks in zip(sizes, of_ranks, strict=True))
-        require_memory(call.name, nbytes, len(here))
+        require_memory(nbytes, len(here))
 
     def _rows(
         self,

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.coordinator.functions import PerWorkerDatasets, function_named
+from mpidist.errors import OutOfRangeError
 from mpidist.nest import decode, encode
 from mpidist.parameter_server import Servers
 from mpidist.transport import ends_normally, text_of
@@ -104,12 +105,15 @@ def result_of(message: Array) -> tuple[Any, Exception | None]:
     """Return what a function has returned, or the error that it has raised.
 
     The error is of the same kind, if this rank has imported it, and it can be made from a text; else of its next base.
+    A `StopIteration` becomes an `OutOfRangeError`.
     """
     is_well, *rest = decode(message)
     if is_well:
         return rest[0], None
     kinds, text, trace = rest
     error = next((error for kind in kinds if (error := _made(kind, text)) is not None), RuntimeError(text))
+    if isinstance(error, StopIteration):  # it would end a loop of the chief, which then seems to have done all its work
+        error = OutOfRangeError(text)
     error.__cause__ = RuntimeError(f"as that rank has it:\n{trace}")
     return None, error
 

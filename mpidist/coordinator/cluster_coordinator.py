@@ -127,6 +127,8 @@ class ClusterCoordinator:
         what = f"schedule({name!r})"
         if not isinstance(args, (list, tuple)):
             raise TypeError(f"{what}: args must be a list or tuple, got {type(args).__name__}")
+        if not isinstance(kwargs, (Mapping, type(None))):
+            raise TypeError(f"{what}: kwargs must be a dict, got {type(kwargs).__name__}")
         given = [tuple(args), dict(kwargs or {})]
         if any(isinstance(leaf, RemoteValue) for leaf in nest.flatten(given)[0]):
             raise ValueError(f"{what}: an argument is a RemoteValue, which no worker has; fetch it before")

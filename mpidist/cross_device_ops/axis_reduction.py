@@ -12,6 +12,7 @@ from mpidist.collectives import (
     axes_of,
     axes_text,
     axes_tuple,
+    name_call,
     native_dtype,
     per_replica_value,
     replica_components,
@@ -87,7 +88,7 @@ def reduce_along_axis(
         require_values(leaves, value)
         partials = [[_reduce_locally(op, component, axes) for component in own] for own in components]
     except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = problem
+        error = name_call(problem, call)
     given: Any = []
     if error is None:
         reduced = [per_replica_value([partial.array for partial in own], replicas) for own in partials]
@@ -110,7 +111,7 @@ def reduce_along_axis(
 def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> _Partial:
     """Reduce an array along the axes; for a mean, sum it."""
     array = library_of(value).to_native(value)
-    axes = axes_of(axes, array.shape, "reduce")
+    axes = axes_of(axes, array.shape)
     count = math.prod([array.shape[at] for at in axes])
     native = native_dtype(array.dtype)
     wire, result = wire_and_result_dtypes(op, native)

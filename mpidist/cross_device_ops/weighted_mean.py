@@ -10,6 +10,7 @@ import numpy as np
 from mpidist.collectives import (
     NO_CONTRIBUTIONS,
     flatten_contributions,
+    name_call,
     native_dtype,
     per_replica_value,
     rebuild_results,
@@ -57,6 +58,7 @@ def weighted_mean(
         ValueError: If `reduce_op` is not MEAN, a weight is negative or not finite, or axes are given. On every rank.
         TypeError: If a weight is no number. On every rank.
     """
+    call = "reduce with weights"
     flat, sums, weights, error = NO_CONTRIBUTIONS, [], [], None
     try:
         op = ReduceOp.of(reduce_op)
@@ -72,11 +74,11 @@ def weighted_mean(
         ]
         sums = [per_replica_value(of_replicas, replicas) for of_replicas in zip(*products, strict=True)]
     except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = problem
+        error = name_call(problem, call)
     given = [] if error is not None else (sums, per_replica_value(weights, replicas))
-    totals, total_weight = ops.all_reduce(ReduceOp.SUM, given, options, call="reduce with weights", error=error)
+    totals, total_weight = ops.all_reduce(ReduceOp.SUM, given, options, call=call, error=error)
     if not total_weight > 0:
-        no_mean = InvalidArgumentError("reduce with weights: the weights of all replicas are 0, so there is no mean")
+        no_mean = InvalidArgumentError(f"{call}: the weights of all replicas are 0, so there is no mean")
         mark_shared(no_mean, ops.group.agreement.ranks)
         raise no_mean
     means = [

@@ -35,18 +35,22 @@ class Batches:
         num_samples: The number of rows.
 
     Raises:
-        InvalidArgumentError: If arrays have unlike lengths.
-        TypeError: If `batch_size` or `seed` is no whole number.
+        InvalidArgumentError: If arrays have unlike lengths, or there are none.
+        TypeError: If `batch_size` or `seed` is no whole number, or `drop_remainder` no bool.
         ValueError: If `batch_size` is less than 1, or `seed` less than 0.
     """
 
     def __init__(self, data: Any, batch_size: int, *, seed: int | None = None, drop_remainder: bool = False) -> None:
         self._data, self._leaves = data, nest.flatten(data)[0]
         lengths = [_length(leaf) for leaf in self._leaves]
+        if not lengths:
+            raise InvalidArgumentError(f"Batches: needed an array or a nest of arrays, got {data!r}, which has none")
         if len(set(lengths)) != 1:
             raise InvalidArgumentError(f"Batches: arrays must be equally long on axis 0, got lengths {lengths}")
         self.batch_size = whole_number("Batches: batch_size", batch_size, 1)
         self.seed = None if seed is None else whole_number("Batches: seed", seed, 0)
+        if not isinstance(drop_remainder, bool):
+            raise TypeError(f"Batches: drop_remainder is a bool, not {drop_remainder!r}")
         self.num_samples = lengths[0]
         self._drops_remainder = drop_remainder
 

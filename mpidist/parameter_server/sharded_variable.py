@@ -100,6 +100,7 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
 
     def read_value(self) -> Any:
         """Ask the servers for all shards, and return them as one new array."""
+        self._variables[0].require_current("read_value")
         whole = np.empty(self.shape, self.dtype)
         read_together(self._variables, self.parts_of(whole))
         return whole

@@ -141,7 +141,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
 
     def read_value(self) -> Any:
         """Ask the server for the value: a new array."""
-        self._require_current("read_value")
+        self.require_current("read_value")
         return self.servers.read([self.location])[0]
 
     def value(self) -> Any:
@@ -162,7 +162,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
             IndexError: If there is no such row.
             TypeError: If the indices are no integers.
         """
-        self._require_current("sparse_read")
+        self.require_current("sparse_read")
         return self.servers.read_rows(self.location, row_numbers(self._what, indices, self.shape))
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
@@ -238,7 +238,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         return [RowsChange(self.location, indices, np.ascontiguousarray(values))] if indices.size else []
 
     def _assign(self, call: str, value: Any, how: int, read_value: bool) -> Any:
-        self._require_current(call)
+        self.require_current(call)
         if how == Change.SUB and self.dtype.kind == "b":
             raise TypeError(f"{self._what} is of dtype bool, of which nothing can be subtracted")
         replica = self._sharing_replica()
@@ -249,7 +249,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         return self if read_value else None
 
     def _scatter(self, call: str, delta: Any) -> None:
-        self._require_current(call)
+        self.require_current(call)
         replica, how = self._sharing_replica(), _SCATTER[call]
         if replica is None:
             self.servers.change_rows(self.row_changes(delta), how)
@@ -326,7 +326,12 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
             values = (values / len(given)).astype(self.dtype, copy=False)
         self.servers.change_rows(self.changes_of_rows(indices, values), how)
 
-    def _require_current(self, call: str) -> None:
+    def require_current(self, call: str) -> None:
+        """Check that a call of the variable can be made now: its strategy is open, and no other one is current. Local.
+
+        Raises:
+            RuntimeError: If it cannot.
+        """
         entry = context_stack.innermost()
         if entry is None or entry.strategy is not self._strategy:
             self._strategy.extended.group.require_open(call)
@@ -359,7 +364,8 @@ def row_numbers(what: str, indices: Any, shape: Sequence[int]) -> np.ndarray[Any
         IndexError: If there is no such row.
     """
     wanted = np.atleast_1d(np.asarray(indices))
-    if wanted.dtype.kind not in "iu" or wanted.ndim != 1 or not shape:
+    is_whole = wanted.dtype.kind in "iu" or not wanted.size  # NumPy makes floats of an empty list
+    if not is_whole or wanted.ndim != 1 or not shape:
         raise TypeError(f"rows of {what} are read by integers [k], got {indices!r}")
     for index in (wanted.min(), wanted.max()) if wanted.size else ():
         if not 0 <= index < shape[0]:

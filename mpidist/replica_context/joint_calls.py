@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 from mpidist import context_stack, nest
-from mpidist.collectives import PendingResult, axis_of
+from mpidist.collectives import PendingResult, axis_of, name_call
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
@@ -17,7 +17,7 @@ from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.results_on_gpus import broadcast_to_gpus, copies_on_gpus
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, copied, on_device, shard_bounds
+from mpidist.transport import arrays, copied, library_of, on_device, shard_bounds
 from mpidist.values import Contributions, DistributedValues, contributions, join_components, local_components
 
 __all__ = ["JointCalls", "SharedResult"]
@@ -122,10 +122,14 @@ class JointCalls:
     def _reduce_scatter(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         """All-reduce, and return each replica's part of the result."""
         joined, mismatch = self._join(of_replicas)
-        call = f"reduce_scatter along axis {axis}"
-        result = self._ops.all_reduce(joined.op, joined.value, joined.options, call=call, error=error or mismatch)
+        call, error, axes = f"reduce_scatter along axis {axis}", error or mismatch, []
+        try:
+            values, _ = nest.flatten(contributions(of_replicas[0].value))
+            axes = [axis_of(axis, library_of(value).to_native(value).shape) for value in values]
+        except Exception as problem:  # of any kind: the other ranks must learn of it
+            error = error or name_call(problem, call)
+        result = self._ops.all_reduce(joined.op, joined.value, joined.options, call=call, error=error)
         leaves, _ = nest.flatten(result)
-        axes = [axis_of(axis, leaf.shape, "scatter") for leaf in leaves]
         results = []
         for at, replica_id in enumerate(self._replicas.ids_here):
             parts = [
@@ -270,5 +274,8 @@ def _describe_common(arguments: _Arguments) -> dict[str, str]:
 
 def _part(array: Any, axis: int, replica_id: int, num_replicas: int) -> Any:
     """Copy a replica's part of an array along an axis."""
-    bounds = shard_bounds(array.shape[axis], num_replicas)
-    return array.swapaxes(0, axis)[bounds[replica_id] : bounds[replica_id + 1]].swapaxes(0, axis).copy()
+    library = library_of(array)
+    native = library.to_native(array)
+    bounds = shard_bounds(native.shape[axis], num_replicas)
+    part = native.swapaxes(0, axis)[bounds[replica_id] : bounds[replica_id + 1]].swapaxes(0, axis).copy()
+    return library.from_native(part, array)

@@ -58,3 +58,9 @@ run_ranks() {
     fi
     return "$code"
 }
+
+# Tell whether each node of the job still answers: ranks may learn of the loss of one before Slurm does.
+nodes_answer() {
+    local nodes=$SLURM_JOB_NUM_NODES
+    timeout 60 srun --mpi=none --overlap --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 true
+}

@@ -212,6 +212,10 @@ def _synchronization(value: VariableSynchronization | str) -> VariableSynchroniz
 def _native(value: Any, dtype: Any, what: str) -> Any:
     array = native_of(value, what)
     if dtype is not None:
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError:
+            raise TypeError(f"{what}: the dtype must be one of NumPy's, as 'float32', got {dtype!r}") from None
         array = cast_for(array.reshape(-1)[:0].real.astype(dtype), value, what)
     return array.astype(array.dtype.newbyteorder("="))
 

@@ -254,6 +254,10 @@ def test_batches_say_what_is_wrong() -> None:
         Batches((np.zeros(3), np.zeros(4)), 2)
     with pytest.raises(mpidist.errors.InvalidArgumentError, match="must be an array with rows, got int"):
         Batches((np.zeros(3), 4), 2)
+    with pytest.raises(mpidist.errors.InvalidArgumentError, match=r"needed an array or a nest of arrays, got \[\]"):
+        Batches([], 2)
+    with pytest.raises(TypeError, match="drop_remainder is a bool, not 'no'"):
+        Batches(np.zeros(3), 2, drop_remainder="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"batch_size must be a whole number >= 1, got 2\.5"):
         Batches(np.zeros(3), 2.5)  # type: ignore[arg-type]
     for arguments, text in (

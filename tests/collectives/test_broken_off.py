@@ -17,7 +17,7 @@ from support.reductions import all_reduce
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport import RecycledResults, ResultMemory, native
+from mpidist.transport import RecycledResults, ResultMemory, arrays, native
 from mpidist.transport.node_memory import NodeBarrier
 from mpidist.transport.shared_memory import TwoShot
 
@@ -218,13 +218,37 @@ def test_a_result_counts_where_it_goes(
         assert result is None if comm.rank else (result == comm.size).all()
 
 
-def test_no_memory_for_a_part_is_the_error_of_all(comm: Intracomm, placement: tuple[int, ...]) -> None:
-    """In reduce_scatter: before data moves, and the next call goes well."""
-    value, last = np.full(100_000, 1.0), comm.size - 1
+def scatter(strategy: Strategy, value: Any, op: str = "SUM", axis: int = 0) -> Any:
+    return strategy.run(lambda: mpidist.get_replica_context().reduce_scatter(op, value, axis))
+
+
+# Calls of a matrix whose elements are 1, and what may lack memory for it: for results, for copies, or for both.
+IN_NEW_MEMORY: dict[str, tuple[Callable[[Strategy, Any], Any], str]] = {
+    "gather": (lambda strategy, value: strategy.gather(value, 0), "results"),
+    "gather of other lengths": (gather_unevenly, "results"),
+    "gather along another axis": (lambda strategy, value: strategy.gather(value, 1), "both"),
+    "reduce_scatter": (scatter, "results"),
+    "reduce_scatter along another axis": (lambda strategy, value: scatter(strategy, value, axis=1), "both"),
+    "reduce_scatter of integers": (lambda strategy, value: scatter(strategy, value.astype(int), "MEAN"), "both"),
+    "reduce_scatter of columns": (lambda strategy, value: scatter(strategy, np.asfortranarray(value)), "both"),
+}
+
+
+@pytest.mark.parametrize("name", IN_NEW_MEMORY)
+@pytest.mark.parametrize("lacking", ["results", "copies"])
+def test_no_memory_is_the_error_of_all(comm: Intracomm, placement: tuple[int, ...], name: str, lacking: str) -> None:
+    """Before data moves, and the next call goes well."""
+    call, needed = IN_NEW_MEMORY[name]
+    if needed not in (lacking, "both"):
+        return
+    value, last = np.full((200, 300), 1.0), comm.size - 1
     with Strategy(comm=comm) as strategy:
+        right = call(strategy, value)
         with pytest.MonkeyPatch.context() as monkeypatch:
             if comm.rank == last:
-                monkeypatch.setattr(ResultMemory, "empty", no_memory)
+                owner, function = (ResultMemory, "empty") if lacking == "results" else (arrays, "empty")
+                monkeypatch.setattr(owner, function, no_memory)
             with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "Unable to allocate 9 TiB"):
-                reduce_scatter(strategy, value)
-        assert (reduce_scatter(strategy, value) == comm.size).all()
+                call(strategy, value)
+        assert (call(strategy, value) == right).all()
+        assert strategy.reduce("SUM", 1) == comm.size

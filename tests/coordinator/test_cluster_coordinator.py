@@ -13,7 +13,7 @@ from parameter_server.clusters import on_workers
 
 import mpidist
 from mpidist import IndexedSlices, InputContext, Variable
-from mpidist.errors import CancelledError, PeerFailedError
+from mpidist.errors import CancelledError, OutOfRangeError, PeerFailedError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.experimental.coordinator import ClusterCoordinator, register
 
@@ -238,6 +238,8 @@ def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
         ):
             with pytest.raises(kind, match=text):
                 coordinator.schedule(fn, args)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="kwargs must be a dict, got list"):
+            coordinator.schedule(echo, (1,), ["item"])  # type: ignore[arg-type]
         assert HERE["dataset"] is not None
         for name, text in (
             ("test: return an object", "the result of 'test: return an object' has an item of type object, and needs"),
@@ -280,7 +282,7 @@ def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
 def test_the_end_of_a_data_set_is_an_error(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         iterator = iter(HERE["dataset"])
-        with pytest.raises(StopIteration, match="'test: take' failed on rank"):
+        with pytest.raises(OutOfRangeError, match="'test: take' failed on rank"):
             take_all(coordinator, iterator)
 
     coordinate(comm, work)

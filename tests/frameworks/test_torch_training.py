@@ -11,6 +11,7 @@ import torch
 from support.everywhere import raises_everywhere
 from support.reductions import all_reduce
 
+import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
 
@@ -123,6 +124,17 @@ def test_a_mean_of_counts_is_a_tensor_of_floats(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         mean = strategy.reduce("mean", torch.tensor(comm.rank))
         assert (mean.dtype, mean.item()) == (torch.float64, (comm.size - 1) / 2)
+
+
+@each_dtype
+def test_each_replica_of_a_rank_gets_its_part_of_a_tensor(comm: Intracomm, dtype: Any) -> None:
+    total = 2 * comm.size
+    with Strategy(comm=comm, replicas=total) as strategy:
+        parts = strategy.run(
+            lambda: mpidist.get_replica_context().reduce_scatter("sum", torch.ones(2 * total, 3, dtype=dtype))
+        )
+    for part in parts.values:
+        assert torch.equal(part, torch.full((2, 3), float(total), dtype=dtype))
 
 
 def test_tensors_of_any_layout_take_results(comm: Intracomm) -> None:

@@ -258,6 +258,7 @@ def test_rows_are_changed_on_the_server(comm: Intracomm) -> None:
         expected[9] = 2 * workers
         assert (table.numpy() == expected).all()
         assert (table.sparse_read([9, 0, 9]) == expected[[9, 0, 9]]).all()
+        assert table.sparse_read([]).shape == (0, *expected.shape[1:])
         strategy.barrier()
         if strategy.is_chief:
             for call, number, result in (

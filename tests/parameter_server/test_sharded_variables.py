@@ -106,6 +106,7 @@ def test_shards_change_as_one_array(comm: Intracomm) -> None:
         expected = (2 * delta - 1 + np.array([[1], [1], [0], [1], [2]])) * workers
         assert (table.numpy() == expected).all()
         assert (table.sparse_read([4, 0, 3]) == expected[[4, 0, 3]]).all()  # case T203
+        assert table.sparse_read([]).shape == (0, 2)
         assert (table[-1] == expected[-1]).all()
         assert (table[1:4, 1] == expected[1:4, 1]).all()
         assert (table[True] == expected[True]).all()
@@ -121,6 +122,19 @@ def test_shards_change_as_one_array(comm: Intracomm) -> None:
     on_workers(
         comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(2), num_ps=max(1, min(2, comm.size - 1))
     )
+
+
+def test_shards_of_a_closed_strategy_are_not_read(comm: Intracomm) -> None:
+    tables: list[Variable] = []
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            tables.append(Variable(np.zeros((5, 2))))
+
+    on_workers(comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(2))
+    for table in tables:
+        with pytest.raises(RuntimeError, match=r"^read_value on a closed strategy"):
+            table.numpy()
 
 
 def test_wrong_indices_and_values_are_refused(comm: Intracomm) -> None:

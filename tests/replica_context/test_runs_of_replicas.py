@@ -166,6 +166,17 @@ def test_reduce_scatter_gives_each_replica_a_part(strategy: Any) -> None:
         assert part.tolist() == whole[bounds[at] : bounds[at + 1]].tolist()
 
 
+@pytest.mark.parametrize(
+    ("value", "axis", "text"),
+    [(np.ones(9), 1, r"array of shape \[9\] has no axis 1"), (1.0, 0, "scalar has no axis 0")],
+)
+def test_reduce_scatter_along_no_axis_is_refused_before_data_moves(
+    strategy: Any, comm: Intracomm, value: Any, axis: int, text: str
+) -> None:
+    with raises_everywhere(comm, InvalidArgumentError, f"^reduce_scatter along axis {axis}: an? {text}$"):
+        strategy.run(lambda: context().reduce_scatter("sum", value, axis))
+
+
 def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
     ids, calls = ids_here(strategy), []
 

@@ -47,6 +47,28 @@ def test_more_ranks_than_gpus(cluster: EmulatedCluster, tmp_path: Path) -> None:
     assert ended.output.splitlines()[1:] == [text]
 
 
+def test_chain_goes_on_after_the_loss_of_a_node(tmp_path: Path) -> None:
+    """Rank 1 has ended well on the node that is lost; rank 0 fails before Slurm misses the node."""
+    program = """
+import os, pathlib, time
+if os.environ["SLURM_PROCID"] == "0":
+    print("works", flush=True)
+    while not pathlib.Path("lost").exists():
+        time.sleep(0.1)
+    raise SystemExit(9)
+"""
+    with EmulatedCluster() as cluster:
+        job = submit(cluster, tmp_path, MPICH, "chain.sbatch", program, *TWO_NODES, SHORT, **NO_MPI)
+        job.wait_for_output("works")
+        cluster.lose("n2")
+        (tmp_path / "lost").touch()
+        ended = job.end()
+    assert (ended.code, ended.output.splitlines()[-1]) == (
+        75,
+        f"job {job.number}: ended with code 9, and a node does not answer",
+    ), str(ended)
+
+
 def test_chain_ends_when_the_training_does(cluster: EmulatedCluster, tmp_path: Path) -> None:
     """The first job says "try again", the second one is done, and the third one is cancelled."""
     program = "import os, sys; sys.exit(75 * (os.environ['SLURM_JOB_ID'] == open('first').read()))"
@@ -203,6 +225,17 @@ def test_common_part_that_is_named(cluster: EmulatedCluster, tmp_path: Path) -> 
     named = str(SCRIPTS / "env.sh")
     ended = submit(cluster, tmp_path, MPICH, script, "print(1)", *TWO_NODES, JOB_ENV=named, **NO_MPI).end()
     assert (ended.state, ended.output.splitlines()[1:]) == ("COMPLETED", ["1", "1"])
+
+
+def test_folder_with_a_space(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    """Slurm separates the path of a job script and the arguments by a space, too."""
+    folder = tmp_path / "my scripts"
+    folder.mkdir()
+    for name in ("train.sbatch", "env.sh"):
+        shutil.copy(SCRIPTS / name, folder)
+    script, program = folder / "train.sbatch", "import sys; print(sys.argv[1:])"
+    ended = submit(cluster, tmp_path, MPICH, script, program, *TWO_NODES, arguments=("a b", "c"), **NO_MPI).end()
+    assert (ended.state, ended.output.splitlines()[1:]) == ("COMPLETED", ["['a b', 'c']"] * 2), str(ended)
 
 
 def test_environment_without_mpi4py(cluster: EmulatedCluster, tmp_path: Path) -> None:

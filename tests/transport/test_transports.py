@@ -86,7 +86,7 @@ def test_ranks_must_ask_for_one_transport(comm: Intracomm, monkeypatch: pytest.M
     """Or some would wait for a message, and some in shared memory."""
     if comm.rank == 0:
         monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
-    with raises_everywhere(comm, TopologyError, "MPIDIST_TRANSPORT must be the same on all ranks: rank 0: mpi; rank"):
+    with raises_everywhere(comm, TopologyError, "MPIDIST_TRANSPORT must be the same on all ranks: rank 0: 'mpi'; rank"):
         Strategy(comm=comm)
 
 

@@ -188,7 +188,7 @@ def test_rules_that_mean_the_same_agree() -> None:
             TypeError,
             "variable 'w' cannot take a value of type builtins.str; needed an array",
         ),
-        ({"dtype": "bogus"}, TypeError, "bogus"),
+        ({"dtype": "bogus"}, TypeError, "variable 'w': the dtype must be one of NumPy's, as 'float32', got 'bogus'"),
         ({"initial_value": lambda: 1 / 0}, ZeroDivisionError, "division"),
     ],
 )

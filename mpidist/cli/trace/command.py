@@ -18,6 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -83,9 +84,10 @@ def _write(path: Path, job: JobTrace) -> int:
                 separator, count = ",\n", count + 1
             file.write("\n]}\n")
         partial.replace(path)  # readers find a whole file
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error.strerror}; name another file with -o") from error
     return count
 
 

@@ -37,7 +37,14 @@ from mpidist.collectives.arguments.out_arrays import (
     target_arrays,
     write_outs,
 )
-from mpidist.collectives.arguments.signature import Arguments, agreed_call, names_of, require_usable, specs_text
+from mpidist.collectives.arguments.signature import (
+    Arguments,
+    agreed_call,
+    name_call,
+    names_of,
+    require_usable,
+    specs_text,
+)
 
 __all__ = [
     "NO_CONTRIBUTIONS",
@@ -62,6 +69,7 @@ __all__ = [
     "flatten_out",
     "group_by_destinations",
     "host_sizes",
+    "name_call",
     "names_of",
     "native_dtype",
     "native_outs",

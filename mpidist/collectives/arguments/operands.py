@@ -199,13 +199,12 @@ def host_sizes(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> list[i
     return [0 if spec.device else spec.num_elements * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
-def require_memory(call: str, nbytes: int, num_local_ranks: int) -> None:
+def require_memory(nbytes: int, num_local_ranks: int) -> None:
     """Check that the new results of a call can fit into this rank's node at all. Local.
 
     Many systems promise more memory than they have, and kill a program once it writes there.
 
     Args:
-        call: The name of the call.
         nbytes: The bytes of the results of all ranks of the node, in host memory.
         num_local_ranks: How many ranks these are.
 
@@ -215,7 +214,7 @@ def require_memory(call: str, nbytes: int, num_local_ranks: int) -> None:
     if nbytes > node_bytes():
         what = f"the results of the {count_text(num_local_ranks, 'rank')} of a node"
         raise MemoryError(
-            f"{call}: {what} need {size_text(nbytes)} of new memory, and the node has {size_text(node_bytes())}; pass "
+            f"{what} need {size_text(nbytes)} of new memory, and the node has {size_text(node_bytes())}; pass "
             f"fewer numbers at a time, or run fewer ranks on a node"
         )
 
@@ -243,13 +242,12 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
             _KNOWN_TYPES.add(type(leaf))
 
 
-def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
+def axis_of(axis: Any, shape: tuple[int, ...]) -> int:
     """Count an axis from the front.
 
     Args:
         axis: A whole number; negative counts from the end.
         shape: The shape of the array.
-        verb: What is done along the axis, for errors.
 
     Raises:
         TypeError: If `axis` is no whole number.
@@ -258,7 +256,7 @@ def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
     at = axis if type(axis) is int else _index(axis, "a whole number")
     if not -len(shape) <= at < len(shape):
         what = f"an array of shape {list(shape)}" if shape else "a scalar"
-        raise InvalidArgumentError(f"cannot {verb} along axis {at}: {what} has no such axis")
+        raise InvalidArgumentError(f"{what} has no axis {at}")
     return at % len(shape)
 
 
@@ -274,15 +272,15 @@ def axes_tuple(axis: Any) -> tuple[int, ...]:
     return tuple(_index(one, what) for one in axis) if isinstance(axis, tuple) else (_index(axis, what),)
 
 
-def axes_of(axes: tuple[int, ...], shape: tuple[int, ...], verb: str) -> tuple[int, ...]:
+def axes_of(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Count axes from the front.
 
     Raises:
         InvalidArgumentError: If the array has no such axis, or an axis is given twice.
     """
-    counted = tuple([axis_of(axis, shape, verb) for axis in axes])
+    counted = tuple([axis_of(axis, shape) for axis in axes])
     if len(axes) > 1 and len(set(counted)) < len(axes):
-        raise InvalidArgumentError(f"cannot {verb} along {axes_text(axes)}: an axis is given twice")
+        raise InvalidArgumentError(f"an axis is given twice in {axes}")
     return counted
 
 

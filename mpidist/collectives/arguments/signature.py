@@ -15,7 +15,7 @@ from mpidist.nest import array_names
 from mpidist.options import CommunicationImplementation, CommunicationOptions
 from mpidist.transport import Call, SyncGroup, cuda, size_text
 
-__all__ = ["Arguments", "agreed_call", "names_of", "require_usable", "specs_text"]
+__all__ = ["Arguments", "agreed_call", "name_call", "names_of", "require_usable", "specs_text"]
 
 
 class Arguments(ABC):
@@ -82,9 +82,17 @@ def agreed_call(
                 details=details,
             )
     except Exception as problem:  # whatever it is, the other ranks must learn of it
-        record = Call(name, timeout_seconds=options.timeout_seconds, error=problem)
+        record = Call(name, timeout_seconds=options.timeout_seconds, error=name_call(problem, name))
     with group.call(record) as has_same_variant:
         yield arguments, has_same_variant
+
+
+def name_call(error: Exception, call: str) -> Exception:
+    """Let an error's text begin with the name of the call whose arguments are wrong. Returns the same error. Local."""
+    text = str(error)
+    if error.args == (text,) and not text.startswith(call):
+        error.args = (f"{call}: {text}",)
+    return error
 
 
 def require_usable(options: CommunicationOptions) -> None:

@@ -224,7 +224,8 @@ class MpiAgreement(Agreement):
         error = record.error
         fields = {"call": record.name, "timeout": "set" if record.timeout else "none", "strategy.run()": f"{self.run}"}
         if error is not None:
-            fields["error"] = f"{type(error).__name__}: {error}"
+            said = str(error).removeprefix(f"{record.name}: ")  # the report names the call
+            fields["error"] = f"{type(error).__name__}: {said}"
         else:
             fields.update(record.describe())
         if (handled := sys.exc_info()[1]) is not None:  # why a `finally` clause calls, perhaps, what no other rank does

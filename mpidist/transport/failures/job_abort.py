@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -37,7 +38,8 @@ __all__ = [
 logger = logging.getLogger("mpidist.transport")
 
 EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a failed call, when other ranks cannot end with it
-_PACKAGE: Final = os.path.dirname(errors.__file__)
+# The files of internal frames: this package's, and that of the `with` statements between them.
+_INTERNAL: Final = (os.path.dirname(errors.__file__), contextlib.__file__)
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
@@ -175,7 +177,7 @@ def report(kind: type[BaseException], error: BaseException, trace: TracebackType
     """
     is_deliberate = kind.__module__ == errors.__name__ or getattr(error, "raised_on_all_ranks", False)
     if is_deliberate or kind is KeyboardInterrupt:
-        frames = [frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(trace)]
+        frames = [frame.filename.startswith(_INTERNAL) for frame in traceback.extract_tb(trace)]
         limit = max((at for at, is_ours in enumerate(frames) if not is_ours), default=len(frames)) + 2
         write_lines("".join(traceback.format_exception(kind, error, trace, limit=limit)), prefix)
     else:

@@ -28,7 +28,7 @@ from mpidist.transport.mpi import (
     require_no_child,
 )
 from mpidist.transport.settings import Settings, unknown_settings
-from mpidist.transport.text import name_ranks
+from mpidist.transport.text import count_text, name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
@@ -44,6 +44,8 @@ __all__ = [
 logger = logging.getLogger("mpidist.transport")
 
 _warned: Final[set[str]] = set()
+_SET: Final = "set it where the job is started, and let the launcher pass it on to all ranks"
+_START: Final = "start all ranks in one environment of Python"
 
 
 def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
@@ -154,14 +156,15 @@ def _agreed_settings(comm: Intracomm) -> Settings:
     for rank, (rank_error, _, _) in enumerate(everyone):
         if rank_error:
             raise ValueError(f"rank {rank}: {rank_error}")
-    for what, reports in (("environment variable", 1), ("version", 2)):
+    for what, reports, advice in (("environment variable", 1, _SET), ("version of", 2, _START)):
         for name in sorted({name for report in everyone for name in report[reports]}):
             values: dict[Any, list[int]] = {}
             for rank, report in enumerate(everyone):
                 values.setdefault(report[reports].get(name), []).append(rank)
             if len(values) > 1:
-                who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in values.items())
-                raise TopologyError(f"the {what} of {name} must be the same on all ranks: {who}")
+                texts = {value: "not set" if value is None else repr(value) for value in values}
+                who = "; ".join(f"{name_ranks(ranks)}: {texts[value]}" for value, ranks in values.items())
+                raise TopologyError(f"the {what} {name} must be the same on all ranks: {who}; {advice}")
     if comm.rank == 0:
         _warn_of_unknown(variables)
     return settings
@@ -214,7 +217,7 @@ def _topology(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Int
     if pretend_nodes is not None:
         if len(pretend_nodes) != world.Get_size():
             raise TopologyError(
-                f"MPIDIST_PRETEND_NODES names the nodes of {len(pretend_nodes)} ranks, and the world has "
+                f"MPIDIST_PRETEND_NODES names the nodes of {count_text(len(pretend_nodes), 'rank')}, and the world has "
                 f"{world.Get_size()}; give one number per rank, for example 0,0,1,1 for 4 ranks"
             )
         label = pretend_nodes[world.Get_rank()]

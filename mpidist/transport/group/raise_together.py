@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
 from mpidist.errors import PeerFailedError
@@ -37,31 +37,47 @@ class ErrorReport(NamedTuple):
         return cls(_pickled(error), text_of(error), "".join(traceback.format_exception(error)))
 
 
-@contextmanager
-def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -> Iterator[None]:
+def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -> AbstractContextManager[None]:
     """See `Strategy.raise_together`."""
-    group.enter("raise_together")
-    error, own = None, None
-    try:
-        yield
-    except Exception as problem:
-        if group.agreement.has_raised(problem):
-            raise
-        error, own = problem, ErrorReport.of(problem)
-    try:
-        group.enter("raise_together")
-    except RuntimeError as closed:  # the block closed the strategy
-        raise closed from error
+    return _LocalWork(group, what, timeout_seconds)
 
-    def describe() -> dict[str, str]:
-        return {"what": what, "exception": "none" if own is None else own.text}
 
-    fingerprint = group.agreement.fingerprint("raise_together", what, lambda: {"what": what})
-    reports: list[ErrorReport | None] = []
-    with group.call(Call("raise_together", fingerprint, describe, timeout_seconds=timeout_seconds, details=what)):
-        if group.agreement.all_reduce_or(own is not None):
-            reports = group.agreement.all_gather_object(own)
-    raise_reported(error, reports, group)
+@final
+class _LocalWork(AbstractContextManager[None]):
+    """The block of `raise_together`. Not made by a generator, as none can raise the `StopIteration` of another rank.
+
+    Args:
+        group: The ranks.
+        what: What the block does.
+        timeout_seconds: How long to wait for all ranks; `None` is the group's own deadline.
+    """
+
+    def __init__(self, group: SyncGroup, what: str, timeout_seconds: float | None) -> None:
+        self._group, self._what, self._timeout_seconds = group, what, timeout_seconds
+
+    def __enter__(self) -> None:
+        self._group.enter("raise_together")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        group, what = self._group, self._what
+        if error is not None and (not isinstance(error, Exception) or group.agreement.has_raised(error)):
+            return
+        own = None if error is None else ErrorReport.of(error)
+        try:
+            group.enter("raise_together")
+        except RuntimeError as closed:  # the block closed the strategy
+            raise closed from error
+
+        def describe() -> dict[str, str]:
+            return {"what": what, "exception": "none" if own is None else own.text}
+
+        fingerprint = group.agreement.fingerprint("raise_together", what, lambda: {"what": what})
+        call = Call("raise_together", fingerprint, describe, timeout_seconds=self._timeout_seconds, details=what)
+        reports: list[ErrorReport | None] = []
+        with group.call(call):
+            if group.agreement.all_reduce_or(own is not None):
+                reports = group.agreement.all_gather_object(own)
+        raise_reported(error, reports, group)
 
 
 def raise_reported(own: Exception | None, reports: Sequence[ErrorReport | None], group: SyncGroup) -> None:

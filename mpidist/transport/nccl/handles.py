@@ -64,7 +64,11 @@ class Handle:
                 self.comm.check_async_error()
 
     def require_usable(self, what: str, kind: type[Exception] = RuntimeError) -> None:
-        """Raise an error of a kind, if the communicator has ended. `what`: the call, for people."""
+        """Raise an error of a kind, if the communicator has ended. `what`: the call, for people.
+
+        Without the lock, as it only looks at a text. It could not be held during the launch that follows: that may
+        wait in NCCL for ever, and an abort of another thread is what ends it.
+        """
         if self.ended:
             text = f"{what}: the communicator cannot be used any more, because {self.ended}"
             raise kind(f"{text}; call strategy.reset() on all ranks")

@@ -148,8 +148,8 @@ DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
     "no reduction": (lambda s, x: s.reduce(x, 1.0), "bogus", "SUM", "error", "ValueError: 'bogus' is not a valid", "-"),
     "no destination": (lambda s, x: s.extended.broadcast_to(1.0, x), -1, 0, "error", "ValueError: destination ra", "-"),
     "no pairs": (lambda s, x: s.extended.batch_reduce_to("SUM", x), 5, [], "error", "TypeError: 'int' object", "-"),
-    "no axis": (lambda s, x: s.reduce("SUM", np.ones(2), axis=x), 1, 0, "error", "InvalidArgumentError: cannot r", "-"),
-    "scalar": (lambda s, x: s.gather(x, 0), 1.0, np.ones(1), "error", "InvalidArgumentError: cannot concatenate", "-"),
+    "no axis": (lambda s, x: s.reduce("SUM", np.ones(2), axis=x), 1, 0, "error", "InvalidArgumentError: an ", "-"),
+    "scalar": (lambda s, x: s.gather(x, 0), 1.0, np.ones(1), "error", "InvalidArgumentError: a scalar", "-"),
     "failing pairs": (lambda s, x: s.extended.batch_reduce_to("SUM", lookup(x)), "n", "y", "error", "KeyError", "-"),
     "failing array": (lambda s, x: s.reduce("SUM", lazy(x)), True, False, "error", "OSError: no file", "-"),
     "failing broadcast": (lambda s, x: s.extended.broadcast_to(lazy(x), 0), True, False, "error", "OSError: no f", "-"),
@@ -289,5 +289,9 @@ def test_errors_of_one_kind_in_each_ranks_own_words_are_raised_as_they_are(comm:
 def test_variables_must_agree(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if comm.rank == 0:
         monkeypatch.setenv(name, "1")
-    with raises_everywhere(comm, TopologyError, f"{name} must be the same on all ranks: rank 0: 1; rank"):
+    with raises_everywhere(
+        comm,
+        TopologyError,
+        f"^the environment variable {name} must be the same on all ranks: rank 0: '1'; ranks? .*: not set; set it",
+    ):
         Strategy(comm=comm)

@@ -196,6 +196,7 @@ SAME_EVERYWHERE = {
     "InvalidArgumentError": "strategy.reduce('SUM', [1.0] * (rank + 1))",
     "ValueError": "strategy.reduce('median', 1.0)",
     "TypeError": "strategy.reduce('SUM', 'text')",
+    "InvalidArgumentError: gather": "strategy.gather(1.0, 0)",
     "TopologyError: the environment": "os.environ['MPIDIST_CHECK'] = str(int(rank > 0))\nmpidist.MirroredStrategy()",
     "TopologyError: a resolver": """
 from mpidist.cluster_resolver import ClusterSpec, SimpleClusterResolver
@@ -213,6 +214,8 @@ def test_error_that_all_ranks_share_is_shown_once(job: Job, said: str) -> None:
     kind = said.split(":")[0]
     shown = [line for rank in range(3) for line in ended.lines_of(rank) if re.match(rf"[\w.]*\b{kind}: ", line)]
     assert len(shown) == 1
+    assert len(re.findall(r'File ".*/mpidist/\w+', ended.err)) == 1  # the call of the program, and nothing below it
+    assert "contextlib" not in ended.err
 
 
 NORMAL_ENDS = {

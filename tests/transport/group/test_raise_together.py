@@ -60,6 +60,24 @@ def test_all_raise_what_one_raised(strategy: Strategy, number: int) -> None:
 
 
 @pytest.mark.ranks(min=2)
+def test_data_that_end_on_one_rank_end_on_all(strategy: Strategy) -> None:
+    """A StopIteration, which no generator can raise."""
+    rows = iter(range(2 if strategy.topology.rank == 0 else 5))
+
+    batches = []
+
+    def take_batch() -> None:
+        with strategy.raise_together("the next batch"):
+            batches.append(next(rows))
+
+    take_batch()
+    take_batch()
+    with pytest.raises(StopIteration):
+        take_batch()
+    assert batches[:2] == [0, 1]
+    assert strategy.reduce("SUM", 1.0) == strategy.topology.size
+
+
 def test_the_lowest_rank_is_heard(strategy: Strategy) -> None:
     size = strategy.topology.size
     with pytest.raises(OSError, match=r"^mine is rank 1$") as caught, strategy.raise_together():
