@@ -136,21 +136,25 @@ extern "C" const char* nvrtcGetErrorString(nvrtcResult code) {
     return code == COMPILATION ? "NVRTC_ERROR_COMPILATION" : code ? "not emulated" : "NVRTC_SUCCESS";
 }
 
-NVRTC nvrtcVersion(int* major, int* minor) {
-    *major = version() / 1000;
-    *minor = version() / 10 % 100;
+template <class T, class U> static nvrtcResult give(T* to, U what) {
+    *to = what;
     return SUCCESS;
 }
 
-NVRTC nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char* const*, const char* const*) {
-    *program = new Program{source, "", ""};
+static nvrtcResult copy(const std::string& from, char* to) {  // with the zero at its end, if it is a text
+    memcpy(to, from.data(), from.size());
     return SUCCESS;
+}
+
+NVRTC nvrtcVersion(int* major, int* minor) { return give(major, version() / 1000), give(minor, version() / 10 % 100); }
+
+NVRTC nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char* const*, const char* const*) {
+    return give(program, new Program{source, "", ""});
 }
 
 NVRTC nvrtcDestroyProgram(Program** program) {
     delete *program;
-    *program = nullptr;
-    return SUCCESS;
+    return give(program, nullptr);
 }
 
 NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* options) {
@@ -169,37 +173,13 @@ NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* optio
     return SUCCESS;
 }
 
-NVRTC nvrtcGetCUBINSize(Program* program, size_t* nbytes) {
-    *nbytes = program->image.size();
-    return SUCCESS;
-}
-
-NVRTC nvrtcGetCUBIN(Program* program, char* image) {
-    memcpy(image, program->image.data(), program->image.size());
-    return SUCCESS;
-}
-
 // Of an empty program, of which CuPy wants to know the version only.
-const char PTX[] = "// compiled for the host\n";
+static const std::string PTX("// compiled for the host\n\0", 26);
 
-NVRTC nvrtcGetPTXSize(Program*, size_t* nbytes) {
-    *nbytes = sizeof PTX;
-    return SUCCESS;
-}
-
-NVRTC nvrtcGetPTX(Program*, char* text) {
-    memcpy(text, PTX, sizeof PTX);
-    return SUCCESS;
-}
-
-NVRTC nvrtcGetProgramLogSize(Program* program, size_t* nbytes) {
-    *nbytes = program->log.size() + 1;
-    return SUCCESS;
-}
-
-NVRTC nvrtcGetProgramLog(Program* program, char* text) {
-    memcpy(text, program->log.c_str(), program->log.size() + 1);
-    return SUCCESS;
-}
-
+NVRTC nvrtcGetCUBINSize(Program* program, size_t* nbytes) { return give(nbytes, program->image.size()); }
+NVRTC nvrtcGetCUBIN(Program* program, char* image) { return copy(program->image, image); }
+NVRTC nvrtcGetPTXSize(Program*, size_t* nbytes) { return give(nbytes, PTX.size()); }
+NVRTC nvrtcGetPTX(Program*, char* text) { return copy(PTX, text); }
+NVRTC nvrtcGetProgramLogSize(Program* program, size_t* nbytes) { return give(nbytes, program->log.size() + 1); }
+NVRTC nvrtcGetProgramLog(Program* program, char* text) { return copy(program->log + '\0', text); }
 NVRTC nvrtcAddNameExpression(Program*, const char*) { return NOT_EMULATED; }

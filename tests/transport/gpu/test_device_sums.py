@@ -21,7 +21,7 @@ from transport.gpu.device_numbers import (
     numbers_of,
     odd_numbers_of,
     same,
-)  # fmt: skip
+)
 
 from mpidist.transport.gpu.compiled import COMBINED
 from mpidist.transport.gpu.kernels import DeviceKernels
