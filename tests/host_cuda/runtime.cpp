@@ -53,11 +53,13 @@ struct Piece {
 };
 
 struct Engine {  // a thread, and what it has still to do; the first is being done
+    Engine(int number, int device) : number(number), device(device) {}
     const int number, device;
     std::deque<Piece> queue = {};
     Clock before = {};  // what the last piece that was put here comes after, and itself
     long num_pieces = 0;
     bool ends = false;
+    std::condition_variable arrived = {};  // by which it alone is woken
 };
 
 struct Stream {
@@ -124,7 +126,7 @@ void work_off(std::shared_ptr<Engine> engine) {
     its_engine = engine.get();
     Hold hold(lock);
     for (;;) {
-        changed.wait(hold, [&] { return !engine->queue.empty() || engine->ends; });
+        engine->arrived.wait(hold, [&] { return !engine->queue.empty() || engine->ends; });
         if (engine->queue.empty()) return;
         Piece piece = std::move(engine->queue.front());
         its_piece = &piece;
@@ -139,7 +141,7 @@ void work_off(std::shared_ptr<Engine> engine) {
 
 std::shared_ptr<Engine> new_engine(int device) {
     static std::atomic<int> number{0};
-    auto engine = std::make_shared<Engine>(Engine{number++, device});
+    auto engine = std::make_shared<Engine>(number++, device);
     std::thread(work_off, engine).detach();
     return engine;
 }
@@ -168,7 +170,7 @@ void put(Stream* stream, Work work) {  // with `lock` held
     learn(engine.before, seen_by_host);
     engine.before[engine.number] = ++engine.num_pieces;
     engine.queue.push_back({std::move(work), engine.before});
-    changed.notify_all();
+    engine.arrived.notify_all();
 }
 
 bool is_all_done() {  // with `lock` held
@@ -449,7 +451,7 @@ RUNTIME(cudaStreamDestroy)(cudaStream_t handle) {  // what is on the stream is s
     if (!streams.erase(stream)) return refused(cudaErrorInvalidResourceHandle, "no such stream");
     count("streams", -1);
     if (stream->flags & cudaStreamNonBlocking) stream->engine->ends = true;
-    changed.notify_all();
+    stream->engine->arrived.notify_all();
     delete stream;
     return cudaSuccess;
 }
