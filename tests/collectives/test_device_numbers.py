@@ -29,7 +29,7 @@ __all__ = ["gpus"]
 DTYPES = [*dict.fromkeys(INTEGERS), *HALVES, np.dtype("f4"), np.dtype("f8"), *COMPLEX[:2], np.dtype(bool)]
 SHAPES = ((40,), (129, 33))
 LAYOUTS = ("whole", "unaligned", "backwards with gaps", "transposed", "on the host")
-LARGE = (150_003,)  # which goes through the host in several chunks
+LARGE = (70_003,)  # which goes through the host in two chunks
 CHUNK_BYTES = "262144"  # the least
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 WAYS = ("to the last rank", "new", "out=", "started", "started with out=", "in place")
