@@ -13,7 +13,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport import arrays, cuda
 from mpidist.transport.topology import Topology
 
-__all__ = ["Device", "are_several_gpus", "choose_device", "gpu_index", "on_device", "wait_for_devices"]
+__all__ = ["Device", "are_several_gpus", "choose_device", "on_device", "wait_for_devices"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -62,16 +62,11 @@ class Device:
         return f"/{self.kind}:{self.index}"
 
 
-def gpu_index(local_rank: int, num_visible: int) -> int:
-    """Choose a rank's GPU among those that its process sees.
+def choose_device(topology: Topology) -> Device:
+    """Choose this rank's device: the GPU of its local rank, or the CPU where CuPy sees no GPU.
 
     A launcher shows every rank all GPUs of the node, or each rank its own GPU alone, which then has number 0.
     """
-    return local_rank % num_visible
-
-
-def choose_device(topology: Topology) -> Device:
-    """Choose this rank's device: the GPU of its local rank, or the CPU where CuPy sees no GPU."""
     visible = arrays.num_visible_gpus()
     if visible == 0:
         return Device("cpu")
@@ -80,7 +75,7 @@ def choose_device(topology: Topology) -> Device:
             "r%d | %d ranks share %d GPUs on %s", topology.rank, topology.local_size, visible,
             topology.hostnames[topology.rank],
         )  # fmt: skip
-    return Device("gpu", gpu_index(topology.local_rank, visible))
+    return Device("gpu", topology.local_rank % visible)
 
 
 def are_several_gpus(devices: Sequence[Device]) -> bool:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, group, keep_busy, up
+from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, group, up
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context
+from mpidist.collectives import reduce_scatter
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
@@ -67,12 +68,13 @@ def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup,
     if are_emulated():
         pytest.skip("needs a real GPU: emulated ones have no torch")
     torch = pytest.importorskip("torch")
-    ops = NcclAllReduce().bound_to(group)
+    ops, work = NcclAllReduce().bound_to(group), torch.ones(4096, 4096, device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         tensor = torch.zeros(1 << 18, dtype=dtype, device="cuda")
         side = torch.cuda.Stream()
         with torch.cuda.stream(side), cuda.current().cupy.cuda.ExternalStream(side.cuda_stream):
-            keep_busy(0.01)
+            for _ in range(10):  # the stream is busy for some milliseconds
+                work = work @ work / len(work)
             tensor += comm.rank + 1
             total = ops.all_reduce("SUM", tensor)
         torch.cuda.synchronize()
@@ -107,18 +109,14 @@ def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda,
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("starts", [False, True])
-def test_an_overflow_into_outs_is_logged_at_once(
-    group: SyncGroup, comm: Intracomm, starts: bool, caplog: pytest.LogCaptureFixture
+def test_overflowed_numbers_are_counted_in_the_log(
+    group: SyncGroup, comm: Intracomm, caplog: pytest.LogCaptureFixture
 ) -> None:
     ops = NcclAllReduce().bound_to(group)
     options = CommunicationOptions(compression="fp16", compress_everywhere=True)
     value, out = up(np.full(9, 1e6, np.float32)), up(np.zeros(9, np.float32))
     with caplog.at_level(logging.WARNING, "mpidist.cross_device_ops"):
-        if starts:
-            ops.start_all_reduce("SUM", value, options, out=out).wait()
-        else:
-            ops.all_reduce("SUM", value, options, out=out)
+        ops.all_reduce("SUM", value, options, out=out)
     assert "9 numbers were too large for float16" in caplog.text
 
 
@@ -127,39 +125,6 @@ def test_another_byte_order_on_one_gpu_is_everybodys_error(group: SyncGroup, com
     value = up(np.ones(5, np.float32)).view(">f4" if comm.rank else "=f4")
     with raises_everywhere(comm, InvalidArgumentError, "native byte order, got '>f4'"):
         NcclAllReduce().bound_to(group).all_reduce("SUM", value)
-
-
-def shifted(numbers: Any) -> Any:
-    """Complex numbers that begin in the middle of one."""
-    array = up(np.zeros(2 * numbers.size + 2, numbers.real.dtype))[1:-1].view(numbers.dtype)
-    array[...] = up(numbers)
-    assert array.data.ptr % array.itemsize
-    return array
-
-
-@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
-def test_complex_numbers_in_any_place(group: SyncGroup, comm: Intracomm, dtype: Any) -> None:
-    """No GPU reads 16 bytes from an address that is no multiple of 16: it gives up, and the process with it."""
-    for op in ("SUM", "MEAN"):
-        for ops in (NcclAllReduce(0).bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
-            numbers = [np.full(count, 2 + 1j, dtype) for count in (3, 600)]
-            values, outs = [shifted(its) for its in numbers], [shifted(0 * its) for its in numbers]
-            factor = comm.size if op == "SUM" else 1
-            for results in (ops.all_reduce(op, values), ops.all_reduce(op, values, out=outs), outs):
-                assert all((down(result) == factor * (2 + 1j)).all() for result in results)
-            assert all((down(its) == 2 + 1j).all() for its in values)
-            assert all((down(its) == factor * (2 + 1j)).all() for its in ops.all_reduce(op, values, out=values))
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.float16])
-def test_means_of_transposed_arrays(group: SyncGroup, comm: Intracomm, dtype: Any) -> None:
-    """Numbers that become others in a pack are cast: in the order of the array, whatever the order in its memory."""
-    ops = NcclAllReduce().bound_to(group)
-    given = [np.arange(12).reshape(3, 4).astype(dtype), np.arange(6).reshape(2, 3).astype(dtype)]
-    for _ in range(2):
-        means = ops.all_reduce("MEAN", [up(np.ascontiguousarray(one.T)).T for one in given])
-        for mean, one in zip(means, given, strict=True):
-            assert (down(mean) == one).all()
 
 
 @contextmanager
@@ -179,15 +144,16 @@ def test_results_go_to_no_other_gpu(
     ops, other = NcclAllReduce().bound_to(group), comm.size
     if gpus.support.num_devices <= other:
         pytest.skip(f"needs a GPU: {other + 1} of them")
-    value, out = up(np.ones(5)), up(np.zeros(5))
+    first, value, out = up(np.zeros(5)), up(np.ones(5)), up(np.zeros(5))
+    ops.all_reduce("SUM", [value, value], out=[first, out])  # so that the first one is known
     if comm.rank == 0:
         with on_gpu(other):
             value, out = up(np.ones(5)), up(np.zeros(5))
-    with raises_everywhere(comm, InvalidArgumentError, f"out 0 must lie on GPU 0, .* lies on GPU {other}: make it"):
+    with raises_everywhere(comm, InvalidArgumentError, f"out 1 must lie on GPU 0, .* lies on GPU {other}: make it"):
         if call == "all_reduce":
-            ops.all_reduce("SUM", value, out=value if is_value else out)
+            ops.all_reduce("SUM", [value, value], out=[first, value if is_value else out])
         else:
-            ops.broadcast(value, "all", out=value if is_value else out)
+            ops.broadcast([value, value], "all", out=[first, value if is_value else out])
     assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
 
 
@@ -232,6 +198,7 @@ def test_no_call_goes_into_a_graph(gpus: cuda.Cuda, comm: Intracomm, call: str) 
         CALLS[call](strategy, value)
 
 
+DEADLINE = 4.0  # seconds; long enough for ranks of a busy machine, and shorter than it takes to compile
 FP16 = CommunicationOptions(compression="fp16", compress_everywhere=True)
 MEAN = {"copy_4", "divide_f4_f4"}
 LONG_TOO = MEAN | {kernel + "_long" for kernel in MEAN}
@@ -242,6 +209,7 @@ CALLS_WITH_KERNELS: dict[str, tuple[str, Any, CommunicationOptions, set[str]]] =
     "sum of halves": ("SUM", np.float16, CommunicationOptions(), {"copy_4", "copy_2", "f2_sum"}),
     "minimum": ("MIN", np.float64, CommunicationOptions(), {"copy_4", "copy_8", "f8_min"}),
     "compressed sum": ("SUM", np.float32, FP16, {"copy_4", "cast_f4_f2", "cast_f2_f4", "f2_sum"}),
+    "reduce-scatter": ("SUM", np.float16, CommunicationOptions(), {"copy_4", "f2_sum"}),
 }
 
 
@@ -255,15 +223,20 @@ def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
     Through the host that of a sum which messages might need is compiled, too.
     """
     op, dtype, options, kernels = CALLS_WITH_KERNELS[kind]
-    options = options.merge(CommunicationOptions(timeout_seconds=1.0))
+    options = options.merge(CommunicationOptions(timeout_seconds=DEADLINE))
     sizes = (50, 7) * (100 if kind == "mean of many" else 1)
     ops, values = NcclAllReduce().bound_to(group), [up(np.ones(size, dtype)) for size in sizes]
     if kind != "first call":
         ops.all_reduce("SUM", up(np.ones(3, np.int32)))
         assert compiler.compiled == {"copy_4"}
-    compiler.seconds = 1.5 if comm.rank else 0.0
-    results = ops.all_reduce(op, values, options)
-    assert all((down(its) == (comm.size if op == "SUM" else 1)).all() for its in results)
+    compiler.seconds = 1.25 * DEADLINE if comm.rank else 0.0
+    for _ in range(2):  # a rank that still compiles would be late for the second call
+        if kind == "reduce-scatter":
+            shard = reduce_scatter(group, kind, op, up(np.ones(comm.size, dtype)), 0, options)
+            assert (shard.size, int(down(shard)[0])) == (1, comm.size)
+        else:
+            results = ops.all_reduce(op, values, options)
+            assert all((down(its) == (comm.size if op == "SUM" else 1)).all() for its in results)
     is_staged = group.devices.levels().queue is None
     assert compiler.compiled - kernels <= ({"f4_sum"} if is_staged else set())
     assert kernels <= compiler.compiled
@@ -282,19 +255,6 @@ def test_ranks_with_drivers_of_which_one_takes_fewer_arrays_at_once(
 
 
 @pytest.mark.ranks(min=2)
-def test_nor_is_the_time_of_those_of_a_reduce_scatter(compiler: Compiler, comm: Intracomm) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        value = up(np.ones(comm.size, np.float16))
-        strategy.gather(value, 0)
-        compiler.seconds = 1.5 if comm.rank else 0.0
-        options = CommunicationOptions(timeout_seconds=1.0)
-        for _ in range(2):  # a rank that still compiles would be late for the second call
-            part = strategy.run(lambda: get_replica_context().reduce_scatter("SUM", value, 0, options))
-            assert down(part) == comm.size
-    assert compiler.compiled == {"copy_4", "f2_sum"}
-
-
-@pytest.mark.ranks(min=2)
 def test_kernels_that_one_rank_cannot_compile(compiler: Compiler, group: SyncGroup, comm: Intracomm) -> None:
     ops, value = NcclAllReduce().bound_to(group), up(np.ones(50))
     if comm.rank == 1:
@@ -303,44 +263,3 @@ def test_kernels_that_one_rank_cannot_compile(compiler: Compiler, group: SyncGro
         ops.all_reduce("SUM", value)
     compiler.error = None
     assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
-
-
-KINDS = [
-    CommunicationOptions(),
-    CommunicationOptions(implementation="NCCL"),
-    CommunicationOptions(implementation="RING"),
-    CommunicationOptions(compression="bf16", compress_everywhere=True),
-    CommunicationOptions(compression="fp16", implementation="NCCL"),
-    CommunicationOptions(reproducible=True, bytes_per_pack=900),
-]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_started_calls_of_all_kinds_in_any_order(
-    emulated: Emulated, comm: Intracomm, placement: tuple[int, ...], seed: int
-) -> None:
-    """Launched, staged, round the ring; alone, mixed with host arrays, into outs; waited for in another order."""
-
-    def is_right(array: Any) -> bool:
-        return bool(((array if isinstance(array, np.ndarray) else down(array)) == 2 * comm.size).all())
-
-    random, group = np.random.default_rng(seed), SyncGroup.from_mpi(comm)
-    emulated.wish("NCCL's delay", 300)
-    ops = [make().bound_to(group) for make in (NcclAllReduce, HierarchicalCopyAllReduce)]
-    for _ in range(3):
-        handles = []
-        for _ in range(6):
-            options, its = KINDS[random.integers(len(KINDS))], ops[random.integers(2)]
-            values = [
-                up(np.full(int(random.integers(1, 400)), 2, dtype)) for dtype in (np.float32, np.int16, np.float16)
-            ]
-            if random.random() < 0.3:
-                values.append(np.full(70, 2.0))
-            out = values if random.random() < 0.5 else None
-            if random.random() < 0.2:
-                assert all(map(is_right, its.all_reduce("SUM", values, options, out=out)))
-            else:
-                handles.append(its.start_all_reduce("SUM", values, options, out=out))
-        for at in random.permutation(len(handles)):
-            assert all(map(is_right, handles[at].wait()))
-    group.close()

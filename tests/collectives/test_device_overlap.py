@@ -10,33 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import allocations, anywhere, connected, down, emulated, gpus, keep_busy, opened, up
-from support.contributions import HALVES, contribution
+from host_cuda.gpus import allocations, busy, connected, down, emulated, gpus, group, is_total, mine, opened, up
+from support.contributions import reduction_of
 
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.group import SyncGroup
+from mpidist.transport.group import SyncGroup, levels
 from mpidist.transport.nccl import DeviceQueue
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["anywhere", "connected", "emulated", "gpus"]  # fixtures
+__all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 
 F4 = np.dtype(np.float32)
 COUNTS = [3, 5000, 1, 20_000, 7]
 ARRAYS_OF_A_PACK = 3
 UNDER_WAY = "launches of NCCL under way"
 PACKS = CommunicationOptions(bytes_per_pack=ARRAYS_OF_A_PACK * 400 - 1)  # of arrays of 100 numbers
-
-
-def queue_of(group: SyncGroup) -> DeviceQueue:
-    queue = group.levels_of(True).queue
-    assert queue is not None
-    return queue
 
 
 def arrays_of_packs(rank: int, num_packs: int) -> list[Any]:
@@ -75,14 +68,48 @@ def test_all_packs_are_launched_and_the_host_waits_once(
     assert all(is_total(result, comm.size, 100) for result in results)
 
 
-@pytest.mark.ranks(min=2)
-def test_steady_calls_allocate_nothing_but_results(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
-    ops, arrays = NcclAllReduce().bound_to(connected), arrays_of_packs(comm.rank, 4)
-    ops.all_reduce("SUM", arrays, PACKS, out=arrays)
+HALF = CommunicationOptions(compression="fp16", compress_everywhere=True)
+LARGE, SMALL = (5000, 7, 6000, 1024, 8), range(10, 171)
+LAUNCHES: dict[str, tuple[Any, str, str, CommunicationOptions, int]] = {  # of several ranks; one alone copies at most
+    "a pack is filled and emptied": (SMALL, "SUM", "new", CommunicationOptions(), 2),
+    "and divided as it is emptied": (SMALL, "MEAN", "new", CommunicationOptions(), 2),
+    "large arrays are copied, and divided": (LARGE, "MEAN", "new", CommunicationOptions(), 1 + 2 + 1),
+    "large arrays are copied": (LARGE, "SUM", "out", CommunicationOptions(), 1 + 2),
+    "large arrays stay": (LARGE, "SUM", "in place", CommunicationOptions(), 2),
+    "a pack is cast as it is filled": (LARGE, "SUM", "out", HALF, 2),
+    "and cast and divided as it is emptied": (SMALL, "MEAN", "out", HALF, 2),
+}
+
+
+@pytest.mark.parametrize("what", LAUNCHES)
+def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
+    emulated: Emulated, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """One more where NCCL brings halves of all ranks, which are joined by a kernel."""
+    monkeypatch.setattr(levels, "_DIRECT_BYTES_OF_DEVICE", 1 << 12)
+    sizes, op, into, options, num_launches = LAUNCHES[what]
+    ops, values = HierarchicalCopyAllReduce().bound_to(group), [mine(comm.rank, size) for size in sizes]
+    out = {"out": [up(np.zeros(size, F4)) for size in sizes], "in place": values}.get(into)
+    for _ in range(3):
+        ops.all_reduce(op, values, options, out=out)
+    emulated.forget()
     with allocations() as made:
-        grown = emulated.grown_by(lambda: ops.all_reduce("SUM", arrays, PACKS, out=arrays), 1, 5)
-    assert made == []
-    assert max(grown) <= 0
+        results = ops.all_reduce(op, values, options, out=out)
+    is_nccl = group.levels_of(True).queue is not None
+    expected = num_launches + (options is HALF and is_nccl) if comm.size > 1 else int(into != "in place")
+    assert len(emulated.calls("a kernel")) == expected
+    assert made == [] or into == "new" or not is_nccl  # calls through the host do allocate
+    factor = np.float32(comm.size if op == "MEAN" else 1)
+    if options is not HALF and into != "in place":  # whose totals are added again
+        totals = [reduction_of("sum", comm.size, size, F4) for size in sizes]
+        assert all((down(its) == total / factor).all() for its, total in zip(results, totals, strict=True))
+
+
+@pytest.mark.ranks(min=2)
+def test_packs_of_gpu_arrays_are_padded(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
+    """So that each array begins at a multiple of 16 bytes: less than 16 bytes for each array."""
+    NcclAllReduce().bound_to(connected).all_reduce("SUM", [mine(comm.rank, size) for size in (3, 8, 1)])
+    assert emulated.calls("allReduce")[-1] == ("allReduce", 16 + 32 + 16)
 
 
 def test_a_stream_made_current_by_use_stays_current(gpus: cuda.Cuda, connected: SyncGroup, comm: Intracomm) -> None:
@@ -100,103 +127,76 @@ def test_a_stream_made_current_by_use_stays_current(gpus: cuda.Cuda, connected: 
 # Calls that were started.
 
 
-@pytest.mark.parametrize("dtype", [F4, *HALVES, np.dtype(np.int16), np.dtype(np.float64)], ids=str)
-def test_started_and_blocking_calls_are_waited_for_in_any_order(
-    anywhere: SyncGroup, comm: Intracomm, dtype: Any
+KINDS = [
+    CommunicationOptions(),
+    CommunicationOptions(implementation="NCCL"),
+    CommunicationOptions(implementation="RING"),
+    CommunicationOptions(compression="bf16", compress_everywhere=True),
+    CommunicationOptions(compression="fp16", implementation="NCCL"),
+    CommunicationOptions(reproducible=True, bytes_per_pack=900),
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_started_and_blocking_calls_of_all_kinds_are_waited_for_in_any_order(
+    emulated: Emulated, comm: Intracomm, placement: tuple[int, ...], seed: int
 ) -> None:
-    """On GPUs and on the host; every rank has a speed and an order of its own."""
-    chance = random.Random(comm.rank)
-    for step, ops in enumerate(2 * [its.bound_to(anywhere) for its in all_ops()]):
-        handles = []
-        for at, count in enumerate(COUNTS):
-            handles.append(ops.start_all_reduce("SUM", mine(comm.rank, count, dtype), PACKS))
-            handles.append(ops.start_all_reduce("SUM", contribution("sum", comm.rank, count, dtype)))
-            time.sleep(chance.random() * 0.002)
-            if at == step % 5:
-                assert is_total(ops.all_reduce("SUM", mine(comm.rank, 11, dtype)), comm.size, 11, dtype)
-                assert all(handle.is_done() for handle in handles)
-        order = list(range(len(handles)))[:: -1 if step == 1 else 1]
-        if step > 1:
-            chance.shuffle(order)
-        for at in order:
-            result = handles[at].wait()
-            assert handles[at].is_done()
-            assert isinstance(result, np.ndarray) == at % 2
-            assert is_total(result if at % 2 == 0 else up(result), comm.size, COUNTS[at // 2], dtype)
+    """Launched, staged, round the ring; of GPU and host arrays, into outs; each rank has a speed of its own."""
 
+    def is_right(array: Any) -> bool:
+        return bool(((array if isinstance(array, np.ndarray) else down(array)) == 2 * comm.size).all())
 
-def test_results_into_arrays_and_arguments_overwritten_afterwards(anywhere: SyncGroup, comm: Intracomm) -> None:
-    """New ones, arguments themselves, arrays that are not contiguous, and means of integers."""
-    ops = NcclAllReduce().bound_to(anywhere)
-    for _ in range(2):
-        numbers = contribution("sum", comm.rank, 40, F4)
-        values, outs = [up(numbers) for _ in range(3)], [up(np.zeros(40, F4)), None, up(np.zeros(80, F4))[::2]]
-        outs[1] = values[1]
-        handles = [ops.start_all_reduce("SUM", value, out=out) for value, out in zip(values, outs, strict=True)]
-        mean = ops.start_all_reduce("MEAN", up(np.full(5, comm.rank)))
-        for handle, value, out in zip(handles, values, outs, strict=True):
-            assert handle.wait() is out
-            if out is not value:
-                value[...] = 77
-            assert is_total(out, comm.size, 40)
-        assert (down(mean.wait()) == (comm.size - 1) / 2).all()
+    chance, own = np.random.default_rng(seed), random.Random(comm.rank)
+    emulated.wish("NCCL's delay", 300)
+    for its in opened(comm):
+        for _ in range(3):
+            handles: list[Any] = []
+            for _ in range(8):
+                ops, options = all_ops()[chance.integers(3)].bound_to(its), KINDS[chance.integers(len(KINDS))]
+                on_gpu, on_host = sorted(chance.choice(4, 2)), chance.random() < 0.5
+                values = [up(np.full(COUNTS[at], 2, ("f4", "i2", "f2", "f8")[at])) for at in on_gpu]
+                values += [np.full(COUNTS[at], 2.0) for at in range(on_host)]
+                out = values if chance.random() < 0.5 else None
+                if chance.random() < 0.2:
+                    assert all(map(is_right, ops.all_reduce("SUM", values, options, out=out)))
+                    assert all(handle.is_done() for handle in handles)
+                else:
+                    handles.append(ops.start_all_reduce("SUM", values, options, out=out))
+                time.sleep(own.random() * 0.002)
+            time.sleep(own.random() * 0.03)  # in which the thread sees to them
+            own.shuffle(handles)
+            for handle in handles:
+                assert all(map(is_right, handle.wait()))
+                assert handle.is_done()
+        assert comm.size == 1 or any(thread.name == "mpidist.pending" for thread in threading.enumerate())
 
 
 @pytest.mark.ranks(min=2)
-def test_a_call_is_launched_when_all_have_come(
+def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it, before anybody waits, and asking never blocks: not even while NCCL is held back."""
+    """All packs, before anybody waits, and asking never blocks: not even while NCCL is held back."""
     ops, waits = NcclAllReduce().bound_to(connected), []
     monkeypatch.setattr(DeviceQueue, "wait", lambda queue, launched, *_: waits.append(launched))
+    arrays = [arrays_of_packs(comm.rank, num_packs) for num_packs in (1, 3, 3)]
+    down(arrays[-1][-1])
     emulated.hold()
     comm.Barrier()
-    handles = [ops.start_all_reduce("SUM", arrays_of_packs(comm.rank, 3), PACKS) for _ in range(3)]
+    before = emulated.count("kernels")
+    handles = [ops.start_all_reduce("SUM", its, PACKS) for its in arrays]
     asked: list[bool] = []
-    assert emulated.comes_to(UNDER_WAY, 9, lambda: asked.extend(handle.is_done() for handle in handles))
+    assert emulated.comes_to(UNDER_WAY, 7, lambda: asked.extend(handle.is_done() for handle in handles))
     assert not any(asked)
+    emulated.comes_to("kernels", before + 2)
+    time.sleep(0.1)
+    assert emulated.count("kernels") == before + 2, "the first two packs, of two calls, and no third: memory is bounded"
     comm.Barrier()
     emulated.hold(False)
     until = time.monotonic() + 20
     while not all(handle.is_done() for handle in handles):
         assert time.monotonic() < until
-    for handle in handles:
-        assert all(is_total(result, comm.size, 100) for result in handle.wait())
-    assert not waits
-
-
-@pytest.mark.ranks(min=2)
-def test_the_next_call_is_packed_while_nccl_reduces_the_last_one(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm
-) -> None:
-    ops, arrays = NcclAllReduce().bound_to(connected), arrays_of_packs(comm.rank, 1)
-    down(arrays[-1])
-    emulated.hold()
-    before = emulated.count("kernels")
-    handles = [ops.start_all_reduce("SUM", arrays, PACKS) for _ in range(3)]
-    assert emulated.comes_to(UNDER_WAY, 3, handles[0].is_done)
-    emulated.comes_to("kernels", before + 2)
-    time.sleep(0.1)
-    assert emulated.count("kernels") == before + 2, "the pack of the second call, and not that of the third one"
-    comm.Barrier()
-    emulated.hold(False)
     assert all(is_total(result, comm.size, 100) for handle in handles for result in handle.wait())
-
-
-@pytest.mark.ranks(min=2)
-def test_memory_is_lent_to_the_stream_that_it_was_allocated_on(emulated: Emulated, connected: SyncGroup) -> None:
-    """What a call outside of launches was lent belongs to the caller's stream, which may have it back at any time."""
-    queue = queue_of(connected)
-
-    def of_a_pack() -> Any:
-        with queue.packing():
-            return queue.buffer("lent", 64)
-
-    outside = [queue.buffer("lent", 64) for _ in range(2)]
-    between = [queue.launch("work", lambda: queue.buffer("lent", 64)).result for _ in range(2)]
-    packs = [queue.launch("work", of_a_pack).result for _ in range(4)]
-    addresses = [memory.data.ptr for memory in (*outside, *between, *packs)]
-    assert [addresses.index(one) for one in addresses] == [0, 0, 2, 2, 4, 5, 4, 5]
+    assert not waits
 
 
 @pytest.mark.ranks(min=2)
@@ -232,46 +232,6 @@ def test_one_call_at_a_time_is_waited_for(
 
 
 @pytest.mark.ranks(min=2)
-def test_later_work_of_the_caller_does_not_delay_a_call(connected: SyncGroup, comm: Intracomm) -> None:
-    """It comes after what the stream held when it was started, not when it was launched."""
-    ops = NcclAllReduce().bound_to(connected)
-    value = mine(comm.rank, 1000)
-    keep_busy(0).synchronize()  # compiled
-    handles = []
-    if comm.rank == 0:  # which launches it in `wait`
-        handles = [ops.start_all_reduce("SUM", value) for _ in range(2)]
-    comm.Barrier()
-    handles = handles or [ops.start_all_reduce("SUM", value) for _ in range(2)]
-    backward = keep_busy(3.0)
-    results = [handle.wait() for handle in handles]
-    assert not backward.done, "the backward pass goes on"
-    assert all(is_total(result, comm.size, 1000) for result in results)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("implementation", ["AUTO", "NCCL"])
-def test_the_thread_sees_to_hosts_and_gpus(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, implementation: str
-) -> None:
-    """In the order of their start; the fixture looks at whose kernels they are."""
-    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
-    options = CommunicationOptions(implementation=implementation)
-    for group in opened(comm):
-        ops = HierarchicalCopyAllReduce().bound_to(group)
-        assert is_total(ops.all_reduce("SUM", mine(comm.rank, 9), options), comm.size, 9)
-        for _ in range(3):
-            values = [contribution("sum", comm.rank, 50_000, F4) for _ in range(6)]
-            handles = [
-                ops.start_all_reduce("SUM", up(its) if at % 2 else its, options) for at, its in enumerate(values)
-            ]
-            time.sleep(0.03)
-            for at in (1, 0, 5, 4, 3, 2):
-                result = handles[at].wait()
-                assert is_total(result if at % 2 else up(result), comm.size, 50_000)
-        assert any(thread.name == "mpidist.pending" for thread in threading.enumerate())
-
-
-@pytest.mark.ranks(min=2)
 def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
     """Their handles may be collected; the next call, or the end, sees to them."""
     ops = NcclAllReduce().bound_to(connected)
@@ -285,16 +245,59 @@ def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, c
     gc.collect()  # and the fixture closes the group
 
 
-@pytest.mark.ranks(2)
-def test_many_started_calls_leave_nothing_behind(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
-    ops, value, others = NcclAllReduce().bound_to(connected), mine(comm.rank, 60), arrays_of_packs(comm.rank, 2)
+def started_before(comm: Intracomm, ops: CrossDeviceOps, values: Any, options: Any = None) -> Any:
+    """Start a reduction, on rank 0 last."""
+    if comm.rank == 0:
+        comm.Barrier()
+    handle = ops.start_all_reduce("SUM", values, options)
+    if comm.rank:
+        comm.Barrier()
+    return handle
 
-    def call() -> None:
-        handles = [ops.start_all_reduce("MAX", its, PACKS, out=its) for its in (value, others)]
-        handles[-1].wait()
 
-    memory, events, streams = emulated.grown_by(call, 20, 150)
-    assert (memory <= 0, streams) == (True, 0)
-    assert events <= 3, "as many as were ever under way at once"
-    assert not queue_of(connected)._flying
-    assert not connected.calls
+def are_sums(results: Any, comm: Intracomm) -> bool:
+    return all(is_total(its, comm.size, its.size) for its in results)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_a_barrier_of_the_users_own_may_come_before_wait(gpus: cuda.Cuda, comm: Intracomm, implementation: str) -> None:
+    """Also while a rank waits for its whole GPU, which waits for what the ranks in the barrier have yet to launch."""
+    options, values = CommunicationOptions(implementation=implementation), [mine(comm.rank, 300_000)]
+    for made in opened(comm):
+        ops = HierarchicalCopyAllReduce().bound_to(made)
+        assert are_sums(ops.all_reduce("SUM", values, options), comm)
+        handle = started_before(comm, ops, values, options)
+        if comm.rank == 0:
+            gpus.cupy.cuda.Device().synchronize()
+        request, until = comm.Ibarrier(), time.monotonic() + 60
+        while not (has_come := request.Test()) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert are_sums(handle.wait(), comm)
+    assert has_come
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("way", ["through the host", "RING", "NCCL", "NCCL, one node"])
+def test_started_calls_are_done_while_the_gpu_computes(
+    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """They come after what the stream held when they were started: later work of the caller does not delay them."""
+    implementation, _, nodes = way.partition(", ")
+    monkeypatch.setenv("MPIDIST_NCCL", str(int(implementation == "NCCL")))
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(0 if nodes else rank) for rank in range(comm.size)))
+    options = CommunicationOptions(implementation="AUTO" if way == "through the host" else implementation)
+    values = [mine(comm.rank, count) for count in (300_000, 7)]
+    for made in opened(comm):
+        ops = HierarchicalCopyAllReduce().bound_to(made)
+        for _ in range(2):
+            assert are_sums(started_before(comm, ops, values, options).wait(), comm)
+        handles = [started_before(comm, ops, values, options) for _ in range(2)]
+        with busy() as backward:
+            while comm.rank and not (handles[0].is_done() or backward.done):  # without waiting
+                time.sleep(0.001)
+            results = [*handles[0].wait(), *handles[1].wait()]
+            was_busy = not backward.done
+            comm.Barrier()
+        assert are_sums(results, comm)
+    assert was_busy

@@ -38,6 +38,7 @@ def build() -> None:
         files = [str(SOURCES / part) if part.endswith(".cpp") else part for part in parts]
         subprocess.run([*COMPILER, *headers, *files, f"-Wl,-soname,{name}", "-o", name, "-ldl"], cwd=TARGET, check=True)
     (runtime,) = SITE.glob("cupy_backends/cuda/api/runtime.*.so")
+    runtime = runtime.resolve()  # as the system says where it is loaded
     own = {name.removeprefix("host_"): at for name, at in symbols("-D", TARGET / "libcuda.so.1").items()}
     jumps = {name: at for name, at in symbols("", runtime).items() if name.startswith("cuda") and name in own}
     (TARGET / "jumps.json").write_text(json.dumps({"runtime": str(runtime), "functions": jumps}))

@@ -18,28 +18,29 @@ __all__ = ["CHECKS", "CHUNK"]
 CHUNK = 192  # bytes, of those whose messages are cut; the parts of 1 to 4 ranks are whole numbers
 LENGTH = 600  # of several chunks
 ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
-A_FEW = [np.dtype(name) for name in ("int8", "int16", "int32", "float64")] + list(HALVES)
+ONE_OF_A_WIDTH = [np.dtype(code) for code in ("i1", "f2", "i4", "f8")]
+A_FEW = [*ONE_OF_A_WIDTH, np.dtype("i2"), HALVES[1]]
 
 
-def lengths_of(its: Communicator, dtype: Any) -> Sequence[int]:
-    """Numbers of elements; for a few dtypes those round the limits of chunks, and some that leave ranks without any."""
+def lengths_of(its: Communicator, dtype: Any, op: str = "sum") -> Sequence[int]:
+    """Numbers of elements: of one dtype of a width, those round the limits of chunks, and fewer than ranks."""
     size, chunk = its.size, CHUNK // dtype.itemsize
-    if dtype not in A_FEW:
-        return 0, 1, 2 * size, 3 * size + 1, 5 * chunk + 1
+    if dtype not in ONE_OF_A_WIDTH or op != "sum":
+        return 3 * size + 1, 5 * chunk + 1
     return sorted({0, 1, size, size + 1, 3 * size, chunk - 1, chunk, chunk + 1, 4 * chunk + 3, 7 * chunk})
 
 
 def check_reductions(op: str, its: Communicator) -> None:
     """All-reduce, reduce and reduce-scatter numbers whose results are exact, in any order and in that of ranks."""
     for dtype in ON_DEVICE if op in ("sum", "prod") else [its for its in ON_DEVICE if its.kind != "c"]:
-        for count in lengths_of(its, dtype):
+        for count in lengths_of(its, dtype, op):
             numbers, expected = contribution(op, its.rank, count, dtype), reduction_of(op, its.size, count, dtype)
             start, stop = shard_bounds(count, its.size)[its.rank :][:2]
             for reduction in (Reduction(op), Reduction(op, in_rank_order=True)):
                 buffer = up(numbers)
                 its.all_reduce(buffer, reduction)
                 assert (down(buffer) == expected).all(), (dtype, count)
-            for root in range(its.size) if (op, dtype in A_FEW) == ("sum", True) else [its.size - 1]:
+            for root in range(its.size) if (op, dtype) == ("sum", np.float64) else [its.size - 1]:
                 buffer = up(numbers)
                 its.reduce(buffer, Reduction(op), root)
                 assert its.rank != root or (down(buffer) == expected).all(), (dtype, count, root)

@@ -53,27 +53,19 @@ void* load(const void* image) {  // by a name of its own, as what is loaded is k
 
 #define DRIVER extern "C" CUresult
 
-DRIVER cuGetErrorName(CUresult, const char** text) {
-    *text = "CUDA_ERROR of the emulated driver";
+template <class T, class U> static CUresult give(T* to, U what) {
+    *to = what;
     return CUDA_SUCCESS;
 }
 
-DRIVER cuGetErrorString(CUresult, const char** text) {
-    *text = "of the emulated driver";
-    return CUDA_SUCCESS;
-}
-
-DRIVER cuCtxGetCurrent(CUcontext* context) {  // each device has one, the primary one
-    *context = (CUcontext)(size_t)(1 + current_device());
-    return CUDA_SUCCESS;
-}
-
+DRIVER cuGetErrorName(CUresult, const char** text) { return give(text, "CUDA_ERROR of the emulated driver"); }
+DRIVER cuGetErrorString(CUresult, const char** text) { return give(text, "of the emulated driver"); }
+DRIVER cuCtxGetCurrent(CUcontext* its) { return give(its, (CUcontext)(size_t)(1 + current_device())); }  // each device has one
 DRIVER cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
-
-DRIVER cuCtxGetDevice(CUdevice* device) {
-    *device = current_device();
-    return CUDA_SUCCESS;
-}
+DRIVER cuCtxGetDevice(CUdevice* device) { return give(device, current_device()); }
+DRIVER cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }  // a kernel of it may still be queued
+DRIVER cuFuncGetAttribute(int* value, CUfunction_attribute, CUfunction) { return give(value, 32); }
+DRIVER cuOccupancyMaxActiveBlocksPerMultiprocessor(int* number, CUfunction, int, size_t) { return give(number, 8); }
 
 DRIVER cuModuleLoadData(CUmodule* module, const void* image) {
     void* library = load(image);
@@ -81,19 +73,15 @@ DRIVER cuModuleLoadData(CUmodule* module, const void* image) {
         fprintf(stderr, "host CUDA: a module cannot be loaded: %s\n", dlerror());
         return CUDA_ERROR_INVALID_IMAGE;
     }
-    *module = (CUmodule) new Module{library, current_device()};
-    return CUDA_SUCCESS;
+    return give(module, (CUmodule) new Module{library, current_device()});
 }
-
-DRIVER cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }  // a kernel of it may still be queued
 
 DRIVER cuModuleGetFunction(CUfunction* function, CUmodule handle, const char* name) {
     auto module = (Module*)handle;
     auto launch = (Launch)dlsym(module->library, (std::string("launch_") + name).c_str());
     auto parameter_bytes = (size_t(*)())dlsym(module->library, (std::string("parameters_") + name).c_str());
     if (!launch || !parameter_bytes) return CUDA_ERROR_NOT_FOUND;
-    *function = (CUfunction) new Function{launch, module->device, parameter_bytes()};
-    return CUDA_SUCCESS;
+    return give(function, (CUfunction) new Function{launch, module->device, parameter_bytes()});
 }
 
 DRIVER cuLaunchKernel(
@@ -124,14 +112,4 @@ DRIVER cuLaunchKernel(
     });
     delete work;
     return (CUresult)error;
-}
-
-DRIVER cuFuncGetAttribute(int* value, CUfunction_attribute, CUfunction) {
-    *value = 32;
-    return CUDA_SUCCESS;
-}
-
-DRIVER cuOccupancyMaxActiveBlocksPerMultiprocessor(int* number, CUfunction, int, size_t) {
-    *number = 8;
-    return CUDA_SUCCESS;
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,22 +88,6 @@ class Emulated:
     def count(self, what: str) -> int:
         """Count the "streams", "events", "kernels" that were run, or "launches of NCCL under way"."""
         return int(_library().host_cuda_count(what.encode()))
-
-    def held(self) -> tuple[int, int, int]:
-        """Count the bytes that arrays hold on the current device, and events and streams."""
-        pool = cuda.current().cupy.get_default_memory_pool()
-        return pool.used_bytes(), self.count("events"), self.count("streams")
-
-    def grown_by(self, call: Callable[[], object], first: int, then: int) -> tuple[int, int, int]:
-        """Return how much more is `held` after many calls than after the first ones."""
-        held = []
-        for number in (first, then):
-            for _ in range(number):
-                call()
-            gc.collect()
-            held.append(self.held())
-        bytes_more, events_more, streams_more = (after - before for before, after in zip(*held, strict=True))
-        return bytes_more, events_more, streams_more
 
     def comes_to(self, what: str, number: int, meanwhile: Callable[[], object] = lambda: time.sleep(0.01)) -> bool:
         """Wait until a `count` is as high as that, for a while; say whether it is."""

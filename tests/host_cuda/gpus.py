@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import pytest
+from support.contributions import contribution, reduction_of
 
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Compiler",
     "allocations",
-    "anywhere",
+    "busy",
     "capturing",
     "compiler",
     "connected",
@@ -35,19 +37,23 @@ __all__ = [
     "emulated",
     "gpus",
     "group",
+    "grown_by",
+    "is_total",
     "is_working",
-    "keep_busy",
+    "mine",
     "one_node",
     "opened",
     "up",
     "use_own_settings",
 ]
 
-KEEP_BUSY = """
-extern "C" __global__ void keep_busy(long long nanoseconds) {
+_LIMIT_BYTES = 4 << 20  # of growth
+_LIMIT_SECONDS = 60.0  # of what keeps a stream busy
+_BUSY = """
+extern "C" __global__ void busy(volatile int* is_over, long long nanoseconds) {
     long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (!*is_over && now - start < nanoseconds);
 }
 """
 
@@ -98,7 +104,7 @@ class Compiler:
     """Stands in the place of `cupy.RawModule`.
 
     Attributes:
-        seconds: How much longer each kernel takes.
+        seconds: How much longer the next kernel takes.
         error: What compiling raises.
         compiled: Kernels by the ends of their names.
     """
@@ -115,7 +121,8 @@ class Compiler:
 
         def get_function(name: str) -> Any:
             self.compiled.add(name.removeprefix("mpidist_").removeprefix("combine_"))
-            time.sleep(self.seconds)
+            seconds, self.seconds = self.seconds, 0.0
+            time.sleep(seconds)
             if self.error is not None:
                 raise self.error
             return module.get_function(name)
@@ -138,12 +145,6 @@ def group(
     """Ranks whose device memory goes by NCCL, or through the host."""
     use_own_settings(monkeypatch)
     monkeypatch.setenv("MPIDIST_NCCL", request.param)
-    yield from opened(comm)
-
-
-@pytest.fixture
-def anywhere(gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...]) -> Iterator[SyncGroup]:
-    """Ranks on every placement."""
     yield from opened(comm)
 
 
@@ -192,11 +193,56 @@ def capturing() -> Iterator[None]:
         stream.end_capture()
 
 
-def keep_busy(seconds: float) -> Any:
-    """Let the current stream be busy for so long. Returns an event of its end."""
+def holdings() -> dict[str, int]:
+    """Count what the process holds now."""
     cupy = cuda.current().cupy
-    cupy.RawKernel(KEEP_BUSY, "keep_busy")((1,), (1,), (int(seconds * 1e9),))
-    return cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+    cupy.cuda.runtime.deviceSynchronize()
+    cupy.cuda.alloc_pinned_memory(1)  # when CuPy lets go of the events of its own copies that are done
+    gc.collect()
+    objects = [type(its) for its in gc.get_objects()]
+    return {
+        "device memory in use": int(cupy.get_default_memory_pool().used_bytes()),
+        "pinned blocks": int(cupy.get_default_pinned_memory_pool().n_free_blocks()),
+        "device memory of the GPU": -int(cupy.cuda.runtime.memGetInfo()[0]),
+        "host memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "events": objects.count(cupy.cuda.Event),
+        "streams": objects.count(cupy.cuda.Stream),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def grown_by(call: Callable[[], object], number: int) -> dict[str, int]:
+    """Say what grows in so many calls, after a tenth of them."""
+    for _ in range(number // 10):
+        call()
+    before = holdings()
+    for _ in range(number):
+        call()
+    growth = {name: many - before[name] for name, many in holdings().items()}
+    coarse = ("host memory", "device memory of the GPU")  # which others take, too
+    return {name: by for name, by in growth.items() if by > (_LIMIT_BYTES if name in coarse else 0)}
+
+
+@contextmanager
+def busy() -> Iterator[Any]:
+    """Keep the current stream busy until the body ends. Yields the event of the end."""
+    its, kernel = cuda.current().cupy.cuda, cuda.current().cupy.RawKernel(_BUSY, "busy")
+    is_over = np.ndarray(1, np.int32, buffer=its.PinnedMemoryPointer(its.PinnedMemory(512), 0))
+
+    def launch(ends_at_once: bool) -> None:
+        is_over[0] = ends_at_once
+        kernel((1,), (1,), (is_over.ctypes.data, int(_LIMIT_SECONDS * 1e9)))
+
+    launch(True)  # and compile
+    its.get_current_stream().synchronize()
+    launch(False)
+    event = its.get_current_stream().record(its.Event(disable_timing=True))
+    try:
+        yield event
+    finally:
+        is_over[0] = 1
+        event.synchronize()
 
 
 def up(numbers: Any) -> Any:
@@ -207,3 +253,13 @@ def up(numbers: Any) -> Any:
 def down(array: Any) -> Any:
     """Copy an array to the host."""
     return cuda.current().cupy.asnumpy(array)
+
+
+def mine(rank: int, count: int, dtype: Any = np.float32) -> Any:
+    """Return what a rank adds, whose sums are exact in any order, on the device."""
+    return up(contribution("sum", rank, count, np.dtype(dtype)))
+
+
+def is_total(array: Any, size: int, count: int, dtype: Any = np.float32) -> bool:
+    """Whether an array, in any memory, is the sum of what so many ranks add."""
+    return bool((down(array) == reduction_of("sum", size, count, np.dtype(dtype))).all())

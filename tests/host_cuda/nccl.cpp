@@ -43,7 +43,6 @@ struct Communicator {
     std::map<int, long> num_sent, num_received;  // by peer
     std::set<std::string> connections;
     std::vector<std::string> last_files;  // which the others may still read
-    std::shared_ptr<int> holds = std::make_shared<int>();  // kept by all work with it, in streams and in graphs
 };
 
 struct Call {
@@ -291,9 +290,7 @@ Status launch(const std::vector<Call>& calls) {
             call.its->stream = stream;
         }
         host_cuda::count("launches of NCCL under way", 1);
-        std::vector<std::shared_ptr<int>> holds;
-        for (auto& call : its) holds.push_back(call.its->holds);
-        const auto work = [held = its, holds] {
+        const auto work = [held = its] {
             run(held);
             for (auto& call : held) call.its->num_under_way--;
             host_cuda::count("launches of NCCL under way", -1);
@@ -320,9 +317,9 @@ Status meet(Communicator* its) {
     return is_shared ? INVALID_USAGE : SUCCESS;  // as NCCL's "Duplicate GPU detected"
 }
 
-bool is_held(Communicator* its) {  // by work that is not done, or by a graph
-    for (int turn = 0; turn < 2500 && its->holds.use_count() > 1; turn++) usleep(200);
-    return its->holds.use_count() > 1;
+bool is_at_work(Communicator* its) {
+    for (int turn = 0; turn < 2500 && its->num_under_way; turn++) usleep(200);
+    return its->num_under_way;
 }
 
 void end(const char* how, const std::vector<Communicator*>& communicators) {
@@ -330,7 +327,7 @@ void end(const char* how, const std::vector<Communicator*>& communicators) {
     for (auto its : communicators) {
         its->is_aborted = !strcmp(how, "abort");
         if (its->is_aborted) put(its, "aborted", "");
-        else if (is_held(its)) problem("a communicator is destroyed that a graph holds, for which NCCL waits without end");
+        else if (is_at_work(its)) problem("a communicator is destroyed that has work under way, for which NCCL waits");
         leave(its);
     }
 }
@@ -409,10 +406,6 @@ NCCL ncclCommInitRankConfig(Communicator** made, int size, UniqueId id, int rank
     return SUCCESS;
 }
 
-NCCL ncclCommInitAll(Communicator**, int, const int*) { return INVALID_USAGE; }  // not emulated, nor is the next
-
-NCCL ncclCommSplit(Communicator*, int, int, Communicator**, void*) { return INVALID_USAGE; }
-
 NCCL ncclCommGetAsyncError(Communicator* its, int* error) {
     if (!its) return INVALID_ARGUMENT;
     const int wished = host_cuda::wished("an error of NCCL");
@@ -421,33 +414,21 @@ NCCL ncclCommGetAsyncError(Communicator* its, int* error) {
 }
 
 NCCL ncclCommAbort(Communicator* its) {
-    if (!its) return SUCCESS;
-    if (group.depth) group.aborted.push_back(its);
-    else end("abort", {its});
+    if (its && group.depth) group.aborted.push_back(its);
+    else if (its) end("abort", {its});
     return SUCCESS;
 }
 
 NCCL ncclCommDestroy(Communicator* its) {
-    if (!its) return INVALID_ARGUMENT;
-    if (group.depth) group.destroyed.push_back(its);
-    else end("destroyed alone", {its});
-    return SUCCESS;
+    if (its && group.depth) group.destroyed.push_back(its);
+    else if (its) end("destroyed alone", {its});
+    return its ? SUCCESS : INVALID_ARGUMENT;
 }
 
-NCCL ncclCommCuDevice(Communicator* its, int* device) {
-    *device = its->device;
-    return SUCCESS;
-}
-
-NCCL ncclCommUserRank(Communicator* its, int* rank) {
-    *rank = its->rank;
-    return SUCCESS;
-}
-
-NCCL ncclCommCount(Communicator* its, int* count) {
-    *count = its->size;
-    return SUCCESS;
-}
+// CuPy asks for these when it is loaded. mpidist does not call them.
+#define NOT_EMULATED(name) extern "C" int name() { return INVALID_USAGE; }
+NOT_EMULATED(ncclCommInitAll) NOT_EMULATED(ncclCommSplit) NOT_EMULATED(ncclBroadcast)
+NOT_EMULATED(ncclCommCuDevice) NOT_EMULATED(ncclCommUserRank) NOT_EMULATED(ncclCommCount)
 
 NCCL ncclGroupStart() {
     group.depth++;
@@ -476,10 +457,6 @@ NCCL ncclReduceScatter(const void* from, void* to, size_t count, int dtype, int 
 
 NCCL ncclAllGather(const void* from, void* to, size_t count, int dtype, Communicator* its, void* stream) {
     return add({its, ALL_GATHER, from, to, count, dtype, 0, 0, stream});
-}
-
-NCCL ncclBroadcast(const void* from, void* to, size_t count, int dtype, int root, Communicator* its, void* stream) {
-    return add({its, BROADCAST, from, to, count, dtype, 0, root, stream});
 }
 
 NCCL ncclBcast(void* at, size_t count, int dtype, int root, Communicator* its, void* stream) {

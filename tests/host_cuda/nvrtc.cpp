@@ -2,7 +2,7 @@
 // what driver.cpp takes for a module.
 //
 // The program is preprocessed first, in order to find the kernels also where macros make them. What was compiled is kept,
-// for all processes, in the folder HOST_CUDA, where kernel.h is.
+// for all processes, in the folder HOST_CUDA, where kernel.h is; and kernel.h itself, which halves the time of a kernel.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
@@ -31,7 +31,8 @@ enum { SUCCESS = 0, COMPILATION = 6, NOT_EMULATED = 11 };
 const char* const COMMAND =
     "g++ -O1 -std=c++17 -w -fpermissive -ffp-contract=off -fPIC -shared "
     "-fsanitize=alignment -fsanitize-undefined-trap-on-error -fsanitize=kernel-address "
-    "--param asan-instrumentation-with-call-threshold=0 --param asan-stack=0 --param asan-globals=0 -x c++ ";
+    "--param asan-instrumentation-with-call-threshold=0 --param asan-stack=0 --param asan-globals=0 ";
+const std::string MANY = "-DHOST_CUDA_PARAMETERS=32764 ", FEW = "-DHOST_CUDA_PARAMETERS=4096 ";
 const std::string CLOCK = "asm volatile(\"mov.u64 %0, %globaltimer;\" : \"=l\"";
 
 struct Program {
@@ -55,8 +56,7 @@ bool succeeds(const std::string& command, const std::string& log) {
 }
 
 std::string for_the_host(const std::string& source) {
-    std::string text = source.find("__syncthreads") == source.npos ? "" : "#define HOST_CUDA_FIBERS\n";
-    text += "#include \"" + folder() + "/kernel.h\"\n#line 1 \"kernel.cu\"\n" + source;
+    std::string text = "#line 1 \"kernel.cu\"\n" + source;
     for (size_t at; (at = text.find(CLOCK)) != text.npos;) text.replace(at, CLOCK.size(), "host_cuda::read_clock(");
     return text;
 }
@@ -115,12 +115,17 @@ bool takes_many(int number, const char* const* options) {
 }
 
 bool compile(Program& program, const std::string& options, const std::string& path) {
-    const std::string part = path + "." + std::to_string(getpid()), log = part + ".log";
+    const std::string part = path + "." + std::to_string(getpid()), log = part + ".log", header = folder() + "/kernel.h";
+    const bool has_fibers = program.source.find("__syncthreads") != std::string::npos;
+    const std::string command = COMMAND + options + (has_fibers ? "-DHOST_CUDA_FIBERS " : "");
+    if (access((header + ".gch").c_str(), R_OK) != 0 &&  // which g++ takes where these options are the same, as mostly
+        succeeds(COMMAND + MANY + "-x c++-header '" + header + "' -o '" + part + ".gch'", log))
+        rename((part + ".gch").c_str(), (header + ".gch").c_str());
     write(part + ".cu", for_the_host(program.source));
-    bool is_done = succeeds(COMMAND + options + "-E '" + part + ".cu' -o '" + part + ".ii'", log);
+    bool is_done = succeeds(command + "-x c++ -imacros '" + header + "' -E '" + part + ".cu' -o '" + part + ".ii'", log);
     if (is_done) {
         write(part + ".cpp", with_launches(with_calls_of_ptx(read(part + ".ii"))));
-        is_done = succeeds(COMMAND + ("'" + part + ".cpp' -o '" + part + ".so'"), log);
+        is_done = succeeds(command + "-x c++ -include '" + header + "' '" + part + ".cpp' -o '" + part + ".so'", log);
     }
     program.log = read(log);
     if (is_done) rename((part + ".so").c_str(), path.c_str());
@@ -136,28 +141,32 @@ extern "C" const char* nvrtcGetErrorString(nvrtcResult code) {
     return code == COMPILATION ? "NVRTC_ERROR_COMPILATION" : code ? "not emulated" : "NVRTC_SUCCESS";
 }
 
-NVRTC nvrtcVersion(int* major, int* minor) {
-    *major = version() / 1000;
-    *minor = version() / 10 % 100;
+template <class T, class U> static nvrtcResult give(T* to, U what) {
+    *to = what;
     return SUCCESS;
 }
 
-NVRTC nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char* const*, const char* const*) {
-    *program = new Program{source, "", ""};
+static nvrtcResult copy(const std::string& from, char* to) {  // with the zero at its end, if it is a text
+    memcpy(to, from.data(), from.size());
     return SUCCESS;
+}
+
+NVRTC nvrtcVersion(int* major, int* minor) { return give(major, version() / 1000), give(minor, version() / 10 % 100); }
+
+NVRTC nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char* const*, const char* const*) {
+    return give(program, new Program{source, "", ""});
 }
 
 NVRTC nvrtcDestroyProgram(Program** program) {
     delete *program;
-    *program = nullptr;
-    return SUCCESS;
+    return give(program, nullptr);
 }
 
 NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* options) {
     std::string used;
     for (int at = 0; at < number; at++)
         if (!strncmp(options[at], "-I", 2) || !strncmp(options[at], "-D", 2)) used += "'" + std::string(options[at]) + "' ";
-    used += "-I'" + folder() + "/include' -DHOST_CUDA_PARAMETERS=" + (takes_many(number, options) ? "32764 " : "4096 ");
+    used += "-I'" + folder() + "/include' " + (takes_many(number, options) ? MANY : FEW);
     const size_t digest = std::hash<std::string>()(used + program->source);
     const std::string path = folder() + "/kernels/" + std::to_string(digest) + ".so";
     const int lock = open((path + ".lock").c_str(), O_CREAT | O_RDWR, 0600);  // one process compiles it, and the others wait
@@ -169,37 +178,13 @@ NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* optio
     return SUCCESS;
 }
 
-NVRTC nvrtcGetCUBINSize(Program* program, size_t* nbytes) {
-    *nbytes = program->image.size();
-    return SUCCESS;
-}
-
-NVRTC nvrtcGetCUBIN(Program* program, char* image) {
-    memcpy(image, program->image.data(), program->image.size());
-    return SUCCESS;
-}
-
 // Of an empty program, of which CuPy wants to know the version only.
-const char PTX[] = "// compiled for the host\n";
+static const std::string PTX("// compiled for the host\n\0", 26);
 
-NVRTC nvrtcGetPTXSize(Program*, size_t* nbytes) {
-    *nbytes = sizeof PTX;
-    return SUCCESS;
-}
-
-NVRTC nvrtcGetPTX(Program*, char* text) {
-    memcpy(text, PTX, sizeof PTX);
-    return SUCCESS;
-}
-
-NVRTC nvrtcGetProgramLogSize(Program* program, size_t* nbytes) {
-    *nbytes = program->log.size() + 1;
-    return SUCCESS;
-}
-
-NVRTC nvrtcGetProgramLog(Program* program, char* text) {
-    memcpy(text, program->log.c_str(), program->log.size() + 1);
-    return SUCCESS;
-}
-
+NVRTC nvrtcGetCUBINSize(Program* program, size_t* nbytes) { return give(nbytes, program->image.size()); }
+NVRTC nvrtcGetCUBIN(Program* program, char* image) { return copy(program->image, image); }
+NVRTC nvrtcGetPTXSize(Program*, size_t* nbytes) { return give(nbytes, PTX.size()); }
+NVRTC nvrtcGetPTX(Program*, char* text) { return copy(PTX, text); }
+NVRTC nvrtcGetProgramLogSize(Program* program, size_t* nbytes) { return give(nbytes, program->log.size() + 1); }
+NVRTC nvrtcGetProgramLog(Program* program, char* text) { return copy(program->log + '\0', text); }
 NVRTC nvrtcAddNameExpression(Program*, const char*) { return NOT_EMULATED; }

@@ -1,5 +1,5 @@
-// CUDA's runtime on host memory: the functions of libcudart that CuPy calls, but for textures, managed memory, and graphs of
-// more than one stream.
+// CUDA's runtime on host memory: the functions of libcudart that CuPy calls, but for textures, managed memory and graphs: what
+// is captured is forgotten.
 //
 // CuPy has libcudart in its extension module. preload.py overwrites the beginning of each cudaXyz there with a jump to
 // host_cudaXyz here. Device memory is the host's, filled with rubbish when it is allocated, in places that never come
@@ -23,6 +23,7 @@
 #include <random>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "accesses.h"
@@ -34,6 +35,7 @@ namespace {
 
 constexpr size_t TOTAL_MEMORY = 8ull << 30;  // bytes of a device
 constexpr int PINNED = -1;                   // instead of a device
+const char* const NO_STREAM = "a stream is used that is not there";
 constexpr unsigned char NEW = 0xA5, FREED = 0xDD;
 constexpr size_t ALL_PLACES = 1ull << 40, PAGE = 4096;  // bytes
 
@@ -51,20 +53,20 @@ struct Piece {
 };
 
 struct Engine {  // a thread, and what it has still to do; the first is being done
+    Engine(int number, int device) : number(number), device(device) {}
     const int number, device;
     std::deque<Piece> queue = {};
     Clock before = {};  // what the last piece that was put here comes after, and itself
     long num_pieces = 0;
     bool ends = false;
+    std::condition_variable arrived = {};  // by which it alone is woken
 };
-
-typedef std::vector<Work> Graph;
 
 struct Stream {
     int device, priority;
     unsigned flags;
     std::shared_ptr<Engine> engine;
-    std::shared_ptr<Graph> captured = nullptr;  // what is put on it is not done, but noted here
+    bool is_captured = false;  // what is put on it is not done
 };
 
 struct Mark {  // a place in a stream
@@ -110,6 +112,11 @@ cudaError_t refused(cudaError_t error, const char* why) {
     return failed(error);
 }
 
+template <class T, class U> cudaError_t give(T* to, U what) {
+    *to = what;
+    return cudaSuccess;
+}
+
 void be_late() {
     thread_local std::minstd_rand random((unsigned)(size_t)its_engine);
     if (most_delay) std::this_thread::sleep_for(std::chrono::microseconds(random() % most_delay));
@@ -119,7 +126,7 @@ void work_off(std::shared_ptr<Engine> engine) {
     its_engine = engine.get();
     Hold hold(lock);
     for (;;) {
-        changed.wait(hold, [&] { return !engine->queue.empty() || engine->ends; });
+        engine->arrived.wait(hold, [&] { return !engine->queue.empty() || engine->ends; });
         if (engine->queue.empty()) return;
         Piece piece = std::move(engine->queue.front());
         its_piece = &piece;
@@ -134,7 +141,7 @@ void work_off(std::shared_ptr<Engine> engine) {
 
 std::shared_ptr<Engine> new_engine(int device) {
     static std::atomic<int> number{0};
-    auto engine = std::make_shared<Engine>(Engine{number++, device});
+    auto engine = std::make_shared<Engine>(number++, device);
     std::thread(work_off, engine).detach();
     return engine;
 }
@@ -158,12 +165,12 @@ Block* find_block(const void* address, size_t nbytes) {  // with `lock` held
 }
 
 void put(Stream* stream, Work work) {  // with `lock` held
-    if (stream->captured) return stream->captured->push_back(std::move(work));
+    if (stream->is_captured) return;
     Engine& engine = *stream->engine;
     learn(engine.before, seen_by_host);
     engine.before[engine.number] = ++engine.num_pieces;
     engine.queue.push_back({std::move(work), engine.before});
-    changed.notify_all();
+    engine.arrived.notify_all();
 }
 
 bool is_all_done() {  // with `lock` held
@@ -208,8 +215,7 @@ cudaError_t allocate(void** address, size_t nbytes, int device) {
     next_place += whole + PAGE;  // so that nothing lies beside it
     blocks[place] = {nbytes, device};
     memset((void*)place, NEW, nbytes);
-    *address = (void*)place;
-    return cudaSuccess;
+    return give(address, (void*)place);
 }
 
 cudaError_t release(void* address, bool is_pinned) {
@@ -231,8 +237,7 @@ cudaError_t make_stream(cudaStream_t* handle, unsigned flags, int priority) {
     if (flags & cudaStreamNonBlocking) met("a stream of its own", priority);
     streams.insert(stream);
     count("streams", 1);
-    *handle = (cudaStream_t)stream;
-    return cudaSuccess;
+    return give(handle, (cudaStream_t)stream);
 }
 
 }  // namespace
@@ -242,7 +247,7 @@ cudaError_t make_stream(cudaStream_t* handle, unsigned flags, int priority) {
 int host_cuda::enqueue(void* handle, Work work) {
     Hold hold(lock);
     Stream* stream = find_stream(handle);
-    if (!stream) return refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there");
+    if (!stream) return refused(cudaErrorInvalidResourceHandle, NO_STREAM);
     put(stream, std::move(work));
     return cudaSuccess;
 }
@@ -289,7 +294,7 @@ extern "C" void host_cuda_freed(void* address, size_t nbytes, void* handle) {
     Hold hold(lock);
     Block* block = find_block(address, nbytes);
     Stream* stream = (size_t)handle > 1 || !block ? find_stream(handle) : legacy_stream(block->device);
-    if (!block || !stream || stream->captured) return;
+    if (!block || !stream || stream->is_captured) return;
     put(stream, [=] {
         uses(address, nbytes, true);
         memset(address, FREED, nbytes);
@@ -302,46 +307,32 @@ extern "C" void host_cuda_freed(void* address, size_t nbytes, void* handle) {
     extern "C" decltype(name) host_##name; \
     extern "C" cudaError_t host_##name
 
-RUNTIME(cudaGetDeviceCount)(int* number) {
-    *number = num_devices;
-    return num_devices ? cudaSuccess : failed(cudaErrorNoDevice);
-}
-
-RUNTIME(cudaGetDevice)(int* device) {
-    *device = its_device;
-    return cudaSuccess;
-}
+RUNTIME(cudaGetDeviceCount)(int* number) { return num_devices ? give(number, num_devices) : failed(cudaErrorNoDevice); }
+RUNTIME(cudaGetDevice)(int* device) { return give(device, its_device); }
+RUNTIME(cudaDeviceCanAccessPeer)(int* can, int, int) { return give(can, 1); }
+RUNTIME(cudaDeviceEnablePeerAccess)(int, unsigned) { return cudaSuccess; }
+RUNTIME(cudaGetLastError)() { return std::exchange(last_error, cudaSuccess); }
 
 RUNTIME(cudaSetDevice)(int device) {
-    if (device < 0 || device >= num_devices) return failed(cudaErrorInvalidDevice);
-    its_device = device;
-    return cudaSuccess;
+    return device < 0 || device >= num_devices ? failed(cudaErrorInvalidDevice) : give(&its_device, device);
 }
 
 RUNTIME(cudaDriverGetVersion)(int* version) {
     const long wanted = wished("the driver's version");
-    *version = wanted ? (int)wanted : 13000;
-    return cudaSuccess;
-}
-
-RUNTIME(cudaGetLastError)() {
-    cudaError_t error = last_error;
-    last_error = cudaSuccess;
-    return error;
+    return give(version, wanted ? wanted : 13000);
 }
 
 RUNTIME(cudaDeviceGetAttribute)(int* value, cudaDeviceAttr attribute, int) {
-    static const std::map<cudaDeviceAttr, int> values = {
-        {cudaDevAttrComputeCapabilityMajor, 9}, {cudaDevAttrComputeCapabilityMinor, 0},
-        {cudaDevAttrMultiProcessorCount, 132},  {cudaDevAttrMaxThreadsPerBlock, 1024},
-        {cudaDevAttrWarpSize, 32},              {cudaDevAttrMemoryPoolsSupported, 0},
-    };
-    auto found = values.find(attribute);
-    *value = found == values.end() ? 1 : found->second;
-    const long capability = wished("the compute capability");  // CuPy asks once
-    if (capability && attribute == cudaDevAttrComputeCapabilityMajor) *value = capability / 10;
-    if (capability && attribute == cudaDevAttrComputeCapabilityMinor) *value = capability % 10;
-    return cudaSuccess;
+    const long wanted = wished("the compute capability"), capability = wanted ? wanted : 90;  // CuPy asks once
+    switch (attribute) {
+        case cudaDevAttrComputeCapabilityMajor: return give(value, capability / 10);
+        case cudaDevAttrComputeCapabilityMinor: return give(value, capability % 10);
+        case cudaDevAttrMultiProcessorCount: return give(value, 132);
+        case cudaDevAttrMaxThreadsPerBlock: return give(value, 1024);
+        case cudaDevAttrWarpSize: return give(value, 32);
+        case cudaDevAttrMemoryPoolsSupported: return give(value, 0);
+        default: return give(value, 1);
+    }
 }
 
 RUNTIME(cudaGetDeviceProperties_v2)(cudaDeviceProp* properties, int device) {
@@ -364,33 +355,23 @@ RUNTIME(cudaDeviceGetPCIBusId)(char* text, int size, int device) {
     return cudaSuccess;
 }
 
-RUNTIME(cudaDeviceCanAccessPeer)(int* can, int, int) {
-    *can = 1;
-    return cudaSuccess;
-}
-
-RUNTIME(cudaDeviceEnablePeerAccess)(int, unsigned) { return cudaSuccess; }
-
 // ---- Memory.
 
 RUNTIME(cudaMalloc)(void** address, size_t nbytes) { return allocate(address, nbytes, its_device); }
+RUNTIME(cudaFree)(void* address) { return release(address, false); }
+RUNTIME(cudaFreeHost)(void* address) { return release(address, true); }
 
 RUNTIME(cudaHostAlloc)(void** address, size_t nbytes, unsigned) {
     if (int status = met("cudaHostAlloc", nbytes)) return failed((cudaError_t)status);
     return allocate(address, nbytes, PINNED);
 }
 
-RUNTIME(cudaFree)(void* address) { return release(address, false); }
-
-RUNTIME(cudaFreeHost)(void* address) { return release(address, true); }
-
 RUNTIME(cudaMemGetInfo)(size_t* available, size_t* total) {
     Hold hold(lock);
     size_t used = 0;
     for (auto& [address, block] : blocks) used += block.device == its_device ? block.nbytes : 0;
     *total = TOTAL_MEMORY;
-    *available = TOTAL_MEMORY - used;
-    return cudaSuccess;
+    return give(available, TOTAL_MEMORY - used);
 }
 
 RUNTIME(cudaPointerGetAttributes)(cudaPointerAttributes* attributes, const void* address) {
@@ -459,9 +440,7 @@ RUNTIME(cudaMemset)(void* to, int value, size_t nbytes) { return host_cudaMemset
 // ---- Streams.
 
 RUNTIME(cudaStreamCreate)(cudaStream_t* stream) { return make_stream(stream, 0, 0); }
-
 RUNTIME(cudaStreamCreateWithFlags)(cudaStream_t* stream, unsigned flags) { return make_stream(stream, flags, 0); }
-
 RUNTIME(cudaStreamCreateWithPriority)(cudaStream_t* stream, unsigned flags, int priority) {
     return make_stream(stream, flags, std::clamp(priority, -5, 0));
 }
@@ -472,7 +451,7 @@ RUNTIME(cudaStreamDestroy)(cudaStream_t handle) {  // what is on the stream is s
     if (!streams.erase(stream)) return refused(cudaErrorInvalidResourceHandle, "no such stream");
     count("streams", -1);
     if (stream->flags & cudaStreamNonBlocking) stream->engine->ends = true;
-    changed.notify_all();
+    stream->engine->arrived.notify_all();
     delete stream;
     return cudaSuccess;
 }
@@ -480,25 +459,7 @@ RUNTIME(cudaStreamDestroy)(cudaStream_t handle) {  // what is on the stream is s
 #define WITH_STREAM(handle) \
     Hold hold(lock); \
     Stream* stream = find_stream(handle); \
-    if (!stream) return refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there")
-
-RUNTIME(cudaStreamGetFlags)(cudaStream_t handle, unsigned* flags) {
-    WITH_STREAM(handle);
-    *flags = stream->flags;
-    return cudaSuccess;
-}
-
-RUNTIME(cudaStreamGetPriority)(cudaStream_t handle, int* priority) {
-    WITH_STREAM(handle);
-    *priority = stream->priority;
-    return cudaSuccess;
-}
-
-RUNTIME(cudaStreamIsCapturing)(cudaStream_t handle, cudaStreamCaptureStatus* status) {
-    WITH_STREAM(handle);
-    *status = stream->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
+    if (!stream) return refused(cudaErrorInvalidResourceHandle, NO_STREAM)
 
 RUNTIME(cudaStreamQuery)(cudaStream_t handle) {
     WITH_STREAM(handle);
@@ -509,7 +470,7 @@ RUNTIME(cudaStreamQuery)(cudaStream_t handle) {
 
 RUNTIME(cudaStreamSynchronize)(cudaStream_t handle) {
     WITH_STREAM(handle);
-    if (stream->captured) return failed(cudaErrorStreamCaptureUnsupported);
+    if (stream->is_captured) return failed(cudaErrorStreamCaptureUnsupported);
     see(hold, mark_on(stream));
     return cudaSuccess;
 }
@@ -520,45 +481,31 @@ RUNTIME(cudaDeviceSynchronize)() {
     return cudaSuccess;
 }
 
-// ---- Graphs. A handle is a Graph, of which streams get copies.
+// ---- Graphs: they are empty.
+
+RUNTIME(cudaStreamIsCapturing)(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+    WITH_STREAM(handle);
+    return give(status, stream->is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone);
+}
 
 RUNTIME(cudaStreamBeginCapture)(cudaStream_t handle, cudaStreamCaptureMode) {
     WITH_STREAM(handle);
-    if ((size_t)handle <= 1 || stream->captured) return failed(cudaErrorStreamCaptureUnsupported);
-    stream->captured = std::make_shared<Graph>();
-    return cudaSuccess;
+    if ((size_t)handle <= 1 || stream->is_captured) return failed(cudaErrorStreamCaptureUnsupported);
+    return give(&stream->is_captured, true);
 }
 
 RUNTIME(cudaStreamEndCapture)(cudaStream_t handle, cudaGraph_t* graph) {
     WITH_STREAM(handle);
-    if (!stream->captured) return failed(cudaErrorIllegalState);
-    *graph = (cudaGraph_t) new Graph(*stream->captured);
-    stream->captured = nullptr;
-    return cudaSuccess;
+    if (!std::exchange(stream->is_captured, false)) return failed(cudaErrorIllegalState);
+    return give(graph, (cudaGraph_t)stream);
 }
 
-RUNTIME(cudaGraphInstantiate)(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
-    *executable = (cudaGraphExec_t) new Graph(*(Graph*)graph);
-    return cudaSuccess;
+RUNTIME(cudaGraphInstantiate)(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
+    return give(made, (cudaGraphExec_t)graph);
 }
 
-RUNTIME(cudaGraphLaunch)(cudaGraphExec_t executable, cudaStream_t handle) {
-    WITH_STREAM(handle);
-    for (auto& work : *(Graph*)executable) put(stream, work);
-    return cudaSuccess;
-}
-
-RUNTIME(cudaGraphUpload)(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
-
-RUNTIME(cudaGraphDestroy)(cudaGraph_t graph) {
-    delete (Graph*)graph;
-    return cudaSuccess;
-}
-
-RUNTIME(cudaGraphExecDestroy)(cudaGraphExec_t executable) {
-    delete (Graph*)executable;
-    return cudaSuccess;
-}
+RUNTIME(cudaGraphDestroy)(cudaGraph_t) { return cudaSuccess; }
+RUNTIME(cudaGraphExecDestroy)(cudaGraphExec_t) { return cudaSuccess; }
 
 // ---- Events.
 
@@ -573,8 +520,7 @@ RUNTIME(cudaEventCreateWithFlags)(cudaEvent_t* handle, unsigned flags) {
     auto event = new Event{its_device, flags, nullptr};
     events.insert(event);
     count("events", 1);
-    *handle = (cudaEvent_t)event;
-    return cudaSuccess;
+    return give(handle, (cudaEvent_t)event);
 }
 
 RUNTIME(cudaEventCreate)(cudaEvent_t* handle) { return host_cudaEventCreateWithFlags(handle, 0); }
@@ -592,7 +538,7 @@ RUNTIME(cudaEventRecord)(cudaEvent_t handle, cudaStream_t its_stream) {
     Stream* stream = find_stream(its_stream);
     if (!stream || stream->device != event->device)
         return refused(cudaErrorInvalidResourceHandle, "an event is recorded on another device's stream");
-    if (stream->captured) return failed(cudaErrorStreamCaptureUnsupported);
+    if (stream->is_captured) return failed(cudaErrorStreamCaptureUnsupported);
     event->mark = mark_on(stream);
     return cudaSuccess;
 }
@@ -616,14 +562,13 @@ RUNTIME(cudaEventElapsedTime)(float* milliseconds, cudaEvent_t from, cudaEvent_t
     if ((first->flags | second->flags) & cudaEventDisableTiming || !first->mark || !second->mark)
         return failed(cudaErrorInvalidResourceHandle);
     if (!first->mark->is_reached || !second->mark->is_reached) return failed(cudaErrorNotReady);
-    *milliseconds = std::chrono::duration<float, std::milli>(second->mark->when - first->mark->when).count();
-    return cudaSuccess;
+    return give(milliseconds, std::chrono::duration<float, std::milli>(second->mark->when - first->mark->when).count());
 }
 
 RUNTIME(cudaStreamWaitEvent)(cudaStream_t its_stream, cudaEvent_t handle, unsigned) {
     WITH_EVENT(handle);
     Stream* stream = find_stream(its_stream);
-    if (!stream) return refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there");
+    if (!stream) return refused(cudaErrorInvalidResourceHandle, NO_STREAM);
     if (!event->mark) return cudaSuccess;
     learn(stream->engine->before, event->mark->before);
     if (!event->mark->is_reached) put(stream, wait_for(event->mark));

@@ -379,7 +379,7 @@ LOOK_INTO = {
         "mpidist.transport.failures.flight_recorder",
     },
     "collectives/plans/test_compression.py": {"mpidist.transport.reduction"},
-    "collectives/test_device_chunks.py": {"mpidist.transport.group.levels"},
+    "collectives/test_device_overlap.py": {"mpidist.transport.group.levels"},
     "collectives/plans/test_plan.py": {"mpidist.transport.communicator"},
     "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
     "strategies/test_refused_strategies.py": {
@@ -435,9 +435,8 @@ def test_folders_of_tests_mirror_those_of_the_package() -> None:
 
 # Tests that touch what is private to another file: nothing public shows it, or makes it happen.
 TOUCH_PRIVATES = {
-    "collectives/test_device_chunks.py": {"_DIRECT_BYTES_OF_DEVICE"},
-    "collectives/test_device_overlap.py": {"_flying"},
-    "replica_context/test_replicas_on_gpus.py": {"_compile_module_with_cache"},
+    "collectives/test_device_overlap.py": {"_DIRECT_BYTES_OF_DEVICE"},
+    "replica_context/test_gpus_of_one_process.py": {"_compile_module_with_cache", "_kernel_memo"},
     "transport/failures/test_deadlines.py": {"_pause"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/nccl/test_nccl_failures.py": {"_run"},

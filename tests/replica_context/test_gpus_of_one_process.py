@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, up
+from host_cuda.gpus import down, emulated, gpus, one_node, up
 
-from mpidist import MirroredStrategy, get_replica_context
+from mpidist import CommunicationOptions, MirroredStrategy, get_replica_context
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda, shard_bounds
 from mpidist.transport.nccl import handles as nccl_handles
@@ -21,10 +23,13 @@ from mpidist.values import PerReplica
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["emulated", "gpus"]
+__all__ = ["emulated", "gpus", "one_node"]
+
+pytestmark = pytest.mark.usefixtures("one_node")
 
 DTYPES = [np.dtype(code) for code in ("f4", "f8", "f2", "i4", "u1", "c8")] + [np.dtype(ml_dtypes.bfloat16)]
 SIZES = (0, 1, 2, 5, 31, 4099)
+DEADLINE = 4.0  # seconds; long enough for ranks of a busy machine, and shorter than it takes to compile
 
 
 def context() -> Any:
@@ -38,42 +43,54 @@ def numbers(own: int, count: int, dtype: np.dtype[Any]) -> Any:
     return (made * 10 if dtype.kind in "iu" else made).astype(np.int64 if dtype.kind in "iu" else "f8").astype(dtype)
 
 
-def devices(comm: Intracomm, count: int) -> list[str]:
-    """`count` GPUs for each rank."""
-    total = count * comm.size
+def devices(comm: Intracomm, count: int, more: int = 0) -> list[str]:
+    """`count` GPUs for each rank, and one more for so many of them."""
+    total = count * comm.size + more
     if cuda.current().support.num_devices < total:
         pytest.skip(f"needs a GPU: {total} of them")
     return [f"GPU:{at}" for at in range(total)]
+
+
+def ones_added() -> Any:
+    return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
 
 
 def bytes_of(results: Sequence[Any]) -> list[bytes]:
     return [(result if isinstance(result, np.ndarray) else down(result)).tobytes() for result in results]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", ["one GPU", "uneven", 2, 3, 4])
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "prod"])
-def test_results_have_the_bits_of_the_host(gpus: Any, comm: Intracomm, count: int, op: str) -> None:
+def test_results_have_the_bits_of_the_host(gpus: Any, comm: Intracomm, count: Any, op: str) -> None:
     """On the GPU of every replica, also where ranks have several rows, into `out=` as well."""
-    count = min(count, 8 // comm.size)  # at most 8 GPUs
+    named, total = None, 2 * comm.size
+    if count != "one GPU":
+        named = devices(comm, 1, more=1) if count == "uneven" else devices(comm, min(count, 8 // comm.size))
+        total = len(named)
     kinds = [dtype for dtype in DTYPES if dtype.kind != "c" or op not in ("max", "prod")]
+    asked = [(dtype, SIZES[(at + shift) % len(SIZES)]) for at, dtype in enumerate(kinds) for shift in (0, 3)]
 
     def step(place: Any) -> Any:
         own = context().replica_id_in_sync_group
-        values = [place(numbers(own, size, dtype)) for dtype in kinds for size in SIZES]
+        values = [place(numbers(own, size, dtype)) for dtype, size in asked]
         results = context().all_reduce(op, values)
-        outs = context().all_reduce(op, values, out=[place(np.empty(its.shape, its.dtype)) for its in results])
+        outs = [place(np.empty(its.shape, its.dtype)) for its in results]
+        assert context().all_reduce(op, values, out=outs) is outs
         started = context().start_all_reduce(op, values).wait()
+        gathered = [context().all_gather(value, 0) for value in values[:4]]
         if place is up:
-            assert {its.device.id for its in (*results, *outs, *started)} == {own}
-        return [bytes_of(its) for its in (results, outs, started)]
+            device = context().devices[0].rpartition(":")[2]
+            assert {str(its.device.id) for its in (*results, *outs, *started, *gathered)} == {device}
+        return [bytes_of(its) for its in (results, outs, started, gathered)]
 
-    with MirroredStrategy(devices(comm, count), comm=comm) as strategy:
+    with MirroredStrategy(named, replicas=total, comm=comm) as strategy:
         on_gpus = strategy.run(step, args=(up,))
-    with MirroredStrategy(replicas=count * comm.size, comm=comm) as strategy:
+    with MirroredStrategy(replicas=total, comm=comm) as strategy:
         on_host = strategy.run(step, args=(np.asarray,))
     for on_gpu, expected in zip(on_gpus, on_host, strict=True):
         for at, (got, want) in enumerate(zip(on_gpu, expected, strict=True)):
-            assert got.values == want.values, (kinds[at // len(SIZES)], SIZES[at % len(SIZES)])
+            got, want = (its.values if hasattr(its, "values") else its for its in (got, want))  # of one replica
+            assert got == want, asked[at]
 
 
 @pytest.mark.ranks(1)
@@ -172,16 +189,12 @@ def test_replica_that_raises_leaves_nothing_behind(emulated: Emulated, comm: Int
 @pytest.mark.ranks(1)
 def test_error_of_nccl_is_raised_and_reset_starts_it_again(emulated: Emulated, comm: Intracomm) -> None:
     with MirroredStrategy(devices(comm, 3), comm=comm) as strategy:
-
-        def step() -> Any:
-            return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
-
-        strategy.run(step)
+        strategy.run(ones_added)
         nccl_handles.abort_all("a test")
         with pytest.raises(RuntimeError, match=r"cannot be used any more, because a test; call strategy\.reset"):
-            strategy.run(step)
+            strategy.run(ones_added)
         strategy.reset()
-        assert [its.values for its in strategy.run(step)] == [(3.0,) * 3] * 3
+        assert [its.values for its in strategy.run(ones_added)] == [(3.0,) * 3] * 3
         assert nccl_handles.num_open() == 3
 
 
@@ -191,25 +204,60 @@ def test_nccl_that_cannot_start_is_an_error(emulated: Emulated, comm: Intracomm,
     with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
         emulated.wish(fault, 2)
         with pytest.raises(UnavailableError, match="NCCL could not be started on GPUs 0, 1 of one process: NCCL_ERROR"):
-            strategy.run(lambda: context().all_reduce("sum", up(np.ones(3))))
+            strategy.run(ones_added)
         emulated.be_normal()
-        results: list[Any] = []
-        strategy.run(lambda: results.append(down(context().all_reduce("sum", up(np.ones(3)))).tolist()))
-        assert results == [[2.0] * 3] * 2
+        assert [its.values for its in strategy.run(ones_added)] == [(2.0, 2.0)] * 3
 
 
 @pytest.mark.ranks(1)
 def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated: Emulated, comm: Intracomm) -> None:
-    def step() -> Any:
-        return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
-
     with MirroredStrategy(devices(comm, 2), comm=comm) as one, MirroredStrategy(devices(comm, 4), comm=comm) as other:
         for strategy in (one, other, one):
             total = float(strategy.num_replicas_in_sync)
-            assert [its.values for its in strategy.run(step)] == [(total,) * int(total)] * 3
+            assert [its.values for its in strategy.run(ones_added)] == [(total,) * int(total)] * 3
         assert nccl_handles.num_open() == 6
         other.close()
         assert nccl_handles.num_open() == 2
-        assert [its.values for its in one.run(step)] == [(2.0,) * 2] * 3
+        assert [its.values for its in one.run(ones_added)] == [(2.0,) * 2] * 3
     assert nccl_handles.num_open() == 0
     assert emulated.ended() == [("destroy", 4), ("destroy", 2)]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("rows", ["a row", "two rows"])
+@pytest.mark.parametrize("is_started", [False, True])
+def test_the_time_that_kernels_of_sums_take_to_compile_is_no_deadlines(
+    gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rows: str, is_started: bool
+) -> None:
+    """It is seconds, on the ranks of a node that has never done it."""
+    compiler, taken = importlib.import_module("cupy.cuda.compiler"), []
+    compile_module = compiler._compile_module_with_cache
+
+    def compile_slowly(*arguments: Any, **more: Any) -> Any:
+        if not (taken or comm.rank):
+            time.sleep(1.25 * DEADLINE)
+        taken.append(arguments)
+        return compile_module(*arguments, **more)
+
+    replicas = 2 * comm.size + (rows != "a row")
+    dtype = np.dtype("i8")
+    options = CommunicationOptions(timeout_seconds=DEADLINE)
+    with MirroredStrategy(replicas=replicas) as strategy:
+        values = [up(np.full(size, 2, dtype)) for size in (5, 30_000)]
+        strategy.run(lambda: context().all_reduce("sum", values))
+        results = []
+
+        def step() -> Any:
+            call = context().start_all_reduce if is_started else context().all_reduce
+            result = call("prod", values, options)
+            return [down(array) for array in (result.wait() if is_started else result)]
+
+        gpus.cupy.multiply._kernel_memo.clear()  # of the tests before this one
+        monkeypatch.setattr(compiler, "_compile_module_with_cache", compile_slowly)
+        for _ in range(2):  # a rank that still compiles would be late for the second call
+            results.append(strategy.run(step))
+    assert taken or comm.rank
+    expected = np.full(1, 2, dtype) ** np.array(replicas, dtype)
+    for own in results:
+        for arrays in own:
+            assert all((array == expected).all() for array in arrays.values)

@@ -9,7 +9,7 @@ import pytest
 
 from mpidist.errors import UnavailableError
 from mpidist.transport import arrays
-from mpidist.transport.devices import Device, choose_device, gpu_index
+from mpidist.transport.devices import Device, choose_device
 from mpidist.transport.topology import Topology
 
 pytestmark = pytest.mark.no_mpi
@@ -51,17 +51,22 @@ def test_other_strings_are_refused(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "local_ranks", "indices"),
+    ("visible", "indices"),
     [
-        (4, range(4), [0, 1, 2, 3]),  # every rank sees all GPUs of the node
-        (1, range(4), [0, 0, 0, 0]),  # CUDA_VISIBLE_DEVICES shows each rank its own
-        (8, range(4), [0, 1, 2, 3]),
-        (2, range(4), [0, 1, 0, 1]),  # more ranks than GPUs share them
-        (3, range(4), [0, 1, 2, 0]),
+        (4, [0, 1, 2, 3]),  # every rank sees all GPUs of the node
+        (1, [0, 0, 0, 0]),  # CUDA_VISIBLE_DEVICES shows each rank its own
+        (8, [0, 1, 2, 3]),
+        (2, [0, 1, 0, 1]),  # more ranks than GPUs share them, with a warning
+        (3, [0, 1, 2, 0]),
     ],
 )
-def test_ranks_of_a_node_take_gpus_in_turn(visible: int, local_ranks: range, indices: list[int]) -> None:
-    assert [gpu_index(local_rank, visible) for local_rank in local_ranks] == indices
+def test_ranks_of_a_node_take_gpus_in_turn(
+    visible: int, indices: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrays, "num_visible_gpus", lambda: visible)
+    ranks = [Topology(rank, (0,) * 4, ("here",) * 4) for rank in range(4)]
+    assert [choose_device(rank) for rank in ranks] == [Device("gpu", index) for index in indices]
+    assert caplog.text.count("4 ranks share") == (1 < visible < 4)
 
 
 needs_no_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed here")

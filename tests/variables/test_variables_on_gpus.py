@@ -223,43 +223,31 @@ def test_rows_of_all_replicas_are_changed(strategy: Any, aggregation: str) -> No
     assert embedding.numpy().tolist() == [[0.0] * 2, [combined] * 2, [0.0] * 2, [combined] * 2]
 
 
-def test_program_trains_counts_and_is_saved(strategy: Any, tmp_path: Path) -> None:
+def test_program_trains_and_checkpoints_hold_variables(strategy: Any, comm: Intracomm, tmp_path: Path) -> None:
+    shared = Path(comm.bcast(str(tmp_path)))
+    folder = tmp_path if isinstance(strategy, OneDeviceStrategy) else shared  # whose ranks know nothing of each other
     total = strategy.num_replicas_in_sync
-    weights, seen = make(strategy, np.ones(3)), make(strategy, 0, synchronization="ON_READ", aggregation="SUM")
+    with strategy.scope():
+        weights = Variable(np.ones(3, np.float32))
+        seen = Variable(0, dtype=np.int64, synchronization="ON_READ", aggregation="SUM")
+        checkpoint = Checkpoint(weights=weights, seen=seen)
 
     def step(x: Any) -> Any:
-        gradient = context().all_reduce("sum", up(np.ones(3)) * context().replica_id_in_sync_group)
+        gradient = context().all_reduce("sum", up(np.ones(3, np.float32)) * context().replica_id_in_sync_group)
         weights.assign_sub(0.5 * gradient)
         seen.assign_add(len(x))
         return x @ weights
 
     for _ in range(2):
-        strategy.run(step, args=(np.ones((4, 3)),))
-    expected = [1.0 - total * (total - 1) / 2] * 3
-    assert weights.numpy().tolist() == expected
-    assert int(seen) == 8 * total
-    np.savez(tmp_path / "checkpoint.npz", weights=weights, seen=seen.numpy())
-    saved = np.load(tmp_path / "checkpoint.npz")
-    assert make(strategy, lambda: saved["weights"]).numpy().tolist() == expected
-    seen.assign(saved["seen"])
-    assert int(seen) == 8 * total
-
-
-def test_checkpoints_hold_variables(strategy: Any, comm: Intracomm, tmp_path: Path) -> None:
-    shared = Path(comm.bcast(str(tmp_path)))
-    folder = tmp_path if isinstance(strategy, OneDeviceStrategy) else shared  # whose ranks know nothing of each other
-    with strategy.scope():
-        weights = Variable(np.arange(6.0, dtype=np.float32).reshape(2, 3))
-        seen = Variable(3, dtype=np.int64, synchronization="ON_READ", aggregation="SUM")
-        checkpoint = Checkpoint(weights=weights, seen=seen)
-    before, count = weights.numpy().tolist(), int(seen)
-    path = checkpoint.write(folder / "one")
-    weights.assign(np.zeros((2, 3)))
+        strategy.run(step, args=(np.ones((4, 3), np.float32),))
+    path, trained = checkpoint.write(folder / "one"), [1.0 - total * (total - 1) / 2] * 3
+    assert (weights.numpy().tolist(), int(seen)) == (trained, 8 * total)
+    weights.assign(np.zeros(3))
     seen.assign(0)
     checkpoint.restore(path)
     assert is_on_gpu(weights)
     assert is_on_gpu(seen)
-    assert (weights.numpy().tolist(), int(seen)) == (before, count)
+    assert (weights.numpy().tolist(), int(seen)) == (trained, 8 * total)
 
 
 def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
@@ -313,6 +301,21 @@ def test_replicas_on_other_gpus_read_a_copy_that_follows_the_variable(several: A
     several.run(read)
     assert found[-1][0] == [3.0, 8.0, 3.0]
     assert weights.local_value().device.id == first
+
+
+def test_checkpoints_of_host_memory_are_restored_on_the_gpu_of_every_replica(
+    several: Any, comm: Intracomm, tmp_path: Path
+) -> None:
+    folder = Path(comm.bcast(str(tmp_path)))
+    with MirroredStrategy("CPU:0", comm=comm) as on_host:
+        path = Checkpoint(weights=make(on_host, np.arange(3.0))).write(folder / "one")
+    weights = make(several, np.zeros(3))
+    several.run(lambda: weights.assign_add(np.ones(3)))  # every GPU has a copy
+    Checkpoint(weights=weights).restore(path)
+    found: list[Any] = []
+    several.run(lambda: found.append(down(weights.local_value()).tolist()))
+    assert found == [[0.0, 1.0, 2.0]] * len(several.extended.replicas.ids_here)
+    assert is_on_gpu(weights)
 
 
 def test_replicas_on_other_gpus_write(several: Any) -> None:

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, opened, up
-from support.contributions import contribution, reduction_of
+from host_cuda.gpus import emulated, gpus, is_total, mine, opened
 
 from mpidist.cli.cuda_aware_mpi import Answer, child_command, child_environment, hint, prove, takes_device_memory
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce
 from mpidist.transport import cuda
-from mpidist.transport.group import SyncGroup
 from mpidist.transport.settings import Settings
 
 if TYPE_CHECKING:
@@ -107,46 +105,24 @@ def test_the_setting_is_read() -> None:
 # All ranks together. The memory of emulated GPUs can be read by any MPI.
 
 
-@pytest.fixture
-def _two_nodes(emulated: Emulated, monkeypatch: pytest.MonkeyPatch, comm: Intracomm) -> None:
-    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
-
-
-on_two_nodes = pytest.mark.usefixtures("_two_nodes")
-
-
-def reduced(group: SyncGroup, comm: Intracomm, count: int = 100_001) -> None:
-    ops = HierarchicalCopyAllReduce().bound_to(group)
-    for dtype in (np.dtype(np.int32), np.dtype(np.float16), np.dtype(np.float64)):
-        result = ops.all_reduce("SUM", up(contribution("sum", comm.rank, count, dtype)))
-        assert (down(result) == reduction_of("sum", comm.size, count, dtype)).all()
-
-
-@on_two_nodes
 @pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("word", ["", "1"])
 def test_where_the_user_says_so_mpi_reads_device_memory(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
-    monkeypatch.setenv("MPIDIST_DEVICE_MPI", "1")
-    made: list[int] = []
-    real = cuda.current().cupy.cuda.PinnedMemory
-    monkeypatch.setattr(cuda.current().cupy.cuda, "PinnedMemory", lambda nbytes: made.append(nbytes) or real(nbytes))
+    """And else it goes through the host, between nodes."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
+    monkeypatch.setenv("MPIDIST_DEVICE_MPI", word)
+    values = [mine(comm.rank, 100_001, np.dtype(code)) for code in ("i4", "f2", "f8")]
     for group in opened(comm):
-        reduced(group, comm)
-        assert group.levels_of(True).world.name == "world from device memory"
-        value = up(np.ones(100_001))
+        ops = HierarchicalCopyAllReduce().bound_to(group)
+        ops.all_reduce("SUM", values)
         emulated.forget()
-        HierarchicalCopyAllReduce().bound_to(group).all_reduce("SUM", value)
-        assert emulated.calls("copy down", "copy up") == []
-        assert made == [], "no slots, and no counter: the program's own float16 may overflow"
-
-
-@on_two_nodes
-@pytest.mark.ranks(min=2)
-def test_without_a_word_of_the_user_it_goes_through_the_host(gpus: cuda.Cuda, comm: Intracomm) -> None:
-    for group in opened(comm):
-        reduced(group, comm)
-        assert group.levels_of(True).world.name == "world through the host"
+        results = ops.all_reduce("SUM", values)
+        copies = emulated.calls("copy down", "copy up", "cudaHostAlloc")
+        assert (copies == []) == bool(word), "no slots, and no counter: the program's own float16 may overflow"
+        assert all(is_total(result, comm.size, 100_001, result.dtype) for result in results)
+        assert group.levels_of(True).world.name == f"world {'from device memory' if word else 'through the host'}"
 
 
 def test_the_proof_holds_where_mpi_reads_the_memory(comm: Intracomm) -> None:

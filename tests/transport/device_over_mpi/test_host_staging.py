@@ -7,21 +7,19 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.device_checks import CHECKS, CHUNK
-from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, opened, up
-from support.contributions import HALVES
+from host_cuda.gpus import down, emulated, gpus, grown_by, is_total, mine, opened, up
 from support.everywhere import raises_everywhere
 
 from mpidist.cli.cuda_aware_mpi import hint
-from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
+from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
@@ -101,35 +99,8 @@ def test_what_every_communicator_of_device_memory_must_do(rig: Rig, check: str) 
     CHECKS[check](rig.its)
 
 
-def test_messages_are_counted_as_without_chunks(gpus: cuda.Cuda, comm: Intracomm) -> None:
-    rig = Rig(comm, "GPUs add")
-    its, size, count = rig.its, comm.size, 12 * comm.size * CHUNK
-    nbytes = 4 * count
-    buffer = up(np.ones(count, np.float32))
-    its.all_reduce(buffer, Reduction())
-    its.reduce(buffer, Reduction(), 0)
-    its.reduce_scatter(buffer, Reduction())
-    its.all_gather(buffer)
-    its.broadcast(buffer, 0)
-    its.gather(buffer, 0)
-    its.send_receive(buffer, (comm.rank + 1) % size, up(np.ones(count, np.float32)), (comm.rank - 1) % size)
-    share = nbytes * (size - 1) // size
-    assert its.traffic is rig.mpi.traffic
-    assert dict(its.traffic.calls) == dict.fromkeys(its.traffic.nbytes, 1)
-    assert dict(its.traffic.nbytes) == {
-        "all_reduce": 2 * share,
-        "reduce": nbytes,
-        "reduce_scatter": share,
-        "all_gather": share,
-        "broadcast": nbytes,
-        "gather": nbytes * (size - 1 if comm.rank == 0 else 1),
-        "exchange": nbytes,
-    }
-    rig.free()
-
-
-def test_as_many_bytes_are_sent_as_are_counted(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+def test_bytes_are_counted_as_without_chunks_and_so_many_are_sent(
+    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
     transfer = MpiCommunicator.transfer
@@ -139,19 +110,26 @@ def test_as_many_bytes_are_sent_as_are_counted(
         transfer(its, sends, receives)
 
     monkeypatch.setattr(MpiCommunicator, "transfer", count)
-    rig = Rig(comm, "GPUs add")
-    size, nbytes = comm.size, 4 * 8 * comm.size * CHUNK
-    chunks = nbytes // CHUNK
-    buffer = up(np.ones(nbytes // 4, np.float32))
-    for call, num_sent, times in (
-        (lambda: rig.its.all_reduce(buffer, Reduction()), 2 * nbytes * (size - 1) // size, 2),
-        (lambda: rig.its.reduce_scatter(buffer, Reduction()), nbytes * (size - 1) // size, 1),
-        (lambda: rig.its.all_gather(buffer), nbytes * (size - 1) // size, 1),
-    ):
+    rig, size, chunks = Rig(comm, "GPUs add"), comm.size, 32 * comm.size
+    its, nbytes = rig.its, chunks * CHUNK
+    buffer, other = up(np.ones(nbytes // 4, np.float32)), up(np.ones(nbytes // 4, np.float32))
+    share, after, before = nbytes * (size - 1) // size, (comm.rank + 1) % size, (comm.rank - 1) % size
+    calls: dict[str, tuple[Callable[[], Any], int, int | None]] = {  # bytes, and messages
+        "all_reduce": (lambda: its.all_reduce(buffer, Reduction()), 2 * share, 2 * chunks * (size - 1)),
+        "reduce": (lambda: its.reduce(buffer, Reduction(), 0), nbytes, None),
+        "reduce_scatter": (lambda: its.reduce_scatter(buffer, Reduction()), share, chunks * (size - 1)),
+        "all_gather": (lambda: its.all_gather(buffer), share, chunks * (size - 1)),
+        "broadcast": (lambda: its.broadcast(buffer, 0), nbytes, None),
+        "gather": (lambda: its.gather(buffer, 0), nbytes * (size - 1 if comm.rank == 0 else 1), None),
+        "exchange": (lambda: its.send_receive(buffer, after, other, before), nbytes, None),
+    }
+    for call, num_bytes, num_messages in calls.values():
         sent.clear()
         call()
-        assert sum(sent) == num_sent
-        assert len(sent) == times * chunks * (size - 1)
+        assert num_messages is None or (sum(sent), len(sent)) == (num_bytes, num_messages)
+    assert its.traffic is rig.mpi.traffic
+    assert dict(its.traffic.calls) == dict.fromkeys(calls, 1)
+    assert dict(its.traffic.nbytes) == {name: num_bytes for name, (_, num_bytes, _) in calls.items()}
     rig.free()
 
 
@@ -210,7 +188,7 @@ def test_slots_are_few_and_made_once(emulated: Emulated, pinned: Any, comm: Intr
         rig.its.broadcast(buffer, 0)
     assert pinned.made == 1
     assert sum(its.size for its in pinned.there) <= rig.staging.sizes.depth * 2 * 1024
-    assert emulated.grown_by(lambda: rig.its.all_reduce(buffer, Reduction()), 1, 10) == (0, 0, 0)
+    assert grown_by(lambda: rig.its.all_reduce(buffer, Reduction()), 10) == {}
     rig.free()
     gc.collect()
     assert not pinned.there
@@ -296,19 +274,7 @@ def test_the_size_that_was_set_is_used(emulated: Emulated, comm: Intracomm, monk
         assert emulated.calls("copy down") == [*[("copy down", LEAST_CHUNK_BYTES)] * 4, ("copy down", value.nbytes)]
 
 
-# Everything together, and what goes wrong.
-
-
-@pytest.mark.parametrize("nccl", ["1", "0"])
-def test_large_arrays_on_every_placement(
-    gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, nccl: str
-) -> None:
-    monkeypatch.setenv("MPIDIST_NCCL", nccl)
-    for group in opened(comm):
-        for ops in (CollectiveAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
-            for dtype, count in ((F64, 200_001), (HALVES[0], 600_000)):
-                result = ops.all_reduce("SUM", mine(comm.rank, count, dtype))
-                assert is_total(result, comm.size, count, dtype)
+# What goes wrong.
 
 
 @pytest.mark.ranks(min=2)
@@ -330,7 +296,7 @@ def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
     if comm.rank != 1:
         with pytest.raises(DeadlineExceededError, match="rank 1 did not come"):
             rig.its.all_reduce(buffer, Reduction())
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
         with pytest.raises(RuntimeError, match=r"an earlier call failed .*rank 1 did not come.*reset"):
             rig.its.all_reduce(buffer, Reduction())
         rig.staging.free()
@@ -388,7 +354,7 @@ def test_an_interrupt_in_the_middle_and_a_reset(
 
                 patch.setattr(MpiCommunicator, "transfer", interrupted)
             with pytest.raises(KeyboardInterrupt if comm.rank == 0 else PeerFailedError):
-                ops.all_reduce("SUM", values, CommunicationOptions(timeout_seconds=5))
+                ops.all_reduce("SUM", values, CommunicationOptions(timeout_seconds=30))
         group.reset()
     assert (down(ops.all_reduce("SUM", values)) == comm.size).all()
     group.close()

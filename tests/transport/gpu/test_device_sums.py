@@ -21,7 +21,7 @@ from transport.gpu.device_numbers import (
     numbers_of,
     odd_numbers_of,
     same,
-)  # fmt: skip
+)
 
 from mpidist.transport.gpu.compiled import COMBINED
 from mpidist.transport.gpu.kernels import DeviceKernels
@@ -62,12 +62,12 @@ def check_joined(kernels: DeviceKernels, rows: list[Any], op: str, divisor: int 
 def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, dtype: Any, op: str) -> None:
     """In one launch if there is a kernel: half precision in float32, divided, and rounded once."""
     divisors = (1, 8, 3) if dtype in WITH_KERNELS else (1,)
-    num_joined = 0
-    for count, num_parts, divisor in product((1, 7, 64, 5003), (1, 2, 3, 8), divisors):
-        check_joined(kernels, [numbers_of(dtype, count, seed) for seed in range(num_parts)], op, divisor)
-        num_joined += 2
+    sizes = [*product((1, 7, 64, 5003), (1, 2, 3, 8))]
+    for at, (count, num_parts) in enumerate(sizes):  # each divisor with each count, and with each number of parts
+        rows = [numbers_of(dtype, count, seed) for seed in range(num_parts)]
+        check_joined(kernels, rows, op, divisors[at % len(divisors)])
     is_kernels = len(divisors) > 1 or (dtype.kind == "c" and op == "sum")
-    assert kernels.num_launches == num_joined * is_kernels
+    assert kernels.num_launches == 2 * len(sizes) * is_kernels
 
 
 @pytest.mark.parametrize(("dtype", "op"), [its for its in JOINED if its[0].kind != "c" or its[1] == "sum"], ids=str)

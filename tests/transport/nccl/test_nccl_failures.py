@@ -45,7 +45,7 @@ def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(emulated: Emulated,
     if comm.rank != 1:
         with pytest.raises(kind, match="rank 1 did not come"):
             first.all_reduce(up(np.ones(5)), Reduction())
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
         assert emulated.ended() == [("abort", 2)]
         for its in (first, second):
             with pytest.raises(
@@ -71,10 +71,10 @@ def test_an_abort_that_hangs_holds_nobody_up(
     nccl_handles.abort_all("of a test")
     assert time.monotonic() - start < 3.9
     nccl_handles.wait_for_endings()
-    assert 3.9 < time.monotonic() - start < 20
+    assert 3.9 < time.monotonic() - start < 60
     assert "did not end within" in caplog.text
     its.free()
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     emulated.be_normal()
 
 
@@ -115,7 +115,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
     for group in opened(comm):
         with raises_everywhere(comm, UnavailableError, pattern):
             is_working(group)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
         emulated.be_normal()
         assert is_working(group)
 
@@ -128,7 +128,7 @@ def test_after_a_failure_reset_makes_new_ones(emulated: Emulated, connected: Syn
 
         def call_on() -> None:
             while True:  # a rank may be done before the error
-                is_working(connected, CommunicationOptions(timeout_seconds=2))
+                is_working(connected, CommunicationOptions(timeout_seconds=30))
 
         with pytest.raises((PeerFailedError, RuntimeError)):
             call_on()
@@ -150,7 +150,7 @@ def test_a_missing_rank_ends_the_communicators_of_all_groups(
         if comm.rank != 1:
             with pytest.raises(DeadlineExceededError, match="rank 1"):
                 is_working(connected, CommunicationOptions(timeout_seconds=0.5))
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
         comm.Barrier()
         connected.reset()
         with pytest.raises((RuntimeError, PeerFailedError), match=r"call strategy.reset\(\) on all ranks"):
