@@ -32,6 +32,7 @@ class Benchmark:
         seconds: What a turn takes, about.
         hosts: How many hosts are emulated; 0 for none.
         calls: How many calls of small arrays are timed together.
+        calls_of_lists: How many calls of a list are timed together.
     """
 
     question: str
@@ -44,6 +45,7 @@ class Benchmark:
     seconds: float = 0.25
     hosts: int = 0
     calls: int = 1
+    calls_of_lists: int = 1
 
 
 BENCHMARKS: Final = {
@@ -53,6 +55,13 @@ BENCHMARKS: Final = {
         "tiny1000,10000x400,resnet50,bert_base,gpt2_small",
         peers=(*MPIS, "gloo", "horovod", "chainermn", "tensorflow"),
         calls=_CALLS_OF_SMALL,
+    ),
+    "arguments": Benchmark(
+        "sums of whatever arrays users have",
+        "1K,128K,4M",
+        "3x32K,128x1K,1000x1000,resnet50",
+        calls=_CALLS_OF_SMALL,
+        calls_of_lists=2,
     ),
     "algorithms": Benchmark("sums by each algorithm", "4,16K,64K,1M,16M,64M", "resnet50", calls=_CALLS_OF_SMALL),
     "calls": Benchmark("small calls of every kind", "4", calls=_CALLS_OF_SMALL, rounds=15),
@@ -81,4 +90,4 @@ def works_of(name: str, sizes: str, lists: str) -> Iterator[Work]:
     if lists and not (BENCHMARKS[name].lists or BENCHMARKS[name].takes_lists):
         raise argparse.ArgumentTypeError(f"{name} reduces single arrays: give --sizes, and no --lists")
     for text in filter(None, lists.split(",")):
-        yield Work("list", text, tuple(shapes_of_list(text)), 1, name)
+        yield Work("list", text, tuple(shapes_of_list(text)), BENCHMARKS[name].calls_of_lists, name)
