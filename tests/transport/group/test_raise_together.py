@@ -78,6 +78,7 @@ def test_data_that_end_on_one_rank_end_on_all(strategy: Strategy) -> None:
     assert strategy.reduce("SUM", 1.0) == strategy.topology.size
 
 
+@pytest.mark.ranks(min=2)
 def test_the_lowest_rank_is_heard(strategy: Strategy) -> None:
     size = strategy.topology.size
     with pytest.raises(OSError, match=r"^mine is rank 1$") as caught, strategy.raise_together():
