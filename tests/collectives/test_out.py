@@ -298,6 +298,21 @@ def test_outs_that_changed_since_are_looked_at_again(strategy: Strategy, comm: I
         all_reduce(strategy, "SUM", value, out=out)
 
 
+@pytest.mark.parametrize("length", [4, 300])
+def test_an_out_whose_layout_changed_takes_the_result(strategy: Strategy, comm: Intracomm, length: int) -> None:
+    """`transpose` makes another array; this one stays the same."""
+    value = np.empty((length, length))
+    other = np.empty_like(value)
+    for given in value, [value, other]:
+        for _ in range(2):
+            value[...] = other[...] = 1
+            all_reduce(strategy, "SUM", given, out=given)
+            assert (value == comm.size).all()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # NumPy 2.4 deprecates it
+                value.strides = value.strides[::-1]
+
+
 def test_an_overflow_on_a_ring_is_a_result(strategy: Strategy, comm: Intracomm) -> None:
     """Although one rank lets NumPy raise."""
     options = CommunicationOptions(implementation="RING")

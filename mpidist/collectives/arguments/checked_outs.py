@@ -37,6 +37,7 @@ class CheckedOuts:
         places: The places of the arrays in shared memory; `None` if some array is private.
         places_digest: The digest of `places`.
         are_targets: Whether results can be made in all of the arrays: see `target_arrays`.
+        are_private: Whether no array surely is in shared memory.
         owners: What owns the host memory of the arrays: see `owners_of`.
 
     Raises:
@@ -58,16 +59,17 @@ class CheckedOuts:
         )  # `native_outs` returns these
         forget = None if on_gone is None else lambda _: on_gone()
         self._outs: list[Callable[[], Any]] = [weakref.ref(out, forget) for out in outs] if are_known else []
-        self._forms = [(out.shape, out.dtype) for out in outs]
+        self._forms = [(out.shape, out.dtype, out.flags.c_contiguous) for out in outs]
         self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
         self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
         self.places = shared.places(outs)
         self.places_digest = places_digest(self.places)
         self.are_targets = all(is_target(out, shared) for out in outs)
+        self.are_private = all(isinstance(out, np.ndarray) and shared.is_private(out) for out in outs)
         self.owners = None if any(spec.device for spec in specs) else owners_of(outs)
 
     def matches(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
-        """Whether these are the checked arrays, unchanged in shape and dtype, and still writeable.
+        """Whether these are the checked arrays, unchanged in shape, dtype and layout, and still writeable.
 
         Args:
             outs: The arrays.
@@ -80,7 +82,7 @@ class CheckedOuts:
         for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
             if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no `writeable`
                 return False
-            if out is not array and (out.shape, out.dtype) != form:
+            if out.flags.c_contiguous != form[2] or (out is not array and (out.shape, out.dtype) != form[:2]):
                 return False
         return True
 

@@ -64,7 +64,8 @@ class KnownPlaces:
             checked: The outs, checked.
         """
         shared_outs = checked if checked is not None and checked.places is not None else None
-        if shared_outs is None and self._is_compiled:
+        # Where some outs may be symmetric, and others not, results could overwrite values that other ranks still read.
+        if shared_outs is None and (self._is_compiled or (checked is not None and not checked.are_private)):
             return PRIVATE
         first = self._shared.place(arrays[0]) if arrays else None
         values = arrays if first is not None and not first.per_node else ()

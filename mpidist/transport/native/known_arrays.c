@@ -24,7 +24,8 @@ static int has_form(PyArrayObject *array, PyObject *form)
 
 PyDoc_STRVAR(are_known_doc,
              "are_known(outs, arrays, refs, forms)\n--\n\n"
-             "Whether arrays are those of weak references, and are `arrays`, or NumPy's of (shape, dtype). NumPy's can be written.");
+             "Whether arrays are those of weak references, and are `arrays`, or NumPy's of (shape, dtype, is C-contiguous). NumPy's\n"
+             "can be written, and have that layout.");
 
 static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
 {
@@ -38,11 +39,14 @@ static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, 
         PyObject *out = PyList_GET_ITEM(given[0], at), *ref = PyList_GET_ITEM(given[2], at);
         PyObject *form = PyList_GET_ITEM(given[3], at);
         const int is_of_numpy = PyArray_CheckExact(out);
+        if (!PyTuple_Check(form) || PyTuple_GET_SIZE(form) != 3) Py_RETURN_FALSE;
         if (is_of_numpy && !PyArray_ISWRITEABLE((PyArrayObject *)out)) Py_RETURN_FALSE;
+        if (is_of_numpy && PyArray_IS_C_CONTIGUOUS((PyArrayObject *)out) != (PyTuple_GET_ITEM(form, 2) == Py_True))
+            Py_RETURN_FALSE;
         if (!PyWeakref_CheckRef(ref) || !refers_to(ref, out)) Py_RETURN_FALSE;
         if (out == PyList_GET_ITEM(given[1], at)) continue;
         if (!is_of_numpy) Py_RETURN_FALSE;
-        if (!PyTuple_Check(form) || PyTuple_GET_SIZE(form) != 2 || !has_form((PyArrayObject *)out, form)) Py_RETURN_FALSE;
+        if (!has_form((PyArrayObject *)out, form)) Py_RETURN_FALSE;
     }
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_TRUE;

@@ -151,6 +151,29 @@ def test_lists_of_equal_shapes_in_turn_are_prepared_once(
     assert not prepared
 
 
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_outs_of_several_kinds_that_are_values_of_others(strategy: Strategy, op: str) -> None:
+    """Ranks may not read values where they lie, as the results of others are copied out to some of them meanwhile."""
+    size, rank = strategy.topology.size, strategy.topology.rank
+    first, second, third = strategy.symmetric_empty_like([np.zeros(LARGE)] * 3)
+    private, of_node = np.empty(LARGE), strategy.symmetric_empty(LARGE, np.float64, per_node=True)
+    want = size * (size + 1) / 2 if op == "SUM" else size
+    for outs in (
+        [private, first],
+        [of_node, first],
+        [second, private],
+        [second, of_node],
+        [second, third],
+        [third, first],
+    ):
+        for turn in range(3):
+            first[...], second[...] = rank + 1 + turn, 10 * (rank + 1)
+            all_reduce(strategy, op, [first, second], out=outs)
+            assert (outs[0] == want + (turn * size if op == "SUM" else turn)).all()
+            assert (outs[1] == 10 * want).all()
+            strategy.barrier()
+
+
 @every_size
 def test_of_one_for_the_node(strategy: Strategy, count: int, comm: Intracomm) -> None:
     """Every rank contributes it: into something else, and into itself."""
