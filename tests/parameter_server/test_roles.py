@@ -204,9 +204,9 @@ def test_wrong_arguments_of_one_rank_are_refused_on_every_rank(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"num_ps": 9}, "at least one worker"),
+        ({"num_ps": 9}, "num_ps=9 of . ranks? leaves no worker; start more ranks"),
         ({"ps_ranks": [7]}, "ranks are 0 to"),
-        ({"ps_ranks": "all"}, "one worker"),
+        ({"ps_ranks": "all"}, "leaves no worker; name fewer ranks"),
     ],
 )
 def test_servers_that_do_not_fit_the_ranks_are_refused(comm: Intracomm, arguments: dict[str, Any], text: str) -> None:
