@@ -39,10 +39,12 @@ static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, 
         PyObject *out = PyList_GET_ITEM(given[0], at), *ref = PyList_GET_ITEM(given[2], at);
         PyObject *form = PyList_GET_ITEM(given[3], at);
         const int is_of_numpy = PyArray_CheckExact(out);
-        if (!PyTuple_Check(form) || PyTuple_GET_SIZE(form) != 3) Py_RETURN_FALSE;
-        if (is_of_numpy && !PyArray_ISWRITEABLE((PyArrayObject *)out)) Py_RETURN_FALSE;
-        if (is_of_numpy && PyArray_IS_C_CONTIGUOUS((PyArrayObject *)out) != (PyTuple_GET_ITEM(form, 2) == Py_True))
-            Py_RETURN_FALSE;
+        if (is_of_numpy) {
+            if (!PyTuple_Check(form) || PyTuple_GET_SIZE(form) != 3) Py_RETURN_FALSE;
+            const int was_contiguous = PyTuple_GET_ITEM(form, 2) == Py_True;
+            if (!PyArray_ISWRITEABLE((PyArrayObject *)out)) Py_RETURN_FALSE;
+            if (PyArray_IS_C_CONTIGUOUS((PyArrayObject *)out) != was_contiguous) Py_RETURN_FALSE;
+        }
         if (!PyWeakref_CheckRef(ref) || !refers_to(ref, out)) Py_RETURN_FALSE;
         if (out == PyList_GET_ITEM(given[1], at)) continue;
         if (!is_of_numpy) Py_RETURN_FALSE;
