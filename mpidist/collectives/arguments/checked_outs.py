@@ -37,7 +37,7 @@ class CheckedOuts:
         places: The places of the arrays in shared memory; `None` if some array is private.
         places_digest: The digest of `places`.
         are_targets: Whether results can be made in all of the arrays: see `target_arrays`.
-        are_private: Whether no array surely is in shared memory.
+        are_private: Whether surely no array lies in shared memory.
         owners: What owns the host memory of the arrays: see `owners_of`.
 
     Raises:
@@ -65,7 +65,7 @@ class CheckedOuts:
         self.places = shared.places(outs)
         self.places_digest = places_digest(self.places)
         self.are_targets = all(is_target(out, shared) for out in outs)
-        self.are_private = all(isinstance(out, np.ndarray) and shared.is_private(out) for out in outs)
+        self.are_private = all(map(shared.is_private, outs))
         self.owners = None if any(spec.device for spec in specs) else owners_of(outs)
 
     def matches(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:

@@ -83,7 +83,7 @@ class FusedExecution(Execution):
             FusedResults(fused, specs, memory, None if one_shots else arena)
             for fused, arena in zip(lists, arenas, strict=True)
         ]
-        self._small = SmallLists(reducer, lists, self._made, one_shots) if one_shots else None
+        self._small = SmallLists(lists, self._made, one_shots) if one_shots else None
         self._known = KnownPlaces(shared, self._is_compiled)
         self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list

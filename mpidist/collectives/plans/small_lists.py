@@ -25,7 +25,6 @@ class SmallLists:
     """Reduces small lists, which share one barrier: a call is `stage`, a barrier of the node, and `add`.
 
     Args:
-        reducer: The transport.
         lists: The lists, one for each dtype.
         results: The results of each list.
         one_shots: The all-reduce of each list.
@@ -35,13 +34,9 @@ class SmallLists:
     """
 
     def __init__(
-        self,
-        reducer: FusedReducer,
-        lists: Sequence[FusedList],
-        results: Sequence[FusedResults],
-        one_shots: Sequence[OneShot],
+        self, lists: Sequence[FusedList], results: Sequence[FusedResults], one_shots: Sequence[OneShot]
     ) -> None:
-        self._reducer, self._lists, self._results, self.one_shots = reducer, lists, results, one_shots
+        self._lists, self._results, self.one_shots = lists, results, one_shots
 
     def stage(self, arrays: Sequence[Any]) -> list[list[Any]]:
         """Stage the values. Local.

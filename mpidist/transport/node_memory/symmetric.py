@@ -203,8 +203,8 @@ class SharedArrays:
             Run(self._arrays(source, length, dtype), self._arrays(out, length, dtype)) for source, out, length in runs
         ]
 
-    def is_private(self, array: np.ndarray[Any, Any]) -> bool:
-        """Whether an array surely is not in shared memory, by a quick look: False for a view of unknown memory."""
+    def is_private(self, array: Any) -> bool:
+        """Whether an array surely is private memory of the host, by a quick look: False for a view of unknown memory."""
         root = _root(array)
         return isinstance(root, np.ndarray) and (root.flags.owndata or is_result(root))
 
