@@ -175,8 +175,8 @@ class FusedExecution(Execution):
             return _Transfers(list(outs or ()), [], self._in_place_transfers(places))
         results = list(outs or ()) if writes_outs else self._new_results(call)
         if outs is not None and not (writes_outs and places.sources is not None):
-            are_outs = call.checked_outs is not None and call.checked_outs.are_targets
-            owners = call.checked_outs.owners if call.checked_outs is not None and are_outs else None
+            checked = call.checked_outs
+            owners = checked.owners if checked is not None and checked.are_targets else None  # else the outs are others
             arrays = copy_overwritten(arrays, results, places.outs is not None, owners)
         if outs is None and self._wants_results and not new:
             new = [made.recycled.lend() for made in self._made]

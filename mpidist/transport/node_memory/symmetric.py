@@ -204,7 +204,7 @@ class SharedArrays:
         ]
 
     def is_private(self, array: Any) -> bool:
-        """Whether an array surely is private memory of the host, by a quick look: False for a view of unknown memory."""
+        """Whether an array surely is private, in host memory, by a quick look: False for a view of unknown memory."""
         root = _root(array)
         return isinstance(root, np.ndarray) and (root.flags.owndata or is_result(root))
 
