@@ -94,6 +94,13 @@ static char *slot_of(const TwoShot *self, int rank, Py_ssize_t slot)
     return self->barrier->parts[rank] + LINE_BYTES + slot * self->slot_bytes;
 }
 
+/* Where the sums of a rank's shard are written for all: in the slot of the next rank, who has staged that shard there. The
+ * rank that adds has just read those lines. In its own slot it would have to take others back, which all ranks have read. */
+static char *slot_of_sums(const TwoShot *self, int rank)
+{
+    return slot_of(self, (rank + 1) % self->barrier->size, self->slot);
+}
+
 static Py_ssize_t chunk_length(const TwoShot *self, Py_ssize_t chunk)
 {
     return least(self->chunk_count, self->total - chunk * self->chunk_count);
@@ -159,8 +166,8 @@ static Kind kind_of_sums(const TwoShot *self)
     return self->is_one_place ? SUMS_IN_ONE_PLACE : self->is_direct ? SUMS_IN_RESULTS : SUMS_IN_SLOTS;
 }
 
-/* Adds this rank's shard of all ranks: into its slot and its results, into the results of all ranks, or into the one place
- * of the results of all. */
+/* Adds this rank's shard of all ranks: into a slot and this rank's results, into the results of all ranks, or into the one
+ * place of the results of all. */
 static void fold(TwoShot *self)
 {
     Barrier *barrier = self->barrier;
@@ -190,7 +197,7 @@ static void fold(TwoShot *self)
             if (self->is_direct && other != rank) shared[num_shared++] = in_results;
         }
         if (!self->is_direct)
-            shared[num_shared++] = self->is_one_place ? result : slot_of(self, rank, self->slot) + at * self->itemsize;
+            shared[num_shared++] = self->is_one_place ? result : slot_of_sums(self, rank) + at * self->itemsize;
         add_to(self, parts, left, self->is_one_place ? NULL : result, shared, num_shared, timing.way);
     }
     for (int at = 0; at <= size; at++) stream_flush(&self->written[at]);
@@ -207,7 +214,7 @@ static void copy_out(TwoShot *self)
     Stream stream = {0};
     for (int lane = 0; lane < barrier->size; lane++) {
         if (lane == barrier->rank) continue;
-        const char *slot = slot_of(self, lane, self->slot);
+        const char *slot = slot_of_sums(self, lane);
         Py_ssize_t at = bound(count, barrier->size, lane), end = bound(count, barrier->size, lane + 1), left;
         for (; at < end; at += left) {
             char *result = seek(&self->copied, first + at, self->itemsize, &left);

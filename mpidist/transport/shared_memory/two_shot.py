@@ -2,7 +2,9 @@
 
 Of every chunk, each lane (a rank that adds) owns a shard. A rank copies the shards of the other lanes from its arrays
 into its slot, but not its own shard. After a barrier, each lane adds its shard from all ranks' slots, in rank order. On
-several nodes, the lanes of all nodes then all-reduce the shard. After a second barrier, all ranks copy the sums out.
+one node, the sums are written where the next rank has staged the shard: to lines of the cache that the lane has just read.
+On several nodes, they are in the lane's own slot, and the lanes of all nodes then all-reduce the shard. After a second
+barrier, all ranks copy the sums out.
 The second barrier of a chunk is the first barrier of the next chunk: there is one barrier more than there are chunks.
 
 With P ranks on the node and S bytes, a rank copies S (P - 1) / P in, adds S / P from P places, and copies S out.
@@ -208,20 +210,20 @@ class TwoShot:
 
     def _start_exchange(self, exchange: ShardExchange, chunk: Chunk, views: Sequence[Array]) -> ShardAllReduce:
         """Add this rank's shard of a chunk, and start to all-reduce the shard across nodes."""
-        shard = views[self._slots.rank][chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
+        shard = self._sums(views, self._lane)[chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
         if self._reduction.in_rank_order and self._reduction.fold is None:  # a fold has its order in any algorithm
             return exchange.start_chain(shard, partial(self._fold, chunk, views))
         self._fold(chunk, views, None)
         return exchange.start(shard, self._reduction.rest, self._half)
 
     def _fold(self, chunk: Chunk, views: Sequence[Array], before: Array | None) -> None:
-        """Add all ranks' parts of this rank's shard into the rank's slot, after the sum `before`, if there is one."""
-        own = views[self._slots.rank]
+        """Add all ranks' parts of this rank's shard into a slot, after the sum `before`, if there is one."""
+        sums = self._sums(views, self._lane)
         start, stop = chunk.bounds[self._lane], chunk.bounds[self._lane + 1]
         if self._stages_own and self.arrays.peers is None:
             if stop > start:
                 first = [] if before is None else [before]
-                self._combine(first + [view[start:stop] for view in views], own[start:stop])
+                self._combine(first + [view[start:stop] for view in views], sums[start:stop])
             return
         for move in chunk.shards[self._lane]:
             for piece, first_element, last, at in pieces_of(move, self.arrays.sources):
@@ -229,7 +231,11 @@ class TwoShot:
                 parts = self._parts(piece, first_element, last, at, views)
                 if before is not None:
                     parts.insert(0, before[at - start : end - start])
-                self._combine(parts, own[at:end])
+                self._combine(parts, sums[at:end])
+
+    def _sums(self, views: Sequence[Array], lane: int) -> Array:
+        """Return the slot of a chunk that takes the sums of a lane's shard."""
+        return views[lane if self._depth else (lane + 1) % self._slots.size]
 
     def _combine(self, parts: Sequence[Array], out: Array) -> None:
         """Reduce ranks' parts [m] into `out` [m], which other ranks read: by blocks, where those are written faster."""
@@ -269,7 +275,7 @@ class TwoShot:
         """Divide this rank's shard, which has been added, and write it to results in shared memory."""
         if self._adds_in_place:
             return
-        chunk, slot = self._chunks[index], self._views[index][self._slots.rank]
+        chunk, slot = self._chunks[index], self._sums(self._views[index], self._lane)
         if self._divide_by != 1 and self._keeps_dtype:
             total = slot[chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
             total /= self._divide_by
@@ -282,7 +288,8 @@ class TwoShot:
         """Copy the sums of a chunk out."""
         results, divide_by = self.arrays.results, self._divide_by
         converts = divide_by != 1 and not self._keeps_dtype
-        for moves, slot in zip(self._results_chunks[index].shards, self._views[index], strict=False):
+        for lane, moves in enumerate(self._results_chunks[index].shards):
+            slot = self._sums(self._views[index], lane)
             for move in moves:
                 for piece, first, last, at in pieces_of(move, results):
                     part = slot[at : at + last - first]
