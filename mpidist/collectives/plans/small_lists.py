@@ -15,7 +15,7 @@ __all__ = ["SmallLists"]
 
 # Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: of one array, new results then lie in
 # shared memory, and a list is copied to and from its arrays at once.
-_COMPILED_ARRAY_BYTES: Final = 128 << 10
+_COMPILED_ARRAY_BYTES: Final = 96 << 10
 _COMPILED_LIST_BYTES: Final = 32 << 10
 _ALIGNMENT: Final = 64  # bytes: of lists in a slot
 

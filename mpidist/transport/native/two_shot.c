@@ -176,11 +176,8 @@ static void fold(TwoShot *self)
     const Py_ssize_t start = bound(count, size, rank), end = bound(count, size, rank + 1);
     char *parts[MOST_PARTS], *shared[MOST_PARTS];
     Choice *choice = &barrier->choices[kind_of_sums(self)];
-    /* Large results are in no cache. For those of other ranks both ways take about as long, and copies tell better whether
-     * the cores share a cache. */
-    int way = barrier->forced_way;
-    if (way < 0 && self->streams && self->is_one_place) way = STREAMED;
-    if (way < 0 && self->streams && self->is_direct) way = (int)barrier->choices[COPIES].way;
+    int way = barrier->forced_way;  /* large results are in no cache, whoever shares one */
+    if (way < 0 && self->streams && (self->is_one_place || self->is_direct)) way = STREAMED;
     const Timing timing = timing_begin(choice, way, (end - start) * self->itemsize);
     for (Py_ssize_t at = start, left, room; at < end; at += left) {
         char *const source = seek(&self->own, first + at, self->itemsize, &left), *result = NULL;
