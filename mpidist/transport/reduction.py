@@ -52,15 +52,12 @@ class Reduction:
             return replace(self, divisor=1, fold=self.fold_across, fold_across=None)
         return self if self.divisor == 1 else replace(self, divisor=1)
 
-    @functools.cached_property
-    def is_plain_sum(self) -> bool:
-        """Whether to add all contributions one after the other, as compiled code does."""
-        return self.op == "sum" and self.fold is None
-
     def is_compiled(self, dtype: np.dtype[Any]) -> bool:
         """Whether compiled code, which counts no overflow, reduces numbers of a dtype."""
         is_counted = self.counts_overflow and dtype == np.float16
-        return native is not None and self.is_plain_sum and not is_counted and bool(native.adds(dtype))
+        if native is None or self.fold is not None or is_counted:
+            return False
+        return bool(native.combines(self.op, dtype))
 
     @functools.cached_property
     def ufunc(self) -> np.ufunc:
@@ -80,7 +77,7 @@ class Reduction:
         Returns:
             How many finite numbers became infinite when rounded to float16; 0 unless `counts_overflow`.
         """
-        if self._adds_compiled(parts, out, self.divisor):
+        if self._combines_compiled(parts, out, self.divisor):
             return 0
         ufunc = self.ufunc
         if self.fold is not None:
@@ -108,18 +105,18 @@ class Reduction:
         Returns:
             As `combine`.
         """
-        if self._adds_compiled(parts, out, divide_by * self.divisor):
+        if self._combines_compiled(parts, out, divide_by * self.divisor):
             return 0
         overflowed = self.combine(parts, out)
         if divide_by != 1:
             without_float_errors(np.true_divide, out, divide_by, out=out)
         return overflowed
 
-    def _adds_compiled(self, parts: list[Any], out: Any, divide_by: int) -> bool:
-        """Add and divide in compiled code, if there is any for the arrays."""
-        if native is None or not self.is_plain_sum or (self.counts_overflow and out.dtype == np.float16):
+    def _combines_compiled(self, parts: list[Any], out: Any, divide_by: int) -> bool:
+        """Reduce and divide in compiled code, if there is any for the arrays."""
+        if native is None or self.fold is not None or (self.counts_overflow and out.dtype == np.float16):
             return False
-        return bool(native.add(parts, out, divide_by, None))
+        return bool(native.combine(self.op, parts, out, divide_by, None))
 
 
 @final

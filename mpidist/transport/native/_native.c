@@ -3,7 +3,7 @@
 #include "native.h"
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native",
-                                        "Barriers, copies and additions in the memory of a node.", -1, NULL};
+                                        "Barriers, copies and reductions in the memory of a node.", -1, NULL};
 
 PyMODINIT_FUNC PyInit__native(void)
 {
@@ -11,7 +11,7 @@ PyMODINIT_FUNC PyInit__native(void)
     if (PyType_Ready(&BarrierType) < 0 || PyType_Ready(&TwoShotType) < 0) return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
-    if (PyModule_AddFunctions(module, addition_functions) < 0 || PyModule_AddFunctions(module, known_arrays_functions) < 0 ||
+    if (PyModule_AddFunctions(module, combining_functions) < 0 || PyModule_AddFunctions(module, known_arrays_functions) < 0 ||
         PyModule_AddObjectRef(module, "Barrier", (PyObject *)&BarrierType) < 0 ||
         PyModule_AddObjectRef(module, "TwoShot", (PyObject *)&TwoShotType) < 0) {
         Py_DECREF(module);

@@ -1,7 +1,7 @@
 /* What the files of the compiled part share.
  *
  * Python has all of this, too (node_memory/barrier.py, shared_memory/two_shot.py, reduction.py), on the same layout of the
- * same memory: ranks with and without the compiled part work together. Additions are those of NumPy, bit by bit.
+ * same memory: ranks with and without the compiled part work together. Numbers are those of NumPy on x86, bit by bit.
  */
 #ifndef MPIDIST_NATIVE_H
 #define MPIDIST_NATIVE_H
@@ -26,14 +26,19 @@ static inline Py_ssize_t least(Py_ssize_t one, Py_ssize_t other)
     return one < other ? one : other;
 }
 
-/* ---------------------------------------------------------------------------------------------- additions.c */
+/* ---------------------------------------------------------------------------------------------- combining.c */
 
-/* Adds [count] elements of each part, in order, divides the sums, and writes them to one or two places. */
-typedef void (*Add)(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count, Py_ssize_t divide_by, char *out,
-                    char *second);
+typedef enum { SUM, PROD, MIN, MAX, NUM_OPS } Op;
 
-/* Returns NULL for dtypes that are added by NumPy. */
-Add add_of(PyArray_Descr *dtype);
+/* Sets an operation by its name, for `PyArg_Parse`. Returns 0 with an exception. */
+int set_op(PyObject *name, void *op);
+
+/* Reduces [count] elements of each part, in order, divides the totals, and writes them to one or two places. */
+typedef void (*Combine)(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count, Py_ssize_t divide_by, char *out,
+                        char *second);
+
+/* Returns NULL for dtypes that are reduced by NumPy. */
+Combine combine_of(Op op, PyArray_Descr *dtype);
 
 /* Whether sums of a dtype may be divided: means of whole numbers are floats. */
 int divides(PyArray_Descr *dtype);
@@ -41,7 +46,7 @@ int divides(PyArray_Descr *dtype);
 /* Whether an object is an array of numbers side by side. */
 int is_plain(PyObject *item, PyArray_Descr *dtype);
 
-extern PyMethodDef addition_functions[];
+extern PyMethodDef combining_functions[];
 
 /* ------------------------------------------------------------------------------------------------ writing.c */
 

@@ -23,7 +23,7 @@ typedef struct {
     PyObject_HEAD
     Barrier *barrier;
     PyArray_Descr *dtype;
-    Add add;
+    Combine combine;
     Py_ssize_t slot_bytes, num_slots, itemsize, divide_by, chunk_count, total, num_chunks;
     List sources, results;
     Cursor staged, own, added, copied, copied_in;
@@ -144,7 +144,7 @@ static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, ch
     const int num_parts = self->barrier->size;
     if (way == CACHED && !self->streams && (own != NULL) + num_shared <= 2) {
         char *const out = own ? own : shared[0], *const second = !own ? NULL : num_shared ? shared[0] : NULL;
-        self->add(parts, num_parts, count, self->divide_by, out, second);
+        self->combine(parts, num_parts, count, self->divide_by, out, second);
         return;
     }
     char *blocks[MOST_PARTS], block[COPIED_BLOCK] __attribute__((aligned(CACHE_LINE)));
@@ -155,7 +155,7 @@ static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, ch
         const Py_ssize_t at = begin * self->itemsize, nbytes = length * self->itemsize;
         char *const sums = own && !streams_own ? own + at : block;
         for (int part = 0; part < num_parts; part++) blocks[part] = parts[part] + at;
-        self->add(blocks, num_parts, length, self->divide_by, sums, NULL);
+        self->combine(blocks, num_parts, length, self->divide_by, sums, NULL);
         for (int place = 0; place < num_shared; place++) copy_by(way, &self->written[place], shared[place] + at, sums, nbytes);
         if (streams_own) stream_write(&self->written[num_shared], own + at, sums, nbytes);
     }
@@ -255,16 +255,17 @@ static void two_shot_dealloc(TwoShot *self)
 
 static int two_shot_init(TwoShot *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"barrier", "slot_bytes", "num_slots", "dtype", "divide_by", "is_one_place", "regions", NULL};
+    static char *names[] = {"barrier", "slot_bytes", "num_slots", "op", "dtype", "divide_by", "is_one_place", "regions", NULL};
     PyObject *barrier, *dtype, *regions;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nnO!npO", names, &BarrierType, &barrier, &self->slot_bytes,
-                                     &self->num_slots, &PyArrayDescr_Type, &dtype, &self->divide_by,
+    Op op;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nnO&O!npO", names, &BarrierType, &barrier, &self->slot_bytes,
+                                     &self->num_slots, set_op, &op, &PyArrayDescr_Type, &dtype, &self->divide_by,
                                      &self->is_one_place, &regions))
         return -1;
-    self->add = add_of((PyArray_Descr *)dtype);
-    if (!self->add || (self->divide_by != 1 && !divides((PyArray_Descr *)dtype)) ||
+    self->combine = combine_of(op, (PyArray_Descr *)dtype);
+    if (!self->combine || (self->divide_by != 1 && !divides((PyArray_Descr *)dtype)) ||
         ((Barrier *)barrier)->size > MOST_PARTS) {
-        PyErr_SetString(PyExc_ValueError, "TwoShot: these numbers are added by NumPy");
+        PyErr_SetString(PyExc_ValueError, "TwoShot: these numbers are reduced by NumPy");
         return -1;
     }
     Py_INCREF(barrier);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -54,8 +55,8 @@ class InPlace:
         """
         if not has_passed_barrier:
             yield from self._slots.synchronize()
-        if native is not None and self._reduction.is_plain_sum:
-            self._add_compiled(native.add)
+        if native is not None and self._reduction.fold is None:
+            self._combine_compiled(partial(native.combine, self._reduction.op))
         elif len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_low_precision(self._blocks[0][1].dtype):
             self._add_two()
         else:
@@ -64,12 +65,12 @@ class InPlace:
                 self._finish(total, others)
         yield from self._slots.synchronize()
 
-    def _add_compiled(self, add: Callable[[list[Array], Array, int, Array | None], bool]) -> None:
-        """Add, divide and write two targets in one pass over the memory."""
+    def _combine_compiled(self, combine: Callable[[list[Array], Array, int, Array | None], bool]) -> None:
+        """Reduce, divide and write two targets in one pass over the memory."""
         divide_by = self._divide_by * self._reduction.divisor
         for parts, total, others in self._blocks:
             second = others[0] if len(others) == 1 else None
-            if not add(parts, total, divide_by, second):
+            if not combine(parts, total, divide_by, second):
                 self._reduction.combine(parts, total)
                 self._finish(total, others)
             elif second is None:

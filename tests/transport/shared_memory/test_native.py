@@ -20,7 +20,7 @@ from mpidist.transport import reduction
 from mpidist.transport.half import HalfAccumulator, bfloat16
 from mpidist.transport.native import native
 from mpidist.transport.node_memory import barrier
-from mpidist.transport.reduction import Reduction
+from mpidist.transport.reduction import UFUNCS, Reduction
 from mpidist.transport.shared_memory import in_place, two_shot
 
 if TYPE_CHECKING:
@@ -48,9 +48,11 @@ def numbers(rank: int, lengths: Sequence[int], dtype: np.dtype[Any]) -> list[Any
     return [part.copy() for part in np.split(whole, np.cumsum(lengths)[:-1])]
 
 
-def expected(size: int, lengths: Sequence[int], dtype: np.dtype[Any], divisor: int = 1) -> list[Any]:
+def expected(
+    size: int, lengths: Sequence[int], dtype: np.dtype[Any], divisor: int = 1, ufunc: np.ufunc = np.add
+) -> list[Any]:
     every = [numbers(rank, lengths, dtype) for rank in range(size)]
-    totals = [in_rank_order(np.add, parts, dtype) for parts in zip(*every, strict=True)]
+    totals = [in_rank_order(ufunc, parts, dtype) for parts in zip(*every, strict=True)]
     return [total / dtype.type(divisor) if divisor > 1 else total for total in totals]
 
 
@@ -73,7 +75,7 @@ def test_is_there_where_a_compiler_was() -> None:
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if shutil.which("cc") is None or not headers.exists():
         pytest.skip("there is no C compiler with Python's headers")
-    assert import_module("mpidist.transport.native._native").adds(np.dtype(np.float32))
+    assert import_module("mpidist.transport.native._native").combines("sum", np.dtype(np.float32))
 
 
 @is_left_out
@@ -83,9 +85,11 @@ def test_is_there_where_a_compiler_was() -> None:
 def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str, dtype: np.dtype[Any], way: str) -> None:
     with Strategy(comm=comm) as strategy:
         force_way_to_write(strategy, way)
-        for op in ["SUM", "MEAN"] if dtype.kind == "f" else ["SUM"]:
+        others = ["PROD", "MIN", "MAX"] if dtype.char in "lf" else []  # whole numbers, and floats
+        for op in ["SUM", *(["MEAN"] if dtype.kind == "f" else []), *others]:
             for lengths in LENGTHS:
-                wanted = expected(comm.size, lengths, dtype, comm.size if op == "MEAN" else 1)
+                ufunc = UFUNCS.get(op.lower(), np.add)
+                wanted = expected(comm.size, lengths, dtype, comm.size if op == "MEAN" else 1, ufunc)
                 given = numbers(comm.rank, lengths, dtype)
                 elsewhere = [np.empty_like(part) for part in given]
                 assert have_equal_bits(all_reduce(strategy, op, given), wanted)
@@ -190,14 +194,33 @@ def test_results_that_numpy_has_to_write(comm: Intracomm, ranks_with_it: str, op
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("num_parts", [2, 3, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_of_any_number_of_parts(dtype: np.dtype[Any], num_parts: int) -> None:
+@pytest.mark.parametrize("op", UFUNCS)
+def test_any_number_of_parts(op: str, dtype: np.dtype[Any], num_parts: int) -> None:
     every = [numbers(rank, [5000], dtype)[0] for rank in range(num_parts)]
-    wanted = in_rank_order(np.add, every, dtype)
-    total, second = np.empty_like(wanted), np.empty_like(wanted)
-    assert native.add(every, total, 1, second)
+    total, second = np.empty_like(every[0]), np.empty_like(every[0])
+    if not native.combines(op, dtype):
+        assert op != "sum"
+        assert not native.combine(op, every, total, 1, second)
+        return
+    with np.errstate(over="ignore"):
+        wanted = in_rank_order(UFUNCS[op], every, dtype)
+    assert native.combine(op, every, total, 1, second)
     assert have_equal_bits([total, second], [wanted, wanted])
-    assert native.add(every, every[-1], 1, every[0])  # into the parts themselves
+    assert native.combine(op, every, every[-1], 1, every[0])  # into the parts themselves
     assert have_equal_bits([every[-1], every[0]], [wanted, wanted])
+
+
+@is_left_out
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_least_and_greatest_are_nan_where_a_part_is(op: str, dtype: type) -> None:
+    special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0], dtype)
+    one, other = np.repeat(special, len(special)), np.tile(special, len(special))
+    total = np.empty_like(one)
+    assert native.combine(op, [one, other], total, 1, None)
+    assert np.array_equal(total, UFUNCS[op](one, other), equal_nan=True)
+    assert np.isnan(total).sum() == 2 * len(special) - 1
 
 
 @is_left_out
@@ -212,7 +235,7 @@ def test_sums_of_halves_have_the_bits_of_numpy(half: np.dtype[Any], num_parts: i
     wanted, total, second = (np.empty_like(every[0]) for _ in range(3))
     with np.errstate(all="ignore"):
         HalfAccumulator(half).combine(every, wanted, np.add, divisor)
-    assert native.add(every, total, divisor, second)
+    assert native.combine("sum", every, total, divisor, second)
     is_nan = np.isnan(wanted)
     assert is_nan.sum() > 100
     for result in total, second:
@@ -260,7 +283,7 @@ def test_every_float16_plus_others_has_the_bits_of_numpy() -> None:
             total = np.empty_like(EVERY_FLOAT16)
             with np.errstate(all="ignore"):
                 wanted = ((every[0].astype(np.float32) + every[1].astype(np.float32)) / divisor).astype(np.float16)
-            assert native.add(every, total, divisor, None)
+            assert native.combine("sum", every, total, divisor, None)
             is_nan = np.isnan(wanted)
             assert (np.isnan(total) == is_nan).all()
             assert have_equal_bits([total[~is_nan]], [wanted[~is_nan]])
@@ -285,15 +308,15 @@ def test_sums_that_are_refused() -> None:
     one, other = whole[:50], whole[50:]
     read_only = np.empty(50)
     read_only.flags.writeable = False
-    assert not native.add([one, other], whole[25:75], 1, None)
-    assert not native.add([one, other], np.empty(50), 1, whole[25:75])
-    assert not native.add([one, other[:40]], np.empty(50), 1, None)
-    assert not native.add([one, other.astype(np.float32)], np.empty(50), 1, None)
-    assert not native.add([one, other], read_only, 1, None)
-    assert not native.add([one], np.empty(50), 1, None)
-    assert not native.add([np.arange(3), np.arange(3)], np.empty(3, int), 2, None)
-    with pytest.raises(TypeError, match="needed are a list of arrays"):
-        native.add((one, other), np.empty(50), 1, None)
+    assert not native.combine("sum", [one, other], whole[25:75], 1, None)
+    assert not native.combine("sum", [one, other], np.empty(50), 1, whole[25:75])
+    assert not native.combine("sum", [one, other[:40]], np.empty(50), 1, None)
+    assert not native.combine("sum", [one, other.astype(np.float32)], np.empty(50), 1, None)
+    assert not native.combine("sum", [one, other], read_only, 1, None)
+    assert not native.combine("sum", [one], np.empty(50), 1, None)
+    assert not native.combine("sum", [np.arange(3), np.arange(3)], np.empty(3, int), 2, None)
+    with pytest.raises(TypeError, match="needed are an operation, a list of arrays"):
+        native.combine("sum", (one, other), np.empty(50), 1, None)
 
 
 @is_left_out

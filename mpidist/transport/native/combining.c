@@ -1,7 +1,7 @@
-/* Additions in the order of the ranks. */
+/* Reductions in the order of the ranks. */
 #include "native.h"
 
-#define BLOCK_BYTES 4096 /* what is added at once of more than two parts */
+#define BLOCK_BYTES 4096 /* what is reduced at once of more than two parts */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
@@ -12,39 +12,58 @@
 #define EACH(STATEMENT)                                                                                              \
     _Pragma("GCC ivdep") for (Py_ssize_t i = 0; i < length; i++) { STATEMENT; }
 
-#define DEFINE_ADD(NAME, TYPE)                                                                                       \
+#define DEFINE_COMBINE(NAME, TYPE, OF)                                                                               \
     FOR_EACH_PROCESSOR static void NAME(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count,                  \
                                         Py_ssize_t divide_by, char *out, char *second)                               \
     {                                                                                                                \
         enum { BLOCK = BLOCK_BYTES / sizeof(TYPE) };                                                                 \
         const Py_ssize_t step = num_parts == 2 ? count : BLOCK;                                                      \
         const TYPE divisor = (TYPE)divide_by;                                                                        \
-        TYPE sums[BLOCK];                                                                                            \
+        TYPE totals[BLOCK];                                                                                          \
         for (Py_ssize_t begin = 0; begin < count; begin += step) {                                                   \
             const Py_ssize_t length = least(step, count - begin);                                                    \
-            const TYPE *sum = (const TYPE *)parts[0] + begin, *last = (const TYPE *)parts[num_parts - 1] + begin;    \
+            const TYPE *total = (const TYPE *)parts[0] + begin, *last = (const TYPE *)parts[num_parts - 1] + begin;  \
             TYPE *to = (TYPE *)out + begin, *also = second ? (TYPE *)second + begin : to;                            \
             for (Py_ssize_t at = 1; at + 1 < num_parts; at++) {                                                      \
                 const TYPE *part = (const TYPE *)parts[at] + begin;                                                  \
-                EACH(sums[i] = sum[i] + part[i])                                                                     \
-                sum = sums;                                                                                          \
+                EACH(totals[i] = OF(total[i], part[i]))                                                              \
+                total = totals;                                                                                      \
             }                                                                                                        \
             if (divide_by != 1)                                                                                      \
-                EACH(to[i] = also[i] = (sum[i] + last[i]) / divisor)                                                 \
+                EACH(to[i] = also[i] = OF(total[i], last[i]) / divisor)                                              \
             else if (second)                                                                                         \
-                EACH(to[i] = also[i] = sum[i] + last[i])                                                             \
+                EACH(to[i] = also[i] = OF(total[i], last[i]))                                                        \
             else                                                                                                     \
-                EACH(to[i] = sum[i] + last[i])                                                                       \
+                EACH(to[i] = OF(total[i], last[i]))                                                                  \
         }                                                                                                            \
     }
 
-DEFINE_ADD(add_float32, npy_float32)
-DEFINE_ADD(add_float64, npy_float64)
-/* Unsigned, as sums of signed numbers wrap around, too. They are never divided: means of whole numbers are floats. */
-DEFINE_ADD(add_8, npy_uint8)
-DEFINE_ADD(add_16, npy_uint16)
-DEFINE_ADD(add_32, npy_uint32)
-DEFINE_ADD(add_64, npy_uint64)
+#define OF_SUM(ONE, OTHER) (ONE + OTHER)
+#define OF_PROD(ONE, OTHER) (ONE * OTHER)
+/* NaN, which differs from itself, if either is; of 0.0 and -0.0 the other. */
+#define OF_MIN(ONE, OTHER) ((ONE < OTHER) | (ONE != ONE) ? ONE : OTHER)
+#define OF_MAX(ONE, OTHER) ((ONE > OTHER) | (ONE != ONE) ? ONE : OTHER)
+
+/* Whole numbers are added and multiplied as unsigned ones: signed ones wrap around, too, with the same bits. They are never
+ * divided, as means of whole numbers are floats. */
+DEFINE_COMBINE(add_float32, npy_float32, OF_SUM)
+DEFINE_COMBINE(add_float64, npy_float64, OF_SUM)
+DEFINE_COMBINE(add_8, npy_uint8, OF_SUM)
+DEFINE_COMBINE(add_16, npy_uint16, OF_SUM)
+DEFINE_COMBINE(add_32, npy_uint32, OF_SUM)
+DEFINE_COMBINE(add_64, npy_uint64, OF_SUM)
+DEFINE_COMBINE(multiply_float32, npy_float32, OF_PROD)
+DEFINE_COMBINE(multiply_float64, npy_float64, OF_PROD)
+DEFINE_COMBINE(multiply_32, npy_uint32, OF_PROD)
+DEFINE_COMBINE(multiply_64, npy_uint64, OF_PROD)
+DEFINE_COMBINE(least_float32, npy_float32, OF_MIN)
+DEFINE_COMBINE(least_float64, npy_float64, OF_MIN)
+DEFINE_COMBINE(least_32, npy_int32, OF_MIN)
+DEFINE_COMBINE(least_64, npy_int64, OF_MIN)
+DEFINE_COMBINE(most_float32, npy_float32, OF_MAX)
+DEFINE_COMBINE(most_float64, npy_float64, OF_MAX)
+DEFINE_COMBINE(most_32, npy_int32, OF_MAX)
+DEFINE_COMBINE(most_64, npy_int64, OF_MAX)
 
 typedef union {
     npy_uint32 bits;
@@ -136,37 +155,38 @@ int divides(PyArray_Descr *dtype)
     return dtype->kind == 'f' || is_bfloat16(dtype);
 }
 
-static Add add_of_whole(Py_ssize_t itemsize)
-{
-    switch (itemsize) {
-    case 1: return add_8;
-    case 2: return add_16;
-    case 4: return add_32;
-    case 8: return add_64;
-    }
-    return NULL;
-}
+enum { FLOAT32, FLOAT64, BITS_8, BITS_16, BITS_32, BITS_64, NUM_FORMS };
 
-static Add add_of_float(int type_num)
-{
-    switch (type_num) {
-    case NPY_HALF: return add_float16;
-    case NPY_FLOAT: return add_float32;
-    case NPY_DOUBLE: return add_float64;
-    }
-    return NULL;
-}
+static const Combine COMBINES[NUM_OPS][NUM_FORMS] = {
+    [SUM] = {add_float32, add_float64, add_8, add_16, add_32, add_64},
+    [PROD] = {multiply_float32, multiply_float64, NULL, NULL, multiply_32, multiply_64},
+    [MIN] = {least_float32, least_float64, NULL, NULL, least_32, least_64},
+    [MAX] = {most_float32, most_float64, NULL, NULL, most_32, most_64},
+};
 
-Add add_of(PyArray_Descr *dtype)
+Combine combine_of(Op op, PyArray_Descr *dtype)
 {
+    const Py_ssize_t bits = 8 * PyDataType_ELSIZE(dtype);
     if (!PyArray_ISNBO(dtype->byteorder)) return NULL;
-    if (is_bfloat16(dtype)) return add_bfloat16;
-    switch (dtype->kind) {
-    case 'f': return add_of_float(dtype->type_num);
-    case 'i':
-    case 'u': return add_of_whole(PyDataType_ELSIZE(dtype));
-    }
-    return NULL;
+    if (is_bfloat16(dtype)) return op == SUM ? add_bfloat16 : NULL;
+    if (dtype->type_num == NPY_HALF) return op == SUM ? add_float16 : NULL;
+    if (dtype->type_num == NPY_FLOAT) return COMBINES[op][FLOAT32];
+    if (dtype->type_num == NPY_DOUBLE) return COMBINES[op][FLOAT64];
+    if (dtype->kind == 'u' && (op == MIN || op == MAX)) return NULL;
+    if (dtype->kind != 'i' && dtype->kind != 'u') return NULL;
+    return bits == 8 ? COMBINES[op][BITS_8] : bits == 16 ? COMBINES[op][BITS_16] : COMBINES[op][bits == 32 ? BITS_32 : BITS_64];
+}
+
+int set_op(PyObject *name, void *op)
+{
+    static const char *const NAMES[NUM_OPS] = {[SUM] = "sum", [PROD] = "prod", [MIN] = "min", [MAX] = "max"};
+    for (Op at = 0; at < NUM_OPS; at++)
+        if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, NAMES[at]) == 0) {
+            *(Op *)op = at;
+            return 1;
+        }
+    PyErr_Format(PyExc_ValueError, "an operation is sum, prod, min or max, not %R", name);
+    return 0;
 }
 
 int is_plain(PyObject *item, PyArray_Descr *dtype)
@@ -174,7 +194,7 @@ int is_plain(PyObject *item, PyArray_Descr *dtype)
     if (!PyArray_Check(item) || !PyArray_IS_C_CONTIGUOUS((PyArrayObject *)item)) return 0;
     PyArray_Descr *its = PyArray_DESCR((PyArrayObject *)item);
     const int is_alike = its->kind == dtype->kind && PyDataType_ELSIZE(its) == PyDataType_ELSIZE(dtype);
-    return PyArray_ISALIGNED((PyArrayObject *)item) && (its == dtype || (is_alike && add_of(its)));
+    return PyArray_ISALIGNED((PyArrayObject *)item) && (its == dtype || (is_alike && combine_of(SUM, its)));
 }
 
 /* Returns where an array's numbers lie, if it is plain, of this length, and overlaps the result nowhere or everywhere. */
@@ -186,54 +206,62 @@ static char *part_of(PyObject *item, PyArrayObject *out)
     return is_apart || part == begin ? part : NULL;
 }
 
-PyDoc_STRVAR(add_doc,
-             "add(parts, out, divide_by, second)\n--\n\n"
-             "Add arrays in order, divide the sums, and write them to `out`, and to `second` if it is an array.\n\n"
-             "Returns whether that was done: NumPy adds what has another dtype or another layout.");
+PyDoc_STRVAR(combine_doc,
+             "combine(op, parts, out, divide_by, second)\n--\n\n"
+             "Reduce arrays in order, divide the totals, and write them to `out`, and to `second` if it is an array.\n\n"
+             "Returns whether that was done: NumPy reduces what has another dtype or another layout.");
 
-static PyObject *add(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
+static PyObject *combine(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
 {
-    if (num_given != 4 || !PyList_Check(given[0]) || !PyArray_Check(given[1])) {
-        PyErr_SetString(PyExc_TypeError, "add: needed are a list of arrays, an array, a divisor, an array or None");
+    Op op;
+    if (num_given != 5 || !PyList_Check(given[1]) || !PyArray_Check(given[2])) {
+        PyErr_SetString(PyExc_TypeError, "combine: needed are an operation, a list of arrays, an array, a divisor, an array or None");
         return NULL;
     }
-    PyArrayObject *out = (PyArrayObject *)given[1];
+    if (!set_op(given[0], &op)) return NULL;
+    PyArrayObject *out = (PyArrayObject *)given[2];
     PyArray_Descr *dtype = PyArray_DESCR(out);
-    const Py_ssize_t num_parts = PyList_GET_SIZE(given[0]), divide_by = PyLong_AsSsize_t(given[2]);
+    const Py_ssize_t num_parts = PyList_GET_SIZE(given[1]), divide_by = PyLong_AsSsize_t(given[3]);
     if (divide_by == -1 && PyErr_Occurred()) return NULL;
-    Add add = add_of(dtype);
+    const Combine combine = combine_of(op, dtype);
     char *parts[MOST_PARTS], *second = NULL;
-    if (!add || num_parts < 2 || num_parts > MOST_PARTS || (divide_by != 1 && !divides(dtype)) ||
-        !is_plain(given[1], dtype) || !PyArray_ISWRITEABLE(out))
+    if (!combine || num_parts < 2 || num_parts > MOST_PARTS || (divide_by != 1 && !divides(dtype)) ||
+        !is_plain(given[2], dtype) || !PyArray_ISWRITEABLE(out))
         Py_RETURN_FALSE;
     for (Py_ssize_t at = 0; at < num_parts; at++)
-        if (!(parts[at] = part_of(PyList_GET_ITEM(given[0], at), out))) Py_RETURN_FALSE;
-    if (given[3] != Py_None) {
-        if (!(second = part_of(given[3], out)) || !PyArray_ISWRITEABLE((PyArrayObject *)given[3])) Py_RETURN_FALSE;
+        if (!(parts[at] = part_of(PyList_GET_ITEM(given[1], at), out))) Py_RETURN_FALSE;
+    if (given[4] != Py_None) {
+        if (!(second = part_of(given[4], out)) || !PyArray_ISWRITEABLE((PyArrayObject *)given[4])) Py_RETURN_FALSE;
         for (Py_ssize_t at = 0; at < num_parts; at++) {
             const Py_ssize_t nbytes = PyArray_NBYTES(out);
             if (parts[at] != second && parts[at] < second + nbytes && second < parts[at] + nbytes) Py_RETURN_FALSE;
         }
     }
     if (PyArray_NBYTES(out) < FREES_GIL_BYTES)
-        add(parts, num_parts, PyArray_SIZE(out), divide_by, PyArray_BYTES(out), second);
+        combine(parts, num_parts, PyArray_SIZE(out), divide_by, PyArray_BYTES(out), second);
     else {
         Py_BEGIN_ALLOW_THREADS
-        add(parts, num_parts, PyArray_SIZE(out), divide_by, PyArray_BYTES(out), second);
+        combine(parts, num_parts, PyArray_SIZE(out), divide_by, PyArray_BYTES(out), second);
         Py_END_ALLOW_THREADS
     }
     Py_RETURN_TRUE;
 }
 
-PyDoc_STRVAR(adds_doc, "adds(dtype)\n--\n\nWhether numbers of a dtype are added here.");
+PyDoc_STRVAR(combines_doc, "combines(op, dtype)\n--\n\nWhether numbers of a dtype are reduced here.");
 
-static PyObject *adds(PyObject *Py_UNUSED(module), PyObject *dtype)
+static PyObject *combines(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
 {
-    return PyBool_FromLong(PyArray_DescrCheck(dtype) && add_of((PyArray_Descr *)dtype) != NULL);
+    Op op;
+    if (num_given != 2 || !PyArray_DescrCheck(given[1])) {
+        PyErr_SetString(PyExc_TypeError, "combines: needed are an operation and a dtype");
+        return NULL;
+    }
+    if (!set_op(given[0], &op)) return NULL;
+    return PyBool_FromLong(combine_of(op, (PyArray_Descr *)given[1]) != NULL);
 }
 
-PyMethodDef addition_functions[] = {
-    {"add", (PyCFunction)(void (*)(void))add, METH_FASTCALL, add_doc},
-    {"adds", adds, METH_O, adds_doc},
+PyMethodDef combining_functions[] = {
+    {"combine", (PyCFunction)(void (*)(void))combine, METH_FASTCALL, combine_doc},
+    {"combines", (PyCFunction)(void (*)(void))combines, METH_FASTCALL, combines_doc},
     {NULL},
 };
