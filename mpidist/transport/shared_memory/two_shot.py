@@ -1,9 +1,9 @@
 """Two-shot all-reduce through shared memory: each rank adds a shard, then all ranks copy the sums, chunk by chunk.
 
 Of every chunk, each lane (a rank that adds) owns a shard. A rank copies the shards of the other lanes from its arrays
-into its slot, but not its own shard. After a barrier, each lane adds its shard from all ranks' slots, in rank order. The
-sums go to where the next rank has staged the shard: to lines of the cache that the lane has just read. On several nodes,
-the lanes of all nodes then all-reduce the shard. After a second barrier, all ranks copy the sums out.
+into its slot, but not its own shard. After a barrier, each lane adds its shard from all ranks' slots, in rank order.
+The sums go to where the next rank has staged the shard: to lines of the cache that the lane has just read. On several
+nodes, the lanes of all nodes then all-reduce the shard. After a second barrier, all ranks copy the sums out.
 The second barrier of a chunk is the first barrier of the next chunk: there is one barrier more than there are chunks.
 
 With P ranks on the node and S bytes, a rank copies S (P - 1) / P in, adds S / P from P places, and copies S out.
