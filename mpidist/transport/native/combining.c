@@ -5,6 +5,8 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#define HAS_F16C 1
+#include <immintrin.h>
 #else
 #define FOR_EACH_PROCESSOR
 #endif
@@ -145,6 +147,40 @@ static inline npy_uint16 narrowed_float16(float number)
 DEFINE_ADD_HALF(add_bfloat16, widened_bfloat16, narrowed_bfloat16)
 DEFINE_ADD_HALF(add_float16, widened_float16, narrowed_float16)
 
+#ifdef HAS_F16C
+/* The same where the processor converts float16: eight numbers at once, and the rest as above. */
+__attribute__((target("avx2,f16c"))) static void add_float16_f16c(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count,
+                                                                  Py_ssize_t divide_by, char *out, char *second)
+{
+    const __m256 divisor = _mm256_set1_ps((float)divide_by);
+    char *rest[MOST_PARTS];
+    Py_ssize_t begin = 0;
+    for (; begin + 8 <= count; begin += 8) {
+        const Py_ssize_t at = begin * (Py_ssize_t)sizeof(npy_uint16);
+        __m256 sum = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(parts[0] + at)));
+        for (Py_ssize_t part = 1; part < num_parts; part++)
+            sum = _mm256_add_ps(sum, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(parts[part] + at))));
+        if (divide_by != 1) sum = _mm256_div_ps(sum, divisor);
+        const __m128i rounded = _mm256_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128((__m128i *)(out + at), rounded);
+        if (second) _mm_storeu_si128((__m128i *)(second + at), rounded);
+    }
+    const Py_ssize_t at = begin * (Py_ssize_t)sizeof(npy_uint16);
+    for (Py_ssize_t part = 0; part < num_parts; part++) rest[part] = parts[part] + at;
+    if (begin < count) add_float16(rest, num_parts, count - begin, divide_by, out + at, second ? second + at : NULL);
+}
+
+static Combine add_of_float16(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? add_float16_f16c : add_float16;
+}
+#else
+static Combine add_of_float16(void)
+{
+    return add_float16;
+}
+#endif
+
 static int is_bfloat16(PyArray_Descr *dtype)
 {
     return PyTypeNum_ISUSERDEF(dtype->type_num) && strcmp(dtype->typeobj->tp_name, "ml_dtypes.bfloat16") == 0;
@@ -169,7 +205,7 @@ Combine combine_of(Op op, PyArray_Descr *dtype)
     const Py_ssize_t bits = 8 * PyDataType_ELSIZE(dtype);
     if (!PyArray_ISNBO(dtype->byteorder)) return NULL;
     if (is_bfloat16(dtype)) return op == SUM ? add_bfloat16 : NULL;
-    if (dtype->type_num == NPY_HALF) return op == SUM ? add_float16 : NULL;
+    if (dtype->type_num == NPY_HALF) return op == SUM ? add_of_float16() : NULL;
     if (dtype->type_num == NPY_FLOAT) return COMBINES[op][FLOAT32];
     if (dtype->type_num == NPY_DOUBLE) return COMBINES[op][FLOAT64];
     if (dtype->kind == 'u' && (op == MIN || op == MAX)) return NULL;

@@ -291,6 +291,22 @@ def test_every_float16_plus_others_has_the_bits_of_numpy() -> None:
 
 @is_left_out
 @pytest.mark.ranks(1)
+def test_few_float16_have_the_bits_of_many() -> None:
+    """Fewer than eight are converted by other code, as all are on a processor that cannot convert float16 itself."""
+    for other in np.array([0x0001, 0x83FF, 0x4C00, 0x7BFF, 0xFBFF], np.uint16).view(np.float16):
+        every = [EVERY_FLOAT16, np.full_like(EVERY_FLOAT16, other)]
+        many, few = np.empty_like(EVERY_FLOAT16), np.empty_like(EVERY_FLOAT16)
+        assert native.combine("sum", every, many, 3, None)
+        for start in range(0, many.size, 4):
+            part = slice(start, start + 4)
+            assert native.combine("sum", [one[part] for one in every], few[part], 3, None)
+        is_nan = np.isnan(many)
+        assert (np.isnan(few) == is_nan).all()
+        assert have_equal_bits([few[~is_nan]], [many[~is_nan]])
+
+
+@is_left_out
+@pytest.mark.ranks(1)
 def test_sums_of_compressed_float16_that_overflow_are_counted() -> None:
     """Compiled code counts none, so NumPy adds these."""
     given, out = np.array([6e4, 1, 6e4, np.inf], np.float16), np.empty(4, np.float16)
