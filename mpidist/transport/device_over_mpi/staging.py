@@ -12,7 +12,7 @@ import numpy as np
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, StagingSizes, aligned
-from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_stream, on_stream
+from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_event, new_stream, on_stream
 from mpidist.transport.mpi import load_mpi
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
@@ -70,7 +70,7 @@ class Staging:
         self._cuda = cuda.cupy().cuda
         self._down, self._up = new_stream(), new_stream()
         # What the caller's stream holds; and for each slot, what each of these streams has done for it.
-        self._ready, *of_slots = (self._cuda.Event(disable_timing=True) for _ in range(1 + 2 * sizes.depth))
+        self._ready, *of_slots = (new_event() for _ in range(1 + 2 * sizes.depth))
         self._downloaded, self._returned = of_slots[: sizes.depth], of_slots[sizes.depth :]
 
     def reserve(self, count: int, nbytes: int) -> None:

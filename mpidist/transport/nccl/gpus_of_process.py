@@ -12,7 +12,15 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, kernels_needed, new_stream, on_stream
+from mpidist.transport.gpu import (
+    DeviceKernels,
+    address_of,
+    is_complete,
+    kernels_needed,
+    new_event,
+    new_stream,
+    on_stream,
+)
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.text import first_line
@@ -60,7 +68,7 @@ class GpusOfProcess:
         self._gpus: list[_Gpu] = []
         for handle in self._connect(indices):
             its.Device(handle.device).use()
-            self._gpus.append(_Gpu(handle, new_stream(), its.Event(disable_timing=True), DeviceKernels()))
+            self._gpus.append(_Gpu(handle, new_stream(), new_event(), DeviceKernels()))
             handle.keeps = self
         self._first.use()
 

@@ -24,7 +24,15 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
-from mpidist.transport.gpu import Background, Events, Launched, is_complete, new_stream, on_stream
+from mpidist.transport.gpu import (
+    Background,
+    Launched,
+    is_complete,
+    new_event,
+    new_stream,
+    on_stream,
+    record_event,
+)
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.waiting import never_free, poll
@@ -43,12 +51,10 @@ class DeviceQueue:
     `stream` is NCCL's.
     """
 
-    def __init__(self, events: Events) -> None:
-        self._events, self._cuda = events, cuda.cupy().cuda
+    def __init__(self) -> None:
+        self._cuda = cuda.cupy().cuda
         self._packs, self.stream, self._unpacks = (new_stream() for _ in range(3))
-        self._begin, self._ready, self._done, *self._unpacked = (
-            self._cuda.Event(disable_timing=True) for _ in range(5)
-        )
+        self._begin, self._ready, self._done, *self._unpacked = (new_event() for _ in range(5))
         self._turn = 0  # which of two packs in memory is the last one
         self._memory: dict[tuple[str, Any], Array] = {}
         self._names: dict[Handle, str] = {}
@@ -93,7 +99,7 @@ class DeviceQueue:
             what: The call, for errors.
             work: Calls transports and works on arrays; its current stream is NCCL's.
             memory: Arrays that must live as long as the work.
-            after: An event of `Events.record` after which the work begins. By default it begins after what the caller's
+            after: An event of `record_event` after which the work begins. By default it begins after what the caller's
                 current stream holds now, and that stream waits for it.
         """
         current = self._cuda.get_current_stream()
@@ -107,11 +113,9 @@ class DeviceQueue:
             with on_stream(self.stream):
                 result = work()
                 with self.unpacking():
-                    event = self._events.record()
+                    event = record_event()
             if after is None:
                 current.wait_event(event)
-            else:
-                self._events.give_back(after)
         except BaseException as error:
             self.give_up(error, held)
             raise
@@ -148,7 +152,7 @@ class DeviceQueue:
     def wait_for_stream(self, what: str) -> None:
         """Wait within `launch` until the current stream is done: for calls that go on on the host."""
         if self._held is not None:
-            self.wait(self._launched(what, None, self._events.record(), None))
+            self.wait(self._launched(what, None, record_event(), None))
 
     def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None], kind: Any = "") -> None:
         """Give NCCL a group of calls within `launch`; outside of it the host launches them so, and waits for them.
@@ -193,7 +197,6 @@ class DeviceQueue:
             self.give_up(error)
             raise
         launched.memory = None
-        self._events.give_back(launched.event)
         self._flying.remove(launched)
         return True
 
