@@ -285,7 +285,7 @@ class DeviceLevels:
         except BaseException:
             init.cancel()
             raise
-        (handle,) = init.take()
+        (handle,) = init.wait()
         assert self._queue is not None
         communicator = NcclCommunicator(handle, name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)

@@ -117,7 +117,7 @@ class DeviceQueue:
             if after is None:
                 current.wait_event(event)
         except BaseException as error:
-            self.give_up(error, held)
+            self.give_up(error)
             raise
         finally:
             self._held = None
@@ -222,15 +222,13 @@ class DeviceQueue:
         for launched in tuple(self._flying):
             self.wait(launched)
 
-    def give_up(self, error: BaseException, memory: Any = None) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Abort NCCL's communicators. What the GPU may still work on is never freed."""
         if self._failure is None:
             self._failure = error
             nccl_handles.abort_all(error)
-            if self._flying or self._held is not None:
-                never_free((self,))
-        if memory is not None:
-            never_free((self, memory))
+        if self._flying or self._held is not None:
+            never_free((self, self._held))
 
     def _launched(self, what: str, result: Any, event: Any, memory: Any) -> Launched:
         self._flying.append(Launched(what, result, event, memory))
@@ -243,9 +241,7 @@ class DeviceQueue:
             self._check(what)
             self._check_peers()
 
-        making = Background(_CONNECTS, group)
-        poll(lambda: making.outcome()[0], look, is_message=False)
-        making.take()
+        Background(_CONNECTS, group).wait(look)
 
     def _check(self, what: str) -> None:
         """Look at NCCL's own errors, now and then."""
