@@ -140,9 +140,6 @@ class MessagedCommunicator(Communicator):
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
-        if to == source == self.rank:
-            incoming[...] = outgoing
-            return
         sent, received = self._chunks(outgoing, 1), self._chunks(incoming, 1)
         count = max(len(sent), len(received))
         room = room_of(sent, outgoing.itemsize)

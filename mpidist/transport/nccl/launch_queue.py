@@ -80,13 +80,8 @@ class DeviceQueue:
             self._memory.clear()
 
     def buffer(self, what: str, nbytes: int) -> Array:
-        """Lend memory [nbytes], which the current stream orders the use of: two packs have memory of their own in turn.
-
-        Outside of `launch` the host waits for that use. Memory lent there is never lent within: CuPy allocated the
-        memory on the caller's stream, and could give it away while a stream of the queue still works on it.
-        """
-        in_turn = self._turn if self._cuda.get_current_stream() == self._packs else None
-        key = what, "outside" if self._held is None else in_turn
+        """Lend memory [nbytes] within `launch`. A stream orders its use; two packs have their own memory, in turn."""
+        key = what, self._turn if self._cuda.get_current_stream() == self._packs else None
         buffer = self._memory.get(key)
         if buffer is None or buffer.size < nbytes:
             self._memory[key] = buffer = cuda.cupy().empty(nbytes, np.uint8)
