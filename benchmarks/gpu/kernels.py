@@ -33,7 +33,7 @@ Shapes = list[tuple[int, ...]]
 class Lists:
     """Sets of tensors with random numbers, laid out once, as the library does it, and the calls that copy them."""
 
-    def __init__(self, bench: Bench, shapes: Shapes, dtype: Any, divisor: int, pads: bool, sets: int) -> None:
+    def __init__(self, bench: Bench, shapes: Shapes, dtype: Any, pads: bool, sets: int) -> None:
         self.sizes, self.dtype = list(map(prod, shapes)), np.dtype(dtype)
         self.layout = PackLayout(self.sizes, self.dtype, pads)
         self.host = [[bench.numbers(shape) for shape in shapes] for _ in range(sets)]
@@ -42,10 +42,10 @@ class Lists:
         self.targets = [[bench.cupy.empty(size, np.float32) for size in self.sizes] for _ in self.host]
         kernels = DeviceKernels()
         pack = partial(kernels.pack, layout=self.layout)
-        unpack = partial(kernels.unpack, divide_by=divisor, layout=self.layout)
+        unpack = partial(kernels.unpack, layout=self.layout)
         self.packs: list[Call] = [partial(pack, *its) for its in zip(self.tensors, self.buffers, strict=True)]
         self.unpacks: list[Call] = [partial(unpack, *its) for its in zip(self.buffers, self.targets, strict=True)]
-        self._require_right(bench, divisor)
+        self._require_right(bench)
 
     def cut(self, buffer: Any) -> list[Any]:
         """Return the part of each tensor."""
@@ -59,7 +59,7 @@ class Lists:
             part[...] = numbers.reshape(-1)
         return whole
 
-    def _require_right(self, bench: Bench, divisor: int) -> None:
+    def _require_right(self, bench: Bench) -> None:
         """Pack and unpack over what is no result, and look at all numbers."""
         for at, (buffer, targets) in enumerate(zip(self.buffers, self.targets, strict=True)):
             for array in (buffer, *targets):
@@ -69,8 +69,7 @@ class Lists:
             bench.require_equal(f"pack to {self.dtype}", buffer, packed)
             self.unpacks[at]()
             for target, part in zip(targets, self.cut(packed), strict=True):
-                quotients = part.astype(np.float32) / np.float32(divisor)
-                bench.require_equal(f"unpack from {self.dtype}", target, quotients)
+                bench.require_equal(f"unpack from {self.dtype}", target, part.astype(np.float32))
 
 
 def shapes_of(bench: Bench, copies: int = 1) -> Shapes:
@@ -94,11 +93,11 @@ def machine(bench: Bench, report: Report) -> None:
 
 
 def lists(
-    bench: Bench, report: Report, shapes: Shapes, dtype: Any = np.float32, divisor: int = 1,
-    pads: bool = False, sets: int = 3, least: float = LEAST, most_host: float | None = None,
+    bench: Bench, report: Report, shapes: Shapes, dtype: Any = np.float32, pads: bool = False,
+    sets: int = 3, least: float = LEAST, most_host: float | None = None,
 ) -> Lists:  # fmt: skip
     """Time packing sets of lists into buffers, and unpacking; on the host, too, where that has a goal."""
-    lists = Lists(bench, shapes, dtype, divisor, pads, sets)
+    lists = Lists(bench, shapes, dtype, pads, sets)
     tensors, nbytes = f"{len(lists.sizes)} tensors", (4 + lists.dtype.itemsize) * sum(lists.sizes)
     what = f"buffer of {lists.dtype}: {tensors}"
     beside_roof(bench, report, {f"pack, {what}": lists.packs, f"unpack, {what}": lists.unpacks}, nbytes, least)
@@ -158,7 +157,7 @@ def measure(bench: Bench, report: Report) -> None:
     pack, add = partial(lists, bench, report), partial(sum_of_ranks, bench, report)
     questions: dict[str, Callable[[], object]] = {
         "pack and unpack 161 float32 tensors": partial(beside_others, bench, report),
-        "with a cast to bfloat16": partial(pack, shapes, half, 8),
+        "with a cast to bfloat16": partial(pack, shapes, half),
         "sizes that are no multiples of 16 bytes": partial(pack, UNALIGNED, pads=True),
         "pack 10,000 tensors of 256": partial(pack, many, least=0.5, most_host=MOST_HOST_OF_MANY),
         "add the parts of ranks": partial(add, np.float32),

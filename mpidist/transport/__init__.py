@@ -22,7 +22,7 @@ from mpidist.transport.costs import (
 from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.devices import Device, are_several_gpus, choose_device, on_device, wait_for_devices
 from mpidist.transport.failures import FILE_VERSION, AwaitedPeers, ends_normally, open_groups
-from mpidist.transport.gpu import Launched, NewArrays, PackLayout, change_rows_of_gpu
+from mpidist.transport.gpu import Launched, NewArrays, PackLayout, change_rows_of_gpu, record_event
 from mpidist.transport.group import (
     DeviceLevels,
     ErrorReport,
@@ -176,6 +176,7 @@ __all__ = [
     "raise_reported",
     "raise_together",
     "reason_against_nccl",
+    "record_event",
     "widen",
     "repeat_of",
     "ring_all_reduce",

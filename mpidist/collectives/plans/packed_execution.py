@@ -34,6 +34,7 @@ from mpidist.transport import (
     Steps,
     SyncGroup,
     narrow,
+    record_event,
     widen,
 )
 
@@ -120,9 +121,8 @@ class PackedExecution(Execution):
         if not self._can_be_launched():
             if not pending.is_waited_for:
                 group.agreement.restart_clock(record=call)
-            with group.devices.private_stream():  # the caller's goes on with what comes later
+            with group.devices.private_stream(layout.after):  # the caller's goes on with what comes later
                 group.devices.wait_for_launches(call.name)  # MPI and NCCL are not at work on device memory at once
-                group.devices.events.follow(layout.after)
                 results = self.finish(call, has_same_places)
                 group.devices.wait_for_launches(call.name)  # so that the results can be used in any stream
             return results
@@ -153,7 +153,7 @@ class PackedExecution(Execution):
                     targets = target_arrays(outs, part.specs, part.result_dtypes, self._group.shared)
                 arrays = copy_overwritten(arrays, targets)
             laid.append((arrays, targets))
-        return _Layout(laid, self._group.devices.events.record() if is_started else None)
+        return _Layout(laid, record_event() if is_started else None)
 
     def _reduce(self, call: ReductionCall, layout: _Layout, queue: DeviceQueue | None) -> list[Any]:
         """Reduce every message. Fills outs in device memory here, on the stream of the reductions."""

@@ -140,13 +140,10 @@ class MessagedCommunicator(Communicator):
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
-        if to == source == self.rank:
-            incoming[...] = outgoing
-            return
         sent, received = self._chunks(outgoing, 1), self._chunks(incoming, 1)
         count = max(len(sent), len(received))
         room = room_of(sent, outgoing.itemsize)
-        self._staging.reserve(count, room + room_of(received, incoming.itemsize))
+        nbytes = room + room_of(received, incoming.itemsize)
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             out = self._staging.open(slot, 0, outgoing, sent[chunk] if chunk < len(sent) else [])
@@ -154,7 +151,7 @@ class MessagedCommunicator(Communicator):
             sends, receives = ([(at, peer) for at in range(len(of.parts))] for of, peer in ((out, to), (into, source)))
             return [self._transfer(out, sends, into, receives)]
 
-        self._staging.run("exchange", count, phases_of, self._check_peers, (outgoing, incoming))
+        self._staging.run("exchange", count, nbytes, phases_of, self._check_peers, (outgoing, incoming))
 
     def free(self) -> None:
         """Free nothing: MPI's communicator and the staging memory are their owner's."""
@@ -187,12 +184,12 @@ class MessagedCommunicator(Communicator):
 
     def _run(self, what: str, array: Array, chunks: _Chunks, phase: _PhaseOf, keeps: Any = None) -> None:
         """Pass chunks of one array through one phase."""
-        self._staging.reserve(len(chunks), room_of(chunks, array.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             return [phase(self._staging.open(slot, 0, array, chunks[chunk]))]
 
-        self._staging.run(what, len(chunks), phases_of, self._check_peers, (array, keeps))
+        nbytes = room_of(chunks, array.itemsize)
+        self._staging.run(what, len(chunks), nbytes, phases_of, self._check_peers, (array, keeps))
 
     def _join(
         self,
@@ -210,7 +207,7 @@ class MessagedCommunicator(Communicator):
         rank, width, (target, first) = self.rank, buffer.itemsize, into
         room = room_of(chunks, width)
         most = max((pieces[rank][1] - pieces[rank][0] for pieces in chunks), default=0)
-        self._staging.reserve(len(chunks), room + len(self._others) * most * width)
+        nbytes = room + len(self._others) * most * width
         slots = range(min(len(chunks), self._staging.sizes.depth))
         received = [arrays.empty((len(self._others) * most,), buffer.dtype, device=True) for _ in slots]
 
@@ -222,7 +219,7 @@ class MessagedCommunicator(Communicator):
             joining = self._joining(whole, (slot, room), received[slot], own, joined, reduction)
             return [joining] if after is None else [joining, after(whole)]
 
-        self._staging.run(what, len(chunks), phases_of, self._check_peers, (buffer, target, received))
+        self._staging.run(what, len(chunks), nbytes, phases_of, self._check_peers, (buffer, target, received))
 
     def _joining(
         self, whole: Pieces, place: tuple[int, int], received: Array, own: Array, target: Array, reduction: Reduction

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, StagingSizes, aligned
-from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_stream, on_stream
+from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_event, new_stream, on_stream
 from mpidist.transport.mpi import load_mpi
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
@@ -20,6 +20,8 @@ from mpidist.transport.waiting import never_free, poll
 __all__ = ["Phase", "Staging", "wait_for_event"]
 
 logger = logging.getLogger("mpidist.transport")
+
+_END: Final = object()
 
 
 @final
@@ -70,20 +72,11 @@ class Staging:
         self._cuda = cuda.cupy().cuda
         self._down, self._up = new_stream(), new_stream()
         # What the caller's stream holds; and for each slot, what each of these streams has done for it.
-        self._ready, *of_slots = (self._cuda.Event(disable_timing=True) for _ in range(1 + 2 * sizes.depth))
+        self._ready, *of_slots = (new_event() for _ in range(1 + 2 * sizes.depth))
         self._downloaded, self._returned = of_slots[: sizes.depth], of_slots[sizes.depth :]
 
-    def reserve(self, count: int, nbytes: int) -> None:
-        """Have a slot of `nbytes` bytes of pinned memory for each of `count` chunks that are under way at once."""
-        count, nbytes = min(count, self.sizes.depth), aligned(nbytes)
-        if self._memory.size < count * nbytes and not self.is_direct:
-            self._require_usable("staging")
-            self._memory = np.empty(0, np.uint8)  # before there is more: pinned memory is scarce
-            self._memory = self._pinned(1 << (count * nbytes - 1).bit_length())
-        self._slot_nbytes = nbytes
-
     def open(self, slot: int, at: int, array: Array, pieces: Sequence[Piece]) -> Pieces:
-        """Lay pieces of an array one after the other into a slot, from byte `at` on, for one call of `run`."""
+        """Lay pieces of an array one after the other into a slot, from byte `at` on. Within `run`."""
         width, base = array.itemsize, address_of(array)
         sizes = [(stop - start) * width for start, stop in pieces]
         places = [base + start * width for start, _ in pieces]
@@ -99,7 +92,9 @@ class Staging:
             room[at : offsets[-1]],
         )
 
-    def run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None], keeps: Any) -> None:
+    def run(
+        self, what: str, count: int, nbytes: int, phases_of: PhasesOf, check_peers: Callable[[], None], keeps: Any
+    ) -> None:
         """Pass chunks through their phases, after what the current stream holds; return when all is done.
 
         The first phases of as many chunks as there are slots are begun at once. Then, in the order of all ranks: the
@@ -108,6 +103,7 @@ class Staging:
         Args:
             what: The primitive, for errors.
             count: Number of chunks.
+            nbytes: What a chunk takes of its slot.
             phases_of: Makes a chunk's phases.
             check_peers: Asked while this rank waits for the GPU; may raise.
             keeps: What must not be freed after an error.
@@ -116,6 +112,7 @@ class Staging:
             return
         self._require_usable(what)
         self._wait_for_launches(what)
+        self._reserve(min(count, self.sizes.depth), aligned(nbytes))
         try:
             self._run(what, count, phases_of, check_peers)
         except BaseException as error:
@@ -127,6 +124,13 @@ class Staging:
     def free(self) -> None:
         """Give the memory back. Local; nothing may be under way."""
         self._memory = np.empty(0, np.uint8)
+
+    def _reserve(self, count: int, nbytes: int) -> None:
+        """Have so many slots of pinned memory."""
+        if self._memory.size < count * nbytes and not self.is_direct:
+            self._memory = np.empty(0, np.uint8)  # before there is more: pinned memory is scarce
+            self._memory = self._pinned(1 << (count * nbytes - 1).bit_length())
+        self._slot_nbytes = nbytes
 
     def _pinned(self, nbytes: int) -> Array:
         if self._is_pinned:
@@ -146,55 +150,45 @@ class Staging:
             raise RuntimeError(f"{text}; call strategy.reset() on all ranks")
 
     def _run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None]) -> None:
-        depth = min(count, len(self._returned))
-        phases: list[Sequence[Phase]] = [()] * depth
+        depth = min(count, self.sizes.depth)
+        passing: dict[int, Iterator[None]] = {}
 
-        def start(chunk: int) -> None:
-            phases[chunk % depth] = phases_of(chunk, chunk % depth)
-            self._lower(phases[chunk % depth][0], chunk % depth)
-
-        def advance(chunk: int, number: int) -> None:
+        def begin(chunk: int) -> None:
             slot = chunk % depth
-            if number >= len(phases[slot]):
-                return
-            wait_for_event(self._downloaded[slot], what, check_peers)
-            self._move(phases[slot][number], slot)
-            if number + 1 < len(phases[slot]):
-                self._lower(phases[slot][number + 1], slot)
-            elif chunk + depth < count:
-                start(chunk + depth)
+            passing[chunk] = self._pass(phases_of(chunk, slot), slot, what, check_peers)
+            next(passing[chunk])
 
         self._ready.record(self._cuda.get_current_stream())
         self._up.wait_event(self._ready)
         self._down.wait_event(self._ready)
         for chunk in range(depth):
-            start(chunk)
+            begin(chunk)
         for turn in range(count + 1):
-            if turn < count:
-                advance(turn, 0)
-            if turn:
-                advance(turn - 1, 1)
+            for chunk in (turn, turn - 1):
+                if chunk in passing and next(passing[chunk], _END) is _END:
+                    del passing[chunk]
+                    if chunk + depth < count:
+                        begin(chunk + depth)
         for returned in self._returned[:depth]:
             wait_for_event(returned, what, check_peers)
 
-    def _lower(self, phase: Phase, slot: int) -> None:
-        """Copy from the device to a slot, and mark the end."""
+    def _pass(self, phases: Sequence[Phase], slot: int, what: str, check_peers: Callable[[], None]) -> Iterator[None]:
+        """Pass a chunk through its phases; yields in each of them when the copies from the device are under way."""
         its = self._cuda.runtime
-        for host, device, nbytes in phase.down:
-            its.memcpyAsync(host, device, nbytes, its.memcpyDeviceToHost, self._down.ptr)
-        self._downloaded[slot].record(self._down)
-
-    def _move(self, phase: Phase, slot: int) -> None:
-        """Let the host work, and then the GPU. What is copied to the slot next comes after that."""
-        phase.move()
-        its = self._cuda.runtime
-        for host, device, nbytes in phase.up:
-            its.memcpyAsync(device, host, nbytes, its.memcpyHostToDevice, self._up.ptr)
-        if phase.join is not None:
-            with on_stream(self._up):
-                phase.join()
-        self._returned[slot].record(self._up)
-        self._down.wait_event(self._returned[slot])
+        for phase in phases:
+            for host, device, nbytes in phase.down:
+                its.memcpyAsync(host, device, nbytes, its.memcpyDeviceToHost, self._down.ptr)
+            self._downloaded[slot].record(self._down)
+            yield
+            wait_for_event(self._downloaded[slot], what, check_peers)
+            phase.move()
+            for host, device, nbytes in phase.up:
+                its.memcpyAsync(device, host, nbytes, its.memcpyHostToDevice, self._up.ptr)
+            if phase.join is not None:
+                with on_stream(self._up):
+                    phase.join()
+            self._returned[slot].record(self._up)
+            self._down.wait_event(self._returned[slot])  # what is copied to the slot next comes after that
 
 
 def wait_for_event(event: Any, what: str, check_peers: Callable[[], None]) -> None:

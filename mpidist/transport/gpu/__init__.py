@@ -3,7 +3,7 @@
 from mpidist.transport.gpu.array_lists import address_of
 from mpidist.transport.gpu.background import Background
 from mpidist.transport.gpu.copy_table import PackLayout
-from mpidist.transport.gpu.events import Events, Launched, is_complete, new_stream, on_stream
+from mpidist.transport.gpu.events import Launched, is_complete, new_event, new_stream, on_stream, record_event
 from mpidist.transport.gpu.kernels import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.gpu.new_arrays import NewArrays
 from mpidist.transport.gpu.rows import change_rows_of_gpu
@@ -13,13 +13,14 @@ __all__ = [
     "DeviceCopy",
     "DeviceKernels",
     "change_rows_of_gpu",
-    "Events",
     "Launched",
     "NewArrays",
     "kernels_needed",
     "PackLayout",
     "address_of",
     "is_complete",
+    "new_event",
     "new_stream",
     "on_stream",
+    "record_event",
 ]

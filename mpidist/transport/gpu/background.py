@@ -9,6 +9,7 @@ from typing import Generic, TypeVar, final
 
 from mpidist.transport import cuda
 from mpidist.transport.text import first_line
+from mpidist.transport.waiting import poll
 
 __all__ = ["Background"]
 
@@ -35,8 +36,9 @@ class Background(Generic[_T]):
         problem = self._outcome.exception()
         return True, "" if problem is None else first_line(problem) or type(problem).__name__
 
-    def take(self) -> _T:
-        """Return what the work has made, once it is over, or raise what it raised."""
+    def wait(self, look: Callable[[], None] = lambda: None) -> _T:
+        """Return what the work has made, once it is over, or raise what it raised. `look`: called meanwhile."""
+        poll(self._outcome.done, look, is_message=False)
         return self._outcome.result()
 
     def cancel(self) -> None:

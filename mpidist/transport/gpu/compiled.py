@@ -35,7 +35,7 @@ KERNEL_OPTIONS: Final = ("--fmad=false",)
 # Dtypes as kernels.cu names them: what is read, and what is written. All dtypes of one width are copied alike.
 _COPIES: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "b16"}  # by the bytes of a number
 CASTS: Final = ("f4 f2", "f4 bf", "f2 f4", "bf f4")
-QUOTIENTS: Final = ("f4 f4", "f8 f8", "c8 c8", "c16 c16", "f2 f2", "bf bf", "f2 f4", "bf f4")
+QUOTIENTS: Final = ("f4 f4", "f8 f8", "c8 c8", "c16 c16")  # means of half precision are divided where they are joined
 COMBINED: Final = ("f2", "bf", "f4", "f8")
 
 # Arrays in a launch: with what else a kernel is told, at most the 4,096 bytes that every GPU takes as parameters, or

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 
-__all__ = ["Events", "Launched", "is_complete", "new_stream", "on_stream"]
+__all__ = ["Launched", "is_complete", "new_event", "new_stream", "on_stream", "record_event"]
 
 _PRIORITY: Final = -1  # above that of other streams, 0, whose kernels would else fill the GPU first
 _NOT_READY: Final = 600  # CUDA's status of an event that is not complete
@@ -52,31 +52,16 @@ def on_stream(stream: Any) -> Iterator[Any]:
         before.use()
 
 
-@final
-class Events:
-    """CUDA events, used again: a stream that waits for an event waits for the place that the event marked then."""
+def new_event() -> Any:
+    """Make an event of the current device, which is complete until it is recorded."""
+    return cuda.cupy().cuda.Event(disable_timing=True)
 
-    def __init__(self) -> None:
-        self._free: list[Any] = []
 
-    def record(self) -> Any:
-        """Mark what the current stream holds now."""
-        its = cuda.cupy().cuda
-        try:
-            event = self._free.pop()
-        except IndexError:  # not asked before: another thread may take the last one
-            event = its.Event(disable_timing=True)
-        event.record(its.get_current_stream())
-        return event
-
-    def give_back(self, event: Any) -> None:
-        """Let an event that nobody waits for any more be recorded anew."""
-        self._free.append(event)
-
-    def follow(self, event: Any) -> None:
-        """Let the current stream wait for an event, and give it back."""
-        cuda.cupy().cuda.get_current_stream().wait_event(event)
-        self.give_back(event)
+def record_event() -> Any:
+    """Mark what the current stream holds now, by a new event."""
+    event = new_event()
+    event.record()
+    return event
 
 
 @final

@@ -113,11 +113,9 @@ template <> struct Cast<f4> {
 template <class From, class To> INLINE u4 overflows(From, To) { return 0; }
 INLINE u4 overflows(f4 x, f2 y) { return is_finite(x) && (y.bits & 0x7fffu) == 0x7c00u; }
 
-// x / n as NumPy divides: complex numbers by Smith's way, half precision in float32.
+// x / n as NumPy divides: complex numbers by Smith's way.
 INLINE f4 quotient(f4 x, i8 n) { return over(x, (f4)n); }
 INLINE f8 quotient(f8 x, i8 n) { return over(x, (f8)n); }
-INLINE f4 quotient(f2 x, i8 n) { return over(widened(x), (f4)n); }
-INLINE f4 quotient(bf x, i8 n) { return over(widened(x), (f4)n); }
 template <class Complex, class Real> INLINE Complex by_smith(Complex x, Real n) {
     const Real zero = (Real)0, scale = over((Real)1, n);
     Complex result;
@@ -160,7 +158,7 @@ template <class From, class To, bool DIVIDES> struct Copy {
 
     INLINE To one(From x, i8 divisor, u4& overflow) {
         if constexpr (DIVIDES) {
-            return Cast<To>::of(quotient(x, divisor));
+            return quotient(x, divisor);
         } else {
             const To y = Cast<To>::of(x);
             overflow += overflows(x, y);

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 
 from mpidist.transport import cuda
+from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.gpu.array_lists import ArrayList, ArrayLists, address_of, is_plain
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, combiner, compile_kernel, copier, longest_table
 from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, PackLayout, by_value
@@ -94,7 +95,7 @@ class DeviceKernels:
         Args:
             buffer: As in `pack`.
             targets: Contiguous arrays of any shapes.
-            divide_by: What the numbers are divided by, as NumPy does it; float16 and bfloat16 in float32.
+            divide_by: What the numbers are divided by, as NumPy does it.
             layout: As in `pack`.
 
         Raises:
@@ -116,18 +117,15 @@ class DeviceKernels:
         Args:
             sources: Arrays of any shapes. Those that are not contiguous are copied before, in a launch each.
             targets: Contiguous arrays. A target may be its own source.
-            divide_by: As in `unpack`.
+            divide_by: As in `unpack`, for floating-point and complex numbers, but for half precision.
 
         Raises:
-            TypeError: If numbers of such a dtype cannot be divided to the same dtype.
             ValueError: If the sizes or dtypes do not fit, or a target is not contiguous.
         """
         sources, targets = list(sources), list(targets)
         given, taken, sizes = self._lists.of(sources), self._writable(targets), tuple(map(_size_of, targets))
         if given.dtypes != taken.dtypes or sizes != tuple(map(_size_of, sources)):
-            pairs = zip(sources, targets, strict=True)
-            source, target = next(its for its in pairs if its[0].size != its[1].size or its[0].dtype != its[1].dtype)
-            raise ValueError(f"cannot copy {_text(source)} to {_text(target)}: needed the same size and dtype")
+            raise ValueError(f"cannot copy {_texts(sources)} to {_texts(targets)}: needed the same sizes and dtypes")
         if 0 in sizes:
             self.copy([its for its in sources if its.size], [its for its in targets if its.size], divide_by)
             return
@@ -135,9 +133,6 @@ class DeviceKernels:
             sources = list(map(_plain, sources))
             given = self._lists.of(sources)
         tables = self._tables_alike(sizes, tuple((dtype, dtype) for dtype in taken.dtypes), divide_by != 1)
-        if tables is None:
-            odd = next(dtype for dtype in taken.dtypes if copier(dtype, dtype, True) is None)
-            raise TypeError(f"cannot divide {odd}: its quotients are no {odd}")
         self._copy(tables, given.places, taken.places, divide_by)
 
     def combine(self, parts: Array | Sequence[Array], reduction: Reduction, out: Array) -> None:
@@ -154,14 +149,11 @@ class DeviceKernels:
             out: [m], contiguous, of the dtype of the parts. It may be one of the parts.
 
         Raises:
-            TypeError: If such dtypes cannot be joined in this way.
             ValueError: If the sizes do not fit.
         """
         rows: Sequence[Array] = parts if isinstance(parts, (list, tuple)) else [parts[at] for at in range(len(parts))]
         if any(part.size != out.size or part.dtype != out.dtype for part in rows) or not rows:
-            raise ValueError(
-                f"cannot combine {[_text(part) for part in rows]} into {_text(out)}: needed the same sizes and dtype"
-            )
+            raise ValueError(f"cannot combine {_texts(rows)} into {_text(out)}: needed the same sizes and dtype")
         if not all(map(is_plain, (*rows, out))):
             raise ValueError("cannot combine arrays that are not contiguous and aligned; pass array.copy()")
         kernel = combiner(out.dtype, reduction.op)
@@ -185,17 +177,13 @@ class DeviceKernels:
         self._launch(kernel, num_blocks, arguments)
 
     def _combine_by_cupy(self, rows: Sequence[Array], reduction: Reduction, out: Array) -> None:
-        dtype, wide = out.dtype, accumulator_dtype(out.dtype)
-        if dtype.kind == "c" and reduction.op in ("min", "max"):
-            raise TypeError(f"cannot combine {dtype} by {reduction.op}")
+        wide = accumulator_dtype(out.dtype)
         total = rows[0].astype(wide)
         for row in rows[1:]:
             reduction.ufunc(total, row.astype(wide, copy=False), out=total)
         if reduction.divisor != 1:
-            if dtype.kind in "iu":
-                raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
             total /= reduction.divisor
-        if wide == dtype:
+        if wide == out.dtype:
             out[...] = total  # not before all rows have been read, as it may be one of them
         else:
             self.pack([total], out, reduction.counts_overflow)
@@ -209,8 +197,7 @@ class DeviceKernels:
         """Return the address of the counter for what a launch writes; 0 if nothing counts."""
         if not counts_overflow or written != np.float16:
             return 0
-        counter = self._counter
-        return int(counter.ctypes.data if isinstance(counter, np.ndarray) else address_of(counter))
+        return memory_bounds(self._counter)[0]
 
     @cached_property
     def _counter(self) -> Array:
@@ -273,6 +260,10 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
 def _plain(array: Array) -> Array:
     """Return an array, copied if kernels cannot read it."""
     return array if is_plain(array) else array.copy()
+
+
+def _texts(arrays: Iterable[Array]) -> str:
+    return ", ".join(map(_text, arrays))
 
 
 def _text(array: Array) -> str:

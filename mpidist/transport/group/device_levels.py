@@ -19,7 +19,7 @@ from mpidist.transport.costs import CostModel
 from mpidist.transport.cuda import INSTALL_CUPY
 from mpidist.transport.device_over_mpi import MessagedCommunicator, Staging, StagingSizes, wait_for_event
 from mpidist.transport.devices import Device
-from mpidist.transport.gpu import Background, DeviceKernels, Events, new_stream, on_stream
+from mpidist.transport.gpu import Background, DeviceKernels, new_stream, on_stream, record_event
 from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, NcclCommunicator, reason_against_nccl
@@ -49,7 +49,7 @@ _START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on th
 class DeviceLevels:
     """Makes a group's levels for device memory at their first use, when all ranks have agreed on a call.
 
-    `host` are the levels for host memory. `events` marks places in the streams of this rank.
+    `host` are the levels for host memory.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class DeviceLevels:
         self._compiled: set[str] = set()
         self._queue: DeviceQueue | None = None
         self._new_stream = cache(new_stream)
-        self.events = Events()
 
     def work_on(self, device: Device) -> None:
         """Make a device of a strategy the current one, and the one of all calls, where it is a GPU. Local."""
@@ -81,9 +80,11 @@ class DeviceLevels:
         if self._device is not None:
             cuda.cupy().cuda.Device(self._device).use()
 
-    def private_stream(self) -> AbstractContextManager[Any]:
-        """Make a stream current that waits for none by itself: for work that must not wait for the caller's. Local."""
-        return on_stream(self._new_stream())
+    def private_stream(self, after: Any) -> AbstractContextManager[Any]:
+        """Make a stream current that waits for an event alone: for work that must not wait for the caller's. Local."""
+        stream = self._new_stream()
+        stream.wait_event(after)
+        return on_stream(stream)
 
     def require_usable(self, call: str) -> None:
         """Refuse a call with arrays of a GPU in a CUDA graph, or with another GPU than the strategy's. Local.
@@ -183,9 +184,7 @@ class DeviceLevels:
         """Wait on the host until the GPU has done this rank's calls and current stream. `what`: for errors."""
         if self._queue is not None:
             self._queue.drain()
-        event = self.events.record()
-        wait_for_event(event, what, self._agreement.check_peers)
-        self.events.give_back(event)
+        wait_for_event(record_event(), what, self._agreement.check_peers)
 
     def free(self) -> None:
         """Destroy NCCL's communicators, last made first. Collective."""
@@ -231,7 +230,7 @@ class DeviceLevels:
         if everywhere and not spans_nodes:
             return self.levels()
         if self._queue is None:
-            self._queue = DeviceQueue(self.events)
+            self._queue = DeviceQueue()
         reach = NcclReach.WORLD
         across: Communicator = SoloCommunicator("across_nodes", device=True)
         if everywhere:
@@ -286,7 +285,7 @@ class DeviceLevels:
         except BaseException:
             init.cancel()
             raise
-        (handle,) = init.take()
+        (handle,) = init.wait()
         assert self._queue is not None
         communicator = NcclCommunicator(handle, name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar, final
+from typing import Any, Final, final
 
 from mpidist.errors import TopologyError
 from mpidist.transport.cuda import Cuda, nccl_version_text
@@ -19,8 +19,6 @@ __all__ = ["GpuFacts", "reason_against_nccl"]
 
 _SHARES_GPUS: Final = 23003  # 2.30.3 is the first NCCL with several ranks on one GPU, if it is told so
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")  # tells hosts of one name apart
-
-_Fact = TypeVar("_Fact")
 
 
 @final
@@ -87,9 +85,9 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
     return ""
 
 
-def _by(ranks: Sequence[int], fact_of: Callable[[int], _Fact]) -> dict[_Fact, list[int]]:
+def _by(ranks: Sequence[int], fact_of: Callable[[int], Any]) -> dict[Any, list[int]]:
     """Group ranks by a fact."""
-    found: dict[_Fact, list[int]] = defaultdict(list)
+    found: dict[Any, list[int]] = defaultdict(list)
     for rank in ranks:
         found[fact_of(rank)].append(rank)
     return found

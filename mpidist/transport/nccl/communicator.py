@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, Final, TypeAlias, final
 
@@ -41,10 +40,8 @@ class NcclCommunicator(Communicator):
     (16-bit integers, complex numbers); and reductions that ask for rank order.
     That moves no more than NCCL's own all-reduce, 2 S (P - 1) / P bytes a rank, but needs memory for S bytes more.
 
-    Work goes to NCCL's own stream, after what the caller's current stream holds, which then waits for it. Within
-    `DeviceQueue.launch` a call returns at once. Else it returns when its work is done: the host polls an event, and
-    meanwhile looks at NCCL's errors and calls the hook of `set_wait_hook`. After an error all NCCL communicators of the
-    process are aborted.
+    Within `DeviceQueue.launch` a call returns at once, and else when its work is done. After an error all NCCL
+    communicators of the process are aborted.
 
     Args:
         handle: NCCL's communicator of the ranks, which this object owns and ends.
@@ -138,9 +135,6 @@ class NcclCommunicator(Communicator):
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
-        if to == source == self.rank:
-            incoming[...] = outgoing
-            return
         sends, receives = (to, address_of(outgoing), outgoing.nbytes), (source, address_of(incoming), incoming.nbytes)
         self._exchange("exchange", (outgoing, incoming), [sends], [receives])
 
@@ -162,20 +156,20 @@ class NcclCommunicator(Communicator):
 
     def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard and join them in rank order, rounding once."""
-        join = partial(self._join_parts, buffer, bounds, reduction, shard)
-        self._queue.run("reduce", join, (buffer, shard))  # the memory for parts is lent until the sum is done
-
-    def _join_parts(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         width, count = buffer.itemsize, shard.size
-        nbytes, step = count * width, -(-count * width // _ALIGNMENT) * _ALIGNMENT
-        memory = self._queue.buffer("parts", self.size * step)
-        parts = memory.view(buffer.dtype).reshape(self.size, step // width)[:, :count]
-        parts[self.rank] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        first, others = address_of(parts), (peer for peer in range(self.size) if peer != self.rank)
-        receives = [(peer, first + peer * step, nbytes) for peer in others]
-        self._exchange("reduce", (buffer, parts), _shards(buffer, bounds, without=self.rank), receives)
-        if count:
-            self._kernels.combine(parts, reduction, shard)
+        step = -(-count * width // _ALIGNMENT) * _ALIGNMENT
+
+        def join() -> None:
+            memory = self._queue.buffer("parts", self.size * step)
+            parts = memory.view(buffer.dtype).reshape(self.size, step // width)[:, :count]
+            parts[self.rank] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+            first, peers = address_of(parts), (peer for peer in range(self.size) if peer != self.rank)
+            receives = [(peer, first + peer * step, count * width) for peer in peers]
+            self._exchange("reduce", (buffer, parts), _shards(buffer, bounds, without=self.rank), receives)
+            if count:
+                self._kernels.combine(parts, reduction, shard)
+
+        self._queue.run("reduce", join, (buffer, shard))  # the memory for parts is lent until the sum is done
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         def launch(comm: Any, to: int) -> None:

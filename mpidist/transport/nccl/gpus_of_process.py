@@ -12,7 +12,15 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, kernels_needed, new_stream, on_stream
+from mpidist.transport.gpu import (
+    DeviceKernels,
+    address_of,
+    is_complete,
+    kernels_needed,
+    new_event,
+    new_stream,
+    on_stream,
+)
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.text import first_line
@@ -31,6 +39,12 @@ class _Gpu(NamedTuple):
     stream: Any  # NCCL's stream on this GPU, which also carries the kernels around NCCL's work
     mark: Any  # the event of what a caller's stream holds, and then of the end of the work
     kernels: DeviceKernels  # packs arrays
+
+    @contextmanager
+    def current(self) -> Iterator[Any]:
+        """Make the GPU and its stream current for the body, and yield the caller's stream there."""
+        with cuda.cupy().cuda.Device(self.handle.device), on_stream(self.stream) as callers:
+            yield callers
 
 
 @final
@@ -55,14 +69,11 @@ class GpusOfProcess:
     def __init__(self, indices: Sequence[int], patience: Patience) -> None:
         self._patience = patience
         self._byte = int(cuda.nccl().NCCL_UINT8)
-        its = cuda.cupy().cuda
-        self._first = its.Device(indices[0])
         self._gpus: list[_Gpu] = []
         for handle in self._connect(indices):
-            its.Device(handle.device).use()
-            self._gpus.append(_Gpu(handle, new_stream(), its.Event(disable_timing=True), DeviceKernels()))
+            with cuda.cupy().cuda.Device(handle.device):
+                self._gpus.append(_Gpu(handle, new_stream(), new_event(), DeviceKernels()))
             handle.keeps = self
-        self._first.use()
 
     def add(self, fold: Fold, ufunc: np.ufunc, parts: Sequence[Sequence[Array]], rows: Sequence[Array]) -> None:
         """Add arrays of the GPUs in the order of a tree, to rows on the first GPU that hold one array after the other.
@@ -84,7 +95,7 @@ class GpusOfProcess:
             memory.append(received)
             shards = []
             for at, (start, stop) in enumerate(pairwise(bounds)):
-                with self._on(at):
+                with self._gpus[at].current():
                     own = self._empty(fold.num_rows, stop - start, dtype) if at else [row[:stop] for row in rows]
                     if stop > start:
                         fold.combine(ufunc, received[at], own)
@@ -94,8 +105,8 @@ class GpusOfProcess:
 
     def compile(self, fold: Fold, ufunc: np.ufunc, read: np.dtype[Any], dtype: np.dtype[Any]) -> None:
         """Compile what `add` needs, on each GPU: for arrays of dtype `read` that are added in `dtype`."""
-        for at, gpu in enumerate(self._gpus):
-            with self._on(at):
+        for gpu in self._gpus:
+            with gpu.current():
                 gpu.kernels.compile(kernels_needed([(read, dtype, False)], ()))
                 fold.combine(ufunc, self._empty(fold.num_parts, 1, dtype), self._empty(fold.num_rows, 1, dtype))
 
@@ -117,8 +128,7 @@ class GpusOfProcess:
         init = nccl_handles.start_init(len(indices), None, dict(enumerate(indices)))
         check_time = Patience(timeout_seconds=_START_SECONDS).watch("NCCL's start", "see what NCCL_DEBUG=WARN says")
         try:
-            poll(lambda: init.outcome()[0], check_time, is_message=False)
-            return init.take()
+            return init.wait(check_time)
         except BaseException as error:
             init.cancel()
             if not isinstance(error, Exception):
@@ -132,7 +142,7 @@ class GpusOfProcess:
         """Send each GPU its shard of each buffer: [GPUs][parts of its shard]."""
         width, received = buffers[0].itemsize, []
         for at, (start, stop) in enumerate(pairwise(bounds)):
-            with self._on(at):
+            with self._gpus[at].current():
                 parts = self._empty(len(self._gpus), stop - start, buffers[at].dtype)
             parts[at] = buffers[at][start:stop]
             received.append(parts)
@@ -160,24 +170,13 @@ class GpusOfProcess:
         """Return arrays of a GPU one after the other: a single one without a copy where possible."""
         if len(arrays) == 1 and arrays[0].dtype == dtype and arrays[0].flags.c_contiguous:
             return arrays[0].reshape(-1)
-        with self._on(at):
+        with self._gpus[at].current():
             buffer = cuda.cupy().empty(sum(array.size for array in arrays), dtype)
             self._gpus[at].kernels.pack(arrays, buffer)
         return buffer
 
     def _empty(self, number: int, count: int, dtype: np.dtype[Any]) -> list[Array]:
         return [cuda.cupy().empty(count, dtype) for _ in range(number)]
-
-    @contextmanager
-    def _on(self, at: int) -> Iterator[Any]:
-        """Make a GPU and its stream current for the body, with the caller's stream there, and then the first GPU."""
-        gpu = self._gpus[at]
-        cuda.cupy().cuda.Device(gpu.handle.device).use()
-        try:
-            with on_stream(gpu.stream) as callers:
-                yield callers
-        finally:
-            self._first.use()
 
     @contextmanager
     def _launches(self, what: str, memory: Any) -> Iterator[list[Any]]:
@@ -187,8 +186,8 @@ class GpusOfProcess:
         self._require_usable(text)
         try:
             with translated(text):
-                for at, gpu in enumerate(self._gpus):
-                    with self._on(at) as callers:
+                for gpu in self._gpus:
+                    with gpu.current() as callers:
                         gpu.mark.record(callers)
                         gpu.stream.wait_event(gpu.mark)
                 yield held
@@ -199,8 +198,8 @@ class GpusOfProcess:
             raise
 
     def _wait(self, what: str) -> None:
-        for at, gpu in enumerate(self._gpus):
-            with self._on(at):
+        for gpu in self._gpus:
+            with gpu.current():
                 gpu.mark.record(gpu.stream)
         check_time = self._patience.watch(what, _ADVICE)
 

@@ -204,15 +204,14 @@ def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
     def make() -> list[Handle]:
-        nccl, device_of = cuda.nccl(), cuda.cupy().cuda.Device
+        nccl = cuda.nccl()
         comms: list[Any] = []
         try:
             shared = bytes(nccl.get_unique_id()) if unique_id is None else unique_id
             with group_of_calls():
                 for rank, device in devices.items():
-                    device_of(device).use()
-                    comms.append(nccl.NcclCommunicator(size, shared, rank))
-                device_of(next(iter(devices.values()))).use()
+                    with cuda.cupy().cuda.Device(device):
+                        comms.append(nccl.NcclCommunicator(size, shared, rank))
         except BaseException as error:
             never_free(tuple(comms))
             if isinstance(error, KeyError):  # CuPy has no word for NCCL's newer ones

@@ -24,7 +24,15 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
-from mpidist.transport.gpu import Background, Events, Launched, is_complete, new_stream, on_stream
+from mpidist.transport.gpu import (
+    Background,
+    Launched,
+    is_complete,
+    new_event,
+    new_stream,
+    on_stream,
+    record_event,
+)
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.waiting import never_free, poll
@@ -43,12 +51,10 @@ class DeviceQueue:
     `stream` is NCCL's.
     """
 
-    def __init__(self, events: Events) -> None:
-        self._events, self._cuda = events, cuda.cupy().cuda
+    def __init__(self) -> None:
+        self._cuda = cuda.cupy().cuda
         self._packs, self.stream, self._unpacks = (new_stream() for _ in range(3))
-        self._begin, self._ready, self._done, *self._unpacked = (
-            self._cuda.Event(disable_timing=True) for _ in range(5)
-        )
+        self._begin, self._ready, self._done, *self._unpacked = (new_event() for _ in range(5))
         self._turn = 0  # which of two packs in memory is the last one
         self._memory: dict[tuple[str, Any], Array] = {}
         self._names: dict[Handle, str] = {}
@@ -74,13 +80,8 @@ class DeviceQueue:
             self._memory.clear()
 
     def buffer(self, what: str, nbytes: int) -> Array:
-        """Lend memory [nbytes], which the current stream orders the use of: two packs have memory of their own in turn.
-
-        Outside of `launch` the host waits for that use. Memory lent there is never lent within: CuPy allocated the
-        memory on the caller's stream, and could give it away while a stream of the queue still works on it.
-        """
-        in_turn = self._turn if self._cuda.get_current_stream() == self._packs else None
-        key = what, "outside" if self._held is None else in_turn
+        """Lend memory [nbytes] within `launch`. A stream orders its use; two packs have their own memory, in turn."""
+        key = what, self._turn if self._cuda.get_current_stream() == self._packs else None
         buffer = self._memory.get(key)
         if buffer is None or buffer.size < nbytes:
             self._memory[key] = buffer = cuda.cupy().empty(nbytes, np.uint8)
@@ -93,7 +94,7 @@ class DeviceQueue:
             what: The call, for errors.
             work: Calls transports and works on arrays; its current stream is NCCL's.
             memory: Arrays that must live as long as the work.
-            after: An event of `Events.record` after which the work begins. By default it begins after what the caller's
+            after: An event of `record_event` after which the work begins. By default it begins after what the caller's
                 current stream holds now, and that stream waits for it.
         """
         current = self._cuda.get_current_stream()
@@ -107,13 +108,11 @@ class DeviceQueue:
             with on_stream(self.stream):
                 result = work()
                 with self.unpacking():
-                    event = self._events.record()
+                    event = record_event()
             if after is None:
                 current.wait_event(event)
-            else:
-                self._events.give_back(after)
         except BaseException as error:
-            self.give_up(error, held)
+            self.give_up(error)
             raise
         finally:
             self._held = None
@@ -148,7 +147,7 @@ class DeviceQueue:
     def wait_for_stream(self, what: str) -> None:
         """Wait within `launch` until the current stream is done: for calls that go on on the host."""
         if self._held is not None:
-            self.wait(self._launched(what, None, self._events.record(), None))
+            self.wait(self._launched(what, None, record_event(), None))
 
     def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None], kind: Any = "") -> None:
         """Give NCCL a group of calls within `launch`; outside of it the host launches them so, and waits for them.
@@ -193,7 +192,6 @@ class DeviceQueue:
             self.give_up(error)
             raise
         launched.memory = None
-        self._events.give_back(launched.event)
         self._flying.remove(launched)
         return True
 
@@ -219,15 +217,13 @@ class DeviceQueue:
         for launched in tuple(self._flying):
             self.wait(launched)
 
-    def give_up(self, error: BaseException, memory: Any = None) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Abort NCCL's communicators. What the GPU may still work on is never freed."""
         if self._failure is None:
             self._failure = error
             nccl_handles.abort_all(error)
-            if self._flying or self._held is not None:
-                never_free((self,))
-        if memory is not None:
-            never_free((self, memory))
+        if self._flying or self._held is not None:
+            never_free((self, self._held))
 
     def _launched(self, what: str, result: Any, event: Any, memory: Any) -> Launched:
         self._flying.append(Launched(what, result, event, memory))
@@ -240,9 +236,7 @@ class DeviceQueue:
             self._check(what)
             self._check_peers()
 
-        making = Background(_CONNECTS, group)
-        poll(lambda: making.outcome()[0], look, is_message=False)
-        making.take()
+        Background(_CONNECTS, group).wait(look)
 
     def _check(self, what: str) -> None:
         """Look at NCCL's own errors, now and then."""

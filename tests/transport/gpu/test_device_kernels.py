@@ -97,7 +97,7 @@ def test_a_list_is_packed_and_unpacked_in_one_launch_each(kernels: DeviceKernels
 def test_quotients_are_those_of_numpy(kernels: DeviceKernels, read: Any, written: Any, divisor: int) -> None:
     host = lists_of(read)
     with np.errstate(all="ignore"):
-        expected = [(its.astype(F32 if read in HALVES else read) / divisor).astype(written) for its in host]
+        expected = [its / divisor for its in host]
     assert are_same(unpacked(kernels, flat(host), host, written, divisor), expected)
     assert kernels.num_launches == 1
 
@@ -109,16 +109,16 @@ def test_one_pack_may_hold_several_dtypes(kernels: DeviceKernels) -> None:
     assert kernels.num_launches == 1
 
 
-UNALIGNED = [(dtype, dtype, 1) for dtype in (np.dtype(np.uint8), BF16, F32, F64, COMPLEX[1])]
+UNALIGNED = [(dtype, dtype) for dtype in (np.dtype(np.uint8), BF16, F32, F64, COMPLEX[1])]
 
 
-@pytest.mark.parametrize(("read", "written", "divisor"), [*UNALIGNED, *((F32, half, 3) for half in HALVES)], ids=str)
-def test_starts_of_any_alignment(kernels: DeviceKernels, read: Any, written: Any, divisor: int) -> None:
+@pytest.mark.parametrize(("read", "written"), [*UNALIGNED, *((F32, half) for half in HALVES)], ids=str)
+def test_starts_of_any_alignment(kernels: DeviceKernels, read: Any, written: Any) -> None:
     """Of the arrays, of the buffer, and of both; what lies around is left alone."""
     size = 3 * ROW // read.itemsize + 5
     host = numbers_of(read, size)
     there = host.astype(written)
-    back = there if divisor == 1 else there.astype(read) / read.type(divisor)
+    back = there.astype(read)
     for array_at, buffer_at in product((0, 1, 2, 3, 4, 8), (0, 1, 2, 3, 4, 5, 7, 8)):
         whole, around = up(np.full(size + 20, 9, read)), up(np.full(size + 20, 9, written))
         array, buffer = whole[array_at : array_at + size], around[buffer_at : buffer_at + size]
@@ -126,7 +126,7 @@ def test_starts_of_any_alignment(kernels: DeviceKernels, read: Any, written: Any
         kernels.pack([array[:7], array[7:]], buffer)
         assert same(down(buffer), there), (array_at, buffer_at)
         array[...] = 9
-        kernels.unpack(buffer, [array], divisor)
+        kernels.unpack(buffer, [array])
         assert same(down(array), back), (array_at, buffer_at)
         for its, at in ((down(whole), array_at), (down(around), buffer_at)):
             assert (its[:at] == 9).all()
@@ -194,18 +194,15 @@ def test_copies_of_several_dtypes_and_divisions_in_place(kernels: DeviceKernels)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_launched_for_nothing(kernels: DeviceKernels) -> None:
-    ints, floats, pairs, nothing = up(np.arange(4)), up(np.ones(4, F32)), up(np.ones(4, COMPLEX[0])), empty(0, F32)
+    ints, floats, nothing = up(np.arange(4)), up(np.ones(4, F32)), empty(0, F32)
     pack, unpack, copy, combine = kernels.pack, kernels.unpack, kernels.copy, kernels.combine
     refused: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-        (copy, ([ints], [ints], 2), TypeError, "cannot divide int64: its quotients are no int64"),
         (pack, ([floats, floats], floats), ValueError, r"pack needs a .* buffer of 8 elements, got float32\[4\]"),
         (unpack, (floats[::2], [floats]), ValueError, r"unpack needs a contiguous .* 4 elements, got float32\[2\]"),
         (copy, ([floats], [ints]), ValueError, r"cannot copy float32\[4\] to int64\[4\]"),
         (combine, ([ints], Reduction(), floats), ValueError, "needed the same sizes and dtype"),
-        (combine, ([ints], Reduction(divisor=2), ints), TypeError, "cannot divide int64"),
         (combine, ([floats, floats[:2]], Reduction(), floats), ValueError, "needed the same sizes"),
         (combine, ([floats[::2]], Reduction(), floats[:2]), ValueError, "not contiguous and aligned"),
-        (combine, ([pairs], Reduction("min"), pairs), TypeError, "cannot combine complex64 by min"),
     ]
     for call, arguments, kind, text in refused:
         with pytest.raises(kind, match=text):
@@ -282,7 +279,7 @@ def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(gpus: cuda.Cuda)
     with allocations() as made:
         arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
     assert len(arrays) == 63
-    assert sorted(made) == [36, 65 * 1024, 8 * 40_000 + 400, 26 * 40_000, 26 * 40_000]
+    assert sorted(made) == [65 * 1024, 8 * 40_000 + 48 + 400, 26 * 40_000, 26 * 40_000]
     with allocations() as made:
         NewArrays([(4,)] * 161, [F32] * 161).take()
     assert made == [161 * 16], "nothing is cut off between arrays that begin at multiples of 16 bytes"
@@ -301,7 +298,7 @@ def test_a_call_that_comes_again_allocates_nothing(emulated: Emulated, kernels: 
 
     def step(turn: int) -> None:
         kernels.pack(arrays[turn], buffers[turn])
-        kernels.unpack(buffers[turn], arrays[turn], 2)
+        kernels.unpack(buffers[turn], arrays[turn])
         kernels.combine(parts[turn], Reduction(), outs[turn])
 
     step(0)

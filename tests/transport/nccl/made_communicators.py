@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidist.transport import cuda
-from mpidist.transport.gpu import DeviceKernels, Events
+from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue
@@ -23,6 +23,4 @@ def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
 
 
 def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
-    return NcclCommunicator(
-        make_handle(provider, comm), name, comm.rank, comm.size, DeviceQueue(Events()), DeviceKernels()
-    )
+    return NcclCommunicator(make_handle(provider, comm), name, comm.rank, comm.size, DeviceQueue(), DeviceKernels())
