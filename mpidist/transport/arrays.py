@@ -105,8 +105,26 @@ def to_device(array: np.ndarray[Any, Any]) -> NativeArray:
 
 
 def on_current_device(value: Any) -> Any:
-    """Return an array of CuPy on the current device, copied if it lies on another one; any other value unchanged."""
-    return cuda.cupy().asarray(value) if is_cupy(value) else value
+    """Return an array of CuPy on the current device, copied if it lies on another one; any other value unchanged.
+
+    The copy comes after the work that the current stream of the other device holds, and that stream waits for the copy,
+    so that the memory can be used again.
+    """
+    if not is_cupy(value):
+        return value
+    cupy = cuda.cupy()
+    if value.device.id == current_gpu():
+        return cupy.asarray(value)
+    with value.device:
+        contiguous = cupy.ascontiguousarray(value)
+        is_written = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+    here = cupy.cuda.get_current_stream()
+    here.wait_event(is_written)  # not above: a null stream is that of the current device
+    array = cupy.asarray(contiguous)
+    is_read = here.record(cupy.cuda.Event(disable_timing=True))
+    with value.device:
+        cupy.cuda.get_current_stream().wait_event(is_read)
+    return array
 
 
 def copied_here(array: NativeArray) -> NativeArray:

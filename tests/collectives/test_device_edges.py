@@ -157,6 +157,29 @@ def test_results_go_to_no_other_gpu(
     assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
 
 
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_what_another_gpu_still_writes_is_waited_for(
+    gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm, is_contiguous: bool
+) -> None:
+    """As of arrays that are made before the strategy; and their memory is used again before it has been read."""
+    ops, other = NcclAllReduce().bound_to(group), comm.size
+    if gpus.support.num_devices <= other:
+        pytest.skip(f"needs a GPU: {other + 1} of them")
+    cupy, here = gpus.cupy, arrays.current_gpu()
+    for call in (ops.all_reduce, lambda _, value: ops.broadcast(value, "all")):
+        with cupy.cuda.Device(other):
+            value = cupy.zeros((400, 250))
+            for _ in range(5):
+                value += 1
+        total = call("MAX", value if is_contiguous else value.T)
+        del value
+        with cupy.cuda.Device(other):
+            used_again = cupy.full((400, 250), 77.0)
+        assert total.device.id == here
+        assert (down(total) == 5).all()
+        assert (down(used_again) == 77).all()
+
+
 CALLS = {
     "reduce": lambda strategy, value: strategy.reduce("SUM", value),
     "broadcast_to": lambda strategy, value: strategy.extended.broadcast_to(value, "all"),

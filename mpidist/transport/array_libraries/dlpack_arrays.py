@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.transport import cuda
 from mpidist.transport.array_libraries.library import ArrayLibrary, kind_of
-from mpidist.transport.arrays import NativeArray
+from mpidist.transport.arrays import NativeArray, on_current_device
 
 __all__ = ["CuPyArrays", "DLPackArrays"]
 
@@ -32,7 +32,7 @@ class CuPyArrays(ArrayLibrary):
         cupy = cuda.cupy()
         if hasattr(value, "__dlpack__") and not isinstance(value, cupy.ndarray):
             value = cupy.from_dlpack(value)
-        array = cupy.asarray(value)
+        array = cupy.asarray(on_current_device(value))
         if not array.dtype.isnative:
             raise TypeError(
                 f"CuPy needs native byte order, got {array.dtype.str!r}; convert with "
