@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Compiler",
+    "Memory",
     "allocations",
     "busy",
     "capturing",
@@ -40,6 +41,7 @@ __all__ = [
     "grown_by",
     "is_total",
     "is_working",
+    "memory",
     "mine",
     "one_node",
     "opened",
@@ -58,9 +60,36 @@ extern "C" __global__ void busy(volatile int* is_over, long long nanoseconds) {
 """
 
 
-@pytest.fixture(params=[pytest.param("GPU", marks=pytest.mark.gpu)])  # the mark is that of all tests that use it
+_ON_GPUS = pytest.param("GPU", marks=pytest.mark.gpu)  # the mark is that of all tests that use such a fixture
+
+
+@pytest.fixture(params=[_ON_GPUS])
 def gpus(comm: Intracomm) -> Iterator[cuda.Cuda]:
     """CuPy with NCCL. Ranks may share GPUs."""
+    with _gpus_of(comm) as found:
+        yield found
+
+
+@final
+class Memory(NamedTuple):
+    """Where a test has its arrays: what brings numbers there, and back as NumPy's."""
+
+    up: Callable[[Any], Any]
+    down: Callable[[Any], Any]
+
+
+@pytest.fixture(params=["host", _ON_GPUS])
+def memory(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Memory]:
+    """The host's memory, and that of GPUs."""
+    if request.param == "host":
+        yield Memory(np.asarray, np.asarray)
+    else:
+        with _gpus_of(comm):
+            yield Memory(up, down)
+
+
+@contextmanager
+def _gpus_of(comm: Intracomm) -> Iterator[cuda.Cuda]:
     found = cuda.current()
     reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
     if reasons:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from host_cuda.gpus import Memory, memory
 from support.everywhere import same_everywhere
 from support.half_precision import HALF, NUMPY, ROUNDOFF, allowed, each_half, normal
 from support.placements import PLACEMENTS
@@ -20,6 +21,7 @@ from mpidist import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
+    get_replica_context,
 )
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
@@ -27,6 +29,8 @@ from mpidist.transport.reduction import narrow, widen
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+__all__ = ["memory"]  # a fixture
 
 pytestmark = pytest.mark.core
 
@@ -36,7 +40,7 @@ ALGORITHMS: dict[str, Callable[[], CrossDeviceOps]] = {
     "nccl": NcclAllReduce,
     "to one device": ReductionToOneDevice,
 }
-COUNTS = [0, 1, 7, 3000, 40_000]  # to a leader, in packs, fused
+COUNTS = [0, 1, 7, 33, 3000, 70_000]  # to a leader, in packs, fused
 
 
 @pytest.fixture(params=ALGORITHMS)
@@ -45,28 +49,43 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cros
     return ALGORITHMS[request.param]()
 
 
+def context() -> Any:
+    return get_replica_context()
+
+
 def all_reduce(strategy: Strategy, op: str, value: Any, **options: Any) -> Any:
     return strategy.reduce(op, value, options=CommunicationOptions(**options))
+
+
+def all_reduce_by(way: str, strategy: Strategy, op: str, values: list[Any]) -> Any:
+    """Reduce in one of the ways to ask for it."""
+    out = [its.copy() for its in values] if way.endswith("out") else None
+    if way.startswith("started"):
+        return strategy.run(lambda: context().start_all_reduce(op, values, out=out).wait())
+    return strategy.run(lambda: context().all_reduce(op, values, out=out))
 
 
 @each_half
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
 def test_results_are_within_the_stated_error_and_equal_on_all_ranks(
-    comm: Intracomm, placement: tuple[int, ...], ops: CrossDeviceOps, half: str, everywhere: bool, op: str
-) -> None:
+    comm: Intracomm, placement: tuple[int, ...], ops: CrossDeviceOps, memory: Memory, half: str, everywhere: bool,
+    op: str,
+) -> None:  # fmt: skip
     rows = [normal(comm.size, count, count) for count in COUNTS]
     options = CommunicationOptions(compression=half, compress_everywhere=everywhere)
     with Strategy(None, options, cross_device_ops=ops, comm=comm) as strategy:
-        results = strategy.reduce(op, [its[comm.rank] for its in rows])
-        for result, its in zip(results, rows, strict=True):
-            exact = NUMPY[op](its.astype(np.float64), axis=0)
-            assert result.dtype == np.float32
-            assert (np.abs(result - exact) <= allowed(op, its, half, 1 + everywhere)).all()
-            assert same_everywhere(comm, result.tobytes())
-        is_rounded = comm.size > 1 and (everywhere or len(set(placement)) > 1)
-        worst = float(np.max(np.abs(results[-1] - NUMPY[op](rows[-1].astype(np.float64), axis=0))))
-        assert (worst > 1e-5) is is_rounded, "rounded where it should be, and nowhere else"
+        values = [memory.up(its[comm.rank]) for its in rows]
+        for way in ("new", "out", "started", "started out"):
+            results = list(map(memory.down, all_reduce_by(way, strategy, op, values)))
+            for result, its in zip(results, rows, strict=True):
+                exact = NUMPY[op](its.astype(np.float64), axis=0)
+                assert result.dtype == np.float32
+                assert (np.abs(result - exact) <= allowed(op, its, half, 1 + everywhere)).all()
+                assert same_everywhere(comm, result.tobytes())
+            is_rounded = comm.size > 1 and (everywhere or len(set(placement)) > 1)
+            worst = float(np.max(np.abs(results[-1] - NUMPY[op](rows[-1].astype(np.float64), axis=0))))
+            assert (worst > 1e-5) is is_rounded, "rounded where it should be, and nowhere else"
 
 
 @each_half
@@ -87,11 +106,13 @@ def test_half_the_bytes_go_between_nodes(comm: Intracomm, placement: tuple[int, 
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i4", "f2", "c8"])
-def test_other_dtypes_travel_as_they_are(comm: Intracomm, placement: tuple[int, ...], dtype: str) -> None:
-    value = (np.arange(500) % 50 + comm.rank).astype(dtype)
+def test_other_dtypes_travel_as_they_are(
+    comm: Intracomm, placement: tuple[int, ...], memory: Memory, dtype: str
+) -> None:
     with Strategy(comm=comm) as strategy:
+        value = memory.up((np.arange(500) % 257 + 2.0**-9 + comm.rank).astype(dtype))
         for everywhere in (False, True):
-            given = [value, np.ones(9, np.float32), 2.0**-40 + 1]
+            given = [value, memory.up(np.ones(9, np.float32)), 2.0**-40 + 1]
             options = {"compression": "fp16", "compress_everywhere": everywhere}
             result, ones, number = all_reduce(strategy, "SUM", given, **options)
             assert result.dtype == np.dtype(dtype)
@@ -115,32 +136,6 @@ def test_any_layout_and_byte_order(comm: Intracomm, placement: tuple[int, ...]) 
             assert (np.abs(swapped - exact) <= bound).all()
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_started_calls_and_outs(comm: Intracomm, placement: tuple[int, ...], everywhere: bool) -> None:
-    rows = normal(comm.size, 50_000)
-    options = CommunicationOptions(compression="bf16", compress_everywhere=everywhere)
-    with Strategy(None, options, comm=comm) as strategy:
-        out = np.empty(50_000, np.float32)
-
-        def step() -> Any:
-            context = strategy_context(strategy)
-            started = context.start_all_reduce("SUM", rows[comm.rank])
-            context.all_reduce("SUM", rows[comm.rank], out=out)
-            return started.wait()
-
-        assert (strategy.run(step) == out).all()
-        assert (np.abs(out - rows.astype(np.float64).sum(axis=0)) <= allowed("SUM", rows, "bf16", 2)).all()
-
-
-def strategy_context(strategy: Strategy) -> Any:
-    import mpidist
-
-    context = mpidist.get_replica_context()
-    assert context is not None
-    assert context.strategy is strategy
-    return context
-
-
 @each_half
 def test_reduce_to_some_ranks(comm: Intracomm, placement: tuple[int, ...], ops: CrossDeviceOps, half: str) -> None:
     rows = normal(comm.size, 5000)
@@ -154,11 +149,13 @@ def test_reduce_to_some_ranks(comm: Intracomm, placement: tuple[int, ...], ops: 
 
 @each_half
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_reduce_scatter(comm: Intracomm, placement: tuple[int, ...], half: str, everywhere: bool) -> None:
+def test_reduce_scatter(
+    comm: Intracomm, placement: tuple[int, ...], memory: Memory, half: str, everywhere: bool
+) -> None:
     rows = normal(comm.size, 31 * 40).reshape(comm.size, 31, 40)
     options = CommunicationOptions(compression=half, compress_everywhere=everywhere)
     with Strategy(None, options, comm=comm) as strategy:
-        part = strategy.run(lambda: strategy_context(strategy).reduce_scatter("SUM", rows[comm.rank]))
+        part = memory.down(strategy.run(lambda: context().reduce_scatter("SUM", memory.up(rows[comm.rank]))))
         exact = np.array_split(rows.astype(np.float64).sum(axis=0), comm.size)[comm.rank]
         bound = np.array_split(allowed("SUM", rows, half), comm.size)[comm.rank]
         assert part.dtype == np.float32
@@ -169,7 +166,7 @@ def test_reduce_scatter(comm: Intracomm, placement: tuple[int, ...], half: str, 
 
 @each_half
 def test_reproducible_results_do_not_depend_on_the_placement(
-    comm: Intracomm, half: str, monkeypatch: pytest.MonkeyPatch
+    comm: Intracomm, ops: CrossDeviceOps, memory: Memory, half: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contributions are rounded, added in float32 in the order of ranks, and the sum is rounded."""
     dtype = HALF[half]
@@ -180,9 +177,9 @@ def test_reproducible_results_do_not_depend_on_the_placement(
     expected = total.astype(dtype).astype(np.float32) if comm.size > 1 else rows[0]
     for nodes in PLACEMENTS.values():
         monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(nodes(rank, comm.size)) for rank in range(comm.size)))
-        with Strategy(comm=comm) as strategy:
-            result = all_reduce(strategy, "SUM", rows[comm.rank], compression=half, reproducible=True)
-            assert result.tobytes() == expected.tobytes()
+        with Strategy(cross_device_ops=ops, comm=comm) as strategy:
+            result = all_reduce(strategy, "SUM", memory.up(rows[comm.rank]), compression=half, reproducible=True)
+            assert memory.down(result).tobytes() == expected.tobytes()
 
 
 @pytest.mark.ranks(min=2)
@@ -200,32 +197,32 @@ def test_sums_of_the_callers_own_halves_are_not_counted(
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("count", [4, 50_000])
+@pytest.mark.parametrize(("way", "count"), [("new", 4), ("new", 50_000), ("out", 50_000), ("started out", 50_000)])
 def test_an_overflow_is_infinite_everywhere_counted_and_logged(
-    comm: Intracomm,
-    placement: tuple[int, ...],
-    everywhere: bool,
-    count: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    value = np.ones(count, np.float32)
-    value[1] = 40_000.0  # two of them are too large
-    value[2] = 1e6 if comm.rank == 0 else 1.0
-    value[3] = np.inf
-    options = {"compression": "fp16", "compress_everywhere": everywhere}
-    compresses = everywhere or len(set(placement)) > 1
-    with Strategy(comm=comm) as strategy, caplog.at_level(logging.WARNING, "mpidist"):
-        for _ in range(3):
-            result = all_reduce(strategy, "SUM", value, **options)
-        infinite = np.flatnonzero(np.isinf(result)).tolist()
-        assert infinite == ([1, 2, 3] if compresses else [3])
+    comm: Intracomm, placement: tuple[int, ...], ops: CrossDeviceOps, memory: Memory, everywhere: bool, way: str,
+    count: int, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """At once, where the results are written to outs; and else at the next call at the latest."""
+    numbers = np.ones(count, np.float32)
+    numbers[1] = 40_000.0  # two of them are too large
+    numbers[2] = 1e6 if comm.rank == 0 else 1.0
+    numbers[3] = np.inf
+    compresses, logged = everywhere or len(set(placement)) > 1, []
+    options = CommunicationOptions(compression="fp16", compress_everywhere=everywhere)
+    with Strategy(None, options, cross_device_ops=ops, comm=comm) as strategy:
+        value = memory.up(numbers)
+        with caplog.at_level(logging.WARNING, "mpidist"):
+            for _ in range(3):
+                result = memory.down(all_reduce_by(way, strategy, "SUM", [value])[0])
+                logged.append(caplog.text.count("too large for float16"))
+        assert np.flatnonzero(np.isinf(result)).tolist() == ([1, 2, 3] if compresses else [3])
         assert (np.delete(result, [1, 2, 3]) == comm.size).all()
         counted = comm.allgather(strategy.num_overflowed)
-        texts = [text for text in caplog.messages if "too large for float16" in text]
         assert (sum(counted) > 0) is compresses
-        assert len(texts) == (2 if strategy.num_overflowed else 0), "at the first and the second call, not the third"
+        assert logged[-1] == (2 if strategy.num_overflowed else 0), "at the first and the second call, not the third"
+        assert way == "new" or logged[0] == min(1, logged[-1])
         plain = all_reduce(strategy, "SUM", value, compression="bf16", compress_everywhere=everywhere)
-        assert np.flatnonzero(np.isinf(plain)).tolist() == [3]
+        assert np.flatnonzero(np.isinf(memory.down(plain))).tolist() == [3]
         assert comm.allgather(strategy.num_overflowed) == counted
 
 
@@ -249,9 +246,7 @@ def test_ranks_that_ask_for_different_compression_are_told_so(comm: Intracomm) -
         for call in (
             lambda name: all_reduce(strategy, "SUM", value, compression=name),
             lambda name: strategy.run(
-                lambda: strategy_context(strategy).reduce_scatter(
-                    "SUM", value, options=CommunicationOptions(compression=name)
-                )
+                lambda: context().reduce_scatter("SUM", value, options=CommunicationOptions(compression=name))
             ),
         ):
             with pytest.raises(InvalidArgumentError, match=r"compression") as error:
