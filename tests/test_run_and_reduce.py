@@ -489,6 +489,14 @@ REFUSED: dict[str, tuple[Callable[[Strategy], Any], str]] = {
     "reduce: cannot take None": (lambda s: s.reduce("sum", None), "TypeError"),
     "reduce: 'total' is not a valid ReduceOp": (lambda s: s.reduce("total", 1), "ValueError"),
     "reduce: MEAN needs numbers": (lambda s: s.reduce("mean", True), "InvalidArgumentError"),
+    "reduce: array ['flag']: MEAN needs numbers, got dtype bool: cast it, or leave it out": (
+        lambda s: s.reduce("mean", {"flag": True, "loss": 1.5}),
+        "InvalidArgumentError",
+    ),
+    "reduce_scatter: array ['flag']: SUM needs numbers": (
+        lambda s: s.run(lambda: context().reduce_scatter("sum", {"flag": ONES > 0, "loss": ONES})),
+        "InvalidArgumentError",
+    ),
     "reduce: destination rank 99": (lambda s: s.extended.reduce_to("sum", ONES, 99), "ValueError"),
     "reduce along axis 4: an array": (lambda s: s.reduce("sum", ONES, axis=4), "InvalidArgumentError"),
     "reduce with weights: weight must": (lambda s: s.reduce("mean", 1, weight=-1), "ValueError"),

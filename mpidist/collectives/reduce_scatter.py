@@ -18,7 +18,7 @@ from mpidist.collectives.arguments import (
     require_memory,
     require_values,
 )
-from mpidist.collectives.plans import Arithmetic, wire_and_result_dtypes
+from mpidist.collectives.plans import Arithmetic, result_dtypes, wire_and_result_dtypes
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import Levels, SyncGroup, Topology, arrays, shard_bounds
@@ -53,7 +53,7 @@ class _ReduceScatter(Arguments):
         self.operands = Operands.of(leaves, group.devices, call)
         self.axes = [axis_of(axis, array.shape) for array in self.operands.arrays]
         specs, topology = self.operands.specs, group.topology
-        dtypes = [wire_and_result_dtypes(self.op, spec.dtype)[1] for spec in specs]
+        dtypes = result_dtypes(self.op, [spec.dtype for spec in specs], lambda: array_names(self.structure))
         require_memory(sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
         # Made now, so that all ranks learn if one lacks memory. Communicators of device memory may not exist yet.
         self.on_host = [

@@ -39,7 +39,7 @@ from mpidist.collectives.plans import (
     open_all_replicas,
     reduce_to_ranks,
     require_like_operands,
-    wire_and_result_dtypes,
+    result_dtypes,
 )
 from mpidist.collectives.repeated_calls import RepeatedCalls
 from mpidist.errors import InvalidArgumentError
@@ -259,7 +259,7 @@ class Reductions:
     def _make_plan(self, call: ReductionCall, fingerprint: int) -> Plan:
         """Choose the execution: in rows if a rank or a node has several; else fused if it can be; else packed."""
         specs = call.operands.specs
-        results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
+        results = result_dtypes(call.op, [spec.dtype for spec in specs], call.names)
         if call.outs is None:
             self._require_memory(call, host_sizes(specs, results))
         tree = self.replicas.tree

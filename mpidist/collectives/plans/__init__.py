@@ -1,6 +1,6 @@
 """What equal calls have in common: their arithmetic, how their arrays are cut, and how calls are carried out."""
 
-from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, wire_and_result_dtypes
+from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, result_dtypes, wire_and_result_dtypes
 from mpidist.collectives.plans.call import Algorithm, Execution, Plan, Reduce, ReductionCall
 from mpidist.collectives.plans.fused_execution import FusedExecution
 from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas, require_like_operands, require_tree_order
@@ -35,5 +35,6 @@ __all__ = [
     "require_like_operands",
     "require_num_packs",
     "require_tree_order",
+    "result_dtypes",
     "wire_and_result_dtypes",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -20,7 +21,7 @@ from mpidist.transport import (
     is_of_numpy,
 )
 
-__all__ = ["Arithmetic", "OverflowReport", "wire_and_result_dtypes"]
+__all__ = ["Arithmetic", "OverflowReport", "result_dtypes", "wire_and_result_dtypes"]
 
 logger = logging.getLogger("mpidist.cross_device_ops")
 
@@ -44,13 +45,36 @@ def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype
         if dtype.kind == "c":
             raise InvalidArgumentError(f"{op} needs numbers that have an order, got dtype {dtype.name}")
     if not ((dtype.char in _NUMBERS and is_of_numpy(dtype)) or is_low_precision(dtype)):
-        other = "" if is_of_numpy(dtype) else ", which is sent, but not added: cast it"
-        raise InvalidArgumentError(f"{op} needs numbers, got dtype {dtype.name}{other}")
+        other = "" if is_of_numpy(dtype) else ", which is sent, but not added"
+        raise InvalidArgumentError(f"{op} needs numbers, got dtype {dtype.name}{other}: cast it, or leave it out")
     if op is not ReduceOp.MEAN or dtype.kind not in "iu":
         return dtype, dtype
     if dtype.itemsize <= 2:
         return np.dtype(np.int32), np.dtype(np.float32)
     return np.dtype(np.float64 if dtype.itemsize == 8 else f"{dtype.kind}8"), np.dtype(np.float64)
+
+
+def result_dtypes(
+    op: ReduceOp, dtypes: Sequence[np.dtype[Any]], names: Callable[[], Sequence[str]]
+) -> list[np.dtype[Any]]:
+    """Return the dtype of each result.
+
+    Args:
+        op: The reduction.
+        dtypes: The dtypes of the values.
+        names: Names the values, for errors of nests.
+
+    Raises:
+        InvalidArgumentError: If a value cannot be reduced with `op`.
+    """
+    results: list[np.dtype[Any]] = []
+    try:
+        for dtype in dtypes:
+            results.append(wire_and_result_dtypes(op, dtype)[1])
+    except InvalidArgumentError as problem:
+        name = names()[len(results)]
+        raise problem if name == "array 0" else InvalidArgumentError(f"{name}: {problem}") from None
+    return results
 
 
 @final

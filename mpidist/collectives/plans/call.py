@@ -202,13 +202,22 @@ class ReductionCall(CallRecord):
             "compression": str(options.compression),
             "compress_everywhere": str(options.compress_everywhere),
         }
-        if self.destinations is None:
-            structures, mirrored = (self.structure,), (self.mirrored,)
-        else:
+        if self.destinations is not None:
             fields["destinations"] = "; ".join(name_ranks(ranks) for ranks in self.destinations)
-            structures, mirrored = self.structure, self.mirrored
-        names, mirrored_names = names_of(structures, mirrored)
+        names, mirrored_names = names_of(self._structures, self._mirrored)
         fields["mirrored"] = ", ".join(mirrored_names) or "none"
-        forms = "; ".join(map(form_text, structures))
+        forms = "; ".join(map(form_text, self._structures))
         fields |= {name: repr(spec) for name, spec in zip(names, self.plan.specs, strict=True)}
         return fields | {"form of the nest": forms}
+
+    def names(self) -> list[str]:
+        """Name the arrays that are reduced."""
+        return names_of(self._structures, self._mirrored)[0]
+
+    @property
+    def _structures(self) -> Any:
+        return (self.structure,) if self.destinations is None else self.structure
+
+    @property
+    def _mirrored(self) -> Any:
+        return (self.mirrored,) if self.destinations is None else self.mirrored
