@@ -117,9 +117,10 @@ def test_pieces_of_any_alignment_distance_and_order(kernels: DeviceKernels) -> N
             out = around[at : at + 1003]
             kernels.combine(whole, Reduction(), out)
             assert same(down(out), expected), (dtype, width, at)
+            out = around[at + 1 : at + 1004]  # where the parts are aligned, this is not
             kernels.combine([whole[2], whole[1], whole[0]], Reduction(), out)
             assert same(down(out), swapped)
             assert (down(around)[:at] == 9).all()
-            assert (down(around)[at + 1003 :] == 9).all()
+            assert (down(around)[at + 1004 :] == 9).all()
             kernels.combine([whole[0], whole[2], whole[1]], Reduction("max"), whole[1])
             assert same(down(whole[1]), np.maximum(np.maximum(rows[0], rows[2]), rows[1]))

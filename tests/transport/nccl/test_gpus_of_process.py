@@ -15,6 +15,8 @@ from host_cuda.gpus import down, emulated, gpus, up
 
 from mpidist.errors import DeadlineExceededError, UnavailableError
 from mpidist.transport import cuda
+from mpidist.transport.arrays import current_gpu
+from mpidist.transport.gpu import Background
 from mpidist.transport.nccl import gpus_of_process
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
@@ -97,6 +99,24 @@ def test_arrays_are_broadcast(make: Any, gpus: Any, count: int) -> None:
     for own in targets:
         for got, want in zip(own, numbers, strict=True):
             assert np.array_equal(down(got), want)
+
+
+def test_nccl_connects_at_the_start_unless_the_user_says_otherwise(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first calls it would wait without a deadline."""
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
+    make(2)
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
+    make(2)
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
+
+
+def test_work_in_a_thread_is_on_the_device_that_was_current(gpus: cuda.Cuda) -> None:
+    if gpus.support.num_devices < 2:
+        pytest.skip("needs a GPU: 2 of them")
+    with gpus.cupy.cuda.Device(1):
+        work = Background("a test", current_gpu)
+    assert work.wait() == 1
 
 
 def test_error_of_nccl_ends_the_communicators(gpus: cuda.Cuda, emulated: Emulated) -> None:
