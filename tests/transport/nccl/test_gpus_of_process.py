@@ -101,6 +101,13 @@ def test_arrays_are_broadcast(make: Any, gpus: Any, count: int) -> None:
             assert np.array_equal(down(got), want)
 
 
+def test_strided_arrays_alone_are_added(make: Any, gpus: Any) -> None:
+    its, indices = make(2)
+    row = put(gpus, 0, np.zeros(5))
+    its.add(FOLDS[0], np.add, [[put(gpus, index, np.arange(10.0))[::2]] for index in indices], [row])
+    assert np.array_equal(down(row), np.arange(0, 20.0, 4))
+
+
 def test_nccl_connects_at_the_start_unless_the_user_says_otherwise(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first calls it would wait without a deadline."""
     monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
