@@ -26,8 +26,9 @@ from mpidist.transport.failures import (
     open_groups,
 )
 from mpidist.transport.group.exit_barrier import ExitBarrier
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi import Intracomm, failed_ranks, is_process_failure, load_mpi
 from mpidist.transport.settings import Settings
+from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.trace import Gather, Seat, Trace, begin_trace, end_trace
 from mpidist.transport.waiting import poll_or_keep
@@ -136,7 +137,7 @@ class Membership:
 
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`."""
-        request, start, has_told = self._exit_comm.Ibarrier(), time.monotonic(), False
+        start, has_told = time.monotonic(), False
 
         def check_peers() -> None:
             nonlocal has_told
@@ -156,9 +157,15 @@ class Membership:
                 )
 
         try:
+            request = self._exit_comm.Ibarrier()
             poll_or_keep(request.Test, check_peers, (request,))
         except (PeerFailedError, DeadlineExceededError) as error:
             return str(error)
+        except load_mpi().Exception as error:
+            if not is_process_failure(error):
+                raise
+            failed = name_ranks(failed_ranks(self._exit_comm, self.comm)) or "another rank"
+            return f"a call failed before, and MPI has found that {failed} cannot end: its process has failed"
         return None
 
     def wait_for_live_peers_at_exit(self) -> str | None:

@@ -270,3 +270,5 @@ if HAS_ULFM:
         for note in of_others(ended, "error", placement):
             assert note.kind == "PeerFailedError", note
             assert "MPI has found that the process of rank 2 has failed" in note.text, note
+        assert "Exception ignored in atexit" not in ended.err
+        assert re.search("a call failed before, and .*rank 2", ended.err)
