@@ -7,6 +7,7 @@ that makes the call for the first time, or another call, waits in the same barri
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -19,6 +20,7 @@ from mpidist.transport import Levels, SyncGroup, name_digest
 __all__ = ["CallKey", "RepeatedCalls", "key_of_one_array"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
+_MAX_ARRAYS: Final = 256  # symmetric ones
 _OP_TYPES: Final = {str, ReduceOp}
 
 
@@ -89,6 +91,23 @@ class _CachedCall(NamedTuple):
 
 
 @final
+class _SymmetricCall(NamedTuple):
+    """A call that reduces a symmetric array in place.
+
+    Attributes:
+        key: Its key.
+        array: The array.
+        one_array: Carries out such calls where the arguments of all ranks lie in the same places.
+        variant: `CallRecord.variant` of such calls.
+    """
+
+    key: CallKey
+    array: weakref.ref[np.ndarray[Any, Any]]
+    one_array: OneArray
+    variant: int
+
+
+@final
 class RepeatedCalls:
     """The cached calls of one group of ranks.
 
@@ -99,6 +118,7 @@ class RepeatedCalls:
     def __init__(self, group: SyncGroup) -> None:
         self._group = group
         self._cached: dict[CallKey, _CachedCall | None] = {}  # `None`: such calls have to be checked each time
+        self._symmetric: dict[int, _SymmetricCall] = {}  # by the id of the array, until the array is gone
         self._cached_for: Levels | None = None
 
     def run(
@@ -123,7 +143,10 @@ class RepeatedCalls:
         call, execution, one_array = cached
         variant = execution.variant_of(array, out)
         if variant is None:
-            return None
+            symmetric = self._symmetric.get(id(array))
+            if symmetric is None or out is not array or symmetric.array() is not array or symmetric.key != key:
+                return None
+            one_array, variant = symmetric.one_array, symmetric.variant
         group.enter(call.name)
         if group.calls:
             group.calls.finish()
@@ -142,6 +165,7 @@ class RepeatedCalls:
             return result
         except BaseException as error:
             self._cached.clear()  # also drops the reference to the array
+            self._symmetric.clear()
             group.break_off(error)
             raise
 
@@ -149,19 +173,36 @@ class RepeatedCalls:
         """Add a call that was carried out to the cache. Local."""
         if self._cached_for is not self._group.levels:
             self._cached.clear()
+            self._symmetric.clear()
             self._cached_for = self._group.levels
-        if key in self._cached:
-            return
-        if len(self._cached) >= _MAX_CALLS:
-            self._cached.clear()
+        if key not in self._cached:
+            if len(self._cached) >= _MAX_CALLS:
+                self._cached.clear()
+            self._cached[key] = self._cached_call(key, call)
+        if self._cached[key] is not None:
+            self._add_symmetric(key, call)
+
+    def _cached_call(self, key: CallKey, call: ReductionCall) -> _CachedCall | None:
+        """Return what carries out calls like one; `None` if they have to be checked each time."""
         execution = call.plan.execution
         is_plain = call.plan.local_sums is None and call.options.compression is Compression.NONE
-        if isinstance(execution, FusedExecution) and is_plain and key.dtype.isnative:
-            one_array = execution.of_one_array()
-            if one_array is not None:
-                self._cached[key] = _CachedCall(_call_like(call), execution, one_array)
-                return
-        self._cached[key] = None
+        if not (isinstance(execution, FusedExecution) and is_plain and key.dtype.isnative):
+            return None
+        one_array = execution.of_one_array()
+        return None if one_array is None else _CachedCall(_call_like(call), execution, one_array)
+
+    def _add_symmetric(self, key: CallKey, call: ReductionCall) -> None:
+        """Add a call of an array that lies in shared memory. Local."""
+        execution, array = call.plan.execution, call.operands.arrays[0]
+        one_array = execution.of_symmetric_array(call) if isinstance(execution, FusedExecution) else None
+        if one_array is None:
+            return
+        if len(self._symmetric) >= _MAX_ARRAYS:
+            self._symmetric.clear()
+        # The array's memory goes with the array, so this does not keep what refers to the memory.
+        known, place = self._symmetric, id(array)
+        reference = weakref.ref(array, lambda _: known.pop(place, None))
+        known[place] = _SymmetricCall(key, reference, one_array, call.variant)
 
 
 def _call_like(call: ReductionCall) -> ReductionCall:

@@ -106,7 +106,30 @@ def test_calls_of_private_arrays_are_repeated_beside_symmetric_ones(
             all_reduce(strategy, "SUM", value, out=value)
             assert (value == step * comm.size).all()
     again = shares_memory(strategy)
-    assert repeated == [False, *[again] * 5, *[again and symmetric.size < 100] * 3]
+    assert repeated == [False, *[again] * 5, again and symmetric.size < 100, again, again]
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_symmetric_arrays_in_turn_are_repeated_and_let_go(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool], op: str
+) -> None:
+    arrays = [strategy.symmetric_empty((64, 4096), np.float32) for _ in range(2)]
+    want = {"SUM": total(comm), "MEAN": total(comm) / comm.size, "MAX": comm.size}[op]
+    for step in range(1, 4):
+        for array in arrays:
+            array[...] = step * (comm.rank + 1)
+            assert all_reduce(strategy, op, array, out=array) is array
+            assert (array == np.float32(step * want)).all()
+    assert repeated == [False] * 2 + [shares_memory(strategy)] * 4
+    for chosen in (comm.rank % 2, 0, 1 - comm.rank % 2, 1):  # another array on each rank, and the same on all
+        arrays[chosen][...] = 7
+        all_reduce(strategy, "MAX", arrays[chosen], out=arrays[chosen])
+        assert (arrays[chosen] == 7).all()
+        comm.Barrier()  # others may have written this array's twin
+    references = [weakref.ref(array) for array in arrays]
+    del array, arrays
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

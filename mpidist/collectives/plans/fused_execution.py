@@ -11,7 +11,7 @@ import numpy as np
 from mpidist.collectives.arguments import Spec, copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.fused_results import FusedResults
-from mpidist.collectives.plans.one_array import LargeArray, OneArray, SmallArray
+from mpidist.collectives.plans.one_array import LargeArray, OneArray, SmallArray, SymmetricArray
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.small_lists import SmallLists
@@ -145,6 +145,19 @@ class FusedExecution(Execution):
         if self._small is not None:
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, self._small.one_shots[0])
         return LargeArray(self._made[0].recycled, fused, self._reducer)
+
+    def of_symmetric_array(self, call: ReductionCall) -> OneArray | None:
+        """Return what reduces the one array of a call again, in place; `None` where it is not, or is no symmetric one.
+
+        Args:
+            call: A call that was carried out.
+        """
+        places: Places = call.state[0]
+        is_in_place = call.outs is not None and call.outs[0] is call.operands.arrays[0]
+        if not (is_in_place and self._is_one_array and self._agreement_is_barrier and self._writes_outs(places)):
+            return None
+        transfers = self._in_place.get(places) if self._are_in_place(places) else None
+        return SymmetricArray(self._lists[0], self._reducer, transfers[0]) if transfers else None
 
     def variant_of(self, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> int | None:
         """Return `CallRecord.variant` of a call of one array; `None` if `begin` has to find it.

@@ -1,4 +1,4 @@
-"""Reductions of one private array through shared memory, with all that is the same in repeated calls prepared."""
+"""Reductions of one array through shared memory, with all that is the same in repeated calls prepared."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport import FusedArrays, FusedReducer, LentArrays, OneShot, RecycledResults, complete
+from mpidist.transport import FusedArrays, FusedReducer, InPlace, LentArrays, OneShot, RecycledResults, complete
 
-__all__ = ["LargeArray", "OneArray", "SmallArray"]
+__all__ = ["LargeArray", "OneArray", "SmallArray", "SymmetricArray"]
 
 Array = np.ndarray[Any, Any]
 
@@ -109,3 +109,27 @@ class LargeArray(OneArray):
 
     def forget(self) -> None:
         self._two_shot.forget()
+
+
+@final
+class SymmetricArray(OneArray):
+    """Reduces one symmetric array where it lies: every rank adds a shard for all.
+
+    Args:
+        fused: The list that has this array alone.
+        reducer: The transport.
+        in_place: The transport's reduction of the array.
+    """
+
+    def __init__(self, fused: FusedList, reducer: FusedReducer, in_place: InPlace) -> None:
+        self._nbytes, self._reducer, self._in_place = fused.nbytes, reducer, in_place
+
+    def begin(self, array: Array, out: Array | None) -> Any:
+        return array
+
+    def finish(self, begun: Any, out: Array | None) -> Array:
+        self._reducer.count(self._nbytes)
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+            complete(self._in_place.steps(has_passed_barrier=True), self._reducer.check_peers)
+        result: Array = begun
+        return result
