@@ -117,11 +117,11 @@ def on_current_device(value: Any) -> Any:
         return cupy.asarray(value)
     with value.device:
         contiguous = cupy.ascontiguousarray(value)
-        is_written = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+        is_written = cupy.cuda.get_current_stream().record()
     here = cupy.cuda.get_current_stream()
     here.wait_event(is_written)  # not above: a null stream is that of the current device
     array = cupy.asarray(contiguous)
-    is_read = here.record(cupy.cuda.Event(disable_timing=True))
+    is_read = here.record()
     with value.device:
         cupy.cuda.get_current_stream().wait_event(is_read)
     return array

@@ -5,8 +5,10 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#if __GNUC__ >= 11 /* older ones cannot ask a processor for F16C */
 #define HAS_F16C 1
 #include <immintrin.h>
+#endif
 #else
 #define FOR_EACH_PROCESSOR
 #endif
