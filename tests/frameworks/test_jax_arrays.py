@@ -85,6 +85,14 @@ def test_results_are_where_the_values_are() -> None:
     assert longer.devices() == {one}
 
 
+def test_weights_may_be_arrays_of_jax(comm: Intracomm) -> None:
+    value, twos = jnp.float32(comm.rank % 2), comm.size // 2
+    with Strategy(comm=comm) as strategy:
+        for dtype in (jnp.int32, jnp.float32, jnp.bfloat16):
+            mean = strategy.reduce("mean", value, weight=jnp.asarray(1 + comm.rank % 2, dtype))
+            assert float(mean) == pytest.approx(2 * twos / (comm.size + twos))
+
+
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, lambda f: lambda x: jax.vmap(f)(x[None])])
 def test_arrays_without_numbers_are_refused(transform: Any) -> None:
