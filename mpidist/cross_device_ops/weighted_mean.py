@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from mpidist.collectives import (
     NO_CONTRIBUTIONS,
     flatten_contributions,
@@ -89,9 +87,13 @@ def weighted_mean(
 
 
 def _number_of(weight: Any) -> float:
-    """Return a weight as a number of double precision."""
-    number = np.asarray(contribution(weight))
-    if number.shape != () or number.dtype.kind not in "iuf":
+    """Return a weight, a number of any library, as one of double precision."""
+    given = contribution(weight)
+    try:
+        number = arrays.on_host(library_of(given).to_native(given))
+    except TypeError as problem:
+        raise TypeError(f"weight must be a number for each replica: {problem}") from problem
+    if number.shape != () or accumulator_dtype(number.dtype).kind not in "iuf":
         raise TypeError(f"weight must be a number for each replica, got {value_text(weight)}")
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"weight must be a finite number >= 0, got {number}")

@@ -24,6 +24,7 @@ from mpidist.variables import (
     VariableSynchronization,
     cast_for,
     checked_rows,
+    host_indices,
     is_python_number,
     require_mean,
 )
@@ -363,7 +364,7 @@ def row_numbers(what: str, indices: Any, shape: Sequence[int]) -> np.ndarray[Any
         TypeError: If the indices are no integers, or the variable has no rows.
         IndexError: If there is no such row.
     """
-    wanted = np.atleast_1d(np.asarray(indices))
+    wanted = np.atleast_1d(host_indices(indices))
     is_whole = wanted.dtype.kind in "iu" or not wanted.size  # NumPy makes floats of an empty list
     if not is_whole or wanted.ndim != 1 or not shape:
         raise TypeError(f"rows of {what} are read by integers [k], got {indices!r}")

@@ -116,7 +116,7 @@ def on_current_device(value: Any) -> Any:
     if value.device.id == current_gpu():
         return cupy.asarray(value)
     with value.device:
-        contiguous = cupy.ascontiguousarray(value)
+        contiguous = cupy.ascontiguousarray(value).reshape(value.shape)  # which has a dimension at least
         is_written = cupy.cuda.get_current_stream().record()
     here = cupy.cuda.get_current_stream()
     here.wait_event(is_written)  # not above: a null stream is that of the current device

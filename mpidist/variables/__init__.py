@@ -5,7 +5,7 @@ from mpidist.variables.casting import cast_for, is_python_number, native_of, req
 from mpidist.variables.mirrored import MirroredVariable
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
-from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, change_rows, checked_rows
+from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, change_rows, checked_rows, host_indices
 from mpidist.variables.sync_on_read import SyncOnReadVariable
 from mpidist.variables.updating import update_copies
 from mpidist.variables.variable import Variable
@@ -25,6 +25,7 @@ __all__ = [
     "cast_for",
     "change_rows",
     "checked_rows",
+    "host_indices",
     "is_python_number",
     "native_of",
     "require_mean",

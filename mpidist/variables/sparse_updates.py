@@ -14,7 +14,7 @@ from mpidist.variables.casting import cast_for
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["AGGREGATED_CALLS", "SparseUpdates", "change_rows", "checked_rows"]
+__all__ = ["AGGREGATED_CALLS", "SparseUpdates", "change_rows", "checked_rows", "host_indices"]
 
 _UFUNCS: Final = {
     "scatter_add": np.add,
@@ -94,6 +94,13 @@ class SparseUpdates(ABC):
         return self
 
 
+def host_indices(indices: Any) -> np.ndarray[Any, Any]:
+    """Return the numbers of rows, an array of any library or a list, as an array in host memory."""
+    if hasattr(indices, "__cuda_array_interface__"):
+        indices = arrays.to_host(library_of(indices).to_native(indices))
+    return np.asarray(indices)
+
+
 def checked_rows(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, Any], Any]:
     """Return indices and values of rows, checked against the array that they change. Local.
 
@@ -113,10 +120,7 @@ def checked_rows(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, An
         raise TypeError(
             f"rows of {what} are changed by an IndexedSlices(values, indices), not by {type(delta).__name__}"
         )
-    given = delta.indices
-    if hasattr(given, "__cuda_array_interface__"):
-        given = arrays.to_host(library_of(given).to_native(given))
-    indices = np.asarray(given)
+    indices = host_indices(delta.indices)
     if indices.dtype.kind not in "iu" and indices.size:
         raise TypeError(f"the indices of rows of {what} must be integers, got dtype {indices.dtype.name}")
     values = cast_for(target, delta.values, what)

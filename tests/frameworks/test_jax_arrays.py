@@ -85,6 +85,23 @@ def test_results_are_where_the_values_are() -> None:
     assert longer.devices() == {one}
 
 
+def test_results_of_another_shape_are_where_the_value_is(comm: Intracomm) -> None:
+    value = jax.device_put(jnp.ones((2, 3)), jax.devices("cpu")[1])
+    with Strategy(comm=comm) as strategy:
+        results = (strategy.gather(value, 0), strategy.reduce("sum", value, axis=0))
+    assert [result.shape for result in results] == [(2 * comm.size, 3), (3,)]
+    assert all(result.devices() == value.devices() for result in results)
+    assert jax.jit(lambda x, y: x + y)(results[0][:2], value).tolist() == [[2.0] * 3] * 2
+
+
+def test_weights_may_be_arrays_of_jax(comm: Intracomm) -> None:
+    value, twos = jnp.float32(comm.rank % 2), comm.size // 2
+    with Strategy(comm=comm) as strategy:
+        for dtype in (jnp.int32, jnp.float32, jnp.bfloat16):
+            mean = strategy.reduce("mean", value, weight=jnp.asarray(1 + comm.rank % 2, dtype))
+            assert float(mean) == pytest.approx(2 * twos / (comm.size + twos))
+
+
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, lambda f: lambda x: jax.vmap(f)(x[None])])
 def test_arrays_without_numbers_are_refused(transform: Any) -> None:

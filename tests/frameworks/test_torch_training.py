@@ -126,6 +126,19 @@ def test_a_mean_of_counts_is_a_tensor_of_floats(comm: Intracomm) -> None:
         assert (mean.dtype, mean.item()) == (torch.float64, (comm.size - 1) / 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+def test_weights_may_be_tensors(comm: Intracomm, dtype: Any) -> None:
+    value, weight = torch.tensor(comm.rank % 2.0), torch.tensor(1 + comm.rank % 2, dtype=dtype)
+    twos = comm.size // 2
+    with Strategy(comm=comm) as strategy:
+        mean = strategy.reduce("mean", value, weight=weight)
+        assert mean.item() == pytest.approx(2 * twos / (comm.size + twos))
+        weight = torch.nn.Parameter(torch.ones(()))
+        assert strategy.reduce("mean", value, weight=weight).item() == pytest.approx(twos / comm.size)
+        with raises_everywhere(comm, TypeError, "weight must be a number for each replica: .* pass tensor.detach"):
+            strategy.reduce("mean", value, weight=weight * 2)
+
+
 @each_dtype
 def test_each_replica_of_a_rank_gets_its_part_of_a_tensor(comm: Intracomm, dtype: Any) -> None:
     total = 2 * comm.size

@@ -14,7 +14,7 @@ import pytest
 from host_cuda.emulated import Emulated
 from host_cuda.gpus import down, emulated, gpus, one_node, up
 
-from mpidist import CommunicationOptions, MirroredStrategy, get_replica_context
+from mpidist import CommunicationOptions, MirroredStrategy, Variable, get_replica_context
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda, shard_bounds
 from mpidist.transport.nccl import handles as nccl_handles
@@ -167,6 +167,27 @@ def test_values_of_several_gpus_are_combined_across_replicas(
             assert down(strategy.reduce("sum", value)).tolist() == [sum(ids)] * 2
         else:
             assert down(strategy.gather(value, 0)).tolist() == [float(own) for own in ids for _ in range(2)]
+
+
+@pytest.mark.ranks(1, 2)
+def test_scalars_of_several_gpus_stay_scalars(gpus: Any, comm: Intracomm) -> None:
+    """Metrics, losses and weights, which lie on the GPU of their replica."""
+    named = devices(comm, 2)
+    with MirroredStrategy(named, comm=comm) as strategy:
+        with strategy.scope():
+            metric = Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+
+        def step() -> tuple[Any, Any]:
+            own = context().replica_id_in_sync_group
+            metric.assign_add(own)
+            return up(np.asarray(float(own))), up(np.asarray(1 + own))
+
+        numbers, weights = strategy.run(step)
+        ids = range(len(named))
+        for total in (metric.read_value(), strategy.reduce("sum", numbers)):
+            assert (down(total).shape, float(total)) == ((), sum(ids))
+        mean = strategy.reduce("mean", numbers, weight=weights)
+        assert float(mean) == pytest.approx(sum(own * (1 + own) for own in ids) / sum(1 + own for own in ids))
 
 
 @pytest.mark.ranks(1, 2)

@@ -15,7 +15,7 @@ from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy
 from mpidist import get_replica_context as context
 from mpidist.checkpoint import Checkpoint
 from mpidist.errors import InvalidArgumentError
-from mpidist.experimental import CentralStorageStrategy
+from mpidist.experimental import CentralStorageStrategy, ParameterServerStrategy
 from mpidist.transport import arrays
 
 if TYPE_CHECKING:
@@ -342,3 +342,12 @@ def test_replicas_on_other_gpus_write(several: Any) -> None:
     with pytest.raises(ValueError, match="copies would differ"):
         several.run(lambda: weights.assign(up(np.full(2, float(context().replica_id_in_sync_group)))))
     assert weights.numpy().tolist() == [5.0, 5.0]
+
+
+def test_rows_on_servers_are_read_by_indices_on_a_gpu(gpus: Any, comm: Intracomm) -> None:
+    with ParameterServerStrategy(num_ps=1, comm=comm) as strategy:
+        if strategy.is_ps:
+            strategy.serve()
+            return
+        table = make(strategy, np.arange(12.0).reshape(6, 2))
+        assert table.sparse_read(up(np.array([5, 0]))).tolist() == [[10, 11], [0, 1]]

@@ -47,5 +47,17 @@ class JaxArrays(ArrayLibrary):
     def from_native(self, array: NativeArray, like: Any) -> Any:
         if not isinstance(array, np.ndarray):
             return _CUPY.from_native(array, like)
-        stays = like.committed and like.shape == array.shape
-        return sys.modules["jax"].device_put(array, like.sharding if stays else None)
+        return sys.modules["jax"].device_put(array, _place_of(like, array.shape))
+
+
+def _place_of(like: Any, shape: tuple[int, ...]) -> Any:
+    """Return where a result of a shape goes: to the devices of `like`, if it was put there; `None` leaves it to JAX.
+
+    A result of another shape, such as that of a gather, cannot always be cut as `like` is: it follows one device only.
+    """
+    if not like.committed:
+        return None
+    if like.shape == shape:
+        return like.sharding
+    devices = like.devices()
+    return next(iter(devices)) if len(devices) == 1 else None
