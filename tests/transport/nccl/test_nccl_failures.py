@@ -31,10 +31,15 @@ _HAS_RAISED: Final = 21  # a tag
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", [DeadlineExceededError, KeyboardInterrupt])
-def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(emulated: Emulated, comm: Intracomm, kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "is_connected"), [(DeadlineExceededError, True), (KeyboardInterrupt, False)])
+def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
+    emulated: Emulated, comm: Intracomm, kind: Any, is_connected: bool
+) -> None:
     """All communicators of the process go together, the error comes in time, and later calls name it."""
     first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
+    if is_connected:
+        first.all_reduce(up(np.ones(5)), Reduction())
+        comm.Barrier()
     start = time.monotonic()
 
     def give_up() -> None:
