@@ -166,7 +166,7 @@ def test_error_of_nccl_ends_the_communicators(
 def test_start_that_hangs_is_given_up_and_what_it_makes_later_is_aborted(
     emulated: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus_of_process, "_START_SECONDS", 0.3)
+    monkeypatch.setattr(gpus_of_process, "START_SECONDS", 0.3)
     emulated.wish("ncclCommInitRank", HANGS)
     with pytest.raises(
         UnavailableError, match="could not be started on GPUs 0, 1 of one process: NCCL's start did not"
