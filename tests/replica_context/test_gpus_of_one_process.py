@@ -211,8 +211,11 @@ def test_replica_that_raises_leaves_nothing_behind(emulated: Emulated, comm: Int
 def test_error_of_nccl_is_raised_and_reset_starts_it_again(emulated: Emulated, comm: Intracomm) -> None:
     with MirroredStrategy(devices(comm, 3), comm=comm) as strategy:
         strategy.run(ones_added)
-        nccl_handles.abort_all("a test")
-        with pytest.raises(RuntimeError, match=r"cannot be used any more, because a test; call strategy\.reset"):
+        emulated.wish("send of rank 2", 1)
+        with pytest.raises(UnavailableError, match="a sum over GPUs 0, 1, 2 of one process failed: NCCL_ERROR"):
+            strategy.run(ones_added)
+        emulated.be_normal()
+        with pytest.raises(RuntimeError, match=r"cannot be used any more, because an earlier .*; call strategy\.reset"):
             strategy.run(ones_added)
         strategy.reset()
         assert [its.values for its in strategy.run(ones_added)] == [(3.0,) * 3] * 3
@@ -245,7 +248,7 @@ def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated: 
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("rows", ["a row", "two rows"])
+@pytest.mark.parametrize("rows", ["a row", "two rows", "a GPU each"])
 @pytest.mark.parametrize("is_started", [False, True])
 def test_the_time_that_kernels_of_sums_take_to_compile_is_no_deadlines(
     gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rows: str, is_started: bool
@@ -260,19 +263,20 @@ def test_the_time_that_kernels_of_sums_take_to_compile_is_no_deadlines(
         taken.append(arguments)
         return compile_module(*arguments, **more)
 
-    replicas = 2 * comm.size + (rows != "a row")
+    replicas = 2 * comm.size + (rows == "two rows")
+    named = devices(comm, 2) if rows == "a GPU each" else None
     dtype = np.dtype("i8")
     options = CommunicationOptions(timeout_seconds=DEADLINE)
-    with MirroredStrategy(replicas=replicas) as strategy:
-        values = [up(np.full(size, 2, dtype)) for size in (5, 30_000)]
-        strategy.run(lambda: context().all_reduce("sum", values))
-        results = []
+    with MirroredStrategy(named, replicas=replicas) as strategy:
 
         def step() -> Any:
+            values = [up(np.full(size, 2, dtype)) for size in (5, 30_000)]
             call = context().start_all_reduce if is_started else context().all_reduce
             result = call("prod", values, options)
             return [down(array) for array in (result.wait() if is_started else result)]
 
+        strategy.run(lambda: context().all_reduce("sum", [up(np.ones(5, dtype)), up(np.ones(7, dtype))]))
+        results = []
         gpus.cupy.multiply._kernel_memo.clear()  # of the tests before this one
         monkeypatch.setattr(compiler, "_compile_module_with_cache", compile_slowly)
         for _ in range(2):  # a rank that still compiles would be late for the second call

@@ -29,7 +29,7 @@ from mpidist.transport.waiting import Patience, never_free, poll
 
 __all__ = ["GpusOfProcess"]
 
-_START_SECONDS: Final = 120.0
+START_SECONDS: Final = 120.0
 _ADVICE: Final = "NCCL_P2P_DISABLE=1 does without copies between GPUs, MPIDIST_NCCL=0 without NCCL"
 
 
@@ -126,7 +126,7 @@ class GpusOfProcess:
     def _connect(self, indices: Sequence[int]) -> list[Handle]:
         """Make the communicators, all in one group, in a daemon thread, as NCCL may block for ever."""
         init = nccl_handles.start_init(len(indices), None, dict(enumerate(indices)))
-        check_time = Patience(timeout_seconds=_START_SECONDS).watch("NCCL's start", "see what NCCL_DEBUG=WARN says")
+        check_time = Patience(timeout_seconds=START_SECONDS).watch("NCCL's start", "see what NCCL_DEBUG=WARN says")
         try:
             return init.wait(check_time)
         except BaseException as error:

@@ -16,7 +16,6 @@ from host_cuda.gpus import emulated, gpus, is_total, mine, opened
 from mpidist.cli.cuda_aware_mpi import Answer, child_command, child_environment, hint, prove, takes_device_memory
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce
 from mpidist.transport import cuda
-from mpidist.transport.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -92,14 +91,6 @@ def test_a_child_that_cannot_start_is_an_answer() -> None:
     assert prove(["/nowhere/python"]) == Answer(
         False, "a child process could not be started: No such file or directory"
     )
-
-
-@pytest.mark.no_mpi
-def test_the_setting_is_read() -> None:
-    read = [Settings.from_environment({"MPIDIST_DEVICE_MPI": text}).device_mpi for text in ("", "1", "0")]
-    assert read == [False, True, False]
-    with pytest.raises(ValueError, match="MPIDIST_DEVICE_MPI='auto' is not understood; it is one of 1, 0"):
-        Settings.from_environment({"MPIDIST_DEVICE_MPI": "auto"})
 
 
 # All ranks together. The memory of emulated GPUs can be read by any MPI.

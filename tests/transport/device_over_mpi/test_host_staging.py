@@ -278,13 +278,21 @@ def test_the_size_that_was_set_is_used(emulated: Emulated, comm: Intracomm, monk
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "call"), [*((kind, "all_reduce") for kind in KINDS), ("GPUs add", "broadcast"), ("GPUs add", "exchange")]
+)
 def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
-    emulated: Emulated, pinned: Any, comm: Intracomm, kind: str
+    emulated: Emulated, pinned: Any, comm: Intracomm, kind: str, call: str
 ) -> None:
     rig = Rig(comm, kind)
     buffer = up(np.ones(20 * CHUNK, np.float32))
     rig.its.all_reduce(buffer, Reduction())
+    kept = weakref.ref(buffer)
+    calls = {
+        "all_reduce": lambda: rig.its.all_reduce(buffer, Reduction()),
+        "broadcast": lambda: rig.its.broadcast(buffer, 1),
+        "exchange": lambda: rig.its.send_receive(buffer, 1, buffer.copy(), 1),
+    }
     start = time.monotonic()
 
     def check_peers() -> None:
@@ -295,14 +303,15 @@ def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
     rig.its.set_wait_hook(check_peers)
     if comm.rank != 1:
         with pytest.raises(DeadlineExceededError, match="rank 1 did not come"):
-            rig.its.all_reduce(buffer, Reduction())
+            calls[call]()
         assert time.monotonic() - start < 60
         with pytest.raises(RuntimeError, match=r"an earlier call failed .*rank 1 did not come.*reset"):
-            rig.its.all_reduce(buffer, Reduction())
+            calls[call]()
         rig.staging.free()
         del rig.its, rig.staging, buffer
         gc.collect()
         assert len(pinned.there) == 1, "MPI may still write it"
+        assert kept() is not None, "the GPU may still copy it"
     comm.Barrier()
 
 

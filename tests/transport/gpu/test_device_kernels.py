@@ -182,15 +182,18 @@ def test_arrays_that_are_not_contiguous_are_packed_and_not_unpacked_to(kernels: 
 
 
 def test_copies_of_several_dtypes_and_divisions_in_place(kernels: DeviceKernels) -> None:
-    host = [numbers_of(dtype, 5000) for dtype in ON_DEVICE]
-    targets = [up(np.zeros(5000, dtype)) for dtype in ON_DEVICE]
-    kernels.copy([up(its) for its in host], targets)
-    assert [bits(down(its)) for its in targets] == [bits(its) for its in host]
+    for dtypes in (ON_DEVICE[-2:], ON_DEVICE):
+        host = [numbers_of(dtype, 5000) for dtype in dtypes]
+        targets = [up(np.zeros(5000, dtype)) for dtype in dtypes]
+        kernels.copy([up(its) for its in host], targets)
+        assert [bits(down(its)) for its in targets] == [bits(its) for its in host]
     real = [its for its in host if its.dtype in (F32, F64) or its.dtype.kind == "c"]
     arrays = [up(its) for its in real]
     kernels.copy(arrays, arrays, 3)
     assert are_same([down(its) for its in arrays], [its / 3 for its in real])
-    assert kernels.num_launches == 5 + 4, "one for the arrays of each width, and one for the quotients of each dtype"
+    assert kernels.num_launches == 2 + 5 + 4, (
+        "one for the arrays of each width, and one for the quotients of each dtype"
+    )
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_launched_for_nothing(kernels: DeviceKernels) -> None:
@@ -228,6 +231,8 @@ def test_finite_numbers_that_became_infinities_are_counted(kernels: DeviceKernel
         kernels.combine([halves] * 2, Reduction(counts_overflow=counts_overflow), buffer := empty(halves.size, F16))
         down(buffer)
     assert kernels.overflowed == 8
+    packed(kernels, [np.array(least, F32)] * 1500, F16, counts_overflow=True)  # in two launches
+    assert kernels.overflowed == 1508
 
 
 def test_numbers_that_overflow_are_counted_without_pinned_memory(emulated: Emulated, kernels: DeviceKernels) -> None:
@@ -339,6 +344,9 @@ def test_arrays_that_come_again_are_known_and_not_kept(kernels: DeviceKernels) -
             answered = lists.of(arrays)
             assert bits(down(buffer)) == b"".join(bits(down(its)) for its in arrays), change
         assert (answered is lists.of(list(arrays))) == (native is not None)
+    for number in range(300):  # lists, of which not all are noted
+        lists.of([memory] * (4 + number))
+    assert lists.of(arrays) is not answered
     gone = weakref.ref(arrays[2])
     del arrays
     assert gone() is None

@@ -46,6 +46,10 @@ def test_a_kernel_is_compiled_when_it_is_needed(compiler: Compiler, kernels: Dev
     assert compiler.compiled == {"copy_4"}
     kernels.unpack(buffer, arrays, 2)
     assert compiler.compiled == {"copy_4", "divide_f4_f4"}
+    for number, its in ((168, set()), (169, {"copy_4_long"})):
+        kernels.pack(arrays[:1] * number, empty(5 * number, np.float32))
+        assert compiler.compiled == {"copy_4", "divide_f4_f4"} | its
+    assert kernels.num_launches == 4
 
 
 @pytest.mark.gpu

@@ -10,10 +10,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
+from host_cuda.emulated import HANGS, Emulated
 from host_cuda.gpus import down, emulated, gpus, up
 
-from mpidist.errors import DeadlineExceededError, UnavailableError
+from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.arrays import current_gpu
 from mpidist.transport.gpu import Background
@@ -126,7 +126,14 @@ def test_work_in_a_thread_is_on_the_device_that_was_current(gpus: cuda.Cuda) -> 
     assert work.wait() == 1
 
 
-def test_error_of_nccl_ends_the_communicators(gpus: cuda.Cuda, emulated: Emulated) -> None:
+@pytest.mark.parametrize(
+    ("call", "status", "kind"),
+    [("send of rank 2", 1, UnavailableError), ("an error of NCCL", 6, PeerFailedError), ("an abort", 0, RuntimeError)],
+)
+def test_error_of_nccl_ends_the_communicators(
+    gpus: cuda.Cuda, emulated: Emulated, monkeypatch: pytest.MonkeyPatch, call: str, status: int, kind: type[Exception]
+) -> None:
+    """Of a call, in work that was launched, and of another thread."""
     before = gpus.cupy.cuda.get_current_stream()
     its = GpusOfProcess([0, 1, 2], Patience())
     fold = FOLDS[1]
@@ -135,17 +142,42 @@ def test_error_of_nccl_ends_the_communicators(gpus: cuda.Cuda, emulated: Emulate
         parts = [[put(cuda.current(), index, np.ones(9))] for index in range(3)]
         its.add(fold, np.add, parts, [put(cuda.current(), 0, np.zeros(9))])
 
+    def abort_all(*_: Any) -> bool:
+        nccl_handles.abort_all(LookupError("in a test"))
+        return True  # as the GPUs are done then
+
     add()
-    emulated.wish("send of rank 2", 1)
-    with pytest.raises(UnavailableError, match="a sum over GPUs 0, 1, 2 of one process failed: NCCL_ERROR"):
-        add()
-    emulated.wish("send of rank 2", 0)
+    emulated.hold()
+    emulated.wish(call, status)
+    with monkeypatch.context() as patch:
+        if call == "an abort":
+            patch.setattr(gpus_of_process, "is_complete", abort_all)
+        with pytest.raises(kind, match=r"a sum over GPUs 0, 1, 2 of one process.*(failed: NCCL_ERROR|in a test)"):
+            add()
+    emulated.be_normal()
     assert gpus.cupy.cuda.runtime.getDevice() == 0
     assert gpus.cupy.cuda.get_current_stream() == before
     with pytest.raises(RuntimeError, match="cannot be used any more, because an earlier call failed"):
         add()
     nccl_handles.wait_for_endings()
     assert emulated.ended() == [("abort", 3)]
+
+
+def test_start_that_hangs_is_given_up_and_what_it_makes_later_is_aborted(
+    emulated: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus_of_process, "START_SECONDS", 0.3)
+    emulated.wish("ncclCommInitRank", HANGS)
+    with pytest.raises(
+        UnavailableError, match="could not be started on GPUs 0, 1 of one process: NCCL's start did not"
+    ):
+        GpusOfProcess([0, 1], Patience())
+    emulated.be_normal()
+    until = time.monotonic() + 20
+    while not emulated.ended() and time.monotonic() < until:
+        time.sleep(0.01)
+    nccl_handles.wait_for_endings()
+    assert emulated.ended() == [("abort", 2)]
 
 
 @pytest.mark.parametrize(("stall", "timeout"), [(0.0, 0.2), (0.1, 0.0), (0.1, 0.4)])

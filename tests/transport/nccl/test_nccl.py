@@ -77,6 +77,8 @@ def test_the_order_of_a_fold_is_kept_to_the_bit(communicator: NcclCommunicator) 
         buffer = up(rows_of_this_rank(tree, np.add, numbers)[0])
         communicator.all_reduce(buffer, Reduction("sum", fold=tree.world))
         assert bits(down(buffer)) == bits(in_tree_order(np.add, numbers)), tree
+        for reduction in (Reduction("sum", fold=tree.world), Reduction("sum", in_rank_order=True)):
+            assert communicator.native_dtype(buffer.dtype, reduction) is None, "of whose order NCCL says nothing"
 
 
 @pytest.mark.parametrize("op", UFUNCS)
