@@ -59,9 +59,7 @@ def new_event() -> Any:
 
 def record_event() -> Any:
     """Mark what the current stream holds now, by a new event."""
-    event = new_event()
-    event.record()
-    return event
+    return cuda.cupy().cuda.get_current_stream().record(new_event())
 
 
 @final

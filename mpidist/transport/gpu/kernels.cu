@@ -14,8 +14,6 @@ typedef unsigned long long u8;
 typedef float f4;
 typedef double f8;
 
-struct f2 { u2 bits; };                  // float16
-struct bf { u2 bits; };                  // bfloat16
 struct c8 { f4 re, im; };                // complex64
 struct c16 { f8 re, im; };               // complex128
 struct b16 { u8 low, high; };            // whatever has 16 bytes
@@ -24,43 +22,35 @@ struct b16 { u8 low, high; };            // whatever has 16 bytes
 
 constexpr u4 WARP = 32;
 
+INLINE u4 bits_of(f4 x) { return (u4)__float_as_int(x); }
+
+INLINE bool is_nan(f4 x) { return (bits_of(x) & 0x7fffffffu) > 0x7f800000u; }
+INLINE bool is_nan(f8 x) { return x != x; }
+
+INLINE bool is_finite(f4 x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
 // ---- Half precision, as NumPy and ml_dtypes round it: to nearest, ties to even. No number stays no number.
 
-INLINE u4 bits_of(f4 x) {
-    union { f4 number; u4 bits; } its;
-    its.number = x;
-    return its.bits;
-}
+struct f2 {  // float16
+    u2 bits;
+    f2() = default;
+    __device__ explicit f2(f4 x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    __device__ explicit operator f4() const {
+        f4 x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
 
-INLINE f4 float_of(u4 bits) {
-    union { f4 number; u4 bits; } its;
-    its.bits = bits;
-    return its.number;
-}
-
-INLINE f4 widened(bf x) { return float_of((u4)x.bits << 16); }
-
-INLINE bf to_bf(f4 x) {
-    const u4 bits = bits_of(x);
-    bf result;
-    if ((bits & 0x7fffffffu) > 0x7f800000u)
-        result.bits = (u2)((bits >> 16) | 0x0040u);
-    else
-        result.bits = (u2)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-    return result;
-}
-
-INLINE f4 widened(f2 x) {
-    f4 result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
-    return result;
-}
-
-INLINE f2 to_f2(f4 x) {
-    f2 result;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
-    return result;
-}
+struct bf {  // bfloat16
+    u2 bits;
+    bf() = default;
+    __device__ explicit bf(f4 x) {
+        const u4 its = bits_of(x);
+        bits = (u2)(is_nan(x) ? (its >> 16) | 0x0040u : (its + 0x7fffu + ((its >> 16) & 1u)) >> 16);
+    }
+    __device__ explicit operator f4() const { return __int_as_float((int)((u4)bits << 16)); }
+};
 
 // ---- Arithmetic that keeps subnormal numbers.
 
@@ -86,28 +76,6 @@ INLINE f8 minus(f8 a, f8 b) { return a - b; }
 INLINE f8 times(f8 a, f8 b) { return a * b; }
 INLINE f8 over(f8 a, f8 b) { return a / b; }
 INLINE bool is_less(f8 a, f8 b) { return a < b; }
-
-INLINE bool is_nan(f4 x) { return (bits_of(x) & 0x7fffffffu) > 0x7f800000u; }
-INLINE bool is_nan(f8 x) { return x != x; }
-
-INLINE bool is_finite(f4 x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
-
-// ---- One number to another dtype.
-
-template <class To> struct Cast {
-    template <class From> INLINE To of(From x) { return (To)x; }
-};
-template <> struct Cast<f2> {
-    INLINE f2 of(f4 x) { return to_f2(x); }
-};
-template <> struct Cast<bf> {
-    INLINE bf of(f4 x) { return to_bf(x); }
-};
-template <> struct Cast<f4> {
-    INLINE f4 of(f4 x) { return x; }
-    INLINE f4 of(f2 x) { return widened(x); }
-    INLINE f4 of(bf x) { return widened(x); }
-};
 
 // Whether a finite number has become an infinite float16.
 template <class From, class To> INLINE u4 overflows(From, To) { return 0; }
@@ -160,7 +128,7 @@ template <class From, class To, bool DIVIDES> struct Copy {
         if constexpr (DIVIDES) {
             return quotient(x, divisor);
         } else {
-            const To y = Cast<To>::of(x);
+            const To y = (To)x;
             overflow += overflows(x, y);
             return y;
         }
@@ -277,7 +245,7 @@ template <Op OP, int N, class T> INLINE void combine(
                 if (first + ahead >= number) break;
                 #pragma unroll
                 for (int its = 0; its < N; its++) {
-                    const Total next = Cast<Total>::of(held[ahead].at[its]);
+                    const Total next = (Total)held[ahead].at[its];
                     totals[its] = first + ahead ? joined<OP>(totals[its], next) : next;
                 }
             }
@@ -286,7 +254,7 @@ template <Op OP, int N, class T> INLINE void combine(
         #pragma unroll
         for (int its = 0; its < N; its++) {
             const Total total = divided(totals[its], divisor);
-            written.at[its] = Cast<T>::of(total);
+            written.at[its] = (T)total;
             overflow += overflows(total, written.at[its]);
         }
         if (is_out_aligned) {

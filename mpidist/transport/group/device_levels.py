@@ -11,9 +11,8 @@ from functools import cache, cached_property, partial
 from typing import Any, Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport import cuda
+from mpidist.transport import arrays, cuda
 from mpidist.transport.agreement import Agreement
-from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
 from mpidist.transport.cuda import INSTALL_CUPY
@@ -78,7 +77,7 @@ class DeviceLevels:
     def use(self) -> None:
         """Make the GPU of all calls the current device of this thread. Local."""
         if self._device is not None:
-            cuda.cupy().cuda.Device(self._device).use()
+            arrays.use_gpu(self._device)
 
     def private_stream(self, after: Any) -> AbstractContextManager[Any]:
         """Make a stream current that waits for an event alone: for work that must not wait for the caller's. Local."""
@@ -92,8 +91,8 @@ class DeviceLevels:
         A strategy that names no GPU has that of its first call. Each thread has its own current device: a thread that
         is started later begins with GPU 0.
         """
-        require_not_capturing(call)
-        current = int(cuda.cupy().cuda.runtime.getDevice())
+        arrays.require_not_capturing(call)
+        current = arrays.current_gpu()
         if self._device is None:
             self._device = current
         if current != self._device:
@@ -278,8 +277,7 @@ class DeviceLevels:
         if len(ranks) == 1:
             self._wait_for_all(_NCCL.format(name), None)
             return SoloCommunicator(name, device=True)
-        device = int(cuda.cupy().cuda.runtime.getDevice())
-        init = nccl_handles.start_init(len(ranks), offers[ranks[0]][1], {place: device})
+        init = nccl_handles.start_init(len(ranks), offers[ranks[0]][1], {place: arrays.current_gpu()})
         try:
             self._wait_for_all(_NCCL.format(name), init)
         except BaseException:

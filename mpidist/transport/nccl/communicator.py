@@ -64,8 +64,7 @@ class NcclCommunicator(Communicator):
         self._byte = self._codes["u1"]
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        super().set_wait_hook(check_peers)
-        self._queue.set_wait_hook(check_peers)
+        self._queue.check_peers = check_peers
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._queue.buffer("pack", count * dtype.itemsize).view(dtype)

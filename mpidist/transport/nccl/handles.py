@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, Final, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
-from mpidist.transport import cuda
+from mpidist.transport import arrays, cuda
 from mpidist.transport.gpu import Background
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
@@ -177,7 +177,7 @@ def group_of_calls() -> Iterator[None]:
 
 
 def _abort(handles: list[Handle]) -> None:
-    cuda.cupy().cuda.Device(handles[0].device).use()
+    arrays.use_gpu(handles[0].device)
     with group_of_calls():
         for handle in handles:
             handle.comm.abort()
@@ -186,7 +186,7 @@ def _abort(handles: list[Handle]) -> None:
 def _destroy(handles: list[Handle]) -> None:
     with group_of_calls():  # GPUs of one process wait for each other
         for handle in handles:
-            cuda.cupy().cuda.Device(handle.device).use()
+            arrays.use_gpu(handle.device)
             handle.comm.destroy()
 
 

@@ -48,7 +48,9 @@ _CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors
 class DeviceQueue:
     """The launches of one rank and group on one GPU. For one thread: the thread that calls the strategy.
 
-    `stream` is NCCL's.
+    Attributes:
+        stream: NCCL's.
+        check_peers: Called while the host waits. Raises where there is no sense in waiting on.
     """
 
     def __init__(self) -> None:
@@ -62,11 +64,7 @@ class DeviceQueue:
         self._held: list[Any] | None = None  # what must live as long as the launch that the host is in the middle of
         self._next_check = 0.0
         self._failure: BaseException | None = None
-        self._check_peers: Callable[[], None] = lambda: None
-
-    def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        """Call `check_peers` while the host waits: `check_peers` raises where there is no sense in waiting on."""
-        self._check_peers = check_peers
+        self.check_peers: Callable[[], None] = lambda: None
 
     def add(self, handle: Handle, name: str) -> None:
         """Let a communicator launch here. `name`: which rank of which communicator, for errors."""
@@ -203,7 +201,7 @@ class DeviceQueue:
         """
 
         def look() -> None:
-            self._check_peers()
+            self.check_peers()
             meanwhile()
 
         try:
@@ -234,7 +232,7 @@ class DeviceQueue:
 
         def look() -> None:
             self._check(what)
-            self._check_peers()
+            self.check_peers()
 
         Background(_CONNECTS, group).wait(look)
 
