@@ -90,8 +90,8 @@ def _tree_of(item: Any, what: str, arrays: list[Array], handle_of: Callable[[Any
     if handle is not None:
         return {"handle": handle}
     raise TypeError(
-        f"{what} has an item of type {type(item).__name__}, and needs arrays, numbers, texts, and lists, tuples and "
-        "dicts of them"
+        f"{what} has an item of type {type(item).__name__}, and needs arrays of NumPy, numbers, texts, and lists, "
+        "tuples and dicts of them"
     )
 
 
