@@ -27,7 +27,6 @@ from mpidist.transport.node_memory import ResultBlock, SharedArena
 __all__ = ["LentArrays", "RecycledResults", "ResultMemory", "most_result_bytes", "node_bytes"]
 
 _LEAST_LIST_BYTES: Final = 128 << 10  # what a program lets go in fewer bytes, the C library keeps by itself
-_LEAST_SHARED_BYTES: Final = 192 << 10  # fewer bytes are copied sooner than ranks tell each other where results lie
 _LEAST_ARRAY_BYTES: Final = 16 << 10  # a program may keep a small result of each step, such as a loss
 _ALIGNMENT: Final = 64  # bytes; JAX takes no other memory without a copy
 _MAX_LISTS: Final = 4  # of equal calls; a program that keeps more than three results keeps all of them
@@ -228,10 +227,9 @@ class RecycledResults:
         dtypes: Sequence[np.dtype[Any]],
         arena: SharedArena | None,
     ) -> None:
-        self._memory, self._shapes, self._dtypes = memory, shapes, dtypes
+        self._memory, self._shapes, self._dtypes, self._arena = memory, shapes, dtypes, arena
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         is_large = sum(sizes) >= _LEAST_LIST_BYTES
-        self._arena = arena if sum(sizes) >= _LEAST_SHARED_BYTES else None
         self._large = [at for at, size in enumerate(sizes) if is_large and size >= _LEAST_ARRAY_BYTES]
         self._small = [at for at in range(len(sizes)) if at not in set(self._large)]
         self._is_repeated = False

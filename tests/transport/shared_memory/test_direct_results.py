@@ -80,7 +80,7 @@ def test_the_sums_have_the_same_bits_as_ever(
                 results = results if len(mine) > 1 else [results]
                 divisor = comm.size if op == "MEAN" else 1
                 assert have_equal_bits(results, expected(comm.size, lengths, dtype, divisor, seed)), (dtype, seed)
-                is_large = sum(lengths) * np.dtype(dtype).itemsize >= 192 << 10
+                is_large = sum(lengths) * np.dtype(dtype).itemsize >= 128 << 10
                 assert is_shared(results[0]) == (seed > 0 and is_large)
 
 
