@@ -8,7 +8,7 @@ that makes the call for the first time, or another call, waits in the same barri
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -23,24 +23,9 @@ _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly rep
 _MAX_ARRAYS: Final = 256  # symmetric ones
 _OP_TYPES: Final = {str, ReduceOp}
 
-
-@final
-class CallKey(NamedTuple):
-    """What equal calls have in common.
-
-    Attributes:
-        name: The name of the call.
-        reduce_op: The reduction, as the user wrote it.
-        shape: The shape of the array.
-        dtype: The dtype of the array.
-        has_out: Whether an array of the caller's takes the result.
-    """
-
-    name: str
-    reduce_op: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    has_out: bool
+# What equal calls have in common: the name of the call, the reduction as the user wrote it, the shape and the dtype of
+# the array, and whether an array of the caller's takes the result. It has no names, as it is made in each call.
+CallKey: TypeAlias = tuple[str, Any, tuple[int, ...], np.dtype[Any], bool]
 
 
 def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any) -> CallKey | None:
@@ -64,7 +49,7 @@ def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: A
         return None
     if out is not None and not (flags.writeable if out is value else _takes_result(out, value)):
         return None
-    return CallKey(name, reduce_op, value.shape, value.dtype, out is not None)
+    return name, reduce_op, value.shape, value.dtype, out is not None
 
 
 def _takes_result(out: Any, value: np.ndarray[Any, Any]) -> bool:
@@ -186,7 +171,7 @@ class RepeatedCalls:
         """Return what carries out calls like one; `None` if they have to be checked each time."""
         execution = call.plan.execution
         is_plain = call.plan.local_sums is None and call.options.compression is Compression.NONE
-        if not (isinstance(execution, FusedExecution) and is_plain and key.dtype.isnative):
+        if not (isinstance(execution, FusedExecution) and is_plain and call.operands.arrays[0].dtype.isnative):
             return None
         one_array = execution.of_one_array()
         return None if one_array is None else _CachedCall(_call_like(call), execution, one_array)

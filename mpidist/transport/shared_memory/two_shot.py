@@ -97,6 +97,11 @@ class TwoShot:
             self._views, self._stages_own = [self._slots.next_views(self.arrays.dtype)], False
             compiled.begin(is_direct)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code does all, if the arrays are contiguous."""
+        return self._compiled is not None
+
     def set_results_schedule(self, schedule: Schedule) -> None:
         """Set the schedule of results whose pieces differ from those of the sources."""
         self._results_chunks = schedule.chunks
