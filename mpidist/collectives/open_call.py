@@ -58,7 +58,9 @@ def open_all_reduce(
             leaves = [value]
         else:
             leaves, structure, mirrored, others = flatten_contributions(op, value, group, replicas)
-        if out is not None:
+        if out is not None and out is value and replicas.tree is None and not mirrored:
+            outs = list(leaves)
+        elif out is not None:
             nests = out.nests if isinstance(out, Contributions) else [out]
             outs, *other_outs = [flatten_out(structure, bool(mirrored), one) for one in nests]
     except Exception as problem:  # of any kind: the other ranks must learn of it

@@ -299,6 +299,42 @@ def test_a_call_that_others_make_with_symmetric_ones_keeps_no_private_array(
     assert seen() is None
 
 
+@pytest.mark.parametrize("length", [100, 20_000])
+def test_lists_of_one_plan_in_turn(strategy: Strategy, comm: Intracomm, length: int) -> None:
+    """Into new arrays, themselves, others, of other layouts, started, and refused in between: nothing is kept."""
+    gone: list[weakref.ref[Any]] = []
+
+    def started(values: list[Any]) -> list[list[Any]]:
+        pending = [mpidist.get_replica_context().start_all_reduce("SUM", values) for _ in range(2)]
+        return [[result[0] for result in its.wait()] for its in pending]
+
+    def call(number: int) -> None:
+        values = [np.full(length, number * (comm.rank + 1) + at, np.float32) for at in range(6)]
+        want = [number * total(comm) + at * comm.size for at in range(6)]
+        gone.extend(map(weakref.ref, values))
+        wide = [np.repeat(value, 2)[::2] for value in values]
+        others, apart = np.empty((6, length), np.float32), np.empty((length, 6), np.float32).T
+        for given, outs in (
+            (values, None),
+            (wide, None),
+            (values, list(others)),
+            (wide, list(apart)),
+            (values, None),
+            (values, values),
+        ):
+            results = all_reduce(strategy, "SUM", given, out=outs)
+            assert [result.tolist() for result in results] == [[each] * length for each in want]
+        assert strategy.run(started, args=(wide,)) == [want] * 2
+        if comm.size > 1:
+            with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "op"):
+                all_reduce(strategy, "SUM" if comm.rank else "MAX", values)
+
+    for number in range(1, 4):
+        call(number)
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+
+
 def test_a_refusal_that_is_caught_keeps_nothing(strategy: Strategy, comm: Intracomm) -> None:
     """Its traceback has the frames of the program, and all that their variables hold."""
 

@@ -87,6 +87,8 @@ class FusedExecution(Execution):
         self._known = KnownPlaces(shared, self._is_compiled)
         self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
+        # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.
+        self._idle: list[TwoShot | None] = [None] * len(lists)
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         # A single small array is copied faster, with one barrier, than it is added in place with two barriers.
         self._ignores_places = self._small is not None and len(specs) == 1
@@ -104,15 +106,14 @@ class FusedExecution(Execution):
             places = self._known.find(call.operands.arrays, call.outs, checked)
             call.variant = places.digest
         if self._agreement_is_barrier and self._lists and places.sources is None and not self._writes_outs(places):
-            arrays, first = call.operands.arrays, self._lists[0]
+            arrays = call.operands.arrays
             if self._small is not None:
                 staged = self._small.stage(arrays)
             else:
-                staged = self._two_shot(
-                    first, FusedArrays(first.wire, _flat(arrays, first), result_dtype=first.result_dtype)
-                )
+                staged = self._take(0, arrays)
                 if new:
-                    staged.arrays.results, staged.arrays.place = _flat_results(new[0].arrays, first), new[0].place
+                    staged.arrays.results = _flat_results(new[0].arrays, self._lists[0])
+                    staged.arrays.place = new[0].place
                 staged.begin()
         call.state = places, staged, new
 
@@ -125,6 +126,7 @@ class FusedExecution(Execution):
             for transfer, is_staged in transfers:
                 complete(transfer.steps(is_staged), self._reducer.check_peers)
         self._set_new(results, new, transfers)
+        self._put_back(transfers)
         return results
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
@@ -135,6 +137,7 @@ class FusedExecution(Execution):
         for transfer, is_staged in transfers:
             yield from transfer.steps(is_staged)
         self._set_new(results, new, transfers)
+        self._put_back(transfers)
         return results
 
     def of_one_array(self) -> OneArray | None:
@@ -204,7 +207,7 @@ class FusedExecution(Execution):
             else:
                 begun = None if at else staged
                 are_copies = arrays is not call.operands.arrays  # some of them: results would overwrite the values
-                transfers.append((self._private_transfer(fused, begun, arrays, are_copies, into), begun is not None))
+                transfers.append((self._private_transfer(at, begun, arrays, are_copies, into), begun is not None))
         return _Transfers(results, new, transfers)
 
     def _set_new(
@@ -244,14 +247,30 @@ class FusedExecution(Execution):
             small.add(staged, results, call.outs is None)
         return results
 
-    def _private_transfer(
-        self, fused: FusedList, begun: TwoShot | None, arrays: Sequence[Any], are_copies: bool, into: LentArrays
-    ) -> TwoShot:
-        transfer = begun
+    def _take(self, at: int, arrays: Sequence[Any]) -> TwoShot:
+        """Return the transfer of a list of private arrays: that of an earlier call, if no other call uses it."""
+        fused = self._lists[at]
+        sources = _flat(arrays, fused)
+        transfer, self._idle[at] = self._idle[at], None
         if transfer is None:
-            transfer = self._two_shot(
-                fused, FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
-            )
+            return self._two_shot(fused, FusedArrays(fused.wire, sources, result_dtype=fused.result_dtype))
+        self._reducer.count(fused.nbytes)
+        transfer.arrays.sources, transfer.arrays.results, transfer.arrays.place = sources, (), 0
+        return transfer
+
+    def _put_back(self, transfers: Sequence[tuple[TwoShot | InPlace, bool]]) -> None:
+        """Keep the transfers of private arrays for later calls, without the arrays."""
+        for at, (transfer, _) in enumerate(transfers):
+            if isinstance(transfer, TwoShot) and transfer.arrays.peers is None and transfer.arrays.shared is None:
+                transfer.forget()
+                self._idle[at] = transfer
+
+    def _private_transfer(
+        self, at: int, begun: TwoShot | None, arrays: Sequence[Any], are_copies: bool, into: LentArrays
+    ) -> TwoShot:
+        fused, transfer = self._lists[at], begun
+        if transfer is None:
+            transfer = self._take(at, arrays)
             transfer.arrays.place = into.place
         elif are_copies:
             transfer.arrays.sources = _flat(arrays, fused)
@@ -261,6 +280,8 @@ class FusedExecution(Execution):
             transfer.arrays.results = _flat_results(into.arrays, fused)
         if len(into.arrays) != len(fused.indices):
             transfer.set_results_schedule(self._reducer.schedule((fused.count,), fused.wire.itemsize))
+        else:
+            transfer.set_results_schedule(fused.schedule)
         return transfer
 
     def _shared_transfer(self, at: int, arrays: Sequence[Any], into: LentArrays | None, places: Places) -> TwoShot:
