@@ -85,6 +85,12 @@ class Emulated:
         """Return how communicators were ended: `("abort", 2)` for two together."""
         return self.calls("abort", "destroy")
 
+    def wait_for_end(self) -> None:
+        """Wait until a communicator was ended, for a while."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while not self.ended() and time.monotonic() < until:
+            time.sleep(0.01)
+
     def count(self, what: str) -> int:
         """Count the "streams", "events", "kernels" that were run, or "launches of NCCL under way"."""
         return int(_library().host_cuda_count(what.encode()))

@@ -173,9 +173,7 @@ def test_start_that_hangs_is_given_up_and_what_it_makes_later_is_aborted(
     ):
         GpusOfProcess([0, 1], Patience())
     emulated.be_normal()
-    until = time.monotonic() + 20
-    while not emulated.ended() and time.monotonic() < until:
-        time.sleep(0.01)
+    emulated.wait_for_end()
     nccl_handles.wait_for_endings()
     assert emulated.ended() == [("abort", 2)]
 

@@ -213,8 +213,6 @@ def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(emulated: Em
         while not making.outcome()[0]:
             time.sleep(0.01)
         making.cancel()
-    until = time.monotonic() + 5
-    while not emulated.ended() and time.monotonic() < until:
-        time.sleep(0.01)
+    emulated.wait_for_end()
     nccl_handles.wait_for_endings()
     assert emulated.ended() == [("abort", 1)]
