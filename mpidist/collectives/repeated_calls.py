@@ -15,7 +15,7 @@ import numpy as np
 from mpidist.collectives.arguments import Operands
 from mpidist.collectives.plans import FusedExecution, OneArray, ReductionCall
 from mpidist.options import Compression, ReduceOp
-from mpidist.transport import Levels, SyncGroup, name_digest
+from mpidist.transport import Levels, Progress, SyncGroup, name_digest
 
 __all__ = ["CallKey", "RepeatedCalls", "key_of_one_array"]
 
@@ -135,24 +135,48 @@ class RepeatedCalls:
         group.enter(call.name)
         if group.calls:
             group.calls.finish()
-        begun = None
         try:
-            begun, call.variant = one_array.begin(array, out), variant
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
-            call = _call_like(call)
-            call.error = problem
-        agreement = group.agreement
-        try:
-            agreement.arrive(call)
-            has_same_places = agreement.conclude(call)
-            result = one_array.finish(begun, out) if has_same_places else _finish_unlike(cached, array, out)
-            agreement.end()
-            return result
+            return self._reduce(cached, one_array, variant, array, out)
         except BaseException as error:
             self._cached.clear()  # also drops the reference to the array
             self._symmetric.clear()
             group.break_off(error)
             raise
+
+    def _reduce(
+        self,
+        cached: _CachedCall,
+        one_array: OneArray,
+        variant: int,
+        array: np.ndarray[Any, Any],
+        out: np.ndarray[Any, Any] | None,
+    ) -> np.ndarray[Any, Any]:
+        """Reduce an array: in compiled code, as far as there is such code and no rank waits long. Collective."""
+        call, agreement = cached.call, self._group.agreement
+        call.variant, progress, begun = variant, Progress.NOT_JOINED, None
+        try:
+            result, place = one_array.lend() if out is None else (out, 0)
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            call, result, place = _call_with(call, problem), array, 0
+        if one_array.run is not None and call.error is None:
+            progress = agreement.join_at_once(call, one_array.run, array, result, place)
+            if progress == Progress.DONE:
+                one_array.count(out is None)
+                return result
+        if progress == Progress.NOT_JOINED:
+            try:
+                begun = one_array.begin(array, result, place)
+            except Exception as problem:
+                call = _call_with(call, problem)
+            agreement.arrive(call)
+        else:
+            begun = one_array.resume(array, result, place, progress == Progress.AGREED)
+        if progress == Progress.AGREED or agreement.conclude(call):
+            one_array.finish(begun, result, out is None)
+        else:
+            result = _finish_unlike(cached, array, out)
+        agreement.end()
+        return result
 
     def add(self, key: CallKey, call: ReductionCall) -> None:
         """Add a call that was carried out to the cache. Local."""
@@ -173,7 +197,7 @@ class RepeatedCalls:
         is_plain = call.plan.local_sums is None and call.options.compression is Compression.NONE
         if not (isinstance(execution, FusedExecution) and is_plain and call.operands.arrays[0].dtype.isnative):
             return None
-        one_array = execution.of_one_array()
+        one_array = execution.of_one_array(self._group.agreement.flight)
         return None if one_array is None else _CachedCall(_call_like(call), execution, one_array)
 
     def _add_symmetric(self, key: CallKey, call: ReductionCall) -> None:
@@ -195,6 +219,13 @@ def _call_like(call: ReductionCall) -> ReductionCall:
     like = ReductionCall(call.name, call.op, call.options, (), call.structure, call.mirrored)
     like.plan, like.details = call.plan, call.plan.details
     like.fingerprint = call.plan.fingerprint ^ name_digest(call.name)
+    return like
+
+
+def _call_with(call: ReductionCall, error: Exception) -> ReductionCall:
+    """Return the same call, with what is wrong on this rank."""
+    like = _call_like(call)
+    like.error = error
     return like
 
 

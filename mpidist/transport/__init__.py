@@ -4,7 +4,15 @@ Nothing here depends on strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda
-from mpidist.transport.agreement import Call, CallRecord, StopNotice, fingerprint_of, mismatch_error, name_digest
+from mpidist.transport.agreement import (
+    Call,
+    CallRecord,
+    Progress,
+    StopNotice,
+    fingerprint_of,
+    mismatch_error,
+    name_digest,
+)
 from mpidist.transport.array_libraries import copied, library_of, writable_like
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
@@ -111,6 +119,7 @@ __all__ = [
     "Pending",
     "OneShot",
     "Place",
+    "Progress",
     "Placement",
     "Reduction",
     "ReplicaTree",

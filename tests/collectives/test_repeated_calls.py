@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from support.everywhere import raises_everywhere
 from support.reductions import LARGE, all_reduce
 
 import mpidist
+from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.collectives.plans import OneArray
 from mpidist.collectives.repeated_calls import RepeatedCalls
@@ -352,23 +354,26 @@ def test_a_refusal_that_is_caught_keeps_nothing(strategy: Strategy, comm: Intrac
 
 @several
 @pytest.mark.parametrize("shape", [(5,), (1 << 18,)])
+@pytest.mark.parametrize("method", ["lend", "begin"])
 def test_what_fails_on_one_rank_as_it_begins_a_repeated_call_is_the_error_of_all(
-    strategy: Strategy, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], method: str
 ) -> None:
     """Before data moves, so that the next call goes well."""
 
     def no_memory(*_: Any) -> Any:
         raise MemoryError("Unable to allocate 9 TiB")
 
-    for _ in range(3):
-        assert (all_reduce(strategy, "SUM", np.ones(shape)) == comm.size).all()
-    for kind in OneArray.__subclasses__() if comm.rank == 0 else ():
-        monkeypatch.setattr(kind, "begin", no_memory)
-    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "rank 0: MemoryError: Unable to allocate 9 TiB"):
-        all_reduce(strategy, "SUM", np.ones(shape))
-    monkeypatch.undo()
-    for step in range(3):
-        assert (all_reduce(strategy, "SUM", np.full(shape, step)) == step * comm.size).all()
+    options = CommunicationOptions(timeout_seconds=60)  # the ranks meet twice then, so no call is compiled as a whole
+    with Strategy(comm=comm, communication_options=options if method == "begin" else None) as strategy:
+        for _ in range(3):
+            assert (all_reduce(strategy, "SUM", np.ones(shape)) == comm.size).all()
+        for kind in OneArray.__subclasses__() if comm.rank == 0 else ():
+            monkeypatch.setattr(kind, method, no_memory)
+        with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "rank 0: MemoryError: Unable to allocate 9"):
+            all_reduce(strategy, "SUM", np.ones(shape))
+        monkeypatch.undo()
+        for step in range(3):
+            assert (all_reduce(strategy, "SUM", np.full(shape, step)) == step * comm.size).all()
 
 
 @several
@@ -447,7 +452,9 @@ def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> Non
 
     def step() -> list[str]:
         context, value, least = mpidist.get_replica_context(), np.ones(5), [str(count) for count in range(1000)]
-        for _ in range(50):
+        for turn in range(50):
+            if turn % strategy.topology.size == strategy.topology.rank:
+                time.sleep(0.002)  # the other ranks are there already, so this one need not wait
             calls.clear()
             sys.setprofile(note)
             try:
@@ -457,6 +464,5 @@ def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> Non
             least = min(least, sorted(calls), key=len)
         return least
 
-    of_barrier = 0 if native is not None else 10
     names = strategy.run(step)
-    assert len(names) <= 22 + of_barrier, names
+    assert len(names) <= (16 if native is not None else 32), names

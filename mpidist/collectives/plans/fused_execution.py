@@ -140,14 +140,19 @@ class FusedExecution(Execution):
         self._put_back(transfers)
         return results
 
-    def of_one_array(self) -> OneArray | None:
-        """Return what reduces one private array again and again; `None` where these calls need more than that."""
+    def of_one_array(self, flight: Any) -> OneArray | None:
+        """Return what reduces one private array again and again; `None` where these calls need more than that.
+
+        Args:
+            flight: `Agreement.flight`.
+        """
         if not (self._is_one_array and self._agreement_is_barrier and self._wants_results):
             return None
         fused, spec = self._lists[0], self._specs[0]
         if self._small is not None:
-            return SmallArray(self._made[0].recycled, spec, fused, self._reducer, self._small.one_shots[0])
-        return LargeArray(self._made[0].recycled, fused, self._reducer)
+            one_shot = self._small.one_shots[0]
+            return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
+        return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
     def of_symmetric_array(self, call: ReductionCall) -> OneArray | None:
         """Return what reduces the one array of a call again, in place; `None` where it is not, or is no symmetric one.

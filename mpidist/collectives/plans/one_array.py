@@ -9,7 +9,15 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport import FusedArrays, FusedReducer, InPlace, LentArrays, OneShot, RecycledResults, complete
+from mpidist.transport import (
+    FusedArrays,
+    FusedReducer,
+    InPlace,
+    OneShot,
+    RecycledResults,
+    TwoShot,
+    complete,
+)
 
 __all__ = ["LargeArray", "OneArray", "SmallArray", "SymmetricArray"]
 
@@ -17,28 +25,66 @@ Array = np.ndarray[Any, Any]
 
 
 class OneArray(ABC):
-    """Reduces arrays of one shape and dtype. A call is `begin`, a barrier of the node, and `finish`."""
+    """Reduces arrays of one shape and dtype.
+
+    A call is `begin`, a barrier of the node, and `finish`. Where compiled code can carry out all of a call, the call is
+    `run`, and `count`; what `run` leaves is done by `resume` and `finish`.
+
+    Attributes:
+        run: Carries out a call as far as no rank has to wait long: `native.WholeCall.run`. `None` if there is no such
+            code.
+    """
+
+    run: Any = None
+
+    def lend(self) -> tuple[Array, int]:
+        """Return a new array for a result, and its `LentArrays.place`. Local."""
+        raise NotImplementedError(f"{type(self).__name__} has no new results")
 
     @abstractmethod
-    def begin(self, array: Array, out: Array | None) -> Any:
+    def begin(self, array: Array, result: Array, place: int) -> Any:
         """Stage a contiguous array. Local.
 
         Args:
             array: The array.
-            out: A contiguous array for the result; `None` for a new one.
+            result: A contiguous array for the result.
+            place: What `lend` returned with the result; 0 for an array of the caller.
 
         Returns:
             The argument of `finish`.
         """
 
     @abstractmethod
-    def finish(self, begun: Any, out: Array | None) -> Array:
+    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
         """Reduce. Collective.
 
         Args:
-            begun: What `begin` returned.
-            out: The same array as in `begin`.
+            begun: What `begin` or `resume` returned.
+            result: The same array as in `begin`.
+            is_new: Whether `lend` returned the array.
         """
+
+    def resume(self, array: Array, result: Array, place: int, have_agreed: bool) -> Any:
+        """Take over from `run`, which has begun a call. Local.
+
+        Args:
+            array: As in `begin`.
+            result: As in `begin`.
+            place: As in `begin`.
+            have_agreed: Whether `run` has found that all ranks make the call.
+
+        Returns:
+            The argument of `finish`.
+        """
+        raise NotImplementedError(f"no compiled code begins the calls of {type(self).__name__}")
+
+    def count(self, is_new: bool) -> None:
+        """Count a call that `run` has carried out. Local.
+
+        Args:
+            is_new: As in `finish`.
+        """
+        raise NotImplementedError(f"no compiled code carries out the calls of {type(self).__name__}")
 
     def forget(self) -> None:  # noqa: B027  one subclass refers to no array
         """Drop the reference to an array that was staged, if `finish` is not called. Local."""
@@ -54,26 +100,39 @@ class SmallArray(OneArray):
         fused: The list that has this array alone.
         reducer: The transport.
         one_shot: The transport's reduction of such lists.
+        flight: `Agreement.flight`.
     """
 
     def __init__(
-        self, memory: RecycledResults, spec: Spec, fused: FusedList, reducer: FusedReducer, one_shot: OneShot
+        self,
+        memory: RecycledResults,
+        spec: Spec,
+        fused: FusedList,
+        reducer: FusedReducer,
+        one_shot: OneShot,
+        flight: Array | None,
     ) -> None:
         self._memory = memory if memory.is_kept else None
         self._shape, self._dtype, self._nbytes = spec.shape, fused.wire, fused.nbytes
         self._reduction, self._divide_by = fused.reduction, fused.divide_by
-        self._count, self._one_shot = reducer.count, one_shot
+        self._reducer, self._one_shot = reducer, one_shot
+        self.run = _run_of(spec, fused, reducer, None, flight)
 
-    def begin(self, array: Array, out: Array | None) -> Any:
+    def lend(self) -> tuple[Array, int]:
+        return np.empty(self._shape, self._dtype) if self._memory is None else self._memory.take()[0], 0
+
+    def begin(self, array: Array, result: Array, place: int) -> Any:
         return self._one_shot.stage((array,))
 
-    def finish(self, begun: Any, out: Array | None) -> Array:
-        result = out
-        if result is None:
-            result = np.empty(self._shape, self._dtype) if self._memory is None else self._memory.take()[0]
-        self._count(self._nbytes)
+    def resume(self, array: Array, result: Array, place: int, have_agreed: bool) -> Any:
+        return self._one_shot.staged
+
+    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
         self._one_shot.add(begun, self._reduction, self._divide_by, result.reshape(-1))
-        return result
+        self.count(is_new)
+
+    def count(self, is_new: bool) -> None:
+        self._reducer.count(self._nbytes)
 
 
 @final
@@ -82,37 +141,57 @@ class LargeArray(OneArray):
 
     Args:
         memory: Memory for new results.
+        spec: The array.
         fused: The list that has this array alone.
         reducer: The transport.
+        flight: `Agreement.flight`.
     """
 
-    def __init__(self, memory: RecycledResults, fused: FusedList, reducer: FusedReducer) -> None:
+    def __init__(
+        self, memory: RecycledResults, spec: Spec, fused: FusedList, reducer: FusedReducer, flight: Array | None
+    ) -> None:
         self._memory, self._nbytes, self._reducer = memory, fused.nbytes, reducer
+        self._shape, self._dtype = spec.shape, fused.wire
         self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
+        self.run = _run_of(spec, fused, reducer, self._two_shot, flight)
 
-    def begin(self, array: Array, out: Array | None) -> Any:
-        lent = self._memory.lend() if out is None else LentArrays([out])
-        self._arrays.sources, self._arrays.results, self._arrays.place = (array,), tuple(lent.arrays), lent.place
+    def lend(self) -> tuple[Array, int]:
+        if not self._memory.is_kept:
+            return np.empty(self._shape, self._dtype), 0
+        lent = self._memory.lend()
+        return lent.arrays[0], lent.place
+
+    def begin(self, array: Array, result: Array, place: int) -> Any:
+        self._set(array, result, place)
         self._two_shot.begin()
-        return lent.arrays[0]
+        return self._two_shot.steps(has_passed_barrier=True)
 
-    def finish(self, begun: Any, out: Array | None) -> Array:
-        self._reducer.count(self._nbytes)
-        steps, check_peers = self._two_shot.steps(has_passed_barrier=True), self._reducer.check_peers
-        if self._two_shot.is_compiled:  # NumPy raises no errors of numbers, as it computes nothing
-            complete(steps, check_peers)
+    def resume(self, array: Array, result: Array, place: int, have_agreed: bool) -> Any:
+        self._set(array, result, place)
+        return self._two_shot.resume(have_agreed)
+
+    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
+        if self._two_shot.compiled is not None:  # NumPy raises no errors of numbers, as it computes nothing
+            complete(begun, self._reducer.check_peers)
         else:
             with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-                complete(steps, check_peers)
+                complete(begun, self._reducer.check_peers)
         self._two_shot.forget()
-        if out is None:
+        self._reducer.count(self._nbytes)
+        if is_new:
             self._memory.note_use(self._two_shot.was_restaged)
-        result: Array = begun
-        return result
+
+    def count(self, is_new: bool) -> None:
+        self._reducer.count(self._nbytes)
+        if is_new and self._memory.is_kept:
+            self._memory.note_use(was_in_vain=False)
 
     def forget(self) -> None:
         self._two_shot.forget()
+
+    def _set(self, array: Array, result: Array, place: int) -> None:
+        self._arrays.sources, self._arrays.results, self._arrays.place = (array,), (result,), place
 
 
 @final
@@ -128,12 +207,17 @@ class SymmetricArray(OneArray):
     def __init__(self, fused: FusedList, reducer: FusedReducer, in_place: InPlace) -> None:
         self._nbytes, self._reducer, self._in_place = fused.nbytes, reducer, in_place
 
-    def begin(self, array: Array, out: Array | None) -> Any:
-        return array
+    def begin(self, array: Array, result: Array, place: int) -> Any:
+        return None
 
-    def finish(self, begun: Any, out: Array | None) -> Array:
+    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
         self._reducer.count(self._nbytes)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(self._in_place.steps(has_passed_barrier=True), self._reducer.check_peers)
-        result: Array = begun
-        return result
+
+
+def _run_of(spec: Spec, fused: FusedList, reducer: FusedReducer, two_shot: TwoShot | None, flight: Array | None) -> Any:
+    if flight is None or spec.dtype != fused.wire:  # compiled code converts no numbers
+        return None
+    whole = reducer.whole_call(fused.reduction, fused.wire, fused.divide_by, two_shot, flight)
+    return None if whole is None else whole.run

@@ -13,9 +13,9 @@ from mpidist.transport import FusedReducer, OneShot
 
 __all__ = ["SmallLists"]
 
-# Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: of one array, new results then lie in
-# shared memory, and a list is copied to and from its arrays at once.
-_COMPILED_ARRAY_BYTES: Final = 96 << 10
+# Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: of one array, all of a call is
+# compiled, and a list is copied to and from its arrays at once.
+_COMPILED_ARRAY_BYTES: Final = 8 << 10
 _COMPILED_LIST_BYTES: Final = 32 << 10
 _ALIGNMENT: Final = 64  # bytes: of lists in a slot
 

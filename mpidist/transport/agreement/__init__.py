@@ -1,6 +1,6 @@
 """Do all ranks make the same call? Asked before data moves."""
 
-from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
+from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, Progress, SoloAgreement
 from mpidist.transport.agreement.comparison_rounds import NodeRounds
 from mpidist.transport.agreement.fingerprint import fingerprint_of, name_digest
 from mpidist.transport.agreement.mismatch_report import mismatch_error
@@ -15,6 +15,7 @@ __all__ = [
     "END",
     "MpiAgreement",
     "NodeRounds",
+    "Progress",
     "SoloAgreement",
     "StopNotice",
     "fingerprint_of",

@@ -13,14 +13,25 @@ from typing import Any, Final, final
 
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.stop_notice import StopNotice
+from mpidist.transport.communicator import Array
 from mpidist.transport.failures import FlightRecorder
 
-__all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "SoloAgreement"]
+__all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "Progress", "SoloAgreement"]
 
 # The last calls of a rank in its group: the rank closes the group, or its program ends.
 CLOSE: Final = "close()"
 END: Final = "end of program"
 _MAX_FINGERPRINTS: Final = 1024  # remembered
+
+
+@final
+class Progress:
+    """How far `Agreement.join_at_once` has carried a call out."""
+
+    NOT_JOINED: Final = -1  # the whole call is left
+    JOINED: Final = 0  # `conclude` is left, the data and `end`
+    AGREED: Final = 1  # the data and `end` are left
+    DONE: Final = 2
 
 
 class CallRecord(ABC):
@@ -94,11 +105,13 @@ class Agreement(ABC):
         ranks: The ranks of the group, as they are numbered in the whole job.
         run: The number of the last `Strategy.run` of a chosen number of replicas, which ranks compare; 0 for none.
         notice: Before which step all ranks stop together. Compared calls carry it to the other ranks.
+        flight: The memory of this rank's flight recorder, if all calls are recorded; else `None`.
         compares_all_calls: Whether the ranks compare every call. If not, they compare calls that have a deadline or a
             `variant`, and the last call.
     """
 
     compares_all_calls = True
+    flight: Array | None = None
 
     def __init__(self, end: Callable[[], None], check_peers: Callable[[], None], ranks: frozenset[int]) -> None:
         self.sequence = self.run = 0
@@ -144,6 +157,20 @@ class Agreement(ABC):
         """
         self.arrive(record)
         return self.conclude(record)
+
+    def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
+        """Join the round of a call in compiled code, which carries the whole call out if no rank has to wait long.
+
+        Args:
+            record: The call.
+            run: Does so, and returns the progress. Takes `given`, the numbers of the call and of its text in the flight
+                recorder, its fingerprint and its variant.
+            given: The arguments of the call.
+
+        Returns:
+            The progress: what is left to do.
+        """
+        return Progress.NOT_JOINED
 
     @final
     def fingerprint(self, call: str, key: Hashable, describe: Callable[[], Mapping[str, str]]) -> int:

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement.agreement import Agreement, CallRecord
+from mpidist.transport.agreement.agreement import Agreement, CallRecord, Progress
 from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mismatch_report import have_same_kind_of_error, mismatch_error, peer_left_error
@@ -58,6 +58,7 @@ class MpiAgreement(Agreement):
         self._has_second_round = False  # whether this call has a deadline
         self._compared: tuple[bool, bool] | None = None  # the result of the first round, if there is a second one
         self._last_refusal: object = None  # marks the last error that all ranks raised in a group that stays usable
+        self.flight = call_watchdog.recorder.memory
         self._note_agreed = call_watchdog.recorder.agree
         self.mark_started = call_watchdog.recorder.mark_started  # type: ignore[method-assign]
 
@@ -83,6 +84,20 @@ class MpiAgreement(Agreement):
             posted, bit = posted ^ (self.run << 1), self.notice.bit
         self._posted, self._notice_bit = posted, bit
         self._rounds.start(posted ^ bit, record.variant)
+
+    def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
+        call_watchdog = self._call_watchdog
+        timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
+        if timeout or self.notice.bit or call_watchdog.recorder.after_begin is not None or not self.is_node_barrier:
+            return Progress.NOT_JOINED
+        if self._watchdog.broken is not None:
+            raise self._repeated(self._watchdog.broken)
+        self.sequence += 1
+        call_watchdog.note(self.sequence, record.name, None)
+        record.timeout = self._compared = None
+        self._has_second_round, self._posted, self._notice_bit = False, record.fingerprint ^ (self.run << 1), 0
+        text = call_watchdog.recorder.number_of(record.name, record.details)
+        return run(*given, self.sequence, text, self._posted, record.variant)
 
     def _needs_round(self, record: CallRecord) -> bool:
         """Whether a call needs a round although calls are not compared. Breaks off if this rank has an error."""

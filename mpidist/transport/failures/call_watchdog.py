@@ -49,7 +49,7 @@ class CallWatchdog(Awaited):
         self._agree_at = math.inf  # when to record that all ranks have joined, on the monotonic clock
 
     def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
-        """Record that this rank makes a call. Local.
+        """Note, and record, that this rank makes a call. Local.
 
         The wait of the watchdog begins at the first check, because most calls end before that.
 
@@ -60,10 +60,14 @@ class CallWatchdog(Awaited):
             timeout: How long this rank may wait in the call, in seconds; `None` or 0 for ever.
             is_last: Whether this rank closes the group with the call.
         """
+        self.note(sequence, call, timeout, is_last)
+        self.recorder.begin(sequence, call, details)
+
+    def note(self, sequence: int, call: str, timeout: float | None, is_last: bool = False) -> None:
+        """Note that this rank makes a call, which compiled code records. Local; see `begin`."""
         self.sequence, self._call, self.timeout, self._is_new = sequence, call, timeout, True
         self.is_last = is_last
         self._agree_at = math.inf
-        self.recorder.begin(sequence, call, details)
 
     def restart(self, since: float | None = None) -> None:
         """Measure the time of the wait from now on, because this rank did other work since the call began.

@@ -69,31 +69,35 @@ class FlightRecorder:
         memory: [`FLIGHT_BYTES`] bytes, zeros, which only this object writes.
 
     Attributes:
-        count: How many calls there were.
+        memory: That of the argument. Compiled code records the calls that it carries out as a whole by itself.
         after_begin: Called when a call has begun. A trace copies calls then, before newer ones overwrite them.
     """
 
     def __init__(self, memory: Array) -> None:
-        self._memory = memory
+        self.memory = memory
         self._words = memory[: 8 * _TEXTS].data.cast("q")
         self._texts: dict[tuple[str, str], int] = {}
         self._num_texts = 0
-        self.count = 0
         self.after_begin: Callable[[], None] | None = None
-        self._at = _RING
 
     def begin(self, sequence: int, call: str, details: str = "") -> int:
         """Record that a call begins. Returns its place, for `end`."""
-        text = self._texts.get((call, details))
-        if text is None:
-            text = self._keep(call, details)
-        count = self.count
-        self._at = at = _RING + count % MAX_CALLS * _WORDS
+        text, count = self.number_of(call, details), self.count
+        at = _RING + count % MAX_CALLS * _WORDS
         _pack_call(self._words, 8 * at, sequence, text, _now(), 0, 0)
-        self._words[0] = self.count = count + 1
+        self._words[0] = count + 1
         if self.after_begin is not None:
             self.after_begin()
         return at
+
+    def number_of(self, call: str, details: str) -> int:
+        """Return the number of the text of calls, which is in the memory from now on."""
+        return self._texts.get((call, details)) or self._keep(call, details)
+
+    @property
+    def count(self) -> int:
+        """How many calls there were."""
+        return int(self._words[0])
 
     def replace_details(self, details: str) -> None:
         """Replace the details of the last call, which is not over yet."""
@@ -129,9 +133,14 @@ class FlightRecorder:
         """Whether all ranks have joined the last call."""
         return bool(self._words[self._at + 3])
 
+    @property
+    def _at(self) -> int:
+        """Where the last call lies."""
+        return _RING + (self.count - 1) % MAX_CALLS * _WORDS
+
     def last(self) -> FlightEntry | None:
         """Return the last call."""
-        return last_in(self._memory)
+        return last_in(self.memory)
 
     def rows_since(self, number: int) -> list[list[int]]:
         """Return the calls from a number on, as far as they are kept: number, sequence, text, begun, agreed, ended."""
@@ -155,7 +164,7 @@ class FlightRecorder:
     def _write(self, number: int, call: str, details: str) -> None:
         text = f"{call}\t{details}".encode()[: _TEXT_BYTES - 8].ljust(_TEXT_BYTES - 8, b"\0")
         at = 8 * _TEXTS + number % _NUM_TEXTS * _TEXT_BYTES
-        self._memory[at : at + _TEXT_BYTES] = np.frombuffer(struct.pack("=q", number) + text, np.uint8)
+        self.memory[at : at + _TEXT_BYTES] = np.frombuffer(struct.pack("=q", number) + text, np.uint8)
 
 
 def entries_in(memory: Array) -> list[FlightEntry]:

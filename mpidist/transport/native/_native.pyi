@@ -39,6 +39,22 @@ class TwoShot:
     def advance(self) -> bool: ...
     def forget(self) -> None: ...
 
+class WholeCall:
+    def __init__(
+        self,
+        barrier: Barrier,
+        slot_bytes: int,
+        num_slots: int,
+        op: str,
+        dtype: np.dtype[Any],
+        divide_by: int,
+        two_shot: TwoShot | None,
+        flight: Array,
+    ) -> None: ...
+    def run(
+        self, array: Array, result: Array, place: int, sequence: int, text: int, fingerprint: int, variant: int, /
+    ) -> int: ...
+
 def combine(op: str, parts: list[Array], out: Array, divide_by: int, second: Array | None, /) -> bool: ...
 def are_known(
     outs: list[Any], arrays: list[Any], refs: list[Any], forms: list[tuple[tuple[int, ...], np.dtype[Any], bool]], /

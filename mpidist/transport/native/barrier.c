@@ -74,6 +74,47 @@ int barrier_has_passed(const Barrier *self)
     return 0;
 }
 
+void barrier_post_words(Barrier *self, npy_int64 first, npy_int64 second)
+{
+    /* Two places in turn: slow ranks may still read the words of the last barrier. */
+    npy_int64 *words = line_of(self, self->rank) + 1 + (self->count + 1) % 2 * 4;
+    words[0] = first;
+    words[1] = second;
+    barrier_post(self);
+}
+
+void barrier_has_equal_words(const Barrier *self, int *same_first, int *same_second)
+{
+    const Py_ssize_t at = 1 + self->count % 2 * 4;
+    const npy_int64 *own = line_of(self, self->rank) + at;
+    *same_first = *same_second = 1;
+    for (int rank = 0; rank < self->size; rank++) {
+        const npy_int64 *words = line_of(self, rank) + at;
+        *same_first &= words[0] == own[0];
+        *same_second &= words[1] == own[1];
+    }
+}
+
+void barrier_publish(Barrier *self, npy_int64 word)
+{
+    line_of(self, self->rank)[WORDS + (self->count + 1) % NUM_PLACES] = word;
+}
+
+npy_int64 barrier_published(const Barrier *self, int rank, long long count)
+{
+    return line_of(self, rank)[WORDS + count % NUM_PLACES];
+}
+
+void barrier_copy(Barrier *self, char *into, const char *source, Py_ssize_t nbytes)
+{
+    Choice *choice = &self->choices[COPIES];
+    const Timing timing = timing_begin(choice, self->forced_way, nbytes);
+    Stream stream = {0};
+    copy_by(timing.way, &stream, into, source, nbytes);
+    stream_flush(&stream);
+    timing_end(choice, timing);
+}
+
 PyDoc_STRVAR(copy_doc, "copy(into, source)\n--\n\nCopy an array to shared memory; False if NumPy has to.");
 
 static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num_given)
@@ -87,12 +128,7 @@ static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num
         !PyArray_EquivTypes(PyArray_DESCR(into), PyArray_DESCR(source)) || !PyArray_IS_C_CONTIGUOUS(into) ||
         !PyArray_IS_C_CONTIGUOUS(source) || !PyArray_ISWRITEABLE(into))
         Py_RETURN_FALSE;
-    Choice *choice = &self->choices[COPIES];
-    const Timing timing = timing_begin(choice, self->forced_way, PyArray_NBYTES(into));
-    Stream stream = {0};
-    copy_by(timing.way, &stream, PyArray_BYTES(into), PyArray_BYTES(source), timing.nbytes);
-    stream_flush(&stream);
-    timing_end(choice, timing);
+    barrier_copy(self, PyArray_BYTES(into), PyArray_BYTES(source), PyArray_NBYTES(into));
     Py_RETURN_TRUE;
 }
 
@@ -110,11 +146,7 @@ static PyObject *call_post_words(Barrier *self, PyObject *const *given, Py_ssize
     }
     const long long first = PyLong_AsLongLong(given[0]), second = PyLong_AsLongLong(given[1]);
     if (PyErr_Occurred()) return NULL;
-    /* Two places in turn: slow ranks may still read the words of the last barrier. */
-    npy_int64 *words = line_of(self, self->rank) + 1 + (self->count + 1) % 2 * 4;
-    words[0] = first;
-    words[1] = second;
-    barrier_post(self);
+    barrier_post_words(self, first, second);
     Py_RETURN_NONE;
 }
 
@@ -122,7 +154,7 @@ static PyObject *call_publish(Barrier *self, PyObject *word)
 {
     const long long published = PyLong_AsLongLong(word);
     if (published == -1 && PyErr_Occurred()) return NULL;
-    line_of(self, self->rank)[WORDS + (self->count + 1) % NUM_PLACES] = published;
+    barrier_publish(self, published);
     Py_RETURN_NONE;
 }
 
@@ -133,7 +165,7 @@ static PyObject *call_published(Barrier *self, PyObject *number)
     PyObject *words = PyList_New(self->size);
     if (!words) return NULL;
     for (int rank = 0; rank < self->size; rank++)
-        PyList_SET_ITEM(words, rank, PyLong_FromLongLong(line_of(self, rank)[WORDS + count % NUM_PLACES]));
+        PyList_SET_ITEM(words, rank, PyLong_FromLongLong(barrier_published(self, rank, count)));
     return words;
 }
 
@@ -144,14 +176,8 @@ static PyObject *call_has_passed(Barrier *self, PyObject *Py_UNUSED(none))
 
 static PyObject *call_has_equal_words(Barrier *self, PyObject *Py_UNUSED(none))
 {
-    const Py_ssize_t at = 1 + self->count % 2 * 4;
-    const npy_int64 *own = line_of(self, self->rank) + at;
-    int same_first = 1, same_second = 1;
-    for (int rank = 0; rank < self->size; rank++) {
-        const npy_int64 *words = line_of(self, rank) + at;
-        same_first &= words[0] == own[0];
-        same_second &= words[1] == own[1];
-    }
+    int same_first, same_second;
+    barrier_has_equal_words(self, &same_first, &same_second);
     return Py_BuildValue("(OO)", same_first ? Py_True : Py_False, same_second ? Py_True : Py_False);
 }
 

@@ -66,6 +66,9 @@ typedef struct {
     Py_ssize_t nbytes;
 } Timing;
 
+/* Of the monotonic clock. */
+long long nanoseconds(void);
+
 void choice_init(Choice *choice);
 
 /* Begins to write that many bytes, in the way that is taken; `forced` is that way if it is not negative. */
@@ -119,9 +122,39 @@ void barrier_post(Barrier *self);
 /* Whether all ranks have arrived. Polls for a while. */
 int barrier_has_passed(const Barrier *self);
 
-/* ----------------------------------------------------------------------------------- two_shot.c, known_arrays.c */
+/* Posts this rank's arrival, with two words that `barrier_has_equal_words` compares. */
+void barrier_post_words(Barrier *self, npy_int64 first, npy_int64 second);
+void barrier_has_equal_words(const Barrier *self, int *same_first, int *same_second);
+
+/* Passes a word to the other ranks, with the next barrier; and reads one that came with barrier `count`, the last or the one
+ * before. */
+void barrier_publish(Barrier *self, npy_int64 word);
+npy_int64 barrier_published(const Barrier *self, int rank, long long count);
+
+/* Copies to memory that other ranks read. */
+void barrier_copy(Barrier *self, char *into, const char *source, Py_ssize_t nbytes);
+
+/* ----------------------------------------------------------------------------------------------- two_shot.c */
+
+typedef struct TwoShot TwoShot;
 
 extern PyTypeObject TwoShotType;
+
+/* Sets an array and its result, and copies the first chunk in: `place` is where the result lies in this rank's part of the
+ * shared memory of results, or 0. Returns 1; 0 if NumPy has to; -1 with an exception. */
+int two_shot_take(TwoShot *self, PyObject *array, PyObject *result, npy_int64 place);
+
+/* Takes the places that the ranks published with the last barrier. Returns 0 if some ranks have none, and others do. */
+int two_shot_take_places(TwoShot *self);
+
+/* Goes on until this rank has to wait. Returns whether everything is done. */
+int two_shot_go_on(TwoShot *self);
+
+void two_shot_let_go(TwoShot *self);
+
+/* --------------------------------------------------------------------------------- whole_call.c, known_arrays.c */
+
+extern PyTypeObject WholeCallType;
 extern PyMethodDef known_arrays_functions[];
 
 #endif

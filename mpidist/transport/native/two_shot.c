@@ -19,7 +19,7 @@ typedef struct {
     Py_ssize_t piece;
 } Cursor;
 
-typedef struct {
+struct TwoShot {
     PyObject_HEAD
     Barrier *barrier;
     PyArray_Descr *dtype;
@@ -35,7 +35,7 @@ typedef struct {
     int is_waiting, streams, is_one_place;
     int is_direct;                  /* the results lie in shared memory, and the rank that adds writes those of all ranks */
     int stages_in_results;          /* ranks copy in to where the results will lie, not into slots */
-} TwoShot;
+};
 
 static void list_clear(List *list)
 {
@@ -290,32 +290,115 @@ static int two_shot_init(TwoShot *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-PyDoc_STRVAR(set_sources_doc, "Set the arrays that are added; False if NumPy has to. Once, or again with copies.");
-
-static PyObject *two_shot_set_sources(TwoShot *self, PyObject *arrays)
+/* The next three return 1; 0 if NumPy has to take the arrays; -1 with an exception. */
+static int set_sources(TwoShot *self, PyObject *arrays)
 {
     const int is_set = list_set(&self->sources, arrays, self->dtype);
-    if (is_set < 0) return NULL;
-    if (!is_set) Py_RETURN_FALSE;
     const List *list = &self->sources;
+    if (is_set <= 0) return is_set;
     self->total = list->num_pieces ? list->ends[list->num_pieces - 1] : 0;
     self->num_chunks = (self->total + self->chunk_count - 1) / self->chunk_count;
-    Py_RETURN_TRUE;
+    return 1;
 }
 
-static PyObject *two_shot_set_results(TwoShot *self, PyObject *arrays)
+static int set_results(TwoShot *self, PyObject *arrays)
 {
     const int is_set = list_set(&self->results, arrays, self->dtype);
-    if (is_set < 0) return NULL;
+    if (is_set < 0) return -1;
     const List *list = &self->results;
     if (is_set && list->num_pieces && list->ends[list->num_pieces - 1] != self->total) {
         PyErr_SetString(PyExc_ValueError, "TwoShot: the results have another length than the sources");
-        return NULL;
+        return -1;
     }
     /* Where sources become results, the numbers that are written have just been read. */
     const int is_in_place = list->num_pieces && self->sources.num_pieces && list->data[0] == self->sources.data[0];
     self->streams = !is_in_place && self->total * self->itemsize >= STREAMS_BYTES;
-    return PyBool_FromLong(is_set);
+    return is_set;
+}
+
+static void begin(TwoShot *self, int is_direct)
+{
+    self->is_direct = is_direct;
+    /* Results that are not in the cache would be read first, to be written twice. */
+    self->stages_in_results = self->is_direct && self->total * self->itemsize < STREAMS_BYTES;
+    if (!self->num_chunks) return;
+    self->staged.piece = self->own.piece = self->added.piece = self->copied.piece = self->copied_in.piece = 0;
+    self->is_waiting = 0;
+    stage(self, 0);
+    self->slot = self->next_slot;
+    self->at = 0;
+}
+
+/* Returns where the results of a rank begin; NULL with an exception. */
+static const char *results_at(const TwoShot *self, int rank, npy_int64 place)
+{
+    PyObject *region = PyList_Check(self->regions) ? PyList_GetItem(self->regions, rank) : Py_None;
+    if (region && PyArray_Check(region) && place >= 0 && place < PyArray_NBYTES((PyArrayObject *)region))
+        return PyArray_BYTES((PyArrayObject *)region) + place;
+    PyErr_SetString(PyExc_ValueError, "TwoShot: a place lies outside the memory of its rank");
+    return NULL;
+}
+
+int two_shot_take(TwoShot *self, PyObject *array, PyObject *result, npy_int64 place)
+{
+    PyObject *sources = PyTuple_Pack(1, array), *results = PyTuple_Pack(1, result);
+    int is_set = sources && results ? set_sources(self, sources) : -1;
+    if (is_set > 0) is_set = set_results(self, results);
+    Py_XDECREF(sources);
+    Py_XDECREF(results);
+    if (is_set <= 0) return is_set;
+    barrier_publish(self->barrier, place);
+    begin(self, place != 0);
+    return 1;
+}
+
+int two_shot_take_places(TwoShot *self)
+{
+    const Barrier *barrier = self->barrier;
+    int num_placed = 0;
+    for (int at = 0; at < barrier->size; at++) num_placed += barrier_published(barrier, at, barrier->count) != 0;
+    if (num_placed == 0 || num_placed < barrier->size) return num_placed == 0;
+    const char *own = results_at(self, barrier->rank, barrier_published(barrier, barrier->rank, barrier->count));
+    for (int at = 0; at < barrier->size; at++) {
+        const char *results = results_at(self, at, barrier_published(barrier, at, barrier->count));
+        if (!own || !results) return -1;
+        self->distances[at] = results - own;
+    }
+    return 1;
+}
+
+int two_shot_go_on(TwoShot *self)
+{
+    int is_done = !self->num_chunks || self->at == self->num_chunks;
+    if (is_done) return 1;
+    if (self->total * self->itemsize < FREES_GIL_BYTES) return advance(self);
+    Py_BEGIN_ALLOW_THREADS
+    is_done = advance(self);
+    Py_END_ALLOW_THREADS
+    return is_done;
+}
+
+void two_shot_let_go(TwoShot *self)
+{
+    list_clear(&self->sources);
+    list_clear(&self->results);
+}
+
+static PyObject *bool_or_error(int is_true)
+{
+    return is_true < 0 ? NULL : PyBool_FromLong(is_true);
+}
+
+PyDoc_STRVAR(set_sources_doc, "Set the arrays that are added; False if NumPy has to. Once, or again with copies.");
+
+static PyObject *call_set_sources(TwoShot *self, PyObject *arrays)
+{
+    return bool_or_error(set_sources(self, arrays));
+}
+
+static PyObject *call_set_results(TwoShot *self, PyObject *arrays)
+{
+    return bool_or_error(set_results(self, arrays));
 }
 
 PyDoc_STRVAR(begin_doc,
@@ -323,17 +406,9 @@ PyDoc_STRVAR(begin_doc,
              "Copy the first chunk in: to the results that are set, where they lie in shared memory and `is_direct` says so. A "
              "barrier of the node and `advance` follow; then other arrays, and the same again.");
 
-static PyObject *two_shot_begin(TwoShot *self, PyObject *is_direct)
+static PyObject *call_begin(TwoShot *self, PyObject *is_direct)
 {
-    self->is_direct = PyObject_IsTrue(is_direct);
-    /* Results that are not in the cache would be read first, to be written twice. */
-    self->stages_in_results = self->is_direct && self->total * self->itemsize < STREAMS_BYTES;
-    if (!self->num_chunks) Py_RETURN_NONE;
-    self->staged.piece = self->own.piece = self->added.piece = self->copied.piece = self->copied_in.piece = 0;
-    self->is_waiting = 0;
-    stage(self, 0);
-    self->slot = self->next_slot;
-    self->at = 0;
+    begin(self, PyObject_IsTrue(is_direct));
     Py_RETURN_NONE;
 }
 
@@ -341,56 +416,42 @@ PyDoc_STRVAR(set_places_doc,
              "set_places(places)\n--\n\n"
              "Set where the results of each rank lie in its part of the shared memory of results: before a direct `advance`.");
 
-static PyObject *two_shot_set_places(TwoShot *self, PyObject *places)
+static PyObject *call_set_places(TwoShot *self, PyObject *places)
 {
     const int size = self->barrier->size, rank = self->barrier->rank;
-    if (!PyList_Check(places) || PyList_GET_SIZE(places) != size || !PyList_Check(self->regions) ||
-        PyList_GET_SIZE(self->regions) != size) {
-        PyErr_SetString(PyExc_ValueError, "set_places: needed are a place in the memory of each rank, and that memory");
+    if (!PyList_Check(places) || PyList_GET_SIZE(places) != size) {
+        PyErr_SetString(PyExc_ValueError, "set_places: needed is a place in the memory of each rank");
         return NULL;
     }
     const char *results[MOST_PARTS];
     for (int at = 0; at < size; at++) {
-        PyArrayObject *region = (PyArrayObject *)PyList_GET_ITEM(self->regions, at);
         const Py_ssize_t place = PyLong_AsSsize_t(PyList_GET_ITEM(places, at));
-        if (place == -1 && PyErr_Occurred()) return NULL;
-        if (!PyArray_Check(region) || place < 0 || place >= PyArray_NBYTES(region)) {
-            PyErr_SetString(PyExc_ValueError, "set_places: a place lies outside the memory of its rank");
-            return NULL;
-        }
-        results[at] = PyArray_BYTES(region) + place;
+        if ((place == -1 && PyErr_Occurred()) || !(results[at] = results_at(self, at, place))) return NULL;
     }
     for (int at = 0; at < size; at++) self->distances[at] = results[at] - results[rank];
     Py_RETURN_NONE;
 }
 
-static PyObject *two_shot_advance(TwoShot *self, PyObject *Py_UNUSED(none))
+static PyObject *call_advance(TwoShot *self, PyObject *Py_UNUSED(none))
 {
-    int is_done = !self->num_chunks || self->at == self->num_chunks;
-    if (is_done) Py_RETURN_TRUE;
-    if (self->total * self->itemsize < FREES_GIL_BYTES) return PyBool_FromLong(advance(self));
-    Py_BEGIN_ALLOW_THREADS
-    is_done = advance(self);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(is_done);
+    return PyBool_FromLong(two_shot_go_on(self));
 }
 
-static PyObject *two_shot_forget(TwoShot *self, PyObject *Py_UNUSED(none))
+static PyObject *call_forget(TwoShot *self, PyObject *Py_UNUSED(none))
 {
-    list_clear(&self->sources);
-    list_clear(&self->results);
+    two_shot_let_go(self);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef two_shot_methods[] = {
-    {"set_sources", (PyCFunction)two_shot_set_sources, METH_O, set_sources_doc},
-    {"set_results", (PyCFunction)two_shot_set_results, METH_O,
+    {"set_sources", (PyCFunction)call_set_sources, METH_O, set_sources_doc},
+    {"set_results", (PyCFunction)call_set_results, METH_O,
      "Set the arrays that take the sums, none on a rank that gets none; False if NumPy has to."},
-    {"begin", (PyCFunction)two_shot_begin, METH_O, begin_doc},
-    {"set_places", (PyCFunction)two_shot_set_places, METH_O, set_places_doc},
-    {"advance", (PyCFunction)two_shot_advance, METH_NOARGS,
+    {"begin", (PyCFunction)call_begin, METH_O, begin_doc},
+    {"set_places", (PyCFunction)call_set_places, METH_O, set_places_doc},
+    {"advance", (PyCFunction)call_advance, METH_NOARGS,
      "Go on until this rank has to wait for others. Returns whether everything is done."},
-    {"forget", (PyCFunction)two_shot_forget, METH_NOARGS, "Let the arrays go. Others have to be set before the next call."},
+    {"forget", (PyCFunction)call_forget, METH_NOARGS, "Let the arrays go. Others have to be set before the next call."},
     {NULL}};
 
 PyTypeObject TwoShotType = {

@@ -18,7 +18,7 @@
 #define MOST_GROWTH 2                 /* what one call counts at most: another program may have had the core meanwhile */
 #define WORTH 0.6                     /* what is written past the caches, others read from memory: it has to save two fifths */
 
-static long long nanoseconds(void)
+long long nanoseconds(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

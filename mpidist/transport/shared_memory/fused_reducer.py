@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, Traffic
+from mpidist.transport.native import native
 from mpidist.transport.node_memory import SharedArena, Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
@@ -122,6 +123,24 @@ class FusedReducer:
         regions = None if self._result_arena is None else self._result_arena.parts
         depth = self.slots.depth
         return TwoShot(self.slots, self._exchange, depth, schedule, arrays, reduction, divide_by, half, regions)
+
+    def whole_call(
+        self, reduction: Reduction, dtype: np.dtype[Any], divide_by: int, two_shot: TwoShot | None, flight: Array
+    ) -> Any:
+        """Make what carries calls of one private array out in compiled code; `None` if there is none. Local.
+
+        Args:
+            reduction: The elementwise operation.
+            dtype: The dtype of the array.
+            divide_by: The divisor of the result.
+            two_shot: The all-reduce of the array; `None` if that is a one-shot all-reduce.
+            flight: The memory of this rank's flight recorder.
+        """
+        compiled = None if two_shot is None else two_shot.compiled
+        if not reduction.is_compiled(dtype) or (two_shot is not None and compiled is None) or self.slots.size == 1:
+            return None
+        where = self.slots.barrier, self.slots.slot_bytes, self.slots.num_slots
+        return native.WholeCall(*where, reduction.op, dtype, divide_by * reduction.divisor, compiled, flight)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         """Reduce a flat array in place. Collective."""

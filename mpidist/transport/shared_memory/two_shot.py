@@ -97,10 +97,23 @@ class TwoShot:
             self._views, self._stages_own = [self._slots.next_views(self.arrays.dtype)], False
             compiled.begin(is_direct)
 
+    def resume(self, knows_places: bool) -> Generator[int, None, None]:
+        """Take over `arrays` from compiled code, which has begun, and has passed on where the results lie. Local.
+
+        Args:
+            knows_places: Whether compiled code knows where the results of the other ranks lie.
+
+        Returns:
+            The steps that are left, after a barrier of the node.
+        """
+        self._begun, self._places_barrier = self.arrays.sources, self._slots.barrier.count
+        self.was_restaged = False
+        return self._rest() if knows_places else self.steps(has_passed_barrier=True)
+
     @property
-    def is_compiled(self) -> bool:
-        """Whether compiled code does all, if the arrays are contiguous."""
-        return self._compiled is not None
+    def compiled(self) -> Any:
+        """The compiled code that does all, if the arrays are contiguous; `None` if there is none."""
+        return self._compiled
 
     def set_results_schedule(self, schedule: Schedule) -> None:
         """Set the schedule of results whose pieces differ from those of the sources."""
@@ -124,8 +137,7 @@ class TwoShot:
         elif places[0]:
             self._compiled.set_places(places)
         if self._begun is not None and self._can_run_compiled(self._compiled, self._begun):
-            while not self._compiled.advance():
-                yield self._slots.barrier.count
+            yield from self._rest()
             return
         exchange, chunks = self._exchange, self._chunks
         exchanges: list[ShardAllReduce | None] = [None] * len(chunks)
@@ -158,6 +170,10 @@ class TwoShot:
         self._begun = None
         if self._compiled is not None:
             self._compiled.forget()
+
+    def _rest(self) -> Generator[int, None, None]:
+        while not self._compiled.advance():
+            yield self._slots.barrier.count
 
     def _pass_barrier(self) -> Generator[int, None, None]:
         barrier, exchange = self._slots.barrier, self._exchange

@@ -1,0 +1,183 @@
+/* A repeated call of one private array on one node, as a whole: what collectives/plans/one_array.py does in steps. */
+#include "native.h"
+
+/* A flight recorder's memory in words of 8 bytes: flight_recorder.py. */
+#define RING 16
+#define MOST_CALLS 2048
+#define CALL_WORDS 5
+#define FLIGHT_WORDS (RING + MOST_CALLS * CALL_WORDS)
+
+#define POLLS_OF_AGREEMENT 200 /* waiting.py: a rank polls that often before it yields its core */
+#define POLLS_OF_DATA 20
+
+/* How far a call came. */
+typedef enum { ARRIVED, AGREED, DONE } Progress;
+
+typedef struct {
+    PyObject_HEAD
+    Barrier *barrier;
+    TwoShot *two_shot;       /* NULL: every rank adds all numbers */
+    PyArray_Descr *dtype;
+    Combine combine;
+    Py_ssize_t slot_bytes, num_slots, divide_by;
+    PyObject *flight;        /* an array: this rank's flight recorder */
+    npy_int64 *words;        /* of it */
+    npy_int64 *recorded;     /* the words of this call */
+} WholeCall;
+
+static void record_begin(WholeCall *self, npy_int64 sequence, npy_int64 text)
+{
+    const npy_int64 count = self->words[0];
+    self->recorded = self->words + RING + count % MOST_CALLS * CALL_WORDS;
+    const npy_int64 call[CALL_WORDS] = {sequence, text, nanoseconds(), 0, 0};
+    memcpy(self->recorded, call, sizeof call);
+    __atomic_store_n(&self->words[0], count + 1, __ATOMIC_RELEASE); /* other ranks of the node may read */
+}
+
+static void record_agreed(WholeCall *self)
+{
+    self->recorded[3] = nanoseconds();
+}
+
+static void record_end(WholeCall *self)
+{
+    self->recorded[4] = nanoseconds();
+}
+
+static int wait_for_all(const Barrier *barrier, int polls)
+{
+    for (int poll = 0; poll < polls; poll++)
+        if (barrier_has_passed(barrier)) return 1;
+    return 0;
+}
+
+static char *slot_of(const WholeCall *self, int rank, long long barrier)
+{
+    return self->barrier->parts[rank] + LINE_BYTES + barrier % self->num_slots * self->slot_bytes;
+}
+
+/* Copies this rank's numbers in. Returns 0 with an exception. */
+static int stage(WholeCall *self, PyObject *array, PyObject *result, npy_int64 place)
+{
+    Barrier *barrier = self->barrier;
+    if (self->two_shot) {
+        const int is_taken = two_shot_take(self->two_shot, array, result, place);
+        if (is_taken == 0) PyErr_SetString(PyExc_TypeError, "WholeCall: these arrays are reduced by NumPy");
+        return is_taken > 0;
+    }
+    if (!is_plain(array, self->dtype) || !is_plain(result, self->dtype) || !PyArray_ISWRITEABLE((PyArrayObject *)result) ||
+        PyArray_SIZE((PyArrayObject *)array) != PyArray_SIZE((PyArrayObject *)result) ||
+        PyArray_NBYTES((PyArrayObject *)array) > self->slot_bytes) {
+        PyErr_SetString(PyExc_TypeError, "WholeCall: these arrays are reduced by NumPy");
+        return 0;
+    }
+    char *const slot = slot_of(self, barrier->rank, barrier->count + 1);
+    barrier_copy(barrier, slot, PyArray_BYTES((PyArrayObject *)array), PyArray_NBYTES((PyArrayObject *)array));
+    return 1;
+}
+
+static void add_all(const WholeCall *self, PyArrayObject *result)
+{
+    const Barrier *barrier = self->barrier;
+    char *parts[MOST_PARTS];
+    for (int rank = 0; rank < barrier->size; rank++) parts[rank] = slot_of(self, rank, barrier->count);
+    self->combine(parts, barrier->size, PyArray_SIZE(result), self->divide_by, PyArray_BYTES(result), NULL);
+}
+
+/* Goes on from where all ranks have joined, and make the same call. Returns the progress; -1 with an exception. */
+static int reduce(WholeCall *self, PyObject *result)
+{
+    TwoShot *two_shot = self->two_shot;
+    const int has_places = two_shot ? two_shot_take_places(two_shot) : 1;
+    if (has_places <= 0) return has_places < 0 ? -1 : ARRIVED;
+    record_agreed(self);
+    if (!two_shot) {
+        add_all(self, (PyArrayObject *)result);
+        return DONE;
+    }
+    for (int poll = 0; poll < POLLS_OF_DATA; poll++)
+        if (two_shot_go_on(two_shot)) {
+            two_shot_let_go(two_shot);
+            return DONE;
+        }
+    return AGREED;
+}
+
+PyDoc_STRVAR(run_doc,
+             "run(array, result, place, sequence, text, fingerprint, variant)\n--\n\n"
+             "Record a call, stage an array, join the round of the call, and reduce. Does not wait long.\n\n"
+             "Returns how far the call came: 0, it has joined the round, but ranks lack or differ; 1, the ranks have agreed, but\n"
+             "numbers lack; 2, the result is there.");
+
+static PyObject *whole_call_run(WholeCall *self, PyObject *const *given, Py_ssize_t num_given)
+{
+    long long numbers[5];
+    if (num_given != 7) {
+        PyErr_SetString(PyExc_TypeError, "run: needed are two arrays and five numbers");
+        return NULL;
+    }
+    for (int at = 0; at < 5; at++) numbers[at] = PyLong_AsLongLong(given[2 + at]);
+    if (PyErr_Occurred() || !stage(self, given[0], given[1], numbers[0])) return NULL;
+    record_begin(self, numbers[1], numbers[2]);
+    barrier_post_words(self->barrier, numbers[3], numbers[4]);
+    int same_fingerprint = 0, same_variant = 0;
+    if (wait_for_all(self->barrier, POLLS_OF_AGREEMENT))
+        barrier_has_equal_words(self->barrier, &same_fingerprint, &same_variant);
+    const int progress = same_fingerprint && same_variant ? reduce(self, given[1]) : ARRIVED;
+    if (progress < 0) return NULL;
+    if (progress == DONE) record_end(self);
+    return PyLong_FromLong(progress);
+}
+
+static void whole_call_dealloc(WholeCall *self)
+{
+    Py_XDECREF(self->barrier);
+    Py_XDECREF(self->two_shot);
+    Py_XDECREF(self->dtype);
+    Py_XDECREF(self->flight);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int whole_call_init(WholeCall *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"barrier", "slot_bytes", "num_slots", "op", "dtype", "divide_by", "two_shot", "flight", NULL};
+    PyObject *barrier, *dtype, *two_shot, *flight;
+    Op op;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nnO&O!nOO!", names, &BarrierType, &barrier, &self->slot_bytes,
+                                     &self->num_slots, set_op, &op, &PyArrayDescr_Type, &dtype, &self->divide_by, &two_shot,
+                                     &PyArray_Type, &flight))
+        return -1;
+    self->combine = combine_of(op, (PyArray_Descr *)dtype);
+    if (!self->combine || (self->divide_by != 1 && !divides((PyArray_Descr *)dtype)) ||
+        ((Barrier *)barrier)->size > MOST_PARTS || PyArray_NBYTES((PyArrayObject *)flight) < 8 * FLIGHT_WORDS ||
+        (two_shot != Py_None && !PyObject_TypeCheck(two_shot, &TwoShotType))) {
+        PyErr_SetString(PyExc_ValueError, "WholeCall: such calls are carried out by NumPy");
+        return -1;
+    }
+    Py_INCREF(barrier);
+    Py_XSETREF(self->barrier, (Barrier *)barrier);
+    Py_INCREF(dtype);
+    Py_XSETREF(self->dtype, (PyArray_Descr *)dtype);
+    Py_INCREF(flight);
+    Py_XSETREF(self->flight, flight);
+    if (two_shot != Py_None) Py_INCREF(two_shot);
+    Py_XSETREF(self->two_shot, two_shot == Py_None ? NULL : (TwoShot *)two_shot);
+    self->words = (npy_int64 *)PyArray_BYTES((PyArrayObject *)flight);
+    return 0;
+}
+
+static PyMethodDef whole_call_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))whole_call_run, METH_FASTCALL, run_doc},
+    {NULL},
+};
+
+PyTypeObject WholeCallType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist.transport.native._native.WholeCall",
+    .tp_doc = "Repeated calls of one private array on one node.",
+    .tp_basicsize = sizeof(WholeCall),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)whole_call_init,
+    .tp_dealloc = (destructor)whole_call_dealloc,
+    .tp_methods = whole_call_methods,
+};
