@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpidist.collectives.arguments import Operands
-from mpidist.collectives.plans import FusedExecution, OneArray, ReductionCall
+from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedReduction
 from mpidist.options import Compression, ReduceOp
 from mpidist.transport import Levels, Progress, SyncGroup, name_digest
 
@@ -72,7 +72,7 @@ class _CachedCall(NamedTuple):
 
     call: ReductionCall
     execution: FusedExecution
-    one_array: OneArray
+    one_array: RepeatedReduction
 
 
 @final
@@ -88,7 +88,7 @@ class _SymmetricCall(NamedTuple):
 
     key: CallKey
     array: weakref.ref[np.ndarray[Any, Any]]
-    one_array: OneArray
+    one_array: RepeatedReduction
     variant: int
 
 
@@ -146,7 +146,7 @@ class RepeatedCalls:
     def _reduce(
         self,
         cached: _CachedCall,
-        one_array: OneArray,
+        one_array: RepeatedReduction,
         variant: int,
         array: np.ndarray[Any, Any],
         out: np.ndarray[Any, Any] | None,

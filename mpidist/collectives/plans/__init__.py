@@ -4,13 +4,13 @@ from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, res
 from mpidist.collectives.plans.call import Algorithm, Execution, Plan, Reduce, ReductionCall
 from mpidist.collectives.plans.fused_execution import FusedExecution
 from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas, require_like_operands, require_tree_order
-from mpidist.collectives.plans.one_array import OneArray
 from mpidist.collectives.plans.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plans.plan import (
     make_fused_lists,
     make_messages,
     require_num_packs,
 )
+from mpidist.collectives.plans.repeated_reductions import RepeatedReduction
 from mpidist.collectives.plans.rows_execution import RowList, RowsExecution
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Execution",
     "FusedExecution",
     "LocalSums",
-    "OneArray",
+    "RepeatedReduction",
     "OverflowReport",
     "PackedExecution",
     "PackedPart",

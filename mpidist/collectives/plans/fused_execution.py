@@ -11,9 +11,9 @@ import numpy as np
 from mpidist.collectives.arguments import Spec, copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.fused_results import FusedResults
-from mpidist.collectives.plans.one_array import LargeArray, OneArray, SmallArray, SymmetricArray
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
 from mpidist.collectives.plans.plan import FusedList
+from mpidist.collectives.plans.repeated_reductions import LargeArray, RepeatedReduction, SmallArray, SymmetricArray
 from mpidist.collectives.plans.small_lists import SmallLists
 from mpidist.transport import (
     FusedArrays,
@@ -140,7 +140,7 @@ class FusedExecution(Execution):
         self._put_back(transfers)
         return results
 
-    def of_one_array(self, flight: Any) -> OneArray | None:
+    def of_one_array(self, flight: Any) -> RepeatedReduction | None:
         """Return what reduces one private array again and again; `None` where these calls need more than that.
 
         Args:
@@ -154,7 +154,7 @@ class FusedExecution(Execution):
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
         return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
-    def of_symmetric_array(self, call: ReductionCall) -> OneArray | None:
+    def of_symmetric_array(self, call: ReductionCall) -> RepeatedReduction | None:
         """Return what reduces the one array of a call again, in place; `None` where it is not, or is no symmetric one.
 
         Args:

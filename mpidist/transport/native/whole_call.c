@@ -1,4 +1,4 @@
-/* A repeated call of one private array on one node, as a whole: what collectives/plans/one_array.py does in steps. */
+/* A repeated call of one private array on one node, as a whole: what collectives/plans/repeated_reductions.py does in steps. */
 #include "native.h"
 
 /* A flight recorder's memory in words of 8 bytes: flight_recorder.py. */

@@ -19,12 +19,12 @@ from mpidist.transport import (
     complete,
 )
 
-__all__ = ["LargeArray", "OneArray", "SmallArray", "SymmetricArray"]
+__all__ = ["LargeArray", "RepeatedReduction", "SmallArray", "SymmetricArray"]
 
 Array = np.ndarray[Any, Any]
 
 
-class OneArray(ABC):
+class RepeatedReduction(ABC):
     """Reduces arrays of one shape and dtype.
 
     A call is `begin`, a barrier of the node, and `finish`. Where compiled code can carry out all of a call, the call is
@@ -91,7 +91,7 @@ class OneArray(ABC):
 
 
 @final
-class SmallArray(OneArray):
+class SmallArray(RepeatedReduction):
     """Reduces small arrays: every rank adds all numbers.
 
     Args:
@@ -136,7 +136,7 @@ class SmallArray(OneArray):
 
 
 @final
-class LargeArray(OneArray):
+class LargeArray(RepeatedReduction):
     """Reduces larger arrays: every rank adds a shard.
 
     Args:
@@ -195,7 +195,7 @@ class LargeArray(OneArray):
 
 
 @final
-class SymmetricArray(OneArray):
+class SymmetricArray(RepeatedReduction):
     """Reduces one symmetric array where it lies: every rank adds a shard for all.
 
     Args:
