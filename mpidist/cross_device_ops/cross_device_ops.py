@@ -18,7 +18,7 @@ from mpidist.collectives import (
     Reduce,
     Reductions,
     broadcast,
-    key_of_one_array,
+    key_of_repeated,
     open_all_reduce,
     open_batch_reduce,
     rebuild_results,
@@ -245,7 +245,7 @@ class CrossDeviceOps(Algorithm):
             InvalidArgumentError: As in `reduce`.
         """
         reductions = self._reductions()
-        key = key_of_one_array(call, reduce_op, value, options, out, error)
+        key = key_of_repeated(call, reduce_op, value, options, out, error)
         if key is not None and (result := reductions.repeated.run(key, value, out)) is not None:
             return result
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)

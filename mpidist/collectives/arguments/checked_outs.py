@@ -60,6 +60,7 @@ class CheckedOuts:
         forget = None if on_gone is None else lambda _: on_gone()
         self._outs: list[Callable[[], Any]] = [weakref.ref(out, forget) for out in outs] if are_known else []
         self._forms = [(out.shape, out.dtype, out.flags.c_contiguous) for out in outs]
+        self._nothing = [None] * len(outs)
         self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
         self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
         self.places = shared.places(outs)
@@ -85,6 +86,12 @@ class CheckedOuts:
             if out.flags.c_contiguous != form[2] or (out is not array and (out.shape, out.dtype) != form[:2]):
                 return False
         return True
+
+    def are_unchanged(self, arrays: list[Any]) -> bool:
+        """Whether a list has the checked arrays, unchanged; quick. `False` may also mean that there is no quick way."""
+        if native is None or len(arrays) != len(self._outs):
+            return False
+        return bool(native.are_known(arrays, self._nothing, self._outs, self._forms))
 
 
 @final

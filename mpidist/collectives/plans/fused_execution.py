@@ -13,7 +13,13 @@ from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.collectives.plans.repeated_reductions import LargeArray, RepeatedReduction, SmallArray, SymmetricArray
+from mpidist.collectives.plans.repeated_reductions import (
+    LargeArray,
+    ListInPlace,
+    RepeatedReduction,
+    SmallArray,
+    SymmetricArray,
+)
 from mpidist.collectives.plans.small_lists import SmallLists
 from mpidist.transport import (
     FusedArrays,
@@ -89,6 +95,7 @@ class FusedExecution(Execution):
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.
         self._idle: list[TwoShot | None] = [None] * len(lists)
+        self._list_in_place: ListInPlace | None = None  # of calls that were repeated
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         # A single small array is copied faster, with one barrier, than it is added in place with two barriers.
         self._ignores_places = self._small is not None and len(specs) == 1
@@ -154,6 +161,26 @@ class FusedExecution(Execution):
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
         return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
+    def of_list_in_place(self, call: ReductionCall, flight: Any) -> RepeatedReduction | None:
+        """Return what reduces the list of a call again, in place; `None` where compiled code cannot do all of that.
+
+        Args:
+            call: A call that was carried out.
+            flight: `Agreement.flight`.
+        """
+        arrays, checked = call.operands.arrays, call.checked_outs
+        is_plain = self._small is None and len(self._lists) == 1 and not self._empty and self._agreement_is_barrier
+        if not is_plain or checked is None or not (checked.are_private and self._wants_results):
+            return None
+        fused = self._lists[0]
+        if fused.wire != fused.result_dtype:
+            return None
+        if not all(type(array) is np.ndarray and array.flags.carray and array.dtype == fused.wire for array in arrays):
+            return None
+        if self._list_in_place is None:
+            self._list_in_place = ListInPlace(fused, self._reducer, flight)
+        return None if self._list_in_place.run is None else self._list_in_place
+
     def of_symmetric_array(self, call: ReductionCall) -> RepeatedReduction | None:
         """Return what reduces the one array of a call again, in place; `None` where it is not, or is no symmetric one.
 
@@ -166,6 +193,10 @@ class FusedExecution(Execution):
             return None
         transfers = self._in_place.get(places) if self._are_in_place(places) else None
         return SymmetricArray(self._lists[0], self._reducer, transfers[0]) if transfers else None
+
+    def variant_of_private(self) -> int:
+        """Return `CallRecord.variant` of a call of private arrays which compiled code reduces."""
+        return PRIVATE.digest if self._shared.num_windows else NOWHERE.digest
 
     def variant_of(self, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> int | None:
         """Return `CallRecord.variant` of a call of one array; `None` if `begin` has to find it.

@@ -1,8 +1,10 @@
-"""Reductions of one array through shared memory, with all that is the same in repeated calls prepared."""
+"""Reductions through shared memory, with all that is the same in repeated calls prepared."""
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -19,13 +21,13 @@ from mpidist.transport import (
     complete,
 )
 
-__all__ = ["LargeArray", "RepeatedReduction", "SmallArray", "SymmetricArray"]
+__all__ = ["LargeArray", "ListInPlace", "RepeatedReduction", "SmallArray", "SymmetricArray"]
 
 Array = np.ndarray[Any, Any]
 
 
 class RepeatedReduction(ABC):
-    """Reduces arrays of one shape and dtype.
+    """Reduces arrays of one shape and dtype, or lists of arrays alike in place.
 
     A call is `begin`, a barrier of the node, and `finish`. Where compiled code can carry out all of a call, the call is
     `run`, and `count`; what `run` leaves is done by `resume` and `finish`.
@@ -100,7 +102,7 @@ class SmallArray(RepeatedReduction):
         fused: The list that has this array alone.
         reducer: The transport.
         one_shot: The transport's reduction of such lists.
-        flight: `Agreement.flight`.
+        flight: `Agreement.flight`. Where arrays have another dtype than what is sent, no call is compiled as a whole.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class SmallArray(RepeatedReduction):
         self._shape, self._dtype, self._nbytes = spec.shape, fused.wire, fused.nbytes
         self._reduction, self._divide_by = fused.reduction, fused.divide_by
         self._reducer, self._one_shot = reducer, one_shot
-        self.run = _run_of(spec, fused, reducer, None, flight)
+        self.run = _run_of(fused, reducer, None, flight if spec.dtype == fused.wire else None)
 
     def lend(self) -> tuple[Array, int]:
         return np.empty(self._shape, self._dtype) if self._memory is None else self._memory.take()[0], 0
@@ -135,43 +137,35 @@ class SmallArray(RepeatedReduction):
         self._reducer.count(self._nbytes)
 
 
-@final
-class LargeArray(RepeatedReduction):
+class _TwoShots(RepeatedReduction):
     """Reduces larger arrays: every rank adds a shard.
 
     Args:
-        memory: Memory for new results.
-        spec: The array.
-        fused: The list that has this array alone.
+        fused: The list of the arrays.
         reducer: The transport.
-        flight: `Agreement.flight`.
+        flight: `Agreement.flight`; `None` for no compiled code of whole calls.
     """
 
-    def __init__(
-        self, memory: RecycledResults, spec: Spec, fused: FusedList, reducer: FusedReducer, flight: Array | None
-    ) -> None:
-        self._memory, self._nbytes, self._reducer = memory, fused.nbytes, reducer
-        self._shape, self._dtype = spec.shape, fused.wire
+    def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
+        self._nbytes, self._reducer = fused.nbytes, reducer
         self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
-        self.run = _run_of(spec, fused, reducer, self._two_shot, flight)
+        self.run = _run_of(fused, reducer, self._two_shot, flight)
 
-    def lend(self) -> tuple[Array, int]:
-        if not self._memory.is_kept:
-            return np.empty(self._shape, self._dtype), 0
-        lent = self._memory.lend()
-        return lent.arrays[0], lent.place
+    @abstractmethod
+    def _set(self, array: Any, result: Any, place: int) -> None:
+        """Set `_arrays`."""
 
-    def begin(self, array: Array, result: Array, place: int) -> Any:
+    def begin(self, array: Any, result: Any, place: int) -> Any:
         self._set(array, result, place)
         self._two_shot.begin()
         return self._two_shot.steps(has_passed_barrier=True)
 
-    def resume(self, array: Array, result: Array, place: int, have_agreed: bool) -> Any:
+    def resume(self, array: Any, result: Any, place: int, have_agreed: bool) -> Any:
         self._set(array, result, place)
         return self._two_shot.resume(have_agreed)
 
-    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
+    def finish(self, begun: Any, result: Any, is_new: bool) -> None:
         if self._two_shot.compiled is not None:  # NumPy raises no errors of numbers, as it computes nothing
             complete(begun, self._reducer.check_peers)
         else:
@@ -179,19 +173,71 @@ class LargeArray(RepeatedReduction):
                 complete(begun, self._reducer.check_peers)
         self._two_shot.forget()
         self._reducer.count(self._nbytes)
-        if is_new:
-            self._memory.note_use(self._two_shot.was_restaged)
 
     def count(self, is_new: bool) -> None:
         self._reducer.count(self._nbytes)
-        if is_new and self._memory.is_kept:
-            self._memory.note_use(was_in_vain=False)
 
     def forget(self) -> None:
         self._two_shot.forget()
 
+
+@final
+class LargeArray(_TwoShots):
+    """Reduces one larger array.
+
+    Args:
+        memory: Memory for new results.
+        spec: The array.
+        fused: The list that has this array alone.
+        reducer: The transport.
+        flight: As that of `SmallArray`.
+    """
+
+    def __init__(
+        self, memory: RecycledResults, spec: Spec, fused: FusedList, reducer: FusedReducer, flight: Array | None
+    ) -> None:
+        super().__init__(fused, reducer, flight if spec.dtype == fused.wire else None)
+        self._memory, self._shape, self._dtype = memory, spec.shape, fused.wire
+
     def _set(self, array: Array, result: Array, place: int) -> None:
         self._arrays.sources, self._arrays.results, self._arrays.place = (array,), (result,), place
+
+    def lend(self) -> tuple[Array, int]:
+        if not self._memory.is_kept:
+            return np.empty(self._shape, self._dtype), 0
+        lent = self._memory.lend()
+        return lent.arrays[0], lent.place
+
+    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
+        super().finish(begun, result, is_new)
+        if is_new:
+            self._memory.note_use(self._two_shot.was_restaged)
+
+    def count(self, is_new: bool) -> None:
+        super().count(is_new)
+        if is_new and self._memory.is_kept:
+            self._memory.note_use(was_in_vain=False)
+
+
+@final
+class ListInPlace(_TwoShots):
+    """Reduces the arrays of a list, all contiguous, in place. For the arguments, see `_TwoShots`."""
+
+    def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
+        super().__init__(fused, reducer, flight)
+        self._in_order: Callable[[list[Array]], Any] = operator.itemgetter(*fused.indices)
+        self._run_in_order = self.run
+        self.run = None if self.run is None else self._run
+
+    def _run(self, array: list[Array], result: list[Array], *numbers: int) -> int:
+        arrays = self._in_order(array)
+        progress: int = self._run_in_order(arrays, arrays, *numbers)
+        return progress
+
+    def _set(self, array: list[Array], result: list[Array], place: int) -> None:
+        arrays = self._in_order(array)
+        flat = [one.reshape(-1) for one in (arrays if type(arrays) is tuple else (arrays,))]
+        self._arrays.sources, self._arrays.results, self._arrays.place = flat, flat, place
 
 
 @final
@@ -216,8 +262,8 @@ class SymmetricArray(RepeatedReduction):
             complete(self._in_place.steps(has_passed_barrier=True), self._reducer.check_peers)
 
 
-def _run_of(spec: Spec, fused: FusedList, reducer: FusedReducer, two_shot: TwoShot | None, flight: Array | None) -> Any:
-    if flight is None or spec.dtype != fused.wire:  # compiled code converts no numbers
+def _run_of(fused: FusedList, reducer: FusedReducer, two_shot: TwoShot | None, flight: Array | None) -> Any:
+    if flight is None:
         return None
     whole = reducer.whole_call(fused.reduction, fused.wire, fused.divide_by, two_shot, flight)
     return None if whole is None else whole.run

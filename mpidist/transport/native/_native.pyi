@@ -52,7 +52,15 @@ class WholeCall:
         flight: Array,
     ) -> None: ...
     def run(
-        self, array: Array, result: Array, place: int, sequence: int, text: int, fingerprint: int, variant: int, /
+        self,
+        array: Array | Sequence[Array],
+        result: Array | Sequence[Array],
+        place: int,
+        sequence: int,
+        text: int,
+        fingerprint: int,
+        variant: int,
+        /,
     ) -> int: ...
 
 def combine(op: str, parts: list[Array], out: Array, divide_by: int, second: Array | None, /) -> bool: ...

@@ -140,9 +140,9 @@ typedef struct TwoShot TwoShot;
 
 extern PyTypeObject TwoShotType;
 
-/* Sets an array and its result, and copies the first chunk in: `place` is where the result lies in this rank's part of the
- * shared memory of results, or 0. Returns 1; 0 if NumPy has to; -1 with an exception. */
-int two_shot_take(TwoShot *self, PyObject *array, PyObject *result, npy_int64 place);
+/* Sets an array, or a sequence, and what takes the result, and copies the first chunk in: `place` is where the result lies
+ * in this rank's part of the shared memory of results, or 0. Returns 1; 0 if NumPy has to; -1 with an exception. */
+int two_shot_take(TwoShot *self, PyObject *arrays, PyObject *into, npy_int64 place);
 
 /* Takes the places that the ranks published with the last barrier. Returns 0 if some ranks have none, and others do. */
 int two_shot_take_places(TwoShot *self);

@@ -339,9 +339,15 @@ static const char *results_at(const TwoShot *self, int rank, npy_int64 place)
     return NULL;
 }
 
-int two_shot_take(TwoShot *self, PyObject *array, PyObject *result, npy_int64 place)
+/* Returns a new reference to an array in a tuple, or to the sequence of arrays that an object is. */
+static PyObject *sequence_of(PyObject *arrays)
 {
-    PyObject *sources = PyTuple_Pack(1, array), *results = PyTuple_Pack(1, result);
+    return PyArray_Check(arrays) ? PyTuple_Pack(1, arrays) : Py_NewRef(arrays);
+}
+
+int two_shot_take(TwoShot *self, PyObject *arrays, PyObject *into, npy_int64 place)
+{
+    PyObject *sources = sequence_of(arrays), *results = sequence_of(into);
     int is_set = sources && results ? set_sources(self, sources) : -1;
     if (is_set > 0) is_set = set_results(self, results);
     Py_XDECREF(sources);

@@ -1,4 +1,4 @@
-/* A repeated call of one private array on one node, as a whole: what collectives/plans/repeated_reductions.py does in steps. */
+/* A repeated call of private arrays on one node, as a whole: what collectives/plans/repeated_reductions.py does in steps. */
 #include "native.h"
 
 /* A flight recorder's memory in words of 8 bytes: flight_recorder.py. */
@@ -105,7 +105,7 @@ static int reduce(WholeCall *self, PyObject *result)
 
 PyDoc_STRVAR(run_doc,
              "run(array, result, place, sequence, text, fingerprint, variant)\n--\n\n"
-             "Record a call, stage an array, join the round of the call, and reduce. Does not wait long.\n\n"
+             "Record a call, stage an array or, for a two-shot all-reduce, a list of arrays, join the round of the call, and reduce. Does not wait long.\n\n"
              "Returns how far the call came: 0, it has joined the round, but ranks lack or differ; 1, the ranks have agreed, but\n"
              "numbers lack; 2, the result is there.");
 
@@ -173,7 +173,7 @@ static PyMethodDef whole_call_methods[] = {
 
 PyTypeObject WholeCallType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist.transport.native._native.WholeCall",
-    .tp_doc = "Repeated calls of one private array on one node.",
+    .tp_doc = "Repeated calls of private arrays on one node: of one, or in place of a list.",
     .tp_basicsize = sizeof(WholeCall),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
