@@ -1,7 +1,7 @@
-"""A cache of calls of one NumPy array, or in place of a list, so that a call like an earlier one skips checks and plan.
+"""A cache of calls of one NumPy array, or of a nest, so that a call like an earlier one skips the checks and the plan.
 
 A small call takes as long as Python takes to check its arguments. What an earlier call found out holds for every array
-of the same shape and dtype, and for the same arrays in a list, so they are staged at once. The ranks agree on a cached
+of the same shape and dtype, and for nests of such, so they are staged at once. The ranks agree on a cached
 call as on any other: a rank that makes the call for the first time, or another call, waits in the same barrier, and all
 ranks raise the same errors.
 """
@@ -10,34 +10,40 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import CheckedOuts, Operands
+from mpidist import nest
+from mpidist.collectives.arguments import Operands
 from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedReduction
 from mpidist.options import Compression, ReduceOp
-from mpidist.transport import Levels, Progress, SyncGroup, name_digest
+from mpidist.transport import Levels, Progress, SyncGroup, name_digest, native
 
 __all__ = ["CallKey", "RepeatedCalls", "key_of_repeated"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
 _MAX_ARRAYS: Final = 256  # symmetric ones
 _OP_TYPES: Final = {str, ReduceOp}
+_NESTS: Final = {list, tuple, dict}
 
 # What equal calls have in common: the name of the call, the reduction as the user wrote it, the shape and the dtype of
-# the array (of a list the length, and none), and whether an array of the caller's takes the result. It has no names, as
+# the array (of a nest the structure, and none), and whether arrays of the caller's take the result. It has no names, as
 # it is made in each call.
-CallKey: TypeAlias = tuple[str, Any, tuple[int, ...], np.dtype[Any] | None, bool]
+CallKey: TypeAlias = tuple[str, Any, tuple[Any, ...], np.dtype[Any] | None, bool]
 
 Array = np.ndarray[Any, Any]
 
 
-def key_of_repeated(name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any) -> CallKey | None:
-    """Return the key of a call that can be cached; `None` for another call.
+def key_of_repeated(
+    name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any
+) -> tuple[CallKey, Any, Any] | None:
+    """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
     These calls reduce one NumPy array, with the options of the algorithm: into a new array, in place, or into another
-    array of the same kind, with which it shares no memory. Or they reduce a list of NumPy arrays in place.
+    array of the same kind, with which it shares no memory. Or they reduce a nest of NumPy arrays, into new ones or in
+    place.
 
     Args:
         name: The name of the call.
@@ -49,25 +55,37 @@ def key_of_repeated(name: str, reduce_op: Any, value: Any, options: Any, out: An
     """
     if options is not None or error is not None or type(reduce_op) not in _OP_TYPES:
         return None
-    if type(value) is list:
-        return (name, reduce_op, (len(value),), None, True) if _is_in_place(value, out) else None
-    if type(value) is not np.ndarray:
+    if type(value) is np.ndarray:
+        flags = value.flags
+        if not (flags.c_contiguous and flags.aligned):
+            return None
+        if out is not None and not (flags.writeable if out is value else _takes_result(out, value)):
+            return None
+        return (name, reduce_op, value.shape, value.dtype, out is not None), value, out
+    if native is None or type(value) not in _NESTS or not value:
         return None
-    flags = value.flags
-    if not (flags.c_contiguous and flags.aligned):
+    try:
+        leaves, structure = _flatten(value)
+        is_in_place = out is value or (out is not None and _has_leaves(out, leaves, structure))
+        is_repeated = type(leaves[0]) is np.ndarray and (out is None or is_in_place)
+    except Exception:  # of any kind: the call is made as others are, and the other ranks learn of it
         return None
-    if out is not None and not (flags.writeable if out is value else _takes_result(out, value)):
+    if not is_repeated:
         return None
-    return name, reduce_op, value.shape, value.dtype, out is not None
+    return (name, reduce_op, structure, None, out is not None), leaves, None if out is None else leaves
 
 
-def _is_in_place(values: list[Any], outs: Any) -> bool:
-    """Whether outs are the values, and may all be NumPy arrays."""
-    if outs is not values and not (
-        type(outs) is list and len(outs) == len(values) and all(map(operator.is_, outs, values))
-    ):
-        return False
-    return bool(values) and type(values[0]) is np.ndarray
+def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    """List the leaves of a nest: of one that looks like a list of arrays, as if it were that."""
+    if type(value) is list and type(value[0]) is np.ndarray:
+        return value, (list.__name__, len(value))
+    return nest.flatten(value)
+
+
+def _has_leaves(out: Any, leaves: list[Any], structure: tuple[Any, ...]) -> bool:
+    """Whether a nest has the same form as another one, and the same leaves."""
+    outs, form = _flatten(out)
+    return form == structure and all(map(operator.is_, outs, leaves))
 
 
 def _takes_result(out: Any, value: Array) -> bool:
@@ -112,16 +130,16 @@ class _SymmetricCall(NamedTuple):
 
 @final
 class _ListCall(NamedTuple):
-    """A call that reduces a list of private arrays in place.
+    """A call that reduces the leaves of a nest.
 
     Attributes:
         key: Its key.
-        outs: The arrays, which were checked.
-        cached: Calls alike.
+        holds_for: Returns whether nothing has to be checked of a list of the same length.
+        cached: The call.
     """
 
     key: CallKey
-    outs: CheckedOuts
+    holds_for: Callable[[list[Any]], bool]
     cached: _CachedCall
 
 
@@ -137,19 +155,19 @@ class RepeatedCalls:
         self._group = group
         self._cached: dict[CallKey, _CachedCall | None] = {}  # `None`: such calls have to be checked each time
         self._symmetric: dict[int, _SymmetricCall] = {}  # by the id of the array, until the array is gone
-        self._lists: dict[int, _ListCall] = {}  # by the id of the first array, which may be gone
+        self._lists: dict[Any, _ListCall] = {}  # see `_place_of_list`
         self._cached_for: Levels | None = None
 
     def run(self, key: CallKey, value: Any, out: Any) -> Any:
-        """Reduce what an earlier call has reduced, if there was one. Collective, unless it returns `None`.
+        """Reduce as an earlier call did, if there was one. Collective, unless it returns `None`.
 
         Args:
-            key: The key of the call.
-            value: The array, or the list of arrays.
-            out: The array that takes the result, `None` for a new one; or the same arrays.
+            key: As all further arguments, what `key_of_repeated` has returned: the key of the call.
+            value: The array, or the list of a nest's leaves.
+            out: What takes the result; `None` for new arrays.
 
         Returns:
-            The result; `None` if there was no such call before, or if these arrays have to be checked.
+            The result, an array or a list; `None` if there was no such call before, or if this one has to be checked.
 
         Raises:
             Exception: What `Reductions.run` raises.
@@ -157,8 +175,8 @@ class RepeatedCalls:
         if self._cached_for is not self._group.levels:  # a reset makes new levels
             return None
         if type(value) is list:
-            known = self._lists.get(id(value[0]))
-            if known is None or known.key != key or not known.outs.are_unchanged(value):
+            known = self._lists.get(_place_of_list(key, value))
+            if known is None or known.key != key or not known.holds_for(value):
                 return None
             cached = known.cached
             return self._make(cached, cached.reduction, cached.execution.variant_of_private(), value, out)
@@ -182,7 +200,8 @@ class RepeatedCalls:
         try:
             return self._reduce(cached, reduction, variant, value, out)
         except BaseException as error:
-            self._clear()  # also drops the reference to the array
+            self._clear()
+            reduction.forget()
             group.break_off(error)
             raise
 
@@ -197,8 +216,7 @@ class RepeatedCalls:
         if reduction.run is not None and call.error is None:
             progress = agreement.join_at_once(call, reduction.run, value, result, place)
             if progress == Progress.DONE:
-                reduction.count(out is None)
-                return result
+                return reduction.close(result, out is None)
         if progress == Progress.NOT_JOINED:
             try:
                 begun = reduction.begin(value, result, place)
@@ -208,7 +226,8 @@ class RepeatedCalls:
         else:
             begun = reduction.resume(value, result, place, progress == Progress.AGREED)
         if progress == Progress.AGREED or agreement.conclude(call):
-            reduction.finish(begun, result, out is None)
+            reduction.finish(begun, result)
+            result = reduction.close(result, out is None)
         else:
             result = _finish_unlike(cached, value, out)
         agreement.end()
@@ -235,17 +254,26 @@ class RepeatedCalls:
         self._lists.clear()
 
     def _add_list(self, key: CallKey, call: ReductionCall) -> None:
-        """Add a call that has reduced a list in place. Local."""
-        execution, arrays = call.plan.execution, call.operands.arrays
-        if not (isinstance(execution, FusedExecution) and _is_plain(call) and key[2] == (len(arrays),)):
+        """Add a call that has reduced the leaves of a nest, into new arrays or in place. Local."""
+        execution, arrays, checked = call.plan.execution, call.operands.arrays, call.checked_outs
+        has_form = key[2] == call.structure and not call.mirrored
+        if not (isinstance(execution, FusedExecution) and _is_plain(call) and has_form):
             return
-        reduction = execution.of_list_in_place(call, self._group.agreement.flight)
-        if reduction is None or call.checked_outs is None:
+        forms = [(spec.shape, spec.dtype) for spec in call.plan.specs]
+        reduction = execution.of_list(checked is not None, self._group.agreement.flight)
+        if reduction is None or not native.have_forms(arrays, forms):
+            return
+
+        def have_forms(others: list[Any]) -> bool:
+            return bool(native.have_forms(others, forms))
+
+        if checked is not None and not checked.are_private:
             return
         if len(self._lists) >= _MAX_ARRAYS:
             self._lists.clear()
         cached = _CachedCall(_call_like(call), execution, reduction)
-        self._lists[id(arrays[0])] = _ListCall(key, call.checked_outs, cached)
+        holds_for = have_forms if checked is None else checked.are_unchanged
+        self._lists[_place_of_list(key, arrays)] = _ListCall(key, holds_for, cached)
 
     def _cached_call(self, key: CallKey, call: ReductionCall) -> _CachedCall | None:
         """Return what carries out calls like one; `None` if they have to be checked each time."""
@@ -268,6 +296,12 @@ class RepeatedCalls:
         known, place = self._symmetric, id(array)
         reference = weakref.ref(array, lambda _: known.pop(place, None))
         known[place] = _SymmetricCall(key, reference, reduction, call.variant)
+
+
+def _place_of_list(key: CallKey, arrays: list[Any]) -> Any:
+    """Return the key of a list in the cache: outs have been checked by themselves, and of others the forms."""
+    first = arrays[0]
+    return id(first) if key[-1] else (key, first.shape, first.dtype)
 
 
 def _call_like(call: ReductionCall) -> ReductionCall:

@@ -245,13 +245,15 @@ class CrossDeviceOps(Algorithm):
             InvalidArgumentError: As in `reduce`.
         """
         reductions = self._reductions()
-        key = key_of_repeated(call, reduce_op, value, options, out, error)
-        if key is not None and (result := reductions.repeated.run(key, value, out)) is not None:
-            return result
+        repeated = key_of_repeated(call, reduce_op, value, options, out, error)
+        if repeated is not None and (result := reductions.repeated.run(*repeated)) is not None:
+            if out is not None:
+                return out
+            return rebuild_results(value, result, {}) if type(result) is list else result
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(reduction_call)
-        if key is not None:
-            reductions.repeated.add(key, reduction_call)
+        if repeated is not None:
+            reductions.repeated.add(repeated[0], reduction_call)
         return out if out is not None else rebuild_results(value, results, mirrored)
 
     @final

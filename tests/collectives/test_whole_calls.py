@@ -1,4 +1,4 @@
-"""Repeated calls of one array that compiled code carries out as a whole, as far as no rank has to wait long."""
+"""Repeated calls of an array or of a nest, which compiled code carries out as a whole, as far as no rank waits long."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support.reductions import all_reduce
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist import nest
 from mpidist.transport import Progress, native
 from mpidist.transport.agreement import MpiAgreement
 from mpidist.transport.failures.flight_recorder import entries_in
@@ -70,9 +71,13 @@ def test_who_comes_early_waits_and_who_comes_late_finds_all(
         kept.append(np.array(result) if is_in_place else result)
     for step, result in enumerate(kept):  # no later call has written to an earlier result
         assert (result == sum(step + rank for rank in range(comm.size))).all()
+    joined, ended = (
+        comm.allreduce(sum(progress[came] for came in these))
+        for these in ((Progress.JOINED,), (Progress.AGREED, Progress.DONE))
+    )
     if is_on_one_node(strategy):
-        assert progress[Progress.JOINED] >= 1, "this rank was early in most steps"
-        assert progress[Progress.DONE] + progress[Progress.AGREED] >= 1, "this rank was the last in some steps"
+        assert joined >= 1, "ranks were early in most steps"
+        assert ended >= 1, "a rank was the last in each step"
         assert progress.total() == 4 * comm.size - 1, "all but the first call are repeated"
     else:
         assert not progress
@@ -138,6 +143,121 @@ def test_a_rank_whose_array_is_strided_meets_the_others(
         value[...] = np.arange(length) + step
         all_reduce(strategy, "SUM", value, out=value)
         assert (value == comm.size * (np.arange(length) + step)).all()
+
+
+def nests(make: Callable[[int], Any]) -> list[Any]:
+    """Nests of what `make` gives for 0 to 4."""
+    return [
+        [make(0)],
+        [make(0), make(1), make(2)],
+        (make(3), make(1)),
+        {"b": make(0), "a": make(4)},
+        {"layers": [(make(0), make(1)), (make(2), make(3))], "norm": make(4)},
+        [[make(0), make(1)], make(2)],
+    ]
+
+
+FORMS = [(3,), (4, 5), (), (700,), (64, 129)]
+
+
+def leaves_of(value: Any) -> list[Any]:
+    leaves, _ = nest.flatten(value)
+    return leaves
+
+
+@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("is_in_place", [True, False])
+@pytest.mark.parametrize(("op", "dtype"), [("SUM", np.float32), ("MEAN", np.float64), ("MAX", np.int32)])
+def test_nests_are_carried_out_as_a_whole(
+    strategy: Strategy, comm: Intracomm, progress: Counter[int], which: int, is_in_place: bool, op: str, dtype: Any
+) -> None:
+    mean = (comm.size - 1) / 2
+    more = {"SUM": mean * comm.size, "MEAN": mean, "MAX": comm.size - 1}[op]
+    times = comm.size if op == "SUM" else 1
+    value = nests(lambda at: np.empty(FORMS[at], dtype))[which]
+    kept: list[Any] = []
+    for step in range(5):
+        if not is_in_place:  # other arrays each time
+            value = nests(lambda at: np.empty(FORMS[at], dtype))[which]
+        for at, leaf in enumerate(leaves_of(value)):
+            leaf[...] = 10 * step + at + comm.rank
+        again = nest.map_structure(lambda leaf: leaf, value)  # another nest of the same arrays
+        result = all_reduce(strategy, op, value, out=again if is_in_place else None)
+        kept.append(result)
+        assert type(result) is type(value)
+        assert leaves_of(nest.map_structure(np.shape, result)) == leaves_of(nest.map_structure(np.shape, value))
+        if is_in_place:
+            assert result is again
+        for at, (leaf, got) in enumerate(zip(leaves_of(value), leaves_of(result), strict=True)):
+            assert got.dtype == dtype
+            assert (got == times * (10 * step + at) + more).all()
+            assert (got is leaf) == is_in_place
+            assert is_in_place or not np.shares_memory(leaf, got)
+    for step, result in enumerate([] if is_in_place else kept):
+        for at, got in enumerate(leaves_of(result)):
+            assert (got == times * (10 * step + at) + more).all(), "a later call has written to an earlier result"
+    is_small = which == 0  # a nest of one small array
+    assert progress.total() == (4 if is_on_one_node(strategy) and not is_small else 0)
+
+
+def test_what_changes_in_a_list_is_seen(strategy: Strategy, comm: Intracomm) -> None:
+    """The same list, with other arrays in it, or arrays of another shape or layout, or that cannot be written."""
+    values = [np.ones((4, 6), np.float32), np.ones(9, np.float32)]
+
+    def check(op: str = "SUM", times: int = comm.size) -> None:
+        for out in (None, values):
+            for value in values:
+                value[...] = 1
+            for result in all_reduce(strategy, op, values, out=out):
+                assert (result == times).all()
+
+    for _ in range(3):
+        check()
+    values[0].shape = (8, 3)
+    check()
+    values[0] = np.ones((8, 3), np.float32)[::-1]
+    check()
+    values[1] = np.ones(9, np.float64)
+    check("MAX", 1)
+    values.append(np.ones(2, np.float64))
+    for _ in range(2):
+        check()
+    values[2].flags.writeable = comm.rank != comm.size - 1
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "read-only"):
+        all_reduce(strategy, "SUM", values, out=values)
+    values[2] = values[1]
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "share memory"):
+        all_reduce(strategy, "SUM", values, out=values)
+    values[1:] = ["text"] if comm.rank == 0 else [np.ones(9)]
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "builtins.str"):
+        all_reduce(strategy, "SUM", values)
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_symmetric_lists_of_some_ranks_meet_private_ones_of_others(
+    strategy: Strategy, comm: Intracomm, is_in_place: bool
+) -> None:
+    symmetric = [strategy.symmetric_empty((300,), np.float32) for _ in range(3)]
+    private = [np.empty(300, np.float32) for _ in range(3)]
+    for step in range(4 * comm.size):
+        values = symmetric if step % comm.size == comm.rank else private
+        for at, value in enumerate(values):
+            value[...] = step + at
+        comm.Barrier()
+        results = all_reduce(strategy, "SUM", values, out=values if is_in_place else None)
+        assert [result.tolist() for result in results] == [[comm.size * (step + at)] * 300 for at in range(3)]
+        comm.Barrier()
+
+
+def test_lists_in_turn_have_their_own_arrays(strategy: Strategy, comm: Intracomm) -> None:
+    """More lists than are remembered, of one plan and of several."""
+    lists = [[np.empty(3 + at % 2), np.empty(5)] for at in range(300)]
+    for step in range(3):
+        for at, values in enumerate(lists):
+            for value in values:
+                value[...] = at + step
+            all_reduce(strategy, "SUM", values, out=values)
+            assert all((value == comm.size * (at + step)).all() for value in values)
 
 
 def test_calls_are_counted_as_all_others(strategy: Strategy, comm: Intracomm) -> None:

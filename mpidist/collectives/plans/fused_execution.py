@@ -16,6 +16,7 @@ from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.repeated_reductions import (
     LargeArray,
     ListInPlace,
+    NewList,
     RepeatedReduction,
     SmallArray,
     SymmetricArray,
@@ -95,7 +96,7 @@ class FusedExecution(Execution):
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.
         self._idle: list[TwoShot | None] = [None] * len(lists)
-        self._list_in_place: ListInPlace | None = None  # of calls that were repeated
+        self._repeated_lists: dict[bool, RepeatedReduction] = {}  # in place, and not
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         # A single small array is copied faster, with one barrier, than it is added in place with two barriers.
         self._ignores_places = self._small is not None and len(specs) == 1
@@ -161,25 +162,24 @@ class FusedExecution(Execution):
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
         return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
-    def of_list_in_place(self, call: ReductionCall, flight: Any) -> RepeatedReduction | None:
-        """Return what reduces the list of a call again, in place; `None` where compiled code cannot do all of that.
+    def of_list(self, is_in_place: bool, flight: Any) -> RepeatedReduction | None:
+        """Return what reduces lists of contiguous private arrays again; `None` where no compiled code does all of it.
 
         Args:
-            call: A call that was carried out.
+            is_in_place: Whether the results are the arrays of the list.
             flight: `Agreement.flight`.
         """
-        arrays, checked = call.operands.arrays, call.checked_outs
-        is_plain = self._small is None and len(self._lists) == 1 and not self._empty and self._agreement_is_barrier
-        if not is_plain or checked is None or not (checked.are_private and self._wants_results):
+        if self._small is not None or len(self._lists) != 1 or self._empty or not self._agreement_is_barrier:
             return None
         fused = self._lists[0]
-        if fused.wire != fused.result_dtype:
+        if not (self._wants_results and fused.wire == fused.result_dtype and fused.keeps_dtype):
             return None
-        if not all(type(array) is np.ndarray and array.flags.carray and array.dtype == fused.wire for array in arrays):
-            return None
-        if self._list_in_place is None:
-            self._list_in_place = ListInPlace(fused, self._reducer, flight)
-        return None if self._list_in_place.run is None else self._list_in_place
+        reduction = self._repeated_lists.get(is_in_place)
+        if reduction is None:
+            common = fused, self._reducer, flight
+            reduction = ListInPlace(*common) if is_in_place else NewList(self._made[0], *common)
+            self._repeated_lists[is_in_place] = reduction
+        return None if reduction.run is None else reduction
 
     def of_symmetric_array(self, call: ReductionCall) -> RepeatedReduction | None:
         """Return what reduces the one array of a call again, in place; `None` where it is not, or is no symmetric one.

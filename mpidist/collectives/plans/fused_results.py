@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport import ResultMemory, SharedArena
+from mpidist.transport import ResultMemory, SharedArena, native
 
 __all__ = ["FusedResults"]
 
@@ -44,6 +44,8 @@ class FusedResults:
         fused = self._fused
         if fused.is_uniform:
             return list(whole.reshape(len(fused.indices), *self._shapes[0]))
+        if native is not None and whole.flags.carray:
+            return list(native.split(whole, self._shapes))
         parts, at = [], 0
         for shape, length in zip(self._shapes, fused.lengths, strict=True):
             parts.append(whole[at : at + length].reshape(shape))

@@ -10,27 +10,29 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.collectives.arguments import Spec
+from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.transport import (
     FusedArrays,
     FusedReducer,
     InPlace,
+    LentArrays,
     OneShot,
     RecycledResults,
     TwoShot,
     complete,
 )
 
-__all__ = ["LargeArray", "ListInPlace", "RepeatedReduction", "SmallArray", "SymmetricArray"]
+__all__ = ["LargeArray", "ListInPlace", "NewList", "RepeatedReduction", "SmallArray", "SymmetricArray"]
 
 Array = np.ndarray[Any, Any]
 
 
 class RepeatedReduction(ABC):
-    """Reduces arrays of one shape and dtype, or lists of arrays alike in place.
+    """Reduces arrays of one shape and dtype, or lists of such arrays.
 
-    A call is `begin`, a barrier of the node, and `finish`. Where compiled code can carry out all of a call, the call is
-    `run`, and `count`; what `run` leaves is done by `resume` and `finish`.
+    A call is `begin`, a barrier of the node, `finish` and `close`. Where compiled code can carry out all of a call, the
+    call is `run` and `close`; what `run` leaves is done by `resume` and `finish`.
 
     Attributes:
         run: Carries out a call as far as no rank has to wait long: `native.WholeCall.run`. `None` if there is no such
@@ -39,38 +41,37 @@ class RepeatedReduction(ABC):
 
     run: Any = None
 
-    def lend(self) -> tuple[Array, int]:
-        """Return a new array for a result, and its `LentArrays.place`. Local."""
+    def lend(self) -> tuple[Any, int]:
+        """Return where a new result is written, and its `LentArrays.place`. Local."""
         raise NotImplementedError(f"{type(self).__name__} has no new results")
 
     @abstractmethod
-    def begin(self, array: Array, result: Array, place: int) -> Any:
-        """Stage a contiguous array. Local.
+    def begin(self, value: Any, result: Any, place: int) -> Any:
+        """Stage an array, or a list. Local.
 
         Args:
-            array: The array.
-            result: A contiguous array for the result.
-            place: What `lend` returned with the result; 0 for an array of the caller.
+            value: The array or the list, all contiguous.
+            result: What `lend` has returned, or what takes the result: a contiguous array, or the list itself.
+            place: What `lend` has returned with the result; otherwise 0.
 
         Returns:
             The argument of `finish`.
         """
 
     @abstractmethod
-    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
+    def finish(self, begun: Any, result: Any) -> None:
         """Reduce. Collective.
 
         Args:
             begun: What `begin` or `resume` returned.
-            result: The same array as in `begin`.
-            is_new: Whether `lend` returned the array.
+            result: As in `begin`.
         """
 
-    def resume(self, array: Array, result: Array, place: int, have_agreed: bool) -> Any:
+    def resume(self, value: Any, result: Any, place: int, have_agreed: bool) -> Any:
         """Take over from `run`, which has begun a call. Local.
 
         Args:
-            array: As in `begin`.
+            value: As in `begin`.
             result: As in `begin`.
             place: As in `begin`.
             have_agreed: Whether `run` has found that all ranks make the call.
@@ -80,13 +81,14 @@ class RepeatedReduction(ABC):
         """
         raise NotImplementedError(f"no compiled code begins the calls of {type(self).__name__}")
 
-    def count(self, is_new: bool) -> None:
-        """Count a call that `run` has carried out. Local.
+    @abstractmethod
+    def close(self, result: Any, is_new: bool) -> Any:
+        """Count a call that is done, and return its result as the program gets it. Local.
 
         Args:
-            is_new: As in `finish`.
+            result: As in `begin`.
+            is_new: Whether `lend` has returned it.
         """
-        raise NotImplementedError(f"no compiled code carries out the calls of {type(self).__name__}")
 
     def forget(self) -> None:  # noqa: B027  one subclass refers to no array
         """Drop the reference to an array that was staged, if `finish` is not called. Local."""
@@ -123,18 +125,18 @@ class SmallArray(RepeatedReduction):
     def lend(self) -> tuple[Array, int]:
         return np.empty(self._shape, self._dtype) if self._memory is None else self._memory.take()[0], 0
 
-    def begin(self, array: Array, result: Array, place: int) -> Any:
-        return self._one_shot.stage((array,))
+    def begin(self, value: Array, result: Array, place: int) -> Any:
+        return self._one_shot.stage((value,))
 
-    def resume(self, array: Array, result: Array, place: int, have_agreed: bool) -> Any:
+    def resume(self, value: Array, result: Array, place: int, have_agreed: bool) -> Any:
         return self._one_shot.staged
 
-    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
+    def finish(self, begun: Any, result: Array) -> None:
         self._one_shot.add(begun, self._reduction, self._divide_by, result.reshape(-1))
-        self.count(is_new)
 
-    def count(self, is_new: bool) -> None:
+    def close(self, result: Array, is_new: bool) -> Array:
         self._reducer.count(self._nbytes)
+        return result
 
 
 class _TwoShots(RepeatedReduction):
@@ -150,35 +152,42 @@ class _TwoShots(RepeatedReduction):
         self._nbytes, self._reducer = fused.nbytes, reducer
         self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
+        self._was_restaged = False  # in the call that is to be closed: `TwoShot.was_restaged`
         self.run = _run_of(fused, reducer, self._two_shot, flight)
 
     @abstractmethod
-    def _set(self, array: Any, result: Any, place: int) -> None:
+    def _set(self, value: Any, result: Any, place: int) -> None:
         """Set `_arrays`."""
 
-    def begin(self, array: Any, result: Any, place: int) -> Any:
-        self._set(array, result, place)
+    def begin(self, value: Any, result: Any, place: int) -> Any:
+        self._set(value, result, place)
         self._two_shot.begin()
         return self._two_shot.steps(has_passed_barrier=True)
 
-    def resume(self, array: Any, result: Any, place: int, have_agreed: bool) -> Any:
-        self._set(array, result, place)
+    def resume(self, value: Any, result: Any, place: int, have_agreed: bool) -> Any:
+        self._set(value, result, place)
         return self._two_shot.resume(have_agreed)
 
-    def finish(self, begun: Any, result: Any, is_new: bool) -> None:
+    def finish(self, begun: Any, result: Any) -> None:
         if self._two_shot.compiled is not None:  # NumPy raises no errors of numbers, as it computes nothing
             complete(begun, self._reducer.check_peers)
         else:
             with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
                 complete(begun, self._reducer.check_peers)
         self._two_shot.forget()
-        self._reducer.count(self._nbytes)
+        self._was_restaged = self._two_shot.was_restaged
 
-    def count(self, is_new: bool) -> None:
+    def close(self, result: Any, is_new: bool) -> Any:
         self._reducer.count(self._nbytes)
+        return result
 
     def forget(self) -> None:
         self._two_shot.forget()
+
+    def _note_use(self, memory: RecycledResults) -> None:
+        if memory.is_kept:
+            memory.note_use(self._was_restaged)
+            self._was_restaged = False
 
 
 @final
@@ -199,29 +208,24 @@ class LargeArray(_TwoShots):
         super().__init__(fused, reducer, flight if spec.dtype == fused.wire else None)
         self._memory, self._shape, self._dtype = memory, spec.shape, fused.wire
 
-    def _set(self, array: Array, result: Array, place: int) -> None:
-        self._arrays.sources, self._arrays.results, self._arrays.place = (array,), (result,), place
-
     def lend(self) -> tuple[Array, int]:
         if not self._memory.is_kept:
             return np.empty(self._shape, self._dtype), 0
         lent = self._memory.lend()
         return lent.arrays[0], lent.place
 
-    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
-        super().finish(begun, result, is_new)
+    def close(self, result: Array, is_new: bool) -> Array:
         if is_new:
-            self._memory.note_use(self._two_shot.was_restaged)
+            self._note_use(self._memory)
+        self._reducer.count(self._nbytes)
+        return result
 
-    def count(self, is_new: bool) -> None:
-        super().count(is_new)
-        if is_new and self._memory.is_kept:
-            self._memory.note_use(was_in_vain=False)
+    def _set(self, value: Array, result: Array, place: int) -> None:
+        self._arrays.sources, self._arrays.results, self._arrays.place = (value,), (result,), place
 
 
-@final
-class ListInPlace(_TwoShots):
-    """Reduces the arrays of a list, all contiguous, in place. For the arguments, see `_TwoShots`."""
+class _Lists(_TwoShots):
+    """Reduces lists of contiguous arrays, in compiled code alone. For the arguments, see `_TwoShots`."""
 
     def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
         super().__init__(fused, reducer, flight)
@@ -229,15 +233,61 @@ class ListInPlace(_TwoShots):
         self._run_in_order = self.run
         self.run = None if self.run is None else self._run
 
-    def _run(self, array: list[Array], result: list[Array], *numbers: int) -> int:
-        arrays = self._in_order(array)
+    @abstractmethod
+    def _run(self, value: list[Array], result: Any, *numbers: int) -> int:
+        """Call `native.WholeCall.run` with the arrays in the order of sending."""
+
+    def _flat(self, arrays: Any) -> list[Array]:
+        return [one.reshape(-1) for one in arrays] if isinstance(arrays, (list, tuple)) else [arrays.reshape(-1)]
+
+
+@final
+class ListInPlace(_Lists):
+    """Reduces lists in place."""
+
+    def _run(self, value: list[Array], result: list[Array], *numbers: int) -> int:
+        arrays = self._in_order(value)
         progress: int = self._run_in_order(arrays, arrays, *numbers)
         return progress
 
-    def _set(self, array: list[Array], result: list[Array], place: int) -> None:
-        arrays = self._in_order(array)
-        flat = [one.reshape(-1) for one in (arrays if type(arrays) is tuple else (arrays,))]
-        self._arrays.sources, self._arrays.results, self._arrays.place = flat, flat, place
+    def _set(self, value: list[Array], result: list[Array], place: int) -> None:
+        self._arrays.sources = self._arrays.results = self._flat(self._in_order(value))
+        self._arrays.place = place
+
+
+@final
+class NewList(_Lists):
+    """Reduces lists into new arrays.
+
+    Args:
+        made: Makes the new arrays.
+        fused: As all further arguments, that of `_TwoShots`.
+        reducer: See there.
+        flight: See there.
+    """
+
+    def __init__(self, made: FusedResults, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
+        super().__init__(fused, reducer, flight)
+        self._made, self._num_arrays = made, len(fused.indices)
+
+    def lend(self) -> tuple[LentArrays, int]:
+        lent = self._made.recycled.lend()
+        return lent, lent.place
+
+    def close(self, result: LentArrays, is_new: bool) -> list[Array]:
+        results: list[Any] = [None] * self._num_arrays
+        self._made.set_new(self._made.recycled.finalize(result), results)
+        self._note_use(self._made.recycled)
+        self._reducer.count(self._nbytes)
+        return results
+
+    def _run(self, value: list[Array], result: LentArrays, *numbers: int) -> int:
+        progress: int = self._run_in_order(self._in_order(value), result.arrays, *numbers)
+        return progress
+
+    def _set(self, value: list[Array], result: LentArrays, place: int) -> None:
+        self._arrays.sources, self._arrays.results = self._flat(self._in_order(value)), self._flat(result.arrays)
+        self._arrays.place = place
 
 
 @final
@@ -253,13 +303,16 @@ class SymmetricArray(RepeatedReduction):
     def __init__(self, fused: FusedList, reducer: FusedReducer, in_place: InPlace) -> None:
         self._nbytes, self._reducer, self._in_place = fused.nbytes, reducer, in_place
 
-    def begin(self, array: Array, result: Array, place: int) -> Any:
+    def begin(self, value: Array, result: Array, place: int) -> Any:
         return None
 
-    def finish(self, begun: Any, result: Array, is_new: bool) -> None:
-        self._reducer.count(self._nbytes)
+    def finish(self, begun: Any, result: Array) -> None:
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(self._in_place.steps(has_passed_barrier=True), self._reducer.check_peers)
+
+    def close(self, result: Array, is_new: bool) -> Array:
+        self._reducer.count(self._nbytes)
+        return result
 
 
 def _run_of(fused: FusedList, reducer: FusedReducer, two_shot: TwoShot | None, flight: Array | None) -> Any:

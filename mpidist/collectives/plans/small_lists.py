@@ -13,10 +13,10 @@ from mpidist.transport import FusedReducer, OneShot
 
 __all__ = ["SmallLists"]
 
-# Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: of one array, all of a call is
-# compiled, and a list is copied to and from its arrays at once.
+# Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: all of a call is compiled. That of a
+# list always is, but where numbers of several dtypes share a barrier.
 _COMPILED_ARRAY_BYTES: Final = 8 << 10
-_COMPILED_LIST_BYTES: Final = 32 << 10
+_COMPILED_DTYPES_BYTES: Final = 32 << 10
 _ALIGNMENT: Final = 64  # bytes: of lists in a slot
 
 
@@ -85,7 +85,7 @@ class SmallLists:
             starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
             end = starts[-1] + fused.nbytes
         is_one_array = len(lists) == len(lists[0].indices) == 1 if lists else False
-        most = _COMPILED_ARRAY_BYTES if is_one_array else _COMPILED_LIST_BYTES
+        most = _COMPILED_ARRAY_BYTES if is_one_array else 0 if len(lists) == 1 else _COMPILED_DTYPES_BYTES
         if not reducer.is_small(end) or (end >= most and is_compiled):
             return []
         return [reducer.one_shot(fused.count, fused.wire, start) for fused, start in zip(lists, starts, strict=True)]

@@ -54,7 +54,63 @@ static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, 
     Py_RETURN_TRUE;
 }
 
+PyDoc_STRVAR(have_forms_doc,
+             "have_forms(arrays, forms)\n--\n\n"
+             "Whether all items of a list are NumPy's arrays, aligned and C-contiguous, of these (shape, dtype).");
+
+static PyObject *have_forms(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
+{
+    if (num_given != 2 || !PyList_Check(given[0]) || !PyList_Check(given[1]) ||
+        PyList_GET_SIZE(given[0]) != PyList_GET_SIZE(given[1])) {
+        PyErr_SetString(PyExc_TypeError, "have_forms: needed are two lists of one length");
+        return NULL;
+    }
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(given[0]); at++) {
+        PyObject *array = PyList_GET_ITEM(given[0], at), *form = PyList_GET_ITEM(given[1], at);
+        if (!PyArray_CheckExact(array) || !PyArray_ISCARRAY_RO((PyArrayObject *)array)) Py_RETURN_FALSE;
+        if (!PyTuple_Check(form) || PyTuple_GET_SIZE(form) < 2 || !has_form((PyArrayObject *)array, form)) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(split_doc, "split(whole, shapes)\n--\n\nReturn a list of views of a flat array: of these shapes, one after the other.");
+
+static PyObject *split(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
+{
+    if (num_given != 2 || !PyArray_Check(given[0]) || !PyArray_ISCARRAY((PyArrayObject *)given[0]) || !PyList_Check(given[1])) {
+        PyErr_SetString(PyExc_TypeError, "split: needed are a contiguous array and a list of shapes");
+        return NULL;
+    }
+    PyArrayObject *whole = (PyArrayObject *)given[0];
+    PyObject *views = PyList_New(PyList_GET_SIZE(given[1]));
+    char *at = PyArray_BYTES(whole), *const end = at + PyArray_NBYTES(whole);
+    for (Py_ssize_t index = 0; views && index < PyList_GET_SIZE(views); index++) {
+        PyArray_Dims shape = {NULL, 0};
+        PyObject *view = NULL;
+        if (PyArray_IntpConverter(PyList_GET_ITEM(given[1], index), &shape)) {
+            const Py_ssize_t nbytes = PyArray_MultiplyList(shape.ptr, shape.len) * PyArray_ITEMSIZE(whole);
+            if (nbytes > end - at)
+                PyErr_SetString(PyExc_ValueError, "split: the array is smaller than these shapes");
+            else {
+                Py_INCREF(PyArray_DESCR(whole));
+                view = PyArray_NewFromDescr(&PyArray_Type, PyArray_DESCR(whole), shape.len, shape.ptr, NULL, at,
+                                            NPY_ARRAY_CARRAY, NULL);
+                at += nbytes;
+            }
+            PyDimMem_FREE(shape.ptr);
+        }
+        if (view && PyArray_SetBaseObject((PyArrayObject *)view, Py_NewRef(given[0])) < 0) Py_CLEAR(view);
+        if (view)
+            PyList_SET_ITEM(views, index, view);
+        else
+            Py_CLEAR(views);
+    }
+    return views;
+}
+
 PyMethodDef known_arrays_functions[] = {
     {"are_known", (PyCFunction)(void (*)(void))are_known, METH_FASTCALL, are_known_doc},
+    {"have_forms", (PyCFunction)(void (*)(void))have_forms, METH_FASTCALL, have_forms_doc},
+    {"split", (PyCFunction)(void (*)(void))split, METH_FASTCALL, split_doc},
     {NULL},
 };
