@@ -219,7 +219,7 @@ class RepeatedCalls:
                 return reduction.close(result, out is None)
         if progress == Progress.NOT_JOINED:
             try:
-                begun = reduction.begin(value, result, place)
+                begun = reduction.begin(value, result, place) if call.error is None else None
             except Exception as problem:
                 call = _call_with(call, problem)
             agreement.arrive(call)
