@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
@@ -19,6 +20,7 @@ from mpidist.parameter_server.pushing_servers import NodeServers
 from mpidist.parameter_server.roles import Roles, Task, check_counts, roles_by_rank, roles_of_tasks, task_of
 from mpidist.parameter_server.server import ParameterServer
 from mpidist.parameter_server.servers import LocalServers, RemoteServers, Servers
+from mpidist.parameter_server.servers_in_use import require_unused
 from mpidist.transport import (
     AwaitedPeers,
     Intracomm,
@@ -142,7 +144,8 @@ class Role(Service):
     @classmethod
     def meet(cls, comm: Intracomm | None, resolver: ClusterResolver | None, wanted: Wanted | None) -> Role:
         """Find the roles of all ranks, and connect them. Collective. `wanted`: `None` for what the workers ask for."""
-        comm, reports = meet_ranks(comm, _Report.of(resolver, wanted))
+        require = partial(require_unused, "a new ParameterServerStrategy")
+        comm, reports = meet_ranks(comm, _Report.of(resolver, wanted), require)
         roles, fields = _agree(comm, reports)
         members = sorted((*roles.workers, *roles.servers))
         awaited, group = AwaitedPeers(), None
@@ -189,6 +192,7 @@ class Role(Service):
         if self.server is None:
             raise RuntimeError("serve() on a worker: it is for parameter servers; write `if strategy.is_ps:` before it")
         self.server.serve()
+        self.close(None)  # which the workers wait for, whatever this program does before it closes the strategy
 
     def meet_peers(self, call: str, error: Exception | None = None) -> None:
         """See `Service`. On workers."""

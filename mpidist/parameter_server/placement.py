@@ -78,6 +78,7 @@ class OnServers(VariablePlacement):
                 f"rank {strategy.topology.rank} of the parameter servers makes a variable: a server only serves; "
                 "write `if strategy.is_ps: strategy.serve()` before the work of the workers"
             )
+        self._servers.begin_use("Variable")
         error, value, traits, name = None, np.empty(0), None, "variable"
         state = self._num_placed, list(self._nbytes), self._num_unnamed
         locations: list[Location] = []

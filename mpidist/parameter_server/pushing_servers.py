@@ -40,6 +40,9 @@ class NodeServers(Servers):
         self._pushes.settle()
         return self._alone
 
+    def begin_use(self, call: str) -> None:
+        self._alone.begin_use(call)
+
     def allocate(self, location: Location, value: Array) -> None:
         self._settled.allocate(location, value)
 

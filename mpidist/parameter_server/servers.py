@@ -24,6 +24,7 @@ from mpidist.parameter_server.messages import (
     to_json,
 )
 from mpidist.parameter_server.rules import Rule
+from mpidist.parameter_server.servers_in_use import begin_use
 from mpidist.parameter_server.store import Store
 from mpidist.transport import ServiceGroup, mark_left, mark_shared, text_of
 
@@ -50,6 +51,14 @@ class Servers(ABC):
                 f"{call} in {self.function!r}, which the chief has scheduled: it is a call of all workers, and "
                 "the chief waits for the function; make the call outside of functions"
             )
+
+    @abstractmethod
+    def begin_use(self, call: str) -> None:
+        """Require that the servers serve no other strategy that this worker uses. Local.
+
+        Raises:
+            RuntimeError: If they do.
+        """
 
     @property
     def broken(self) -> Exception | None:
@@ -136,6 +145,9 @@ class LocalServers(Servers):
     def __init__(self) -> None:
         self._store = Store()
 
+    def begin_use(self, call: str) -> None:
+        pass  # nobody else's server
+
     def allocate(self, location: Location, value: Array) -> None:
         self._store.allocate(location.key, value)
 
@@ -205,6 +217,9 @@ class RemoteServers(Servers):
         self._lists = KnownLists(self._channels)
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 
+    def begin_use(self, call: str) -> None:
+        begin_use(call, self._group, [channel.rank for channel in self._channels])
+
     def allocate(self, location: Location, value: Array) -> None:
         channel = self._channels[location.server]
         about = to_json([list(location.shape), location.dtype.name])
@@ -270,6 +285,7 @@ class RemoteServers(Servers):
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
         self.require_no_function(call)
+        self.begin_use(call)
         failure = self._first_failure()
         error = failure if error is None else error
         told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}

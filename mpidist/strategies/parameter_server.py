@@ -83,6 +83,7 @@ class ParameterServerStrategy(Strategy):
         TopologyError: If the cluster contradicts MPI. On every rank.
         InvalidArgumentError: If workers pass different arguments. On every rank.
         TypeError: If an argument is of a wrong type. On every rank.
+        RuntimeError: If a rank would have to serve another strategy, which this worker uses and has not closed.
         UnavailableError: If there is no MPI.
     """
 
@@ -142,7 +143,9 @@ class ParameterServerStrategy(Strategy):
         return max(1, len(self._role.roles.servers))
 
     def serve(self) -> None:
-        """Answer the workers until all of them have closed the strategy, or ended. On servers.
+        """Answer the workers until all of them have closed the strategy, or ended. This ends the server's part.
+
+        On servers.
 
         Raises:
             RuntimeError: If this rank is no server.

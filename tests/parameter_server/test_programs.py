@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from parameter_server.clusters import num_workers, on_workers
+from parameter_server.clusters import PATIENT, num_workers, on_workers
 
 import mpidist
 from mpidist import IndexedSlices, Variable
@@ -116,6 +116,48 @@ def test_two_strategies_after_each_other_and_at_once(comm: Intracomm) -> None:
                 assert float(one) == 2.0
             first.close()
             assert mirrored.reduce("SUM", 1.0) == comm.size
+
+
+@pytest.mark.core
+def test_a_server_serves_open_strategies_one_after_the_other(comm: Intracomm) -> None:
+    """Workers that close the first one need not wait until the server has closed it."""
+    strategies = [ParameterServerStrategy(comm=comm, communication_options=PATIENT) for _ in range(2)]
+    for strategy in strategies:
+        if strategy.is_ps:
+            strategy.serve()
+        else:
+            with strategy.scope():
+                total = Variable(0.0)
+            total.assign_add(1.0)
+            strategy.barrier()
+            assert float(total) == strategy.topology.size
+            strategy.close()
+    for strategy in reversed(strategies):
+        strategy.close()
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=2)
+def test_a_strategy_whose_servers_serve_another_one_is_refused(comm: Intracomm) -> None:
+    first, second = (ParameterServerStrategy(comm=comm, communication_options=PATIENT) for _ in range(2))
+    if first.is_ps:
+        first.serve()
+    else:
+        with first.scope():
+            total = Variable(1.0)
+        busy = f"{comm.size - 1} of the job, in serve"
+        with second.scope(), pytest.raises(RuntimeError, match=f"Variable would wait for rank {busy}"):
+            Variable(2.0)
+        with pytest.raises(RuntimeError, match=rf"barrier\(\) would wait for rank {busy}"):
+            second.barrier()
+        with pytest.raises(RuntimeError, match=f"a new ParameterServerStrategy would wait for rank {busy}"):
+            ParameterServerStrategy(comm=comm)
+        assert float(total) == 1.0
+        first.close()
+    if not second.is_ps:
+        with second.scope():
+            assert float(Variable(3.0)) == 3.0
+    second.close()
 
 
 def test_update_and_merge_call(comm: Intracomm) -> None:

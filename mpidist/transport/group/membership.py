@@ -81,6 +81,10 @@ class Membership:
         """This rank's flight recorder."""
         return self._board.recorder
 
+    def in_world(self, ranks: Iterable[int]) -> frozenset[int]:
+        """Number some ranks as they are numbered in the whole job. Local."""
+        return frozenset(self._world_ranks[rank] for rank in ranks)
+
     def gone(self) -> tuple[int, ...]:
         """List the ranks of this node whose processes are gone. Local."""
         return self._board.gone()

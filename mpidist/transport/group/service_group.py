@@ -72,12 +72,15 @@ class Service(ABC):
         """
 
 
-def meet_ranks(comm: Intracomm | None, item: Any) -> tuple[Intracomm, list[Any]]:
+def meet_ranks(
+    comm: Intracomm | None, item: Any, require: Callable[[frozenset[int]], None]
+) -> tuple[Intracomm, list[Any]]:
     """Wait until all ranks come to build a group, and gather a picklable item of each. Collective.
 
     Args:
         comm: An intra-communicator of mpi4py; `None` is `MPI.COMM_WORLD`.
         item: This rank's item.
+        require: Called before the wait, with the ranks as they are numbered in the whole job.
 
     Returns:
         The communicator, and the items in rank order.
@@ -91,6 +94,7 @@ def meet_ranks(comm: Intracomm | None, item: Any) -> tuple[Intracomm, list[Any]]
     comm, world = communicators(comm)
     settings = own_settings()
     open_groups.install_job_abort(world, settings.abort_on_error, settings.flight_signal)
+    require(ranks_in_world(comm))
     wait_for_all_ranks(comm, settings)
     return comm, comm.allgather(item)
 
@@ -165,6 +169,10 @@ class ServiceGroup(OpenGroup):
         settings, topology = discover(own, world)
         token = agreed_token(own)
         return cls(Membership(own, topology, world, token, settings), topology, settings, awaited)
+
+    def in_world(self, ranks: Iterable[int]) -> frozenset[int]:
+        """Number some ranks as they are numbered in the whole job. Local."""
+        return self._membership.in_world(ranks)
 
     def share_memory(self, nbytes: int) -> None:
         """Let the ranks of each node share memory, if they can, on all nodes or none: set `arena`. Collective.

@@ -50,7 +50,7 @@ def test_messages_hold_every_byte_once_and_in_order(sizes: tuple[int, ...]) -> N
 
 def with_a_server(comm: Intracomm, work: Callable[[Ask], None]) -> None:
     """Give rank 0 a function that sends a request, of any number, and waits for the answer; the last rank serves."""
-    comm, _ = meet_ranks(comm, None)
+    comm, _ = meet_ranks(comm, None, lambda ranks: None)
     awaited = AwaitedPeers()
     group = ServiceGroup.from_mpi(comm, [0, comm.size - 1], awaited)
     if group is None:
