@@ -107,7 +107,8 @@ class Checkpoint:
 
         Args:
             path: The folder.
-            partial: Whether the checkpoint may lack names, or have others: what both have is restored.
+            partial: Whether the checkpoint may lack names, or have others: what both have is restored, and the rest is
+                left as it is.
 
         Raises:
             FileNotFoundError: If there is no such folder. On every rank.
@@ -129,7 +130,7 @@ def _strategy_of(items: dict[str, Any]) -> CurrentStrategy:
     spread: list[Any] = [one for one in found if one.extended.topology.size > 1 or one.extended.service is not None]
     if context_stack.current() is not None:
         return spread[0] if spread else context_stack.current_strategy()
-    if not found and open_groups.num_open():
+    if not found and open_groups.num_open(or_alone=True):
         raise ValueError(
             "Checkpoint() without a variable, and outside of strategy.scope(): it cannot be told which ranks save "
             "together; make it inside of `with strategy.scope():`"

@@ -47,6 +47,7 @@ Array = np.ndarray[Any, Any]
 COMMON: Final = "all"
 _FORMAT: Final = {"format": "mpidist checkpoint", "version": 1}
 _MANIFEST: Final = "manifest.json"
+_ABOUT: Final = {"ranks": int, "replicas": int, "owners": dict, "parts": dict}  # what a manifest says besides
 _FILES: Final = re.compile(r"manifest\.json|(all|rank-\d+)\.(json|safetensors)")
 _KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are written as their bytes
     ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "uint64", "float64"]
@@ -211,6 +212,9 @@ def read_manifest(place: Path) -> dict[str, Any]:
     found = {key: manifest.get(key) for key in _FORMAT}
     if found != _FORMAT:
         raise DataLossError(f"{str(place)!r} is of another format: needed {_FORMAT}, got {found}")
+    lacking = [name for name, kind in _ABOUT.items() if not isinstance(manifest.get(name), kind)]
+    if lacking:
+        raise DataLossError(f"{str(place / _MANIFEST)!r} is damaged: it does not say {', '.join(lacking)}")
     return manifest
 
 

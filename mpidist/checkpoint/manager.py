@@ -9,19 +9,28 @@ import re
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.files import recover_all, remove_leftovers, withdraw
-from mpidist.checkpoint.saving import BackgroundWriting, CopyMemory, capture, folders_under_way, write_together
+from mpidist.checkpoint.saving import (
+    BackgroundWriting,
+    CopyMemory,
+    capture,
+    discard,
+    folders_under_way,
+    write_together,
+)
 from mpidist.errors import DataLossError
 from mpidist.whole_number import whole_number
 
 __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger("mpidist.checkpoint")
+
+_MAX_DIGITS: Final = 18  # of a number, which is sent as 64 bits
 
 
 @final
@@ -65,6 +74,10 @@ class CheckpointManager:
             raise TypeError(f"CheckpointManager takes a Checkpoint, got {checkpoint!r}")
         if max_to_keep is not None:
             whole_number("max_to_keep", max_to_keep, 1, "None for all")
+        if not isinstance(background, bool):
+            raise TypeError(f"background must be True or False, got {background!r}")
+        if not isinstance(checkpoint_name, str):
+            raise TypeError(f"checkpoint_name must be a text, got {checkpoint_name!r}")
         if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):
             raise ValueError(f"checkpoint_name is for letters, digits, '_', '-' and '.', got {checkpoint_name!r}")
         self.checkpoint, self.directory = checkpoint, str(directory)
@@ -89,15 +102,15 @@ class CheckpointManager:
         """Save a checkpoint, and remove what is too old. Collective; of parameter servers, local to the chief.
 
         Args:
-            checkpoint_number: The number, such as the step, at least 0 and equal on all ranks; by default one more than
-                that of the newest.
+            checkpoint_number: The number, such as the step, at least 0, below 10**18 and equal on all ranks; by default
+                one more than that of the newest.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
             TypeError: If the number is no whole number. On every rank that passes it.
-            ValueError: If the number is below 0. On every rank that passes it.
+            ValueError: If the number is out of these bounds. On every rank that passes it.
             InvalidArgumentError: If another rank passes such a number, if ranks save different things, or if one cannot
                 read its state. On every rank.
             OSError: If a rank cannot write, or could not write the checkpoint before, in the background. On every rank.
@@ -106,7 +119,7 @@ class CheckpointManager:
         given = self._next_number() if checkpoint_number is None else checkpoint_number
         number, error = 0, None
         try:
-            number = whole_number("checkpoint_number", _indexed(given), 0)
+            number = _checked(given)
         except (TypeError, ValueError) as problem:  # the other ranks must learn of it
             error = problem
         place, strategy = self._place(number), self.checkpoint.strategy
@@ -137,6 +150,10 @@ class CheckpointManager:
                 writing.join()
                 if writing.error is not None:
                     raise writing.error
+        except Exception:
+            if _is_open(extended):  # else other ranks may still write
+                discard(writing.snapshot)
+            raise
         finally:
             if not writing.is_done:  # the wait was interrupted, and the thread still writes the copy
                 self._copies = CopyMemory()
@@ -176,7 +193,7 @@ class CheckpointManager:
         return Path(self.directory) / f"{self._name}-{number}"
 
     def _numbers(self, directory: Path | None = None) -> list[int]:
-        pattern = re.compile(rf"{re.escape(self._name)}-(0|[1-9]\d*)")
+        pattern = re.compile(rf"{re.escape(self._name)}-(0|[1-9]\d{{0,{_MAX_DIGITS - 1}}})")
         try:
             names = os.listdir(self.directory if directory is None else directory)
         except FileNotFoundError:
@@ -221,6 +238,14 @@ def _with_text(error: DataLossError, text: str) -> DataLossError:
     another = DataLossError(text)
     vars(another).update(vars(error))
     return another
+
+
+def _checked(number: Any) -> int:
+    """Return what a program passes as the number of a checkpoint as an int; raise if it is none."""
+    checked = whole_number("checkpoint_number", _indexed(number), 0)
+    if checked >= 10**_MAX_DIGITS:
+        raise ValueError(f"checkpoint_number must be below 10**{_MAX_DIGITS}, got {checked}")
+    return checked
 
 
 def _indexed(number: Any) -> Any:

@@ -171,8 +171,9 @@ def _require_same_names(place: Path, leaves: set[str], saved: set[str]) -> None:
         texts.append(f"{_names(saved - leaves)} of it would be left")
     if texts:
         raise ValueError(
-            f"{str(place)!r} holds other things than this checkpoint: {', and '.join(texts)}. Pass partial=True to "
-            "restore what both have"
+            f"{str(place)!r} holds other things than this checkpoint: {', and '.join(texts)}. Make the same nests "
+            "first, also what an optimizer makes in its first step; or pass partial=True, which restores only what "
+            "both have, and leaves the rest as it is"
         )
 
 

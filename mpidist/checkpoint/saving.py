@@ -36,6 +36,7 @@ __all__ = [
     "CopyMemory",
     "Snapshot",
     "capture",
+    "discard",
     "folders_under_way",
     "leaves_in",
     "replica_key",
@@ -190,10 +191,21 @@ def write_together(strategy: Any, snapshot: Snapshot, finish: Callable[[], None]
         OSError: If a rank cannot write. On every rank; what was in the place is there still.
     """
     extended = strategy.extended
-    with extended.raise_together("writing a checkpoint"):
-        _write_parts(snapshot)
-    with extended.raise_together("publishing a checkpoint"):
-        _publish(snapshot, finish)
+    try:
+        with extended.raise_together("writing a checkpoint"):
+            _write_parts(snapshot)
+        with extended.raise_together("publishing a checkpoint"):
+            _publish(snapshot, finish)
+    except Exception:
+        discard(snapshot)
+        raise
+
+
+def discard(snapshot: Snapshot) -> None:
+    """Remove what all ranks have written, on rank 0: the disk may be full, and the next save needs the room. Local."""
+    if snapshot.rank == 0:
+        with suppress(OSError):  # the error of the save says more
+            remove(snapshot.folder)
 
 
 @final
@@ -205,6 +217,7 @@ class BackgroundWriting(Thread):
         finish: Called on rank 0 at the end.
 
     Attributes:
+        snapshot: As given.
         error: What went wrong, or `None`.
         is_done: Whether it has written or failed; `is_alive` may be wrong after a `join` that was interrupted.
     """
@@ -213,12 +226,12 @@ class BackgroundWriting(Thread):
         super().__init__(name="mpidist.checkpoint")
         self.error: Exception | None = None
         self.is_done = False
-        self._snapshot, self._finish = snapshot, finish
+        self.snapshot, self._finish = snapshot, finish
         _under_way.add(snapshot.folder)
 
     def run(self) -> None:
         """Write; see `Thread`."""
-        snapshot = self._snapshot
+        snapshot = self.snapshot
         try:
             _write_parts(snapshot)
             _wait_for_parts(snapshot)

@@ -31,6 +31,7 @@ from mpidist.transport import (
     mark_shared,
     meet_ranks,
     name_ranks,
+    open_groups,
     text_of,
 )
 from mpidist.whole_number import whole_number
@@ -152,7 +153,9 @@ class Role(Service):
         if len(members) > 1:
             group = ServiceGroup.from_mpi(comm, members, awaited)
         role = cls(roles, comm.rank, group, [report.hostname for report in reports], awaited)
-        if group is not None:
+        if group is None:
+            open_groups.add_alone(role)
+        else:
             role._connect(group, awaited, members, fields)
         return role
 
@@ -229,6 +232,8 @@ class Role(Service):
         finally:
             if self.servers is not None:
                 self.servers.close(error)
+        if group is None:
+            open_groups.remove_alone(self)
         if group is None or server is None or not group.is_open:
             return
         if group.watchdog.broken is not None:  # `serve` has raised it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -117,6 +118,10 @@ def test_wrong_arguments(comm: Intracomm, folder: Path) -> None:
         ):
             with pytest.raises(kind, match=pattern):
                 CheckpointManager(*arguments)
+        with pytest.raises(TypeError, match="checkpoint_name must be a text, got 3"):
+            CheckpointManager(checkpoint, folder, checkpoint_name=3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="background must be True or False, got 'no'"):
+            CheckpointManager(checkpoint, folder, background="no")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="checkpoint_name is for letters"):
             CheckpointManager(checkpoint, folder, checkpoint_name="a/b")
         manager = CheckpointManager(checkpoint, folder)
@@ -146,6 +151,12 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def without_owners(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    del manifest["owners"]
+    path.write_text(json.dumps(manifest))
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "arrays cut": ("all.safetensors", cut, "all.safetensors.* is missing or damaged"),
     "arrays flipped": ("all.safetensors", flip, "is damaged: another checksum was written"),
@@ -155,6 +166,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "manifest cut": ("manifest.json", cut, "manifest.json.* is damaged"),
     "manifest gone": ("manifest.json", Path.unlink, "is no checkpoint of mpidist: it has no manifest.json"),
     "manifest of others": ("manifest.json", lambda path: path.write_text('{"format": "x"}') and None, "another format"),
+    "manifest without owners": ("manifest.json", without_owners, "manifest.json' is damaged: it does not say owners"),
     "own arrays": ("rank-{last}.safetensors", flip, "own in .* is damaged"),
 }
 
@@ -267,7 +279,9 @@ def test_rank_that_cannot_write_is_told_on_all_ranks(
         assert bool(told) == (background and comm.rank in (0, comm.size - 1)), "who never waits must learn of it, too"
         assert manager.checkpoints == [str(folder / "ckpt-1")]
         comm.Barrier()
-        manager.save(2)
+        assert [one.name for one in folder.iterdir()] == ["ckpt-1"], "what was written takes no room of the next one"
+        comm.Barrier()
+        manager.save(3)
         manager.wait()
         comm.Barrier()
         assert len(manager.checkpoints) == 2
@@ -466,7 +480,20 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
         checkpoint.restore(folder / "ckpt-5")
 
 
-@pytest.mark.parametrize("number", ["x", -1])
+def test_numbers_too_large_for_a_message_are_passed_over(comm: Intracomm, folder: Path) -> None:
+    """On all ranks alike: what rank 0 finds is sent as 64 bits."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        if comm.rank == 0:
+            (folder / f"ckpt-{10**18}").mkdir()
+        comm.Barrier()
+        manager = CheckpointManager(made(strategy, comm.rank), folder)
+        assert manager.restore_or_initialize() is None
+        assert manager.save() == str(folder / "ckpt-1")
+        assert manager.save(10**18 - 1) == str(folder / f"ckpt-{10**18 - 1}")
+        assert manager.restore_or_initialize() == str(folder / f"ckpt-{10**18 - 1}")
+
+
+@pytest.mark.parametrize("number", ["x", -1, 10**18])
 def test_a_wrong_number_on_one_rank_is_told_to_the_others(comm: Intracomm, folder: Path, number: Any) -> None:
     text = "checkpoint_number must be .*got " + repr(number)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:

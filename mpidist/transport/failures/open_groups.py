@@ -8,7 +8,8 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from weakref import WeakSet
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.failures import job_abort
@@ -22,6 +23,7 @@ from mpidist.transport.text import count_text, last_line, text_of
 __all__ = [
     "OpenGroup",
     "add",
+    "add_alone",
     "advance_others",
     "end_job_before_start",
     "has_lower_rank_ended",
@@ -33,6 +35,7 @@ __all__ = [
     "record_build_failure",
     "release_signal",
     "remove",
+    "remove_alone",
     "require_no_build_failure",
     "save_flights",
     "save_with",
@@ -101,6 +104,7 @@ class OpenGroup(ABC):
 
 _open: Final[list[OpenGroup]] = []
 _failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some ranks may never finalize MPI
+_alone: Final[WeakSet[Any]] = WeakSet()  # of this process alone; forgotten, if the program forgets them
 _unbuilt: Final[list[str]] = []  # why groups could not be built
 _savers: Final[list[Callable[[], None]]] = []  # write files before this process ends
 
@@ -192,9 +196,19 @@ def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
     )
 
 
-def num_open() -> int:
-    """Count the groups of several ranks that this process has made and not closed."""
-    return len(_open)
+def num_open(or_alone: bool = False) -> int:
+    """Count the groups of several ranks that this process has made and not closed. `or_alone`: also those of one."""
+    return len(_open) + or_alone * len(_alone)
+
+
+def add_alone(group: object) -> None:
+    """Register a group that would be of several ranks, had the job more than one, until `remove_alone`."""
+    _alone.add(group)
+
+
+def remove_alone(group: object) -> None:
+    """Unregister a group of one rank, if it is one."""
+    _alone.discard(group)
 
 
 def is_thread_of_a_group() -> bool:

@@ -67,6 +67,8 @@ class Membership:
         self._board = StatusBoard(node if node.size > 1 else None, topology.nodes[topology.node])
         node.Free()
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
+        if topology.size == 1:
+            open_groups.add_alone(self)
         self._reset_watchdog = self._make_call_watchdog(comm, "End the job, and start it again")
         self.trace: Trace | None = None
         if settings.trace:
@@ -205,6 +207,7 @@ class Membership:
 
     def free(self) -> None:
         """Free the communicator and the board. Collective."""
+        open_groups.remove_alone(self)
         self.end_trace()
         self._exit_comm.Free()
         self.comm.Free()
