@@ -6,7 +6,7 @@ import numbers
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -348,7 +348,7 @@ def _checksum(leaves: list[Any]) -> int:
     Of rows that are read when they are needed it is the order, and not the numbers in them.
     """
     checksum = 0
-    for leaf in leaves:
+    for leaf in chain.from_iterable(map(_unmasked, leaves)):
         if isinstance(leaf, UnreadRows):
             checksum = zlib.crc32(leaf.numbers.tobytes(), checksum)
         library = library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None
@@ -359,6 +359,11 @@ def _checksum(leaves: list[Any]) -> int:
         for part in _without_padding(array):
             checksum = zlib.crc32(arrays.bytes_of(np.ascontiguousarray(part)).data, checksum)
     return checksum
+
+
+def _unmasked(leaf: Any) -> list[Any]:
+    """Return a masked array as its mask and the rest: what is masked may differ where the others are equal."""
+    return [np.ma.getmaskarray(leaf), leaf.filled()] if isinstance(leaf, np.ma.MaskedArray) else [leaf]
 
 
 def _without_padding(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -119,10 +120,10 @@ class DistributedDataset:
         policy = AutoShardPolicy.AUTO if not isinstance(options, InputOptions) else options.auto_shard_policy
         if policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
             whole = InputContext(1, 0, extended.replicas.total)
-            source = _dealt_out(extended, call, lambda: dataset_fn(whole), policy)
+            source = _dealt_out(extended, call, partial(_called, call, dataset_fn, whole), policy)
         else:
             with extended.raise_together(call):
-                source = _own_batches(extended, dataset_fn, options)
+                source = _own_batches(extended, partial(_called, call, dataset_fn), options)
         return cls(extended, source, _options(options))
 
     def __iter__(self) -> DistributedIterator:
@@ -241,6 +242,16 @@ def _own_batches(
         require_batches(pipeline)
     order_fields = {"pipelines": contexts[0].num_input_pipelines, "replicas": replicas.total}
     return OwnBatches(pipelines, num_per_step, order_fields)
+
+
+def _called(call: str, dataset_fn: Any, context: InputContext) -> Any:
+    """Call the function that makes batches, or say that it is none."""
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"{call} takes a function that gets an InputContext and returns batches, got {type(dataset_fn).__name__}; "
+            "a data set of global batches is for experimental_distribute_dataset"
+        )
+    return dataset_fn(context)
 
 
 def _spec_of(leaf: Any) -> ArraySpec:

@@ -108,6 +108,12 @@ def test_data_set_must_be_iterable(strategy: Strategy) -> None:
             strategy.experimental_distribute_dataset(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="iterable of batches"):
         strategy.distribute_datasets_from_function(lambda context: None)  # type: ignore[arg-type, return-value]
+    for policy in ("AUTO", "DATA"):
+        with pytest.raises(TypeError, match=r"from_function takes a function that gets an InputContext .*, got list"):
+            strategy.distribute_datasets_from_function(
+                [np.ones(2)],  # type: ignore[arg-type]
+                InputOptions(auto_shard_policy=policy),
+            )
 
 
 class BadRecordError(Exception):

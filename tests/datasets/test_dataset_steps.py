@@ -406,6 +406,19 @@ def test_ranks_read_their_own_rows_of_files_alone(comm: Intracomm, seed: int | N
         assert own == sorted(own) or seed is not None
 
 
+def test_masked_arrays_are_cut_with_their_masks(comm: Intracomm) -> None:
+    """On any number of ranks. What is masked may be another number on each rank, and masks must be equal."""
+    batch = np.ma.masked_array([1.0, comm.rank, 3.0], [False, True, False])
+    with MultiWorker(comm=comm) as strategy:
+        (part,) = strategy.experimental_distribute_dataset([batch])
+        assert isinstance(part, np.ma.MaskedArray)
+        assert comm.allreduce(part.filled(10.0).sum()) == 14.0
+        if comm.size > 1:
+            batch.mask = [False, False, comm.rank == 0]
+            with raises_everywhere(comm, InvalidArgumentError, "checksum of the first batch"):
+                next(iter(strategy.experimental_distribute_dataset([batch])))
+
+
 @pytest.mark.ranks(min=2)
 def test_other_orders_of_rows_in_files_are_told(comm: Intracomm) -> None:
     class OfFile:
