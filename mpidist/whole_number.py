@@ -1,11 +1,11 @@
-"""The check of arguments that count something."""
+"""The checks of arguments that count something, or answer yes or no."""
 
 from __future__ import annotations
 
 import numbers
 from typing import Any
 
-__all__ = ["whole_number"]
+__all__ = ["require_bool", "whole_number"]
 
 
 def whole_number(what: str, value: Any, least: int | None = None, otherwise: str = "") -> int:
@@ -29,3 +29,13 @@ def whole_number(what: str, value: Any, least: int | None = None, otherwise: str
     if least is not None and number < least:
         raise ValueError(f"{needed}, got {number}")
     return number
+
+
+def require_bool(what: str, value: Any) -> None:
+    """Refuse what is no truth value, such as the text "no", which Python takes for true. Local.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be True or False, got {value!r}")

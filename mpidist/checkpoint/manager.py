@@ -24,7 +24,7 @@ from mpidist.checkpoint.saving import (
     write_together,
 )
 from mpidist.errors import DataLossError
-from mpidist.whole_number import whole_number
+from mpidist.whole_number import require_bool, whole_number
 
 __all__ = ["CheckpointManager"]
 
@@ -74,8 +74,7 @@ class CheckpointManager:
             raise TypeError(f"CheckpointManager takes a Checkpoint, got {checkpoint!r}")
         if max_to_keep is not None:
             whole_number("max_to_keep", max_to_keep, 1, "None for all")
-        if not isinstance(background, bool):
-            raise TypeError(f"background must be True or False, got {background!r}")
+        require_bool("background", background)
         if not isinstance(checkpoint_name, str):
             raise TypeError(f"checkpoint_name must be a text, got {checkpoint_name!r}")
         if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report."""
-    named = Path(arguments.folder or os.environ.get("MPIDIST_FLIGHT_DIR", "").strip() or _FOLDER)
+    chosen = os.path.expanduser(os.environ.get("MPIDIST_FLIGHT_DIR", "").strip())
+    named = Path(arguments.folder or chosen or _FOLDER)
     try:
         folder = find_job(named)
         job = load_job(folder)

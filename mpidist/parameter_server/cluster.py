@@ -34,7 +34,7 @@ from mpidist.transport import (
     open_groups,
     text_of,
 )
-from mpidist.whole_number import whole_number
+from mpidist.whole_number import require_bool, whole_number
 
 __all__ = ["Role", "Wanted"]
 
@@ -65,8 +65,7 @@ class Wanted(NamedTuple):
         ):
             if given not in known:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {given!r}")
-        if not isinstance(self.aggregate_in_node, bool):
-            raise TypeError(f"aggregate_in_node must be True or False, got {self.aggregate_in_node!r}")
+        require_bool("aggregate_in_node", self.aggregate_in_node)
         if self.replicas is not None:
             whole_number("replicas", self.replicas, 1, "None")
         if self.partitioner is not None and not callable(self.partitioner):

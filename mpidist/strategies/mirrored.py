@@ -11,6 +11,7 @@ from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Device, Intracomm, SyncGroup
 from mpidist.variables import OncePerNode
+from mpidist.whole_number import require_bool
 
 __all__ = ["MirroredStrategy"]
 
@@ -36,7 +37,8 @@ class MirroredStrategy(Strategy):
 
     Raises:
         TopologyError: If the ranks are on several nodes.
-        TypeError: If `devices` is neither a string nor a sequence, or `cross_device_ops` is no `CrossDeviceOps`.
+        TypeError: If `devices` is neither a string nor a sequence, `cross_device_ops` is no `CrossDeviceOps`, or
+            `per_node_variables` is no bool.
         UnavailableError: If there is no MPI, or no such device.
         ValueError: If there are fewer devices or replicas than ranks, if the numbers of devices and replicas differ, or
             if a device string is not understood.
@@ -55,6 +57,7 @@ class MirroredStrategy(Strategy):
         chosen, error, carried = [Device("cpu")], None, None
         name = type(self).__name__
         try:
+            require_bool("per_node_variables", per_node_variables)
             chosen, carried = devices_on_one_node(name, group.topology, devices, replicas)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem

@@ -14,6 +14,7 @@ from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, mark_shared, name_ranks
 from mpidist.variables import OncePerNode
+from mpidist.whole_number import require_bool
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 
@@ -44,7 +45,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             rank.
         UnavailableError: If there is no MPI, or what the options ask for is missing, NCCL for example.
         ValueError: If there are fewer replicas than ranks.
-        TypeError: If the resolver, the options or `cross_device_ops` are of another type.
+        TypeError: If the resolver, the options, `cross_device_ops` or `per_node_variables` are of another type.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         device, error, carried = Device("cpu"), None, None
         try:
             _require_kinds(cluster_resolver, communication_options)
+            require_bool("per_node_variables", per_node_variables)
             device = choose_device(group.topology)
             carried = None if replicas is None else Replicas.in_blocks(replicas, group.topology)
         except Exception as problem:  # of any kind: the other ranks must learn of it

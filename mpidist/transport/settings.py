@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class Settings:
             staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES) or 0,
             result_bytes=_bytes(environ, "MPIDIST_RESULT_BYTES", 0),
             flight_signal=_choice(environ, "MPIDIST_FLIGHT_SIGNAL", _FLIGHT_SIGNALS, "SIGUSR1", upper=True),
-            trace=environ.get("MPIDIST_TRACE", "").strip(),
+            trace=os.path.expanduser(environ.get("MPIDIST_TRACE", "").strip()),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             native=_choice(environ, "MPIDIST_NATIVE", {"1": True, "0": False}, default=True),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),

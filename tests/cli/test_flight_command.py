@@ -484,6 +484,9 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setenv("MPIDIST_FLIGHT_DIR", "elsewhere")
     assert run_command(["flight"]) == 2
     assert "there is no folder elsewhere" in capsys.readouterr().err
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MPIDIST_FLIGHT_DIR", "~/mpidist-flight")
+    assert run_command(["flight"]) == 0
 
 
 def test_folder_without_files_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

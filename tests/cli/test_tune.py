@@ -131,12 +131,15 @@ def test_ranks_measure_together_and_alike(
 
 
 @pytest.mark.no_mpi
-def test_saved_numbers_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    environ = {"MPIDIST_TUNE_DIR": str(tmp_path / "new" / "folder")}
+def test_saved_numbers_are_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    environ = {"MPIDIST_TUNE_DIR": "~/new/folder"}
     assert load_tuned(KEY, environ) is None
     model = CostModel(link_seconds=3e-6)
     path = save_cost_model(KEY, model, ("link_seconds",), environ)
-    assert [path] == list(path.parent.iterdir())
+    assert [path] == list((tmp_path / "new" / "folder").iterdir())
     tuned = load_tuned(KEY, environ)
     assert tuned is not None
     assert tuned.model == model

@@ -66,6 +66,12 @@ def test_variable_that_is_not_understood_is_refused_on_all_ranks(
         MultiWorkerMirroredStrategy()
 
 
+@pytest.mark.parametrize("make", [MultiWorkerMirroredStrategy, MirroredStrategy])
+def test_per_node_variables_is_true_or_false(make: Callable[..., Strategy]) -> None:
+    with raises_everywhere(WORLD, TypeError, "per_node_variables must be True or False, got 'no'"):
+        make(per_node_variables="no")
+
+
 @only_several
 @pytest.mark.parametrize(
     ("name", "value", "another"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import mpidist
+from mpidist.transport.failures import flight_folder
 from mpidist.transport.settings import Settings, unknown_settings
 
 pytestmark = pytest.mark.no_mpi
@@ -56,6 +57,8 @@ def test_an_empty_environment_means_the_defaults() -> None:
         ("LOG", "INFO", "log_level", "INFO"),
         ("LOG", "debug", "log_level", "DEBUG"),
         ("LOG", "", "log_level", None),
+        ("TRACE", " traces ", "trace", "traces"),
+        ("TRACE", "", "trace", ""),
     ],
 )
 def test_a_variable_sets_its_field_alone(name: str, text: str, attribute: str, value: Any) -> None:
@@ -88,6 +91,13 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, attribute: str, v
 def test_a_value_that_is_not_understood_names_its_variable(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"MPIDIST_{name}='{text}' is not understood"):
         Settings.from_environment({f"MPIDIST_{name}": text})
+
+
+def test_folders_may_be_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells do not replace `~` in what a launcher or a job script passes on."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert Settings.from_environment({"MPIDIST_TRACE": "~/traces"}).trace == "/home/ada/traces"
+    assert flight_folder({"MPIDIST_FLIGHT_DIR": "~/flights"}, "job") == Path("/home/ada/flights/job")
 
 
 def test_other_variables_are_left_alone() -> None:

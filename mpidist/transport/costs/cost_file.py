@@ -69,7 +69,7 @@ def tuning_path(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Path
     """
     chosen, cache = environ.get("MPIDIST_TUNE_DIR", "").strip(), environ.get("XDG_CACHE_HOME", "").strip()
     if chosen:
-        return Path(chosen) / key.file_name
+        return Path(os.path.expanduser(chosen)) / key.file_name
     return (Path(cache) if cache else Path.home() / ".cache") / "mpidist" / key.file_name
 
 

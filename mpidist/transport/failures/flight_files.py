@@ -45,7 +45,7 @@ def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
         environ: The environment. `MPIDIST_FLIGHT_DIR=off` is for no files.
         token: A name for the job, where no scheduler has named it.
     """
-    parent = environ.get("MPIDIST_FLIGHT_DIR", "").strip() or _FOLDER
+    parent = os.path.expanduser(environ.get("MPIDIST_FLIGHT_DIR", "").strip()) or _FOLDER
     try:
         return None if parent == "off" else Path(parent).absolute() / environ.get("SLURM_JOB_ID", token)
     except FileNotFoundError:  # the current folder is gone
