@@ -15,7 +15,7 @@ from mpidist.parameter_server.partitioners import num_shards_of
 from mpidist.parameter_server.servers import Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, VariableTraits
-from mpidist.transport import arrays, shard_bounds
+from mpidist.transport import arrays, dtype_named, shard_bounds
 from mpidist.variables import VariablePlacement, cast_for, native_of
 
 __all__ = ["PLACEMENTS", "OnServers"]
@@ -120,6 +120,8 @@ class OnServers(VariablePlacement):
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         if dtype is not None:
             array = cast_for(array.reshape(-1)[:0].real.astype(dtype), given, what)
+        if not _is_known_by_name(array.dtype):
+            raise TypeError(f"{what} cannot be on a parameter server: it is of dtype {array.dtype}, and needs numbers")
         return array, VariableTraits(trainable, synchronization, aggregation, array.dtype, what), name
 
     def _locate(self, value: np.ndarray[Any, Any], name: str, count: int) -> list[Location]:
@@ -138,6 +140,14 @@ class OnServers(VariablePlacement):
             key = self._num_arrays + number
             locations.append(Location(server, key, part.shape, part.dtype, part_name))
         return locations
+
+
+def _is_known_by_name(dtype: np.dtype[Any]) -> bool:
+    """Whether a server, to which the name of a dtype is sent, can make arrays of it: not of texts, records, objects."""
+    try:
+        return not dtype.hasobject and dtype_named(dtype.name) == dtype
+    except TypeError:
+        return False
 
 
 def _parts(value: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any]]:

@@ -205,6 +205,19 @@ def test_dtypes(comm: Intracomm, dtype: Any) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.parametrize("dtype", ["U3", "S3", "O", "f8, i4"])
+def test_dtypes_that_no_message_can_name_are_refused(comm: Intracomm, dtype: str) -> None:
+    """On one rank, too, and the strategy goes on."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        pattern = r"'x' cannot be on a parameter server.*needs numbers"
+        with pytest.raises((TypeError, InvalidArgumentError), match=pattern):
+            made(strategy, np.zeros(2, dtype), name="x")
+        assert made(strategy, np.zeros(2, "M8[s]"), name="x").dtype == np.dtype("M8[s]")
+
+    on_workers(comm, work)
+
+
 def test_layouts_of_what_is_assigned(comm: Intracomm) -> None:
     """Cases X49 and X50: reversed, Fortran-ordered, big-endian, 0-d, read-only, empty."""
 
