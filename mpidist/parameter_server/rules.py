@@ -51,16 +51,30 @@ class Rule(ABC):
         numbers: As given.
         slots: The names of the arrays that servers keep, each of the variable's shape.
         is_elementwise: Whether each number changes by itself, so that parts of an array can be changed one by one.
+        needs_fractions: Whether steps are fractions, which whole numbers would lose.
     """
 
     name: str
     slots: tuple[str, ...] = ()
     is_elementwise = True
+    needs_fractions = True
 
     def __init__(self, *numbers: float) -> None:
         if len(numbers) > MAX_NUMBERS:
             raise ValueError(f"a rule takes up to {MAX_NUMBERS} numbers, got {len(numbers)}")
         self.numbers = tuple(map(float, numbers))
+
+    def require_dtype(self, variable: str, dtype: np.dtype[Any]) -> None:
+        """Refuse a variable that the rule cannot change. Local.
+
+        Raises:
+            TypeError: If steps are fractions, and the variable is of whole numbers.
+        """
+        if self.needs_fractions and dtype.kind in "biumM":
+            raise TypeError(
+                f"{self.name} needs a variable of floating-point numbers, and {variable!r} is of dtype {dtype}: make "
+                "it with dtype='float32', or push with 'assign_add'"
+            )
 
     def begin(self, memory: Memory) -> None:
         """Count a gradient that arrives. On the server."""
@@ -140,7 +154,7 @@ class Adam(Rule):
         rate, beta_1, beta_2, epsilon = numbers[:4]
         count = memory["count"]
         mean += number(1 - beta_1) * (gradient - mean)
-        variance += number(1 - beta_2) * (gradient * gradient - variance)
+        variance += number(1 - beta_2) * (gradient * gradient.conj() - variance)
         rate *= (1 - beta_2**count) ** 0.5 / (1 - beta_1**count)
         value -= number(rate) * mean / (np.sqrt(variance) + number(epsilon))
 
@@ -158,6 +172,7 @@ class Registered(Rule):
     """
 
     is_elementwise = False
+    needs_fractions = False
 
     def __init__(self, name: str, *numbers: float) -> None:
         if name not in _registered:

@@ -209,7 +209,8 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             ValueError: If the nests differ in form, or a value does not fit its variable.
-            TypeError: If a leaf is no variable on a server, or `update` is none of these.
+            TypeError: If a leaf is no variable on a server, or `update` is none of these, or a rule whose steps are
+                fractions, and a variable of whole numbers.
             InvalidArgumentError: If the workers of a node push together, and differ. On all of them.
         """
         servers, make = self._servers("push()"), partial(self._gather, variables, values, update)
@@ -234,8 +235,11 @@ class ParameterServerStrategy(Strategy):
         locations: list[Location] = []
         arrays: list[Any] = []
         rows: list[RowsChange] = []
+        rule = update if isinstance(update, Rule) else None
         for leaf, value in zip(leaves, given, strict=True):
             shards = [shard.location for shard in _shards_of(self, "push()", leaf)]
+            if rule is not None:
+                rule.require_dtype(leaf.name, leaf.dtype)
             if isinstance(value, IndexedSlices):
                 changes = {change.location.key: change for change in leaf.row_changes(value)}
                 rows += [changes.get(shard.key) or RowsChange.none(shard) for shard in shards]

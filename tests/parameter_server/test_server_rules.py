@@ -115,6 +115,37 @@ def test_rules_take_rows(comm: Intracomm, name: str) -> None:
     on_workers(comm, work)
 
 
+def test_adam_steps_along_a_complex_gradient(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(np.ones(2, np.complex128))
+        if strategy.is_chief:
+            strategy.push(variable, np.array([3j, 4 - 3j]), server_rules.Adam(0.1))
+        strategy.barrier()
+        np.testing.assert_allclose(variable.numpy(), [1 - 0.1j, 1 - 0.1 * (0.8 - 0.6j)], 1e-6)
+
+    on_workers(comm, work)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+def test_steps_that_are_fractions_need_a_variable_that_holds_them(comm: Intracomm, name: str, dtype: str) -> None:
+    """Before anything is sent: on a server the rate became a whole number, 0, and the variable did not change."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            count, weights = Variable(np.ones((2, 3), dtype), name="count"), Variable(np.ones(2))
+        for gradient in (np.ones((2, 3), dtype), IndexedSlices(np.ones((1, 3), dtype), [1])):
+            with pytest.raises(
+                TypeError, match=f"needs a variable of floating-point numbers, and 'count' is of .*{dtype}"
+            ):
+                strategy.push([weights, count], [np.ones(2), gradient], RULES[name])
+        strategy.barrier()
+        assert weights.numpy().tolist() == [1, 1]
+
+    on_workers(comm, work)
+
+
 def test_the_learning_rate_may_change(comm: Intracomm) -> None:
     """What the server keeps belongs to the rule, whatever its numbers."""
 
