@@ -86,6 +86,15 @@ def requeue(folder: Path, srun: str, variables: dict[str, str]) -> subprocess.Co
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sbatch")), ids=lambda script: script.name)
+def test_scripts_that_are_not_submitted_say_so(tmp_path: Path, script: Path) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "JOB_ENV": JOB["JOB_ENV"], "IMAGE": "image.sif"}
+    command = ["bash", str(script), "train.py"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{script} is for sbatch, and this is no job of Slurm: sbatch {script} ...\n"
+
+
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.s*")), ids=lambda script: script.name)
 def test_how_scripts_are_written(script: Path) -> None:
     """Short, and as shellcheck likes them where there is one."""

@@ -148,7 +148,7 @@ def test_container_of_charliecloud(cluster: EmulatedCluster, tmp_path: Path, lib
 def test_container_without_an_image(cluster: EmulatedCluster, tmp_path: Path) -> None:
     ended = submit(cluster, tmp_path, MPICH, "container.sbatch", ADD, *TWO_NODES).end()
     assert ended.state == "FAILED"
-    assert "IMAGE: says which container to take: IMAGE=training.sif sbatch" in ended.output
+    assert "IMAGE says which container to take: IMAGE=training.sif sbatch" in ended.output
 
 
 def test_scaling_over_nodes(cluster: EmulatedCluster, tmp_path: Path) -> None:
