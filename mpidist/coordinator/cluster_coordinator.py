@@ -196,6 +196,9 @@ class ClusterCoordinator:
 
         Returns:
             What can be scheduled as an argument; a function gets its worker's data set. `iter(...)` of it likewise.
+
+        Raises:
+            TypeError: If it is neither. If the function returns something else, functions that ask for it raise this.
         """
         return self._datasets.add(dataset_fn)
 

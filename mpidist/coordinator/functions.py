@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn, TypeVar, final
 
 from mpidist.datasets import InputContext
 from mpidist.nest import Handle
+from mpidist.transport import value_text
 
 __all__ = [
     "PerWorkerDataset",
@@ -143,7 +144,13 @@ class PerWorkerDatasets:
         self._iterators: dict[Handle, Iterator[Any]] = {}
 
     def add(self, source: Any) -> PerWorkerDataset:
-        """Note where a data set comes from. All workers do so in the same order."""
+        """Note where a data set comes from. All workers do so in the same order.
+
+        Raises:
+            TypeError: If it is neither a data set nor a function.
+        """
+        if not callable(source):
+            _require_dataset("create_per_worker_dataset() takes a data set, or a function that returns one", source)
         self._sources.append(source)
         return PerWorkerDataset(len(self._sources) - 1)
 
@@ -171,7 +178,14 @@ class PerWorkerDatasets:
         if not callable(source):
             return source
         takes_context = bool(inspect.signature(source).parameters)
-        return source(self._context) if takes_context else source()
+        dataset = source(self._context) if takes_context else source()
+        _require_dataset("the function of create_per_worker_dataset() must return a data set", dataset)
+        return dataset
+
+
+def _require_dataset(needed: str, dataset: Any) -> None:
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"{needed}; got {value_text(dataset)}, which cannot be iterated over")
 
 
 def handle_of(item: Any) -> Handle | None:

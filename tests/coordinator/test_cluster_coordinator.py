@@ -279,6 +279,25 @@ def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
             assert numbers == list(range(100 * max(0, rank - 1), 100 * max(0, rank - 1) + len(numbers)))
 
 
+def test_what_is_no_data_set_is_refused(comm: Intracomm) -> None:
+    """At once, or, if a function returns it, in the function that asks for it."""
+
+    def on_each(strategy: ParameterServerStrategy) -> None:
+        coordinator = ClusterCoordinator(strategy)
+        with pytest.raises(TypeError, match=r"create_per_worker_dataset.* takes a data set, .* got 3, which"):
+            coordinator.create_per_worker_dataset(3)
+        dataset = coordinator.create_per_worker_dataset(lambda: None)
+        if not strategy.is_chief:
+            coordinator.serve()
+            return
+        with pytest.raises(TypeError, match=r"function of create_per_worker_dataset.* must return .*; got None"):
+            coordinator.schedule(take, (iter(dataset),)).fetch()
+        with pytest.raises(TypeError, match="must return a data set"):
+            coordinator.join()
+
+    on_workers(comm, on_each)
+
+
 def test_the_end_of_a_data_set_is_an_error(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         iterator = iter(HERE["dataset"])
