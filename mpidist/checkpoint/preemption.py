@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Final, TypeVar, final
 
@@ -76,7 +76,7 @@ class PreemptionCheckpointHandler:
         exit_code = whole_number("exit_code", exit_code, 0)  # Python ends with 1 for a number of another type
         _require_valid(manager, exit_code, time_limit_seconds, grace_seconds)
         self.total_run_calls = 0
-        self._manager, self._signals, self._exit_code = manager, tuple(signals), exit_code
+        self._manager, self._signals, self._exit_code = manager, _checked(signals), exit_code
         self._checkpoint_number = checkpoint_number
         self._extended: Any = manager.checkpoint.strategy.extended
         self._end = _end_of_time(time_limit_seconds, grace_seconds)
@@ -163,6 +163,15 @@ class PreemptionCheckpointHandler:
         leaving = SystemExit(self._exit_code)
         mark_shared(leaving, self._extended.group.agreement.ranks)
         raise leaving
+
+
+def _checked(signals: Any) -> tuple[int, ...]:
+    """Return signals as a tuple, if a program can handle all of them."""
+    catchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    numbers = tuple(signals) if isinstance(signals, Iterable) else ()
+    if not isinstance(signals, Iterable) or not catchable.issuperset(numbers):
+        raise ValueError(f"signals must be signals that a program can handle, as [signal.SIGTERM], got {signals!r}")
+    return numbers
 
 
 def _require_valid(manager: Any, exit_code: int, time_limit_seconds: float | None, grace_seconds: float) -> None:

@@ -175,6 +175,10 @@ def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
         for wrong in ({"exit_code": 256}, {"exit_code": -1}, {"time_limit_seconds": -1.0}, {"grace_seconds": -1.0}):
             with pytest.raises(ValueError, match=next(iter(wrong))):
                 PreemptionCheckpointHandler(manager, **wrong)  # type: ignore[arg-type]
+        for some in (signal.SIGUSR1, "TERM", [signal.SIGTERM, signal.SIGKILL], [1000]):
+            with pytest.raises(ValueError, match="signals must be signals that a program can handle"):
+                PreemptionCheckpointHandler(manager, signals=some)  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
         with pytest.raises(SystemExit) as leaving:
             PreemptionCheckpointHandler(
                 manager, signals=(), exit_code=np.int64(42), time_limit_seconds=0
