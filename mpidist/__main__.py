@@ -80,7 +80,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         subparsers[command.NAME] = subparser
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
-        subparsers[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        (hint,) = (getattr(command, "UNKNOWN", "") for command in _COMMANDS if chosen.command == command.NAME)
+        subparsers[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return chosen
 
 

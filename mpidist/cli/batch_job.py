@@ -20,10 +20,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = ["HELP", "NAME", "add_arguments", "run"]
+__all__ = ["HELP", "NAME", "UNKNOWN", "add_arguments", "run"]
 
 NAME: Final = "sbatch"
 HELP: Final = "submit a training to Slurm, with the job script that fits"
+UNKNOWN: Final = (  # ends the error of options that are not here
+    "; other options of Slurm's sbatch are set by its variables, as in SBATCH_PARTITION=gpu mpidist sbatch ..., or in "
+    "a job script that --write-scripts has written"
+)
 
 _SCRIPTS: Final = Path(__file__).parents[1] / "slurm"
 _ASK_SECONDS: Final = 60.0

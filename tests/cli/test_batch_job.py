@@ -110,6 +110,13 @@ def test_numbers_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: s
     assert arguments.split()[1] in capsys.readouterr().err
 
 
+def test_other_options_of_slurm_are_told_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_command(["sbatch", "--partition", "gpu", "train.py"])
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --partition; other options of Slurm's sbatch are set by its variables" in error
+
+
 def test_slurm_that_cannot_start_the_library(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in(tools, "srun", "echo pmix")
     assert run_command(["sbatch", "train.py"]) == 2
