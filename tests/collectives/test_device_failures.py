@@ -114,18 +114,21 @@ def test_a_kernel_that_runs_past_the_deadline(emulated: Emulated, group: SyncGro
 
 @pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("count", [40, 20_000], ids=["by a leader", "in shards"])
-def test_the_host_never_waits_for_a_gpu_without_a_deadline(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, count: int
+@pytest.mark.parametrize("ends", ["a deadline", "an error of NCCL"])
+def test_the_host_never_waits_for_a_gpu_without_looking(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, count: int, ends: str
 ) -> None:
     """NCCL within nodes is held back, before the host can carry its results between them."""
+    options = SOON if ends == "a deadline" else CommunicationOptions(timeout_seconds=1.5 * LATE)
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
     for made in opened(comm):
         ops = HierarchicalCopyAllReduce().bound_to(made)
         assert is_total(ops.all_reduce("SUM", mine(comm.rank, count)), comm.size, count)
         emulated.hold()
+        emulated.wish("an error of NCCL", 6 * (options is not SOON and comm.rank == 0))
         begun = time.monotonic()
         with pytest.raises(GIVEN_UP):
-            ops.all_reduce("SUM", mine(comm.rank, count), SOON)
+            ops.all_reduce("SUM", mine(comm.rank, count), options)
         assert time.monotonic() - begun < LATE
         start_anew(emulated, made, comm)
 

@@ -18,6 +18,7 @@ from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, 
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.group import SyncGroup, levels
+from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue
 
 if TYPE_CHECKING:
@@ -243,6 +244,26 @@ def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, c
     assert all(is_total(value, comm.size, 500) for value in values)
     ops.start_all_reduce("SUM", mine(comm.rank, 500))
     gc.collect()  # and the fixture closes the group
+
+
+@pytest.mark.ranks(min=2)
+def test_mpi_carries_device_memory_when_nccl_is_done(
+    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both at once could end in a deadlock, where MPI has work on the GPU."""
+    transfer, under_way = MpiCommunicator.transfer, []
+
+    def note(*arguments: Any) -> None:
+        under_way.append(emulated.count(UNDER_WAY))
+        transfer(*arguments)
+
+    monkeypatch.setattr(MpiCommunicator, "transfer", note)
+    ops, values = NcclAllReduce().bound_to(connected), mine(comm.rank, 300_000)
+    emulated.wish("NCCL's delay", 200_000)
+    by_nccl, by_mpi = (ops.start_all_reduce("SUM", values, options) for options in (None, KINDS[2]))
+    assert is_total(by_mpi.wait(), comm.size, 300_000)
+    assert is_total(by_nccl.wait(), comm.size, 300_000)
+    assert set(under_way) == {0}
 
 
 def started_before(comm: Intracomm, ops: CrossDeviceOps, values: Any, options: Any = None) -> Any:

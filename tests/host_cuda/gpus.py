@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,12 +137,14 @@ class Compiler:
         seconds: How much longer the next kernel takes.
         error: What compiling raises.
         compiled: Kernels by the ends of their names.
+        late: Those of them that a call compiled while its deadline ran.
     """
 
     def __init__(self, raw_module: Callable[..., Any]) -> None:
         self.seconds = 0.0
         self.error: Exception | None = None
         self.compiled: set[str] = set()
+        self.late: set[str] = set()
         self._raw_module = raw_module
 
     def __call__(self, code: str, options: tuple[str, ...]) -> Any:
@@ -149,7 +152,9 @@ class Compiler:
         module = self._raw_module(code=code, options=options)
 
         def get_function(name: str) -> Any:
-            self.compiled.add(name.removeprefix("mpidist_").removeprefix("combine_"))
+            self.compiled.add(kernel := name.removeprefix("mpidist_").removeprefix("combine_"))
+            if threading.current_thread() is threading.main_thread():
+                self.late.add(kernel)
             seconds, self.seconds = self.seconds, 0.0
             time.sleep(seconds)
             if self.error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, final
@@ -58,10 +59,10 @@ class LocalSums:
 
     def compile(self) -> None:
         """Add a number of each kind that lies in device memory: what CuPy needs for that, CuPy compiles then. Local."""
-        kinds = {(spec.dtype, wire) for spec, wire in zip(self._specs, self._wires, strict=True) if spec.device}
-        for dtype, wire in kinds:
+        kinds = Counter((its.dtype, wire) for its, wire in zip(self._specs, self._wires, strict=True) if its.device)
+        for (dtype, wire), number in kinds.items():
             if self._gpus is not None:
-                self._gpus.compile(self._fold, self._ufunc, dtype, wire)
+                self._gpus.compile(self._fold, self._ufunc, dtype, number, wire)
                 continue
             parts = [arrays.empty((1,), dtype, device=True).astype(wire) for _ in range(self._fold.num_parts)]
             rows = [arrays.empty((1,), wire, device=True) for _ in range(self._fold.num_rows)]

@@ -247,11 +247,11 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
     """Return the kernels that work may take on some rank; what CuPy's operations do takes none.
 
     Args:
-        copies: Copies of arrays, `num` of them together.
+        copies: Copies of arrays, `num` of them together. What has no kernel, CuPy casts before it is copied.
         sums: The dtype of parts that `combine` joins, and the operation.
         num: Number of arrays that are copied together.
     """
-    needed = {copier(*copy) for copy in copies}
+    needed = {copier(*copy) or copier(copy[1], copy[1], False) for copy in copies}
     needed |= {kernel + LONG for kernel in needed if kernel is not None and num > SHORT_TABLE}
     needed |= {combiner(dtype, op) for dtype, op in sums}
     return {kernel for kernel in needed if kernel is not None}

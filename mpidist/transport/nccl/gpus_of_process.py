@@ -12,15 +12,7 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.gpu import (
-    DeviceKernels,
-    address_of,
-    is_complete,
-    kernels_needed,
-    new_event,
-    new_stream,
-    on_stream,
-)
+from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_event, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.text import first_line
@@ -103,11 +95,12 @@ class GpusOfProcess:
             memory.append(shards)
             self._collect(shards, rows, bounds)
 
-    def compile(self, fold: Fold, ufunc: np.ufunc, read: np.dtype[Any], dtype: np.dtype[Any]) -> None:
-        """Compile what `add` needs, on each GPU: for arrays of dtype `read` that are added in `dtype`."""
+    def compile(self, fold: Fold, ufunc: np.ufunc, read: np.dtype[Any], number: int, dtype: np.dtype[Any]) -> None:
+        """Compile what `add` needs on each GPU, for up to `number` arrays of dtype `read` that are added in `dtype`."""
         for gpu in self._gpus:
             with gpu.current():
-                gpu.kernels.compile(kernels_needed([(read, dtype, False)], ()))
+                for count in {1, number}:  # long lists have kernels of their own
+                    gpu.kernels.pack(self._empty(count, 1, read), self._empty(1, count, dtype)[0])
                 fold.combine(ufunc, self._empty(fold.num_parts, 1, dtype), self._empty(fold.num_rows, 1, dtype))
 
     def broadcast(self, sources: Sequence[Array], targets: Sequence[Sequence[Array]]) -> None:

@@ -83,12 +83,14 @@ def pinned(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     class Noted(real):  # type: ignore[misc, valid-type]
         made: ClassVar[int] = 0
+        most_at_once: ClassVar[int] = 0
         there: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
         def __init__(self, nbytes: int) -> None:
             super().__init__(nbytes)
             Noted.made += 1
             Noted.there.add(self)
+            Noted.most_at_once = max(Noted.most_at_once, len(Noted.there))
 
     monkeypatch.setattr(gpus.cupy.cuda, "PinnedMemory", Noted)
     return Noted
@@ -170,10 +172,13 @@ def test_the_next_chunk_is_on_its_way_while_one_is_moved(
     emulated.forget()
     rig.its.all_reduce(buffer, Reduction())
     if kind == "GPUs add":  # first and second phases in turn: 0, 1, 0, 2, 1, ...
-        first_phase = CHUNK * (comm.size - 1) // comm.size
-        assert down_before[0] == depth * first_phase
-        assert len(down_before) == 2 * chunks
-        assert down_before[1] >= min(chunks, depth) * first_phase
+        first_phase, second_phase = CHUNK * (comm.size - 1) // comm.size, CHUNK // comm.size * (comm.size > 1)
+        expected = []
+        for turn in range(chunks + 1):
+            begun = min(chunks, depth + max(0, turn - 1)) * first_phase
+            expected += [begun + turn * second_phase] * (turn < chunks)
+            expected += [begun + min(chunks, turn + 1) * second_phase] * (turn > 0)
+        assert down_before == expected
     else:
         assert down_before == [min(chunks, depth + at) * CHUNK for at in range(chunks)]
     rig.free()
@@ -202,8 +207,26 @@ def test_memory_grows_when_it_must(emulated: Emulated, pinned: Any, comm: Intrac
         assert (down(buffer) == comm.size).all()
     gc.collect()
     assert pinned.made <= 5
-    assert len(pinned.there) == 1
+    assert len(pinned.there) == pinned.most_at_once == 1
     rig.free()
+
+
+@pytest.mark.ranks(min=2)
+def test_the_host_adds_what_is_small_and_what_takes_very_many_messages(emulated: Emulated, comm: Intracomm) -> None:
+    count, size = 100 * comm.size, comm.size
+    nbytes = 8 * count
+    for sizes, do_gpus_add in (
+        (StagingSizes(join_bytes=nbytes + 1), False),
+        (StagingSizes(join_bytes=nbytes), True),
+        (StagingSizes(join_bytes=1, join_ranks=size - 1), False),
+        (StagingSizes(join_bytes=1, join_ranks=size), True),
+    ):
+        rig, buffer = Rig(comm, "as the sizes say", sizes), mine(comm.rank, count, F64)
+        emulated.forget()
+        rig.its.all_reduce(buffer, Reduction())
+        assert bool(emulated.calls("a kernel")) == do_gpus_add, sizes
+        assert is_total(buffer, size, count, F64)
+        rig.free()
 
 
 @pytest.mark.filterwarnings("ignore:Using synchronous transfer")  # CuPy's own copies

@@ -198,6 +198,7 @@ def test_copies_of_several_dtypes_and_divisions_in_place(kernels: DeviceKernels)
 
 def test_what_does_not_fit_is_refused_and_nothing_is_launched_for_nothing(kernels: DeviceKernels) -> None:
     ints, floats, nothing = up(np.arange(4)), up(np.ones(4, F32)), empty(0, F32)
+    unaligned = up(np.zeros(17, np.uint8))[1:].view(F32)  # which would end CUDA's context
     pack, unpack, copy, combine = kernels.pack, kernels.unpack, kernels.copy, kernels.combine
     refused: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
         (pack, ([floats, floats], floats), ValueError, r"pack needs a .* buffer of 8 elements, got float32\[4\]"),
@@ -206,6 +207,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_launched_for_nothing(kernel
         (combine, ([ints], Reduction(), floats), ValueError, "needed the same sizes and dtype"),
         (combine, ([floats, floats[:2]], Reduction(), floats), ValueError, "needed the same sizes"),
         (combine, ([floats[::2]], Reduction(), floats[:2]), ValueError, "not contiguous and aligned"),
+        (combine, ([unaligned], Reduction(), floats), ValueError, "not contiguous and aligned"),
+        (unpack, (floats, [unaligned]), ValueError, r"cannot write to float32\[4\], which is .* not aligned"),
     ]
     for call, arguments, kind, text in refused:
         with pytest.raises(kind, match=text):

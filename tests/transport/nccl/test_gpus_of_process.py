@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda.emulated import HANGS, Emulated
-from host_cuda.gpus import down, emulated, gpus, up
+from host_cuda.gpus import Compiler, compiler, down, emulated, gpus, up
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import cuda
@@ -23,7 +25,7 @@ from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
 from mpidist.transport.tree import Fold
 from mpidist.transport.waiting import Patience
 
-__all__ = ["emulated", "gpus"]
+__all__ = ["compiler", "emulated", "gpus"]
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -108,6 +110,21 @@ def test_strided_arrays_alone_are_added(make: Any, gpus: Any) -> None:
     assert np.array_equal(down(row), np.arange(0, 20.0, 4))
 
 
+@pytest.mark.parametrize(("read", "added"), [("f8", "f8"), ("f2", "f4"), ("i2", "i4")])
+def test_all_kernels_of_sums_are_compiled_before(
+    compiler: Compiler, make: Any, gpus: Any, read: str, added: str
+) -> None:
+    """While no deadline runs: also those of long lists, and of what CuPy has cast, as it has kernels of its own."""
+    its, indices = make(2)
+    its.compile(FOLDS[0], np.add, np.dtype(read), 200, np.dtype(added))
+    compiler.compiled.clear()
+    for number in (2, 200):
+        parts = [[put(gpus, index, np.ones(5, read)) for _ in range(number)] for index in indices]
+        its.add(FOLDS[0], np.add, parts, [row := put(gpus, 0, np.zeros(5 * number, added))])
+        assert (down(row) == 2).all()
+    assert compiler.compiled == set()
+
+
 def test_nccl_connects_at_the_start_unless_the_user_says_otherwise(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first calls it would wait without a deadline."""
     monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
@@ -136,11 +153,13 @@ def test_error_of_nccl_ends_the_communicators(
     """Of a call, in work that was launched, and of another thread."""
     before = gpus.cupy.cuda.get_current_stream()
     its = GpusOfProcess([0, 1, 2], Patience())
-    fold = FOLDS[1]
+    fold, rows = FOLDS[1], []
 
     def add() -> None:
         parts = [[put(cuda.current(), index, np.ones(9))] for index in range(3)]
-        its.add(fold, np.add, parts, [put(cuda.current(), 0, np.zeros(9))])
+        row = put(cuda.current(), 0, np.zeros(9))
+        rows.append(weakref.ref(row))
+        its.add(fold, np.add, parts, [row])
 
     def abort_all(*_: Any) -> bool:
         nccl_handles.abort_all(LookupError("in a test"))
@@ -154,6 +173,8 @@ def test_error_of_nccl_ends_the_communicators(
             patch.setattr(gpus_of_process, "is_complete", abort_all)
         with pytest.raises(kind, match=r"a sum over GPUs 0, 1, 2 of one process.*(failed: NCCL_ERROR|in a test)"):
             add()
+    gc.collect()
+    assert rows[1]() is not None, "whom a GPU writes, when it comes to that"
     emulated.be_normal()
     assert gpus.cupy.cuda.runtime.getDevice() == 0
     assert gpus.cupy.cuda.get_current_stream() == before
@@ -176,6 +197,15 @@ def test_start_that_hangs_is_given_up_and_what_it_makes_later_is_aborted(
     emulated.wait_for_end()
     nccl_handles.wait_for_endings()
     assert emulated.ended() == [("abort", 2)]
+
+
+def test_start_that_fails_leaves_what_it_has_made_alone(emulated: Emulated) -> None:
+    """NCCL may wait without end for communicators of which it has made some, when they are destroyed."""
+    emulated.wish("ncclGroupEnd", 2)
+    with pytest.raises(UnavailableError, match="could not be started on GPUs 0, 1 of one process: NCCL_ERROR"):
+        GpusOfProcess([0, 1], Patience())
+    gc.collect()
+    assert emulated.calls("destroyed alone") == []
 
 
 @pytest.mark.parametrize(("stall", "timeout"), [(0.0, 0.2), (0.1, 0.0), (0.1, 0.4)])

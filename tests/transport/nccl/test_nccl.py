@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllRed
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
+from mpidist.transport.gpu import DeviceKernels, address_of
 from mpidist.transport.group import NcclReach
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
@@ -90,6 +91,23 @@ def test_one_nan_is_seen_by_all(communicator: NcclCommunicator, op: str) -> None
             buffer = up(numbers)
             communicator.all_reduce(buffer, Reduction(op))
             assert np.isnan(down(buffer)).tolist() == [False, True, False], (dtype, owner)
+
+
+@pytest.mark.ranks(min=2)
+def test_parts_of_any_length_are_received_where_kernels_join_them_fastest(
+    communicator: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At multiples of 16 bytes."""
+    combine, places = DeviceKernels.combine, set()
+
+    def note(kernels: Any, parts: Any, *more: Any) -> None:
+        places.update(address_of(part) % 16 for part in parts)
+        combine(kernels, parts, *more)
+
+    monkeypatch.setattr(DeviceKernels, "combine", note)
+    for count in (1, 3, 13, 1001):
+        communicator.all_reduce(up(np.ones(count * communicator.size, np.float16)), Reduction())
+    assert places == {0}
 
 
 # All together.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
+import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,12 +38,16 @@ _HAS_RAISED: Final = 21  # a tag
 def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
     emulated: Emulated, comm: Intracomm, kind: Any, is_connected: bool
 ) -> None:
-    """All communicators of the process go together, the error comes in time, and later calls name it."""
+    """All communicators of the process go together, the error comes in time, and later calls name it.
+
+    No other array gets the memory.
+    """
     first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
     if is_connected:
-        first.all_reduce(up(np.ones(5)), Reduction())
+        first.reduce_scatter(up(np.ones(comm.size, np.float16)), Reduction())
         comm.Barrier()
-    start = time.monotonic()
+    start, buffer, into = time.monotonic(), up(np.ones(comm.size, np.float16)), up(np.ones(1, np.float16))
+    kept = weakref.ref(buffer), weakref.ref(into)
 
     def give_up() -> None:
         if time.monotonic() - start > 0.4:
@@ -49,7 +56,7 @@ def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
     first.set_wait_hook(give_up)
     if comm.rank != 1:
         with pytest.raises(kind, match="rank 1 did not come"):
-            first.all_reduce(up(np.ones(5)), Reduction())
+            first.reduce_scatter(buffer, Reduction(), into=into)
         assert time.monotonic() - start < 60
         assert emulated.ended() == [("abort", 2)]
         for its in (first, second):
@@ -63,6 +70,9 @@ def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
     first.free()  # what is gone need not be destroyed
     second.free()
     assert emulated.ended() == [("abort", 2)]
+    del first, second, buffer, into
+    gc.collect()
+    assert [its() is None for its in kept] == [comm.rank == 1] * 2, "a GPU that is busy may come to it later"
 
 
 @pytest.mark.ranks(2)
@@ -81,6 +91,31 @@ def test_an_abort_that_hangs_holds_nobody_up(
     its.free()
     assert time.monotonic() - start < 60
     emulated.be_normal()
+
+
+def test_who_frees_a_communicator_waits_until_it_is_gone(emulated: Emulated, comm: Intracomm) -> None:
+    its = connect(cuda.current(), comm)
+    emulated.wish("destroy", HANGS)
+    threading.Timer(0.5, emulated.be_normal).start()
+    its.free()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist the end")]
+
+
+@pytest.mark.ranks(min=2)
+def test_an_interrupt_while_nccl_starts_and_what_is_made_later_is_aborted(emulated: Emulated, comm: Intracomm) -> None:
+    if comm.rank == 1:
+        emulated.wish("ncclCommInitRank", HANGS)
+    for group in opened(comm):
+        if comm.rank == 0:
+            threading.Timer(0.5, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt if comm.rank == 0 else PeerFailedError):
+            is_working(group)
+        emulated.be_normal()
+        emulated.wait_for_end()
+        nccl_handles.wait_for_endings()
+        assert emulated.ended() == [("abort", 1)]
+        group.reset()
+        assert is_working(group)
 
 
 @pytest.mark.parametrize(
