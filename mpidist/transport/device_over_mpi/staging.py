@@ -71,7 +71,8 @@ class Staging:
         self._ended = ""
         self._cuda = cuda.cupy().cuda
         self._down, self._up = new_stream(), new_stream()
-        # What the caller's stream holds; and for each slot, what each of these streams has done for it.
+        # What the caller's stream holds, after which `down` begins, and `up` after the host has seen that; and for each
+        # slot, what each of these streams has done for it.
         self._ready, *of_slots = (new_event() for _ in range(1 + 2 * sizes.depth))
         self._downloaded, self._returned = of_slots[: sizes.depth], of_slots[sizes.depth :]
 
@@ -108,8 +109,6 @@ class Staging:
             check_peers: Asked while this rank waits for the GPU; may raise.
             keeps: What must not be freed after an error.
         """
-        if not count:
-            return
         self._require_usable(what)
         self._wait_for_launches(what)
         self._reserve(min(count, self.sizes.depth), aligned(nbytes))
@@ -159,7 +158,6 @@ class Staging:
             next(passing[chunk])
 
         self._ready.record(self._cuda.get_current_stream())
-        self._up.wait_event(self._ready)
         self._down.wait_event(self._ready)
         for chunk in range(depth):
             begin(chunk)

@@ -61,7 +61,7 @@ class DeviceKernels:
                 self._kernel(kernel)
 
     def pack(
-        self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False, layout: PackLayout | None = None
+        self, sources: list[Array], buffer: Array, counts_overflow: bool = False, layout: PackLayout | None = None
     ) -> None:
         """Copy arrays one after another into a buffer, with its dtype.
 
@@ -87,9 +87,7 @@ class DeviceKernels:
         counter = self._counter_for(written, counts_overflow)
         self._copy(tables, given.places, address_of(buffer) + layout.offsets, 1, counter)
 
-    def unpack(
-        self, buffer: Array, targets: Sequence[Array], divide_by: int = 1, layout: PackLayout | None = None
-    ) -> None:
+    def unpack(self, buffer: Array, targets: list[Array], divide_by: int = 1, layout: PackLayout | None = None) -> None:
         """Copy a buffer to contiguous arrays one after another, with their dtypes, and divide.
 
         Args:
@@ -111,24 +109,20 @@ class DeviceKernels:
             piece = buffer[start : start + target.size].reshape(target.shape)
             target[...] = piece / divide_by if divides else piece
 
-    def copy(self, sources: Sequence[Array], targets: Sequence[Array], divide_by: int = 1) -> None:
+    def copy(self, sources: list[Array], targets: list[Array], divide_by: int = 1) -> None:
         """Copy arrays to others of the same sizes and dtypes, and divide.
 
         Args:
-            sources: Arrays of any shapes. Those that are not contiguous are copied before, in a launch each.
+            sources: Arrays of any shapes, none empty. Of those that are not contiguous, copies are made before.
             targets: Contiguous arrays. A target may be its own source.
             divide_by: As in `unpack`, for floating-point and complex numbers, but for half precision.
 
         Raises:
             ValueError: If the sizes or dtypes do not fit, or a target is not contiguous.
         """
-        sources, targets = list(sources), list(targets)
         given, taken, sizes = self._lists.of(sources), self._writable(targets), tuple(map(_size_of, targets))
         if given.dtypes != taken.dtypes or sizes != tuple(map(_size_of, sources)):
             raise ValueError(f"cannot copy {_texts(sources)} to {_texts(targets)}: needed the same sizes and dtypes")
-        if 0 in sizes:
-            self.copy([its for its in sources if its.size], [its for its in targets if its.size], divide_by)
-            return
         if not given.are_plain:
             sources = list(map(_plain, sources))
             given = self._lists.of(sources)
@@ -231,10 +225,9 @@ class DeviceKernels:
         return taken
 
     def _laid_out(
-        self, what: str, arrays: Sequence[Array], buffer: Array, layout: PackLayout | None
+        self, what: str, arrays: list[Array], buffer: Array, layout: PackLayout | None
     ) -> tuple[list[Array], PackLayout]:
         """Find a layout of arrays that has none, and look whether the buffer fits to it."""
-        arrays = arrays if isinstance(arrays, list) else list(arrays)
         if layout is None:
             arrays = [array for array in arrays if array.size]
             layout = self._layout_alike(tuple(map(_size_of, arrays)), buffer.dtype)

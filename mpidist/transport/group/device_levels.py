@@ -41,7 +41,6 @@ _NCCL: Final = (
     "NCCL could not be started ({}); NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
 )
 _KERNELS: Final = f"the GPU's kernels could not be compiled; CuPy needs NVRTC for that: {INSTALL_CUPY}"
-_START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on thousands of GPUs
 
 
 @final
@@ -187,7 +186,6 @@ class DeviceLevels:
 
     def free(self) -> None:
         """Destroy NCCL's communicators, last made first. Collective."""
-        nccl_handles.wait_for_endings()
         while self._own:
             self._own.pop().free()
         self._forget()
@@ -288,7 +286,7 @@ class DeviceLevels:
         communicator = NcclCommunicator(handle, name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)
         self._own.append(communicator)
-        if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:
+        if len(ranks) == max(map(len, groups)) and self._topology.rank == 0:
             logger.info("NCCL %s: %s on GPUs", name, name_ranks(ranks))
         return communicator
 
@@ -300,12 +298,12 @@ class DeviceLevels:
 
     def _wait_for_all(self, failure: str, work: Background[Any] | None) -> None:
         """Wait until the work of all ranks is over, or that of one has failed: nobody stays in NCCL's. Collective."""
-        nap, until = _FIRST_NAP, time.monotonic() + _START_SECONDS
+        nap, until = _FIRST_NAP, time.monotonic() + nccl_handles.START_SECONDS
         while True:
             self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL, or NVRTC
             is_over, error = (True, "") if work is None else work.outcome()
             if not is_over and time.monotonic() > until:
-                error = f"it did not start within {_START_SECONDS:g} s"
+                error = f"it did not start within {nccl_handles.START_SECONDS:g} s"
             seen = self._agreement.all_gather_object((is_over, error))
             self._raise_first(failure, [report for _, report in seen])
             if all(done for done, _ in seen):

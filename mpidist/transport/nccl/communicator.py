@@ -14,12 +14,11 @@ from mpidist.transport.gpu import DeviceKernels, address_of
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue
-from mpidist.transport.reduction import Reduction, is_low_precision
+from mpidist.transport.reduction import UFUNCS, Reduction, is_low_precision
 
 __all__ = ["NcclCommunicator"]
 
 _ALIGNMENT: Final = 16  # bytes: of what is joined fastest
-_OPS: Final = ("sum", "prod", "min", "max")
 _DTYPES: Final = {
     "i1": "NCCL_INT8", "u1": "NCCL_UINT8", "i4": "NCCL_INT32", "u4": "NCCL_UINT32", "i8": "NCCL_INT64",
     "u8": "NCCL_UINT64", "f4": "NCCL_FLOAT32", "f8": "NCCL_FLOAT64",
@@ -59,7 +58,7 @@ class NcclCommunicator(Communicator):
         self._handle, self._queue, self._kernels = handle, queue, kernels
         queue.add(handle, f"rank {rank} of {size} ({name})")
         nccl = cuda.nccl()
-        self._ops = {op: int(getattr(nccl, f"NCCL_{op.upper()}")) for op in _OPS}
+        self._ops = {op: int(getattr(nccl, f"NCCL_{op.upper()}")) for op in UFUNCS}
         self._codes = {code: int(getattr(nccl, name)) for code, name in _DTYPES.items()}
         self._byte = self._codes["u1"]
 

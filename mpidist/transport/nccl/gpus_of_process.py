@@ -21,7 +21,6 @@ from mpidist.transport.waiting import Patience, never_free, poll
 
 __all__ = ["GpusOfProcess"]
 
-START_SECONDS: Final = 120.0
 _ADVICE: Final = "NCCL_P2P_DISABLE=1 does without copies between GPUs, MPIDIST_NCCL=0 without NCCL"
 
 
@@ -65,7 +64,6 @@ class GpusOfProcess:
         for handle in self._connect(indices):
             with cuda.cupy().cuda.Device(handle.device):
                 self._gpus.append(_Gpu(handle, new_stream(), new_event(), DeviceKernels()))
-            handle.keeps = self
 
     def add(self, fold: Fold, ufunc: np.ufunc, parts: Sequence[Sequence[Array]], rows: Sequence[Array]) -> None:
         """Add arrays of the GPUs in the order of a tree, to rows on the first GPU that hold one array after the other.
@@ -79,20 +77,16 @@ class GpusOfProcess:
         count, dtype = rows[0].size, rows[0].dtype
         if not count:
             return
-        with self._launches("a sum", (parts, rows)) as memory:
+        with self._launches("a sum", (parts, rows)):
             bounds = shard_bounds(count, len(self._gpus))
             buffers = [self._flat(at, own, dtype) for at, own in enumerate(parts)]
-            memory.append(buffers)
-            received = self._scatter(buffers, bounds)
-            memory.append(received)
-            shards = []
+            received, shards = self._scatter(buffers, bounds), []
             for at, (start, stop) in enumerate(pairwise(bounds)):
                 with self._gpus[at].current():
                     own = self._empty(fold.num_rows, stop - start, dtype) if at else [row[:stop] for row in rows]
                     if stop > start:
                         fold.combine(ufunc, received[at], own)
                 shards.append(own)
-            memory.append(shards)
             self._collect(shards, rows, bounds)
 
     def compile(self, fold: Fold, ufunc: np.ufunc, read: np.dtype[Any], number: int, dtype: np.dtype[Any]) -> None:
@@ -119,9 +113,9 @@ class GpusOfProcess:
     def _connect(self, indices: Sequence[int]) -> list[Handle]:
         """Make the communicators, all in one group, in a daemon thread, as NCCL may block for ever."""
         init = nccl_handles.start_init(len(indices), None, dict(enumerate(indices)))
-        check_time = Patience(timeout_seconds=START_SECONDS).watch("NCCL's start", "see what NCCL_DEBUG=WARN says")
+        patience = Patience(timeout_seconds=nccl_handles.START_SECONDS)
         try:
-            return init.wait(check_time)
+            return init.wait(patience.watch("NCCL's start", "see what NCCL_DEBUG=WARN says"))
         except BaseException as error:
             init.cancel()
             if not isinstance(error, Exception):
@@ -165,16 +159,19 @@ class GpusOfProcess:
             return arrays[0].reshape(-1)
         with self._gpus[at].current():
             buffer = cuda.cupy().empty(sum(array.size for array in arrays), dtype)
-            self._gpus[at].kernels.pack(arrays, buffer)
+            self._gpus[at].kernels.pack(list(arrays), buffer)
         return buffer
 
     def _empty(self, number: int, count: int, dtype: np.dtype[Any]) -> list[Array]:
         return [cuda.cupy().empty(count, dtype) for _ in range(number)]
 
     @contextmanager
-    def _launches(self, what: str, memory: Any) -> Iterator[list[Any]]:
-        """Launch what the body launches after the current streams, and wait for it. Keeps `memory`, if it fails."""
-        held, names = [memory], ", ".join(str(gpu.handle.device) for gpu in self._gpus)
+    def _launches(self, what: str, memory: Any) -> Iterator[None]:
+        """Launch what the body launches after the current streams, and wait for it.
+
+        Keeps `memory`, if it fails. CuPy keeps what comes from a GPU's stream here until the work there is done.
+        """
+        names = ", ".join(str(gpu.handle.device) for gpu in self._gpus)
         text = f"{what} over GPUs {names} of one process"
         self._require_usable(text)
         try:
@@ -183,11 +180,11 @@ class GpusOfProcess:
                     with gpu.current() as callers:
                         gpu.mark.record(callers)
                         gpu.stream.wait_event(gpu.mark)
-                yield held
+                yield
                 self._wait(text)
         except BaseException as error:
             nccl_handles.abort_all(error)
-            never_free((self, held))
+            never_free((self, memory))
             raise
 
     def _wait(self, what: str) -> None:

@@ -2,7 +2,7 @@
 
 NCCL can block for ever wherever a peer is gone: in its constructor, and when a communicator is destroyed, which CuPy
 does at garbage collection. So every handle is kept here until it is destroyed or aborted, both happen in a daemon
-thread that nobody waits for longer than `LIMIT_SECONDS`, and what does not end is never collected.
+thread that nobody waits for longer than `LIMIT_SECONDS`, and which holds what does not end.
 
 NCCL wants all communicators of a device aborted together, in one group; one after the other may deadlock.
 """
@@ -25,6 +25,7 @@ from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
 
 __all__ = [
+    "START_SECONDS",
     "Handle",
     "abort_all",
     "destroy",
@@ -37,6 +38,7 @@ __all__ = [
 
 logger = logging.getLogger("mpidist.transport")
 
+START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on thousands of GPUs
 LIMIT_SECONDS: Final = 10.0  # what an abort or a destruction may take
 _REMOTE: Final = (2, 6)  # NCCL's statuses: a call of the system failed; another process or the network did
 _PROMPT_SECONDS: Final = 0.2  # what the caller of `abort_all` waits: it has an error to raise
@@ -91,12 +93,12 @@ def abort_all(reason: str | BaseException, handles: Iterable[Handle] | None = No
     """
     if isinstance(reason, BaseException):
         reason = f"an earlier call failed ({type(reason).__name__}: {first_line(reason)})"
-    _end("the abort of communicators", _abort, handles, reason)
+    _end("the abort of communicators", lambda handle: handle.comm.abort(), handles, reason)
 
 
 def destroy(handles: Iterable[Handle]) -> None:
     """Destroy communicators that nothing is under way in. All their ranks must do so. Waits."""
-    _end("the end of communicators", _destroy, handles, "it was freed")
+    _end("the end of communicators", lambda handle: handle.comm.destroy(), handles, "it was freed")
     wait_for_endings()
 
 
@@ -108,13 +110,12 @@ def wait_for_endings() -> None:
     for what, until, thread in endings:
         thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
-            never_free((thread,))
             late = "NCCL: %s did not end within %g s; end this process soon, its GPU is not free"
             logger.warning(late, what, LIMIT_SECONDS)
 
 
-def _end(what: str, work: Callable[[list[Handle]], None], handles: Iterable[Handle] | None, reason: str) -> None:
-    """Take handles out of use, all of them for `None`, and let `work` end them in a daemon thread, as it may hang."""
+def _end(what: str, end: Callable[[Handle], None], handles: Iterable[Handle] | None, reason: str) -> None:
+    """Take handles out of use, all of them for `None`, and end them as a group in a daemon thread, as that may hang."""
     with _lock:
         wanted = set(_open if handles is None else handles)
         taken = [handle for handle in _open if handle in wanted]
@@ -126,7 +127,10 @@ def _end(what: str, work: Callable[[list[Handle]], None], handles: Iterable[Hand
 
     def run() -> None:
         try:
-            work(taken)
+            with group_of_calls():  # GPUs of one process wait for each other
+                for handle in taken:
+                    arrays.use_gpu(handle.device)
+                    end(handle)
         except Exception as error:
             logger.warning("NCCL: %s failed: %s", what, error)
 
@@ -174,20 +178,6 @@ def group_of_calls() -> Iterator[None]:
         yield
     finally:
         nccl.groupEnd()
-
-
-def _abort(handles: list[Handle]) -> None:
-    arrays.use_gpu(handles[0].device)
-    with group_of_calls():
-        for handle in handles:
-            handle.comm.abort()
-
-
-def _destroy(handles: list[Handle]) -> None:
-    with group_of_calls():  # GPUs of one process wait for each other
-        for handle in handles:
-            arrays.use_gpu(handle.device)
-            handle.comm.destroy()
 
 
 def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -> Background[list[Handle]]:

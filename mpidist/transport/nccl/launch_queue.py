@@ -189,7 +189,6 @@ class DeviceQueue:
         except BaseException as error:
             self.give_up(error)
             raise
-        launched.memory = None
         self._flying.remove(launched)
         return True
 

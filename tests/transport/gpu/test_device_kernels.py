@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_launched_for_nothing(kernel
             call(*arguments)
     for call, arguments in (
         (pack, ([], nothing)), (pack, ([nothing], nothing)), (unpack, (nothing, [nothing])),
-        (copy, ([nothing], [nothing], 2)), (combine, ([nothing], Reduction(), nothing)),
+        (combine, ([nothing], Reduction(), nothing)),
     ):  # fmt: skip
         call(*arguments)
     assert kernels.num_launches == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -184,14 +186,21 @@ def test_error_of_nccl_ends_the_communicators(
     assert emulated.ended() == [("abort", 3)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "seconds"),
+    [
+        (UnavailableError, "could not be started on GPUs 0, 1 of one process: NCCL's start did not", 0.3),
+        (KeyboardInterrupt, None, 60.0),
+    ],
+)
 def test_start_that_hangs_is_given_up_and_what_it_makes_later_is_aborted(
-    emulated: Emulated, monkeypatch: pytest.MonkeyPatch
+    emulated: Emulated, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], text: str | None, seconds: float
 ) -> None:
-    monkeypatch.setattr(gpus_of_process, "START_SECONDS", 0.3)
+    monkeypatch.setattr(nccl_handles, "START_SECONDS", seconds)
     emulated.wish("ncclCommInitRank", HANGS)
-    with pytest.raises(
-        UnavailableError, match="could not be started on GPUs 0, 1 of one process: NCCL's start did not"
-    ):
+    if kind is KeyboardInterrupt:
+        threading.Timer(0.3, _thread.interrupt_main).start()
+    with pytest.raises(kind, match=text):
         GpusOfProcess([0, 1], Patience())
     emulated.be_normal()
     emulated.wait_for_end()

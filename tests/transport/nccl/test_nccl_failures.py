@@ -102,14 +102,23 @@ def test_who_frees_a_communicator_waits_until_it_is_gone(emulated: Emulated, com
 
 
 @pytest.mark.ranks(min=2)
-def test_an_interrupt_while_nccl_starts_and_what_is_made_later_is_aborted(emulated: Emulated, comm: Intracomm) -> None:
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_start_of_nccl_that_is_given_up_and_what_it_makes_later_is_aborted(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    """By an interrupt on rank 0, or as it takes too long."""
     if comm.rank == 1:
         emulated.wish("ncclCommInitRank", HANGS)
+    kind: Any = UnavailableError
     for group in opened(comm):
-        if comm.rank == 0:
-            threading.Timer(0.5, _thread.interrupt_main).start()
-        with pytest.raises(KeyboardInterrupt if comm.rank == 0 else PeerFailedError):
-            is_working(group)
+        if is_interrupted:
+            kind = KeyboardInterrupt if comm.rank == 0 else PeerFailedError
+            if comm.rank == 0:
+                threading.Timer(0.5, _thread.interrupt_main).start()
+        with monkeypatch.context() as patch:
+            patch.setattr(nccl_handles, "START_SECONDS", 60.0 if is_interrupted else 2.0)
+            with pytest.raises(kind, match=None if is_interrupted else "ranks 0.*: it did not start within 2 s"):
+                is_working(group)
         emulated.be_normal()
         emulated.wait_for_end()
         nccl_handles.wait_for_endings()
