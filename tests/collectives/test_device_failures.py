@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import busy, connected, emulated, gpus, group, is_total, mine, opened
+from host_cuda.gpus import busy, connected, emulated, gpus, group, is_total, mine, opened, up
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -100,14 +101,18 @@ def test_each_call_has_its_own_deadline(emulated: Emulated, comm: Intracomm, sta
 
 @pytest.mark.ranks(min=2)
 def test_a_kernel_that_runs_past_the_deadline(emulated: Emulated, group: SyncGroup, comm: Intracomm) -> None:
-    """Of the program, on one rank: what it is to add is not there yet. All ranks give up, and begin anew meanwhile."""
-    ops, value = NcclAllReduce().bound_to(group), mine(comm.rank, 40)
+    """Of the program, on one rank: what it is to add is not there yet. All ranks give up, and begin anew meanwhile.
+
+    What the GPU does later of the call that was given up comes before what the program does next with its arrays.
+    """
+    ops, value, out = NcclAllReduce().bound_to(group), mine(comm.rank, 40), up(np.zeros(40, np.float32))
     assert is_total(ops.all_reduce("SUM", value), comm.size, 40)
     with busy() if comm.rank == 1 else nullcontext():
         with pytest.raises(GIVEN_UP):
-            ops.all_reduce("SUM", value, SOON)
+            ops.all_reduce("SUM", value, SOON, out=out)
         comm.Barrier()
         group.reset()
+    assert is_total(ops.all_reduce("SUM", value, out=out), comm.size, 40)
     start_anew(emulated, group, comm)
     assert is_total(value, 1, 40) or comm.rank, "only read"
 
