@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, group, up
+from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, group, require_gpus, up
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context
@@ -142,8 +142,7 @@ def test_results_go_to_no_other_gpu(
 ) -> None:
     """Kernels that wrote there would lose CUDA's context. Values from there are copied."""
     ops, other = NcclAllReduce().bound_to(group), comm.size
-    if gpus.support.num_devices <= other:
-        pytest.skip(f"needs a GPU: {other + 1} of them")
+    require_gpus(other + 1)
     first, value, out = up(np.zeros(5)), up(np.ones(5)), up(np.zeros(5))
     ops.all_reduce("SUM", [value, value], out=[first, out])  # so that the first one is known
     if comm.rank == 0:
@@ -163,8 +162,7 @@ def test_what_another_gpu_still_writes_is_waited_for(
 ) -> None:
     """As of arrays that are made before the strategy; and their memory is used again before it has been read."""
     ops, other = NcclAllReduce().bound_to(group), comm.size
-    if gpus.support.num_devices <= other:
-        pytest.skip(f"needs a GPU: {other + 1} of them")
+    require_gpus(other + 1)
     cupy, here = gpus.cupy, arrays.current_gpu()
     for call in (ops.all_reduce, lambda _, value: ops.broadcast(value, "all")):
         with cupy.cuda.Device(other):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
+from host_cuda.emulated import UNDER_WAY, Emulated
 from host_cuda.gpus import allocations, busy, connected, down, emulated, gpus, group, is_total, mine, opened, up
 from support.contributions import reduction_of
 
@@ -29,7 +29,6 @@ __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 F4 = np.dtype(np.float32)
 COUNTS = [3, 5000, 1, 20_000, 7]
 ARRAYS_OF_A_PACK = 3
-UNDER_WAY = "launches of NCCL under way"
 PACKS = CommunicationOptions(bytes_per_pack=ARRAYS_OF_A_PACK * 400 - 1)  # of arrays of 100 numbers
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from host_cuda.gpus import gpus, one_node
+from host_cuda.gpus import gpus, one_node, require_gpus
 from support.everywhere import raises_everywhere
 
 from mpidist import InputContext, InputOptions, MirroredStrategy, PerReplica, Variable, get_replica_context
@@ -454,8 +454,7 @@ def test_parts_are_put_on_the_devices_of_their_replicas(
     comm: Intracomm, gpus: Any, monkeypatch: pytest.MonkeyPatch, first_kind: str
 ) -> None:
     """On GPUs that one process may not have: the test notes which one would be current at each copy."""
-    if gpus.support.num_devices < 2 * comm.size:
-        pytest.skip(f"needs a GPU: {2 * comm.size} of them")
+    require_gpus(2 * comm.size)
     current: list[int] = []
     copied: list[tuple[int, list[int]]] = []
     to_device = arrays.to_device

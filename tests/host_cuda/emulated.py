@@ -12,9 +12,10 @@ from typing import Any, Final, final
 from host_cuda import are_emulated
 from mpidist.transport import cuda
 
-__all__ = ["HANGS", "Emulated", "memory_is_given_back_late", "problems"]
+__all__ = ["HANGS", "UNDER_WAY", "Emulated", "memory_is_given_back_late", "problems"]
 
 HANGS: Final = -1
+UNDER_WAY: Final = "launches of NCCL under way"
 _SETTLE_SECONDS: Final = 5.0
 _PATIENCE_SECONDS: Final = 20.0
 
@@ -94,7 +95,7 @@ class Emulated:
             time.sleep(0.01)
 
     def count(self, what: str) -> int:
-        """Count the "streams", "events", "kernels" that were run, or "launches of NCCL under way"."""
+        """Count the "streams", "events", "kernels" that were run, or launches `UNDER_WAY`."""
         return int(_library().host_cuda_count(what.encode()))
 
     def comes_to(self, what: str, number: int, meanwhile: Callable[[], object] = lambda: time.sleep(0.01)) -> bool:

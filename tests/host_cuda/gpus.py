@@ -45,7 +45,9 @@ __all__ = [
     "memory",
     "mine",
     "one_node",
+    "only_emulated",
     "opened",
+    "require_gpus",
     "up",
     "use_own_settings",
 ]
@@ -103,6 +105,12 @@ def _gpus_of(comm: Intracomm) -> Iterator[cuda.Cuda]:
     assert comm.allgather(problems()) == [""] * comm.size
 
 
+def require_gpus(number: int) -> None:
+    """Skip the test where this process has fewer."""
+    if cuda.current().support.num_devices < number:
+        pytest.skip(f"needs a GPU: {number} of them")
+
+
 def use_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let device memory go as the test says, and not as who has started the tests (see benchmarks/gpu/running.py)."""
     for name in ("MPIDIST_NCCL", "MPIDIST_PRETEND_NODES", "MPIDIST_STAGING_BYTES"):
@@ -116,11 +124,21 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def only_emulated() -> None:
+    """Skip the test where GPUs are real."""
+    _require_emulated()
+
+
+def _require_emulated() -> None:
+    if not are_emulated():
+        pytest.skip("needs a GPU that is emulated")
+
+
+@pytest.fixture
 def emulated(gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """GPUs that show what they are asked for, and let it fail."""
     use_own_settings(monkeypatch)
-    if not are_emulated():
-        pytest.skip("needs a GPU that is emulated")
+    _require_emulated()
     its = Emulated()
     yield its
     its.be_normal()

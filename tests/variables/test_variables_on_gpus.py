@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.gpus import down, gpus, one_node, up
+from host_cuda.gpus import down, gpus, one_node, require_gpus, up
 from support.everywhere import raises_everywhere
 
 from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable
@@ -267,8 +267,7 @@ def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
 def several(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
     """A strategy whose ranks drive several GPUs each."""
     count = request.param * comm.size
-    if gpus.support.num_devices < count:
-        pytest.skip(f"needs a GPU: {count} of them")
+    require_gpus(count)
     with MirroredStrategy([f"GPU:{at}" for at in range(count)], comm=comm) as made:
         yield made
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_cuda import are_emulated
-from host_cuda.gpus import Compiler, compiler, gpus, up
+from host_cuda.gpus import Compiler, compiler, gpus, only_emulated, up
 from transport.gpu.device_numbers import empty, kernels
 
 from mpidist.transport.gpu.compiled import KERNEL_OPTIONS, KERNELS, kernel_source
 from mpidist.transport.gpu.kernels import DeviceKernels
 
-__all__ = ["compiler", "gpus", "kernels"]  # fixtures
+__all__ = ["compiler", "gpus", "kernels", "only_emulated"]  # fixtures
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -53,10 +52,9 @@ def test_a_kernel_is_compiled_when_it_is_needed(compiler: Compiler, kernels: Dev
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("only_emulated")
 def test_gpus_before_volta_take_short_tables() -> None:
     """In a process of its own, as CuPy asks a GPU once. NVRTC refuses to compile long ones for it."""
-    if not are_emulated():
-        pytest.skip("needs a GPU that is emulated")
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     program = [sys.executable, "-c", BEFORE_VOLTA]
     done = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda.emulated import HANGS, Emulated
-from host_cuda.gpus import Compiler, compiler, down, emulated, gpus, up
+from host_cuda.gpus import Compiler, compiler, down, emulated, gpus, require_gpus, up
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import cuda
@@ -50,9 +50,8 @@ def make(request: pytest.FixtureRequest, gpus: Any) -> Iterator[Any]:
         pytest.skip("needs a GPU with NCCL 2.30.3 or later, and NCCL_MULTI_RANK_GPU_ENABLE=1")
 
     def several(count: int) -> tuple[GpusOfProcess, list[int]]:
-        if request.param == "a GPU each" and gpus.support.num_devices < count:
-            pytest.skip(f"needs a GPU: {count} of them")
         indices = list(range(count)) if request.param == "a GPU each" else [0] * count
+        require_gpus(indices[-1] + 1)
         gpus.cupy.cuda.Device(0).use()
         made.append(GpusOfProcess(indices, Patience()))
         return made[-1], indices
@@ -138,8 +137,7 @@ def test_nccl_connects_at_the_start_unless_the_user_says_otherwise(make: Any, mo
 
 
 def test_work_in_a_thread_is_on_the_device_that_was_current(gpus: cuda.Cuda) -> None:
-    if gpus.support.num_devices < 2:
-        pytest.skip("needs a GPU: 2 of them")
+    require_gpus(2)
     with gpus.cupy.cuda.Device(1):
         work = Background("a test", current_gpu)
     assert work.wait() == 1
