@@ -6,14 +6,26 @@ import re
 from pathlib import Path
 
 import pytest
-from host_cuda import are_emulated
-from jobs.faults import AT_ONCE_SECONDS, THREE, TWO, Job, Placement, again_if_slow, job, of_others, soon
+from host_cuda.gpus import only_emulated
+from jobs.faults import (
+    AT_ONCE_SECONDS,
+    DEADLINE_SECONDS,
+    THREE,
+    TWO,
+    Job,
+    Placement,
+    again_if_slow,
+    job,
+    of_others,
+    on,
+    soon,
+)
 
 from mpidist.transport.failures import job_abort
 
-__all__ = ["job"]
+__all__ = ["job", "only_emulated"]
 
-pytestmark = [pytest.mark.no_mpi, pytest.mark.gpu, pytest.mark.usefixtures("_emulated")]
+pytestmark = [pytest.mark.no_mpi, pytest.mark.gpu, pytest.mark.usefixtures("only_emulated")]
 
 DIES_BEFORE_ITS_LAUNCH = """
 sys.path.insert(0, os.environ["TESTS"])
@@ -42,54 +54,28 @@ handles = [start(), start()]
 attempt("error", handles[0].wait)
 attempt("after", handles[1].wait)
 nccl_handles.wait_for_endings()
+await_notes("error", *{others})  # so that the faulty rank alone is missing where an error says who is
 note("log", text=repr((emulated.ended(), problems(), nccl_handles.num_open())))
 os._exit({code})
 """
 
 
-@pytest.fixture
-def _emulated() -> None:
-    if not are_emulated():
-        pytest.skip("needs a GPU that is emulated")
-
-
-@pytest.mark.parametrize("placement", [TWO, THREE], ids=str)
+@on(TWO, THREE)
+@pytest.mark.parametrize("death", ["SIGKILL", "SIGSTOP"])
 @again_if_slow
-def test_a_rank_dies_before_it_launches_what_it_agreed_to(job: Job, placement: Placement) -> None:
-    """Those of its node see it at once, also those whose GPUs have begun."""
-    program = DIES_BEFORE_ITS_LAUNCH.format(death="SIGKILL", options="None", code=job_abort.EXIT_CODE_AFTER_FAILURE)
+def test_a_rank_is_killed_or_stopped_before_it_launches_what_it_agreed_to(
+    job: Job, placement: Placement, death: str
+) -> None:
+    """Those of its node see at once that it is gone, and at the deadline that it is stopped: their GPUs have begun."""
+    is_dead, faulty = death == "SIGKILL", rf"rank {placement.faulty} of {placement.size} ranks is"
+    options, code = "None" if is_dead else "DEADLINE", job_abort.EXIT_CODE_AFTER_FAILURE
+    program = DIES_BEFORE_ITS_LAUNCH.format(death=death, options=options, others=placement.others, code=code)
     ended = job(program, placement, is_blind=True, TESTS=str(Path(__file__).parents[2]))
     died = ended.of("fault")[placement.faulty].at
     for error in of_others(ended, "error", placement):
-        assert error.kind == "PeerFailedError", error
-        assert re.search(gone(placement), error.text), error
-        soon(error.at - died, AT_ONCE_SECONDS)
-    require_one_abort(ended.of("log"), placement)
-    for after in of_others(ended, "after", placement):
-        assert "earlier call failed" in after.text
-
-
-@pytest.mark.parametrize("placement", [TWO, THREE], ids=str)
-@again_if_slow
-def test_a_rank_is_stopped_before_it_launches_what_it_agreed_to(job: Job, placement: Placement) -> None:
-    program = DIES_BEFORE_ITS_LAUNCH.format(death="SIGSTOP", options="DEADLINE", code=0)
-    ended = job(program, placement, is_blind=True, TESTS=str(Path(__file__).parents[2]))
-    for error in of_others(ended, "error", placement):
-        assert error.kind in ("DeadlineExceededError", "PeerFailedError"), error
-        assert re.search(rf"rank {placement.faulty} of {placement.size} ranks is stopped", error.text), error
-        soon(error.at - error.begun, 1.0 + AT_ONCE_SECONDS)
-    require_one_abort(ended.of("log"), placement)
-
-
-def gone(placement: Placement) -> str:
-    """Return how an error names the faulty rank as gone, alone or with one that has had its error and ended."""
-    faulty = placement.faulty
-    both = rf"({faulty - 1}-{faulty}|{faulty}-{faulty + 1})"
-    return rf"the process( of rank {faulty} of \d ranks is|es of ranks {both} of \d ranks are) gone"
-
-
-def require_one_abort(logs: object, placement: Placement) -> None:
-    assert isinstance(logs, dict)
-    assert {rank: note.text for rank, note in logs.items()} == dict.fromkeys(
-        placement.others, repr(([("abort", 1)], "", 0))
-    )
+        assert error.kind == "PeerFailedError" or (error.kind == "DeadlineExceededError" and not is_dead), error
+        assert re.search(rf"the process of {faulty} gone" if is_dead else rf"{faulty} stopped", error.text), error
+        soon(*((error.at - died, AT_ONCE_SECONDS) if is_dead else (error.seconds, DEADLINE_SECONDS + AT_ONCE_SECONDS)))
+    assert all("earlier call failed" in after.text for after in of_others(ended, "after", placement))
+    logs = [log.text for log in of_others(ended, "log", placement)]
+    assert logs == [repr(([("abort", 1)], "", 0))] * len(placement.others)
