@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
+from host_cuda.emulated import UNDER_WAY, Emulated
 from host_cuda.gpus import busy, connected, emulated, gpus, group, is_total, mine, opened, up
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
@@ -25,11 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 
-UNDER_WAY = "launches of NCCL under way"
 GIVEN_UP = (DeadlineExceededError, PeerFailedError)
 SOON = CommunicationOptions(timeout_seconds=0.5)
 LATE = 60  # seconds; a machine that is busy takes less, and a deadline that is not kept takes longer
 HAVE_GIVEN_UP = 22  # a tag
+NOT_JOINED, NOT_LAUNCHED = r"rank 1 of \d ranks did not join", r"all \d ranks joined it|given up waiting"
+MISSES = {  # what rank 1 misses, and the error
+    "the start of a call": NOT_JOINED,
+    "the launch of a started call": r"rank 1 of \d ranks|given up waiting",
+    "a call": NOT_JOINED,
+    "the launch of a call": NOT_LAUNCHED,
+    "the launch of a call that connects": NOT_LAUNCHED,
+}
 
 
 @pytest.fixture
@@ -44,42 +51,64 @@ def start_anew(emulated: Emulated, group: SyncGroup, comm: Intracomm) -> None:
     emulated.be_normal()
     comm.Barrier()
     group.reset()
+    assert_right(group, comm)
+
+
+def assert_right(group: SyncGroup, comm: Intracomm) -> None:
     ops = NcclAllReduce().bound_to(group)
     assert all(is_total(ops.start_all_reduce("SUM", mine(comm.rank, 9)).wait(), comm.size, 9) for _ in range(2))
     assert is_total(ops.all_reduce("SUM", mine(comm.rank, 9)), comm.size, 9)
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("misses", ["the start", "the launch"])
-def test_a_rank_that_is_late_is_named(
-    emulated: Emulated, comm: Intracomm, start: Any, monkeypatch: pytest.MonkeyPatch, misses: str
-) -> None:
-    """One that agreed on the call makes GPUs wait: the others give up, and later so does it."""
-    if (comm.rank, misses) == (1, "the start"):
-        return
-    launch, others = DeviceQueue.launch, [rank for rank in range(comm.size) if rank != 1]
+def issuing_last(comm: Intracomm) -> Callable[..., None]:
+    """Stands in the place of `DeviceQueue.issue` on a rank that comes to it when the others have given up."""
+    issue, others = DeviceQueue.issue, [rank for rank in range(comm.size) if rank != comm.rank]
 
-    def launch_last(*args: Any) -> Any:
+    def issue_last(*args: Any) -> None:
         while others:
             comm.recv(None, others.pop(), HAVE_GIVEN_UP)
-        return launch(*args)
+        issue(*args)
 
-    with monkeypatch.context() as patch:
-        if comm.rank == 1:
-            patch.setattr(DeviceQueue, "launch", launch_last)
-        handles, begun = [start(SOON) for _ in range(2)], time.monotonic()
-        pattern = r"rank 1 of \d ranks did not join"
-        with pytest.raises(
-            GIVEN_UP, match=pattern if misses == "the start" else r"rank 1 of \d ranks|given up waiting"
-        ):
-            handles[0].wait()
-        if comm.rank != 1:
-            assert 0.4 < time.monotonic() - begun < LATE
-            if misses == "the launch":
-                comm.send(None, 1, HAVE_GIVEN_UP)
-        assert misses == "the start" or emulated.ended() == [("abort", 1)]
-        with pytest.raises(GIVEN_UP, match=r"earlier call failed|given up waiting"):
-            handles[1].wait()
+    return issue_last
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("misses", MISSES)
+def test_a_rank_that_is_late_ends_the_communicators_of_all_groups(
+    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, misses: str
+) -> None:
+    """One that agreed on the call makes GPUs wait: the others give up, and later so does it.
+
+    Also where NCCL first has to connect the ranks, for which it waits before its call returns. NCCL wants the
+    communicators of a process aborted together, and each group is reset.
+    """
+    ops, value = NcclAllReduce().bound_to(connected), mine(comm.rank, 9, "f2" if "connects" in misses else "f4")
+    for other in opened(comm):
+        assert_right(other, comm)
+        with monkeypatch.context() as patch:
+            if comm.rank == 1:
+                patch.setattr(DeviceQueue, "issue", issuing_last(comm))
+            if comm.rank != 1 or "launch" in misses:
+                fails = [lambda: ops.all_reduce("SUM", value, SOON)] * 2
+                if "start" in misses:
+                    fails = [ops.start_all_reduce("SUM", value, SOON).wait for _ in range(2)]
+                begun = time.monotonic()
+                with pytest.raises(GIVEN_UP, match=MISSES[misses]):
+                    fails[0]()
+                assert 0.4 < time.monotonic() - begun < LATE or comm.rank == 1
+                if comm.rank != 1 and "launch" in misses:
+                    comm.send(None, 1, HAVE_GIVEN_UP)
+                with pytest.raises(GIVEN_UP, match=r"earlier call failed|given up waiting"):
+                    fails[1]()
+        comm.Barrier()
+        connected.reset()
+        with pytest.raises((RuntimeError, PeerFailedError), match=r"call strategy.reset\(\) on all ranks"):
+            assert_right(other, comm)
+        comm.Barrier()
+        other.reset()
+        assert_right(connected, comm)
+        assert_right(other, comm)
+        assert emulated.ended() == [("abort", 2)]
 
 
 @pytest.mark.ranks(min=2)
@@ -139,43 +168,32 @@ def test_the_host_never_waits_for_a_gpu_without_looking(
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("waits", [True, False])
-def test_an_error_of_nccl_in_work_that_was_launched(
-    emulated: Emulated, comm: Intracomm, start: Any, waits: bool
+@pytest.mark.parametrize("what", ["an error, while it waits", "an error, while it asks", "an interrupt"])
+def test_what_befalls_a_rank_ends_all_work_that_was_launched(
+    emulated: Emulated, comm: Intracomm, start: Any, what: str
 ) -> None:
     emulated.hold()
     handles = [start() for _ in range(2)]
     assert emulated.comes_to(UNDER_WAY, 2, handles[0].is_done)
     comm.Barrier()
-    if comm.rank == 0:
+    if comm.rank == 0 and what == "an interrupt":
+        threading.Timer(0.2, _thread.interrupt_main).start()
+    elif comm.rank == 0:
         emulated.wish("an error of NCCL", 6)
         time.sleep(0.02)
         until = time.monotonic() + 20
-        while not waits and not handles[0].is_done() and time.monotonic() < until:
+        while what == "an error, while it asks" and not handles[0].is_done() and time.monotonic() < until:
             pass
-    text = r"start_all_reduce with NCCL on rank 0 of \d .* failed: NCCL_ERROR" if comm.rank == 0 else "rank 0"
-    with pytest.raises(PeerFailedError, match=text):
+    errors: tuple[Any, Any, str] = (PeerFailedError, PeerFailedError, "rank 0")
+    if comm.rank == 0:
+        errors = *errors[:2], r"start_all_reduce with NCCL on rank 0 of \d .* failed: NCCL_ERROR"
+    if what == "an interrupt":
+        errors = (KeyboardInterrupt, RuntimeError, "^$") if comm.rank == 0 else (*errors[:2], "rank 0 broke off")
+    with pytest.raises(errors[0], match=errors[2]):
         handles[0].wait()
     assert emulated.ended() == [("abort", 1)]
-    with pytest.raises(PeerFailedError):
+    with pytest.raises(errors[1]):
         handles[1].wait()
-
-
-@pytest.mark.ranks(min=2)
-def test_an_interrupt_while_waiting(emulated: Emulated, comm: Intracomm, start: Any) -> None:
-    emulated.hold()
-    handles = [start() for _ in range(2)]
-    comm.Barrier()
-    if comm.rank == 0:
-        threading.Timer(0.2, _thread.interrupt_main).start()
-        with pytest.raises(KeyboardInterrupt):
-            handles[0].wait()
-        with pytest.raises(RuntimeError):
-            handles[1].wait()
-    else:
-        with pytest.raises(PeerFailedError, match="rank 0 broke off"):
-            handles[0].wait()
-    assert emulated.ended() == [("abort", 1)]
 
 
 @pytest.mark.ranks(min=2)

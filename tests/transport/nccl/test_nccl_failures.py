@@ -18,11 +18,8 @@ from support.everywhere import raises_everywhere
 from transport.nccl.made_communicators import connect, make_handle
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
-from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
-from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -60,9 +57,7 @@ def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
         assert time.monotonic() - start < 60
         assert emulated.ended() == [("abort", 2)]
         for its in (first, second):
-            with pytest.raises(
-                (RuntimeError, DeadlineExceededError), match=r"an earlier call failed .*rank 1 did not come.*reset"
-            ):
+            with pytest.raises(RuntimeError, match=r"an earlier call failed .*rank 1 did not come.*reset"):
                 its.all_reduce(up(np.ones(5)), Reduction())
     else:
         nccl_handles.abort_all("the others gave up")
@@ -167,57 +162,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
         assert time.monotonic() - start < 60
         emulated.be_normal()
         assert is_working(group)
-
-
-@pytest.mark.ranks(min=2)
-def test_a_missing_rank_ends_the_communicators_of_all_groups(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm
-) -> None:
-    """It is named. NCCL wants the communicators of a process aborted together; each group is reset."""
-    for other in opened(comm):
-        assert is_working(other)
-        start = time.monotonic()
-        if comm.rank != 1:
-            with pytest.raises(DeadlineExceededError, match="rank 1"):
-                is_working(connected, CommunicationOptions(timeout_seconds=0.5))
-        assert time.monotonic() - start < 60
-        comm.Barrier()
-        connected.reset()
-        with pytest.raises((RuntimeError, PeerFailedError), match=r"call strategy.reset\(\) on all ranks"):
-            is_working(other)
-        comm.Barrier()
-        other.reset()
-        assert is_working(connected)
-        assert is_working(other)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("dtype", ["f8", "f2"], ids=["connected", "connects"])
-def test_a_rank_that_stops_within_a_call_is_noticed(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes.
-
-    Also where NCCL first has to connect the ranks, for which it waits before its call returns.
-    """
-    run, others = NcclCommunicator._run, [rank for rank in range(comm.size) if rank != 1]
-
-    def come_last(*args: Any, **more: Any) -> Any:
-        for rank in others:  # those that waited for this one would wait for ever
-            assert comm.recv(None, rank, _HAS_RAISED) == rank
-        return run(*args, **more)
-
-    with monkeypatch.context() as patch:
-        if comm.rank == 1:
-            patch.setattr(NcclCommunicator, "_run", come_last)
-        with pytest.raises((DeadlineExceededError, PeerFailedError), match="reset"):
-            is_working(connected, CommunicationOptions(timeout_seconds=2.0), dtype)
-        nccl_handles.wait_for_endings()
-        if comm.rank != 1:
-            comm.send(comm.rank, 1, _HAS_RAISED)
-    assert emulated.ended() == [("abort", 1)]
-    connected.reset()
-    assert is_working(connected)
 
 
 def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulated: Emulated, comm: Intracomm) -> None:
