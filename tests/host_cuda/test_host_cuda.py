@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from host_cuda import are_emulated
 from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
-from host_cuda.gpus import emulated, gpus
+from host_cuda.gpus import busy, emulated, gpus, only_emulated
 from mpidist.transport import cuda
 
-__all__ = ["emulated", "gpus"]
+__all__ = ["emulated", "gpus", "only_emulated"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1)]
 
@@ -30,21 +29,11 @@ extern "C" __global__ void reverse(long long* at) {
     at[threadIdx.x] = held[blockDim.x - 1 - threadIdx.x];
 }
 """
-HOLD = """
-extern "C" __global__ void hold(long long nanoseconds, long long* at) {
-    long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
-    *at = 1;
-}
-"""
 TAKING = 'struct Many {{ char of[{}]; }}; extern "C" __global__ void take_{}(const Many many) {{}}'
 
 
 @pytest.fixture
-def cupy() -> Any:
-    if not are_emulated():
-        pytest.skip("needs a GPU that is emulated")
+def cupy(only_emulated: None) -> Any:
     return cuda.current().cupy
 
 
@@ -62,27 +51,23 @@ def test_threads_of_a_block_wait_for_each_other(cupy: Any) -> None:
 
 
 def test_the_host_does_not_wait_for_a_kernel(cupy: Any) -> None:
-    hold, array, event = cupy.RawKernel(HOLD, "hold"), cupy.zeros(1, np.int64), cupy.cuda.Event()
-    hold((1,), (1,), (1, array))  # compiled
-    cupy.cuda.Device().synchronize()
-    hold((1,), (1,), (300_000_000, array))
-    event.record()
-    assert not event.done
-    event.synchronize()
+    with busy() as event:
+        assert not event.done
     assert event.done
 
 
 def test_streams_do_not_wait_for_each_other_without_an_event(cupy: Any) -> None:
-    hold, array = cupy.RawKernel(HOLD, "hold"), cupy.zeros(1, np.int64)
-    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    array, (first, second) = cupy.zeros(1), (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     cupy.cuda.Device().synchronize()
-    with first:
-        hold((1,), (1,), (300_000_000, array))
+    with first, busy():
+        array += 1
+        with second:
+            assert array.get() == 0
+        changed = first.record()
     with second:
-        before = array.get()
-        second.wait_event(first.record())
-        after = array.get()
-    assert (before.tolist(), after.tolist()) == ([0], [1])
+        second.wait_event(changed)
+        assert array.get() == 1
+    assert "a race" in problems()
 
 
 def test_copy_of_the_wrong_kind_is_a_problem(cupy: Any) -> None:

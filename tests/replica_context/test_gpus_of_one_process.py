@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, one_node, up
+from host_cuda.gpus import down, emulated, gpus, one_node, require_gpus, up
 
 from mpidist import CommunicationOptions, MirroredStrategy, Variable, get_replica_context
 from mpidist.errors import UnavailableError
@@ -46,13 +46,17 @@ def numbers(own: int, count: int, dtype: np.dtype[Any]) -> Any:
 def devices(comm: Intracomm, count: int, more: int = 0) -> list[str]:
     """`count` GPUs for each rank, and one more for so many of them."""
     total = count * comm.size + more
-    if cuda.current().support.num_devices < total:
-        pytest.skip(f"needs a GPU: {total} of them")
+    require_gpus(total)
     return [f"GPU:{at}" for at in range(total)]
 
 
 def ones_added() -> Any:
     return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
+
+
+def assert_right(strategy: Any) -> None:
+    total = strategy.num_replicas_in_sync
+    assert [its.values for its in strategy.run(ones_added)] == [(total,) * strategy.extended.replicas.num_here] * 3
 
 
 def bytes_of(results: Sequence[Any]) -> list[bytes]:
@@ -194,55 +198,49 @@ def test_scalars_of_several_gpus_stay_scalars(gpus: Any, comm: Intracomm) -> Non
 def test_replica_that_raises_leaves_nothing_behind(emulated: Emulated, comm: Intracomm) -> None:
     with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
 
-        def step(fails: bool) -> Any:
-            own = context().replica_id_in_sync_group
-            if fails and own == 1:
+        def fail_on_the_second_gpu() -> Any:
+            if context().replica_id_in_sync_group == 1:
                 raise ValueError("of replica 1")
-            return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
+            return ones_added()
 
         with pytest.raises(Exception, match="of replica 1"):
-            strategy.run(step, args=(True,))
+            strategy.run(fail_on_the_second_gpu)
         assert cuda.current().cupy.cuda.runtime.getDevice() == strategy.extended.device.index
-        results = strategy.run(step, args=(False,))
-        assert [its.values for its in results] == [(2.0 * comm.size,) * 2] * 3
+        assert_right(strategy)
 
 
 @pytest.mark.ranks(1)
-def test_error_of_nccl_is_raised_and_reset_starts_it_again(emulated: Emulated, comm: Intracomm) -> None:
+@pytest.mark.parametrize(("fault", "status"), [("send of rank 2", 1), ("ncclCommInitRank", 2), ("ncclGetUniqueId", 2)])
+def test_error_of_nccl_is_raised_and_it_is_started_again(
+    emulated: Emulated, comm: Intracomm, fault: str, status: int
+) -> None:
+    """After a call that failed by a reset."""
+    is_call, where = fault == "send of rank 2", "on GPUs 0, 1, 2 of one process"
+    failed = "a sum over GPUs 0, 1, 2 of one process failed" if is_call else f"NCCL could not be started {where}"
     with MirroredStrategy(devices(comm, 3), comm=comm) as strategy:
-        strategy.run(ones_added)
-        emulated.wish("send of rank 2", 1)
-        with pytest.raises(UnavailableError, match="a sum over GPUs 0, 1, 2 of one process failed: NCCL_ERROR"):
+        if is_call:
+            assert_right(strategy)
+        emulated.wish(fault, status)
+        with pytest.raises(UnavailableError, match=f"{failed}: NCCL_ERROR"):
             strategy.run(ones_added)
         emulated.be_normal()
-        with pytest.raises(RuntimeError, match=r"cannot be used any more, because an earlier .*; call strategy\.reset"):
-            strategy.run(ones_added)
-        strategy.reset()
-        assert [its.values for its in strategy.run(ones_added)] == [(3.0,) * 3] * 3
+        if is_call:
+            with pytest.raises(RuntimeError, match=r"cannot be used any more, because an earlier .* strategy\.reset"):
+                strategy.run(ones_added)
+            strategy.reset()
+        assert_right(strategy)
         assert nccl_handles.num_open() == 3
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("fault", ["ncclCommInitRank", "ncclGetUniqueId"])
-def test_nccl_that_cannot_start_is_an_error(emulated: Emulated, comm: Intracomm, fault: str) -> None:
-    with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
-        emulated.wish(fault, 2)
-        with pytest.raises(UnavailableError, match="NCCL could not be started on GPUs 0, 1 of one process: NCCL_ERROR"):
-            strategy.run(ones_added)
-        emulated.be_normal()
-        assert [its.values for its in strategy.run(ones_added)] == [(2.0, 2.0)] * 3
 
 
 @pytest.mark.ranks(1)
 def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated: Emulated, comm: Intracomm) -> None:
     with MirroredStrategy(devices(comm, 2), comm=comm) as one, MirroredStrategy(devices(comm, 4), comm=comm) as other:
         for strategy in (one, other, one):
-            total = float(strategy.num_replicas_in_sync)
-            assert [its.values for its in strategy.run(ones_added)] == [(total,) * int(total)] * 3
+            assert_right(strategy)
         assert nccl_handles.num_open() == 6
         other.close()
         assert nccl_handles.num_open() == 2
-        assert [its.values for its in one.run(ones_added)] == [(2.0,) * 2] * 3
+        assert_right(one)
     assert nccl_handles.num_open() == 0
     assert emulated.ended() == [("destroy", 4), ("destroy", 2)]
 
