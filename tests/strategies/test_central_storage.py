@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, up
+from host_cuda.gpus import down, gpus, one_node, up
 from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
@@ -21,7 +20,7 @@ from mpidist.transport import arrays
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["emulated", "gpus"]  # a fixture, which pytest finds by its name here
+__all__ = ["gpus", "one_node"]  # fixtures, which pytest finds by their names here
 
 CPU = "/cpu:0"
 NUM_DEVICES = {"default": lambda size: None, "P": lambda size: size, "2P": lambda size: 2 * size, "8": lambda size: 8}
@@ -184,7 +183,8 @@ def test_what_one_rank_cannot_assign_is_everyones_error(comm: Intracomm) -> None
 
 
 @every_number
-def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, emulated: Emulated, number: str) -> None:
+@pytest.mark.usefixtures("gpus", "one_node")
+def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, number: str) -> None:
     """Unless there is one replica alone. What GPUs assign comes there."""
     count = NUM_DEVICES[number](comm.size)
     with CentralStorageStrategy(["GPU:0"] * count if count else "GPU:0", comm=comm) as strategy:
@@ -196,9 +196,11 @@ def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, emulated: Emulat
         assert (down(held) if total == 1 else held).tolist() == [1 + total, 2 + total]
         if total > 1:
             assert strategy.extended.parameter_devices == ("/rank:0/cpu:0",)
-    if comm.size == 1:
-        with CentralStorageStrategy("GPU:0", "GPU:0", comm=comm) as strategy:
-            assert strategy.extended.parameter_devices == ("/rank:0/gpu:0",)
+    places = {("GPU:0", "GPU:0"): True, (None, "GPU:0"): True, ("GPU:0", "CPU:0"): False, (None, None): False}
+    for (compute, parameter), is_on_gpu in places.items() if comm.size == 1 else ():
+        with CentralStorageStrategy(compute, parameter, comm=comm) as strategy:
+            assert arrays.is_device(make(strategy, np.arange(3.0)).local_value()) == is_on_gpu
+            assert not is_on_gpu or strategy.extended.parameter_devices == ("/rank:0/gpu:0",)
 
 
 def test_per_replica_value_is_assigned_in_run(comm: Intracomm) -> None:

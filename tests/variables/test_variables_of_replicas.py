@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, up
 from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
@@ -19,8 +17,6 @@ from mpidist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-__all__ = ["emulated", "gpus"]  # a fixture, which pytest finds by its name here
 
 TOTALS: dict[str, Callable[[int], int]] = {"P": lambda size: size, "2P": lambda size: 2 * size, "8": lambda _: 8}
 COMBINED: dict[str, Callable[[int], float]] = {
@@ -553,27 +549,3 @@ def test_replicas_that_write_the_same_take_the_memory_of_one_copy(comm: Intracom
         tracemalloc.stop()
         assert all((weight == 2.0).all() for weight in weights)
         assert count * nbytes <= peak < (count + 1.5) * nbytes
-
-
-@pytest.mark.parametrize("factor", [1, 2, 3])
-def test_variables_in_device_memory(comm: Intracomm, emulated: Emulated, factor: int) -> None:
-    """Several replicas of a rank share one GPU, and one copy there."""
-
-    def step() -> None:
-        weights.assign_sub(up(np.full(2, 0.5)))
-        total.assign_add(up(np.full(2, float(replica_id()))))
-        own.assign(up(np.full(2, float(replica_id()))))
-
-    with MirroredStrategy(["GPU:0"] * (factor * comm.size), replicas=factor * comm.size, comm=comm) as strategy:
-        shares = strategy.extended.replicas
-        weights = make(strategy, lambda: up(np.ones(2)))
-        total = make(strategy, lambda: up(np.zeros(2)), aggregation="SUM")
-        own = make(strategy, lambda: up(np.zeros(2)), synchronization="ON_READ", aggregation="MEAN")
-        strategy.run(step)
-        assert down(weights.local_value()).tolist() == [0.5, 0.5]
-        assert down(total.local_value()).tolist() == [COMBINED["SUM"](shares.total)] * 2
-        assert down(own.read_value()).tolist() == [COMBINED["MEAN"](shares.total)] * 2
-        assert [down(copy).tolist() for copy in own.values] == [[float(at)] * 2 for at in shares.ids_here]
-        if factor > 1:
-            with pytest.raises(ValueError, match="copies would differ"):
-                strategy.run(lambda: weights.assign(up(np.full(2, float(replica_id())))))

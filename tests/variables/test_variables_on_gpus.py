@@ -15,7 +15,7 @@ from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy
 from mpidist import get_replica_context as context
 from mpidist.checkpoint import Checkpoint
 from mpidist.errors import InvalidArgumentError
-from mpidist.experimental import CentralStorageStrategy, ParameterServerStrategy
+from mpidist.experimental import ParameterServerStrategy
 from mpidist.transport import arrays
 
 if TYPE_CHECKING:
@@ -87,18 +87,6 @@ def test_one_device_that_is_no_gpu_keeps_variables_in_host_memory(gpus: Any, com
     with MirroredStrategy(devices, comm=comm) as strategy:
         assert not is_on_gpu(make(strategy, np.arange(3.0)))
         assert not arrays.is_device(strategy.symmetric_empty(4, np.float32))
-
-
-@pytest.mark.ranks(1)
-def test_central_storage_of_one_replica_follows_the_parameter_device(gpus: Any, comm: Intracomm) -> None:
-    for compute, parameter, expected in (
-        ("GPU:0", None, True),
-        (None, "GPU:0", True),
-        ("GPU:0", "CPU:0", False),
-        (None, None, False),
-    ):
-        with CentralStorageStrategy(compute, parameter, comm=comm) as strategy:
-            assert is_on_gpu(make(strategy, np.arange(3.0))) is expected, (compute, parameter)
 
 
 def test_per_node_variables_stay_in_host_memory(gpus: Any, comm: Intracomm) -> None:
@@ -263,16 +251,21 @@ def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
         assert strategy.experimental_local_results(sums) == (expected,) * len(strategy.extended.replicas.ids_here)
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=["2 on a GPU", "3 on a GPU", "2 GPUs", "3 GPUs"])
 def several(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
-    """A strategy whose ranks drive several GPUs each."""
-    count = request.param * comm.size
-    require_gpus(count)
-    with MirroredStrategy([f"GPU:{at}" for at in range(count)], comm=comm) as made:
+    """A strategy whose ranks have several replicas each, on one GPU or on as many."""
+    count = int(request.param[0]) * comm.size
+    is_shared = request.param.endswith("on a GPU")
+    require_gpus(1 if is_shared else count)
+    with MirroredStrategy([f"GPU:{0 if is_shared else at}" for at in range(count)], comm=comm) as made:
         yield made
 
 
-def test_replicas_on_other_gpus_read_a_copy_that_follows_the_variable(several: Any) -> None:
+def gpu_of_replica() -> int:
+    return int(context().devices[0].rpartition(":")[2])
+
+
+def test_replicas_of_a_rank_read_a_copy_on_their_gpu_that_follows_the_variable(several: Any) -> None:
     weights = make(several, np.zeros(3))
     summed = make(several, np.zeros(3), aggregation="SUM")
     first = several.extended.device.index
@@ -280,9 +273,8 @@ def test_replicas_on_other_gpus_read_a_copy_that_follows_the_variable(several: A
     found: list[Any] = []
 
     def read() -> None:
-        device = int(context().devices[0].rpartition(":")[2])
         view = weights.local_value()
-        assert view.device.id == device
+        assert view.device.id == gpu_of_replica()
         assert weights.local_value().data.ptr == view.data.ptr, "copied once"
         found.append((down(weights + up(np.ones(3))).tolist(), down(summed * 1).tolist()))
 
@@ -317,7 +309,7 @@ def test_checkpoints_of_host_memory_are_restored_on_the_gpu_of_every_replica(
     assert is_on_gpu(weights)
 
 
-def test_replicas_on_other_gpus_write(several: Any) -> None:
+def test_replicas_of_a_rank_write(several: Any) -> None:
     weights = make(several, np.zeros(2))
     metric = make(several, np.zeros(2), synchronization="ON_READ", aggregation="SUM")
 
@@ -326,13 +318,14 @@ def test_replicas_on_other_gpus_write(several: Any) -> None:
         weights.assign(up(np.full(2, 1.0)))
         weights.assign_add(weights)
         metric.assign_add(up(np.full(2, float(own))))
-        assert metric.local_value().device.id == own
+        assert metric.local_value().device.id == gpu_of_replica()
         gradient = context().all_reduce("mean", up(np.full(2, 3.0)))
         weights.assign_add(gradient)
 
     several.run(step)
     total = several.num_replicas_in_sync
     assert weights.numpy().tolist() == [5.0, 5.0]
+    assert [down(copy).tolist() for copy in metric.values] == [[at] * 2 for at in several.extended.replicas.ids_here]
     assert metric.numpy().tolist() == [total * (total - 1) / 2] * 2
     metric.assign(np.full(2, 6.0 * total))
     assert [down(copy).tolist() for copy in several.run(metric.read_value).values] == [[6.0, 6.0]] * len(
