@@ -122,16 +122,20 @@ def test_nccl_alone_reaches_all_nodes_and_else_its_own(comm: Intracomm, placemen
 
 
 @pytest.mark.ranks(min=2)
-def test_host_staging_moves_no_byte_by_nccl(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("setting", ["MPIDIST_NCCL=0", "NCCL_COMM_BLOCKING=0"])
+def test_without_nccl_arrays_are_staged_and_the_reason_is_said(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str
 ) -> None:
-    monkeypatch.setenv("MPIDIST_NCCL", "0")
+    monkeypatch.setenv(*setting.split("="))
     for group in opened(comm):
         assert is_working(group)
         assert is_working(group)
+        assert group.levels_of(True).nccl is NcclReach.NOWHERE
+        with raises_everywhere(comm, UnavailableError, f"cannot be had: .*{setting} (asks to|is set.*unset it)"):
+            is_working(group, ONLY_NCCL)
     assert emulated.calls(*CALLS_OF_NCCL) == []
     assert caplog.text.count("goes from rank to rank through the host") == (comm.rank == 0)
-    assert "MPIDIST_NCCL=0" in caplog.text or comm.rank
+    assert setting in caplog.text or comm.rank
 
 
 @pytest.mark.ranks(min=2)
@@ -163,18 +167,6 @@ def test_other_versions_are_refused_with_a_table(
         with raises_everywhere(comm, TopologyError, r"one version of NCCL.*: 2.30.4 on rank 0 .*, 2.28.9 on rank"):
             is_working(group)
         assert NcclAllReduce().bound_to(group).all_reduce("SUM", 1) == comm.size  # host arrays go on
-
-
-@pytest.mark.ranks(min=2)
-def test_communicators_that_do_not_block_are_done_without(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    for group in opened(comm):
-        assert is_working(group)
-        assert group.levels_of(True).nccl is NcclReach.NOWHERE
-        with raises_everywhere(comm, UnavailableError, "cannot be had: .*NCCL_COMM_BLOCKING=0 is set.*unset it"):
-            is_working(group, ONLY_NCCL)
 
 
 @pytest.mark.ranks(min=2)
