@@ -63,14 +63,29 @@ def bytes_of(results: Sequence[Any]) -> list[bytes]:
     return [(result if isinstance(result, np.ndarray) else down(result)).tobytes() for result in results]
 
 
-@pytest.mark.parametrize("count", ["one GPU", "uneven", 2, 3, 4])
+def gpus_of(comm: Intracomm, which: str) -> list[str]:
+    """The GPUs of all replicas: "3" for each rank, one more for rank 0, or two replicas of each rank on a GPU."""
+    if which in ("2", "3", "4"):
+        return devices(comm, min(int(which), 8 // comm.size))
+    if which == "uneven":
+        return devices(comm, 1, more=1)
+    both = devices(comm, 2)
+    return both if which == "no NCCL" else sorted(both + both[::2])
+
+
+@pytest.mark.parametrize("which", ["one GPU", "uneven", "2", "3", "4", "no NCCL", "a shared GPU"])
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "prod"])
-def test_results_have_the_bits_of_the_host(gpus: Any, comm: Intracomm, count: Any, op: str) -> None:
-    """On the GPU of every replica, also where ranks have several rows, into `out=` as well."""
-    named, total = None, 2 * comm.size
-    if count != "one GPU":
-        named = devices(comm, 1, more=1) if count == "uneven" else devices(comm, min(count, 8 // comm.size))
-        total = len(named)
+def test_results_have_the_bits_of_the_host(
+    gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, which: str, op: str
+) -> None:
+    """On the GPU of every replica, also where ranks have several rows, into `out=` as well.
+
+    Without NCCL, and where replicas share a GPU, arrays are copied to the first GPU.
+    """
+    if which == "no NCCL":
+        monkeypatch.setenv("MPIDIST_NCCL", "0")
+    named = None if which == "one GPU" else gpus_of(comm, which)
+    total = 2 * comm.size if named is None else len(named)
     kinds = [dtype for dtype in DTYPES if dtype.kind != "c" or op not in ("max", "prod")]
     asked = [(dtype, SIZES[(at + shift) % len(SIZES)]) for at, dtype in enumerate(kinds) for shift in (0, 3)]
 
@@ -89,12 +104,14 @@ def test_results_have_the_bits_of_the_host(gpus: Any, comm: Intracomm, count: An
 
     with MirroredStrategy(named, replicas=total, comm=comm) as strategy:
         on_gpus = strategy.run(step, args=(up,))
+        assert which not in ("no NCCL", "a shared GPU") or comm.size > 1 or nccl_handles.num_open() == 0
     with MirroredStrategy(replicas=total, comm=comm) as strategy:
         on_host = strategy.run(step, args=(np.asarray,))
     for on_gpu, expected in zip(on_gpus, on_host, strict=True):
         for at, (got, want) in enumerate(zip(on_gpu, expected, strict=True)):
             got, want = (its.values if hasattr(its, "values") else its for its in (got, want))  # of one replica
             assert got == want, asked[at]
+    assert caplog.text.count("are added on the first one of them") == (which == "no NCCL")
 
 
 @pytest.mark.ranks(1)
@@ -120,33 +137,6 @@ def test_calls_and_bytes_of_nccl(emulated: Emulated, comm: Intracomm, count: int
     sent = sum(its for name, its in moved if name == "send")
     assert sent == (count - 1) * nbytes + nbytes - 4 * lengths[0]
     assert sum(its for name, its in moved if name == "broadcast") == count * nbytes
-
-
-@pytest.mark.parametrize("way", ["no NCCL", "a shared GPU"])
-def test_without_nccl_arrays_are_copied_to_the_first_gpu(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    named = devices(comm, 2)
-    if way == "no NCCL":
-        monkeypatch.setenv("MPIDIST_NCCL", "0")
-    else:
-        named = [f"GPU:{2 * at + place}" for at in range(comm.size) for place in (0, 0, 1)]
-    with MirroredStrategy(named, comm=comm) as strategy:
-        ids = strategy.extended.replicas.ids_here
-
-        def step() -> Any:
-            own = float(context().replica_id_in_sync_group)
-            summed = context().all_reduce("sum", [up(np.full(3, own)), up(np.full(2, own))])
-            assert f"GPU:{summed[0].device.id}" == named[int(own)]
-            return [down(its).tolist() for its in summed]
-
-        total = sum(range(strategy.num_replicas_in_sync))
-        results: list[Any] = []
-        strategy.run(lambda: results.append(step()))
-        assert results == [[[total] * 3, [total] * 2]] * len(ids)
-    assert not emulated.calls("send", "broadcast") or comm.size > 1  # by NCCL between ranks, perhaps
-    warned = [its.message for its in caplog.records if "are added on the first one of them" in its.message]
-    assert len(warned) == (way == "no NCCL")
 
 
 @pytest.mark.ranks(1, 2)
