@@ -339,26 +339,20 @@ def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
 
 
 @pytest.mark.ranks(min=2)
-def test_a_failed_copy_breaks_the_staging_alone(emulated: Emulated, comm: Intracomm) -> None:
-    rig = Rig(comm, "GPUs add")
-    buffer = up(np.ones(20 * CHUNK, np.float32))
-    emulated.wish("copy down", ILLEGAL_ADDRESS)  # before any message
-    with raises_everywhere(comm, RuntimeError, "cudaErrorIllegalAddress"):
-        rig.its.reduce_scatter(buffer, Reduction())
-    with raises_everywhere(comm, RuntimeError, "an earlier call failed .*IllegalAddress.*reset"):
-        rig.its.reduce_scatter(buffer, Reduction())
-    rig.mpi.free()
-
-
-def test_an_error_of_cuda_is_told_from_work_that_is_not_done(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", ["cudaErrorIllegalAddress", "through the host failed: CUDA's status 700"])
+def test_an_error_of_cuda_breaks_the_staging_alone(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    rig = Rig(comm, "GPUs add")
-    monkeypatch.setattr(cuda.current().cupy.cuda.runtime, "eventQuery", lambda ptr: 700)
-    with raises_everywhere(
-        comm, RuntimeError, "all_reduce of device memory through the host failed: CUDA's status 700"
-    ):
-        rig.its.all_reduce(up(np.ones(20 * CHUNK, np.float32)), Reduction())
+    """Of a copy; or of an event, where it is told from work that is not done."""
+    rig, buffer = Rig(comm, "GPUs add"), up(np.ones(20 * CHUNK, np.float32))
+    if text == "cudaErrorIllegalAddress":
+        emulated.wish("copy down", ILLEGAL_ADDRESS)  # before any message
+    else:
+        monkeypatch.setattr(cuda.current().cupy.cuda.runtime, "eventQuery", lambda ptr: ILLEGAL_ADDRESS)
+    with raises_everywhere(comm, RuntimeError, text):
+        rig.its.all_reduce(buffer, Reduction())
+    with raises_everywhere(comm, RuntimeError, f"an earlier call failed .*{text}.*reset"):
+        rig.its.reduce_scatter(buffer, Reduction())
     rig.mpi.free()
 
 
