@@ -251,7 +251,10 @@ def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
         assert strategy.experimental_local_results(sums) == (expected,) * len(strategy.extended.replicas.ids_here)
 
 
-@pytest.fixture(params=["2 on a GPU", "3 on a GPU", "2 GPUs", "3 GPUs"])
+FEW_RANKS = pytest.mark.ranks(max=2)  # so that 8 GPUs are enough
+
+
+@pytest.fixture(params=["2 on a GPU", "3 on a GPU", "2 GPUs", pytest.param("3 GPUs", marks=FEW_RANKS)])
 def several(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
     """A strategy whose ranks have several replicas each, on one GPU or on as many."""
     count = int(request.param[0]) * comm.size
