@@ -439,7 +439,6 @@ TOUCH_PRIVATES = {
     "replica_context/test_gpus_of_one_process.py": {"_compile_module_with_cache", "_kernel_memo"},
     "transport/failures/test_deadlines.py": {"_pause"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
-    "transport/nccl/test_nccl_failures.py": {"_run"},
     "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},
     "variables/test_per_node_variables.py": {"_value"},
