@@ -247,9 +247,7 @@ class CrossDeviceOps(Algorithm):
         reductions = self._reductions()
         repeated = key_of_repeated(call, reduce_op, value, options, out, error)
         if repeated is not None and (result := reductions.repeated.run(*repeated)) is not None:
-            if out is not None:
-                return out
-            return rebuild_results(value, result, {}) if type(result) is list else result
+            return out if out is not None else rebuild_results(value, result, {}) if type(result) is list else result
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(reduction_call)
         if repeated is not None:

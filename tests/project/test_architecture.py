@@ -380,6 +380,7 @@ LOOK_INTO = {
     },
     "collectives/plans/test_compression.py": {"mpidist.transport.reduction"},
     "collectives/test_device_overlap.py": {"mpidist.transport.group.levels"},
+    "collectives/test_whole_calls.py": {"mpidist.transport.failures.flight_recorder"},
     "collectives/plans/test_plan.py": {"mpidist.transport.communicator"},
     "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
     "strategies/test_refused_strategies.py": {
