@@ -380,6 +380,7 @@ LOOK_INTO = {
     },
     "collectives/plans/test_compression.py": {"mpidist.transport.reduction"},
     "collectives/test_device_overlap.py": {"mpidist.transport.group.levels"},
+    "collectives/test_repeated_calls.py": {"mpidist.collectives.plans.repeated_reductions"},
     "collectives/test_whole_calls.py": {"mpidist.transport.failures.flight_recorder"},
     "collectives/plans/test_plan.py": {"mpidist.transport.communicator"},
     "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
@@ -399,7 +400,10 @@ LOOK_INTO = {
         "mpidist.transport.node_memory.window",
     },
     "transport/failures/test_deadlines.py": {"mpidist.transport.agreement.comparison_rounds"},
-    "transport/shared_memory/test_native.py": {"mpidist.transport.node_memory.barrier"},
+    "transport/shared_memory/test_native.py": {
+        "mpidist.transport.group.levels",
+        "mpidist.transport.node_memory.barrier",
+    },
     "transport/test_communicator.py": {"mpidist.transport.node_memory.window"},
 }
 

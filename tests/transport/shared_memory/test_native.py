@@ -17,6 +17,7 @@ from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport import reduction
+from mpidist.transport.group import levels
 from mpidist.transport.half import HalfAccumulator, bfloat16
 from mpidist.transport.native import native
 from mpidist.transport.node_memory import barrier
@@ -38,7 +39,7 @@ FLOAT32 = np.dtype(np.float32)
 SCALES = {HALVES[0]: np.float32(2.0**-14), HALVES[1]: np.float32(1)}  # so that no sum of float16 overflows
 EVERY_FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 LENGTHS = [[1], [4096], [0, 5, 0, 64, 1, 1, 1, 130], [7] * 60, [3, 0, 2000, 3]]  # elements of each array
-USERS = (barrier, reduction, two_shot, in_place)  # modules that have a use for the compiled part
+USERS = (barrier, reduction, two_shot, in_place, levels)  # modules that have a use for the compiled part
 
 
 def numbers(rank: int, lengths: Sequence[int], dtype: np.dtype[Any]) -> list[Any]:
