@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands
+from mpidist.collectives.arguments import CheckedOuts, Operands
 from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedReduction
 from mpidist.options import Compression, ReduceOp
 from mpidist.transport import Levels, Progress, SyncGroup, name_digest, native
@@ -136,11 +136,15 @@ class _ListCall(NamedTuple):
         key: Its key.
         holds_for: Returns whether nothing has to be checked of a list of the same length.
         cached: The call.
+        symmetric: `CallRecord.variant` of a list of symmetric arrays; `None` for private ones.
+        references: To symmetric arrays, for each of which this object goes with the array.
     """
 
     key: CallKey
     holds_for: Callable[[list[Any]], bool]
     cached: _CachedCall
+    symmetric: int | None = None
+    references: Sequence[weakref.ref[Any]] = ()
 
 
 @final
@@ -178,18 +182,19 @@ class RepeatedCalls:
             known = self._lists.get(_place_of_list(key, value))
             if known is None or known.key != key or not known.holds_for(value):
                 return None
-            cached = known.cached
-            return self._make(cached, cached.reduction, cached.execution.variant_of_private(), value, out)
+            cached, of_list = known.cached, known.symmetric
+            variant = cached.execution.variant_of_private() if of_list is None else of_list
+            return self._make(cached, cached.reduction, variant, value, out)
         alike = self._cached.get(key)
         if alike is None:
             return None
-        reduction, variant = alike.reduction, alike.execution.variant_of(value, out)
-        if variant is None:
+        reduction, of_array = alike.reduction, alike.execution.variant_of(value, out)
+        if of_array is None:
             symmetric = self._symmetric.get(id(value))
             if symmetric is None or out is not value or symmetric.array() is not value or symmetric.key != key:
                 return None
-            reduction, variant = symmetric.reduction, symmetric.variant
-        return self._make(alike, reduction, variant, value, out)
+            reduction, of_array = symmetric.reduction, symmetric.variant
+        return self._make(alike, reduction, of_array, value, out)
 
     def _make(self, cached: _CachedCall, reduction: RepeatedReduction, variant: int, value: Any, out: Any) -> Any:
         """Make a call. Collective."""
@@ -259,21 +264,34 @@ class RepeatedCalls:
         has_form = key[2] == call.structure and not call.mirrored
         if not (isinstance(execution, FusedExecution) and _is_plain(call) and has_form):
             return
-        forms = [(spec.shape, spec.dtype) for spec in call.plan.specs]
+        if len(self._lists) >= _MAX_ARRAYS:
+            self._lists.clear()
+        if checked is not None and not checked.are_private:
+            self._add_symmetric_list(key, call, checked)
+            return
         reduction = execution.of_list(checked is not None, self._group.agreement.flight)
+        forms = [] if reduction is None else [(spec.shape, spec.dtype) for spec in call.plan.specs]
         if reduction is None or not native.have_forms(arrays, forms):
             return
 
         def have_forms(others: list[Any]) -> bool:
             return bool(native.have_forms(others, forms))
 
-        if checked is not None and not checked.are_private:
-            return
-        if len(self._lists) >= _MAX_ARRAYS:
-            self._lists.clear()
         cached = _CachedCall(_call_like(call), execution, reduction)
         holds_for = have_forms if checked is None else checked.are_unchanged
         self._lists[_place_of_list(key, arrays)] = _ListCall(key, holds_for, cached)
+
+    def _add_symmetric_list(self, key: CallKey, call: ReductionCall, checked: CheckedOuts) -> None:
+        """Add a call that has reduced symmetric arrays in place. Local."""
+        execution, arrays = call.plan.execution, call.operands.arrays
+        reduction = execution.of_symmetric(call) if isinstance(execution, FusedExecution) else None
+        if reduction is None or not isinstance(execution, FusedExecution):
+            return
+        # The memory of the arrays goes with them, so this keeps nothing that refers to the memory.
+        known, place = self._lists, _place_of_list(key, arrays)
+        references = [weakref.ref(array, lambda _: known.pop(place, None)) for array in arrays]
+        cached = _CachedCall(_call_like(call), execution, reduction)
+        known[place] = _ListCall(key, checked.are_unchanged, cached, call.variant, references)
 
     def _cached_call(self, key: CallKey, call: ReductionCall) -> _CachedCall | None:
         """Return what carries out calls like one; `None` if they have to be checked each time."""
@@ -287,7 +305,7 @@ class RepeatedCalls:
     def _add_symmetric(self, key: CallKey, call: ReductionCall) -> None:
         """Add a call of an array that lies in shared memory. Local."""
         execution, array = call.plan.execution, call.operands.arrays[0]
-        reduction = execution.of_symmetric_array(call) if isinstance(execution, FusedExecution) else None
+        reduction = execution.of_symmetric(call) if isinstance(execution, FusedExecution) else None
         if reduction is None:
             return
         if len(self._symmetric) >= _MAX_ARRAYS:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -247,6 +249,30 @@ def test_symmetric_lists_of_some_ranks_meet_private_ones_of_others(
         results = all_reduce(strategy, "SUM", values, out=values if is_in_place else None)
         assert [result.tolist() for result in results] == [[comm.size * (step + at)] * 300 for at in range(3)]
         comm.Barrier()
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_symmetric_lists_are_repeated_and_let_go(strategy: Strategy, comm: Intracomm, op: str) -> None:
+    lists = [strategy.symmetric_empty_like([np.empty(5000, np.float32), np.empty((3, 4), np.float32)]) for _ in "ab"]
+    want = {"SUM": sum(range(comm.size)), "MEAN": (comm.size - 1) / 2, "MAX": comm.size - 1}[op]
+    times = comm.size if op == "SUM" else 1
+    for step in range(4):
+        for at, values in enumerate(lists):
+            for value in values:
+                value[...] = 8 * step + at + comm.rank
+            assert all_reduce(strategy, op, values, out=values) is values
+            assert all((value == times * (8 * step + at) + want).all() for value in values)
+            comm.Barrier()
+    for chosen in (comm.rank % 2, 0, 1):  # other arrays on each rank, and the same on all
+        for value in lists[chosen]:
+            value[...] = 7
+        all_reduce(strategy, "MAX", lists[chosen], out=lists[chosen])
+        assert all((value == 7).all() for value in lists[chosen])
+        comm.Barrier()
+    references = [weakref.ref(value) for values in lists for value in values]
+    del value, values, lists
+    gc.collect()
+    assert all(reference() is None for reference in references)
 
 
 def test_lists_in_turn_have_their_own_arrays(strategy: Strategy, comm: Intracomm) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
 
@@ -19,9 +20,9 @@ from mpidist.collectives.plans.repeated_reductions import (
     NewList,
     RepeatedReduction,
     SmallArray,
-    SymmetricArray,
+    SymmetricInPlace,
 )
-from mpidist.collectives.plans.small_lists import SmallLists
+from mpidist.collectives.plans.small_lists import SYMMETRIC_BYTES, SmallLists
 from mpidist.transport import (
     FusedArrays,
     FusedReducer,
@@ -98,8 +99,9 @@ class FusedExecution(Execution):
         self._idle: list[TwoShot | None] = [None] * len(lists)
         self._repeated_lists: dict[bool, RepeatedReduction] = {}  # in place, and not
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
-        # A single small array is copied faster, with one barrier, than it is added in place with two barriers.
-        self._ignores_places = self._small is not None and len(specs) == 1
+        # A single small array is copied faster, by code that is compiled as a whole, than it is added in place.
+        is_copied = self._is_compiled and max((fused.nbytes for fused in lists), default=0) < SYMMETRIC_BYTES
+        self._ignores_places = len(specs) == 1 and (is_copied or self._small is not None)
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
 
     def begin(self, call: ReductionCall) -> None:
@@ -181,18 +183,19 @@ class FusedExecution(Execution):
             self._repeated_lists[is_in_place] = reduction
         return None if reduction.run is None else reduction
 
-    def of_symmetric_array(self, call: ReductionCall) -> RepeatedReduction | None:
-        """Return what reduces the one array of a call again, in place; `None` where it is not, or is no symmetric one.
+    def of_symmetric(self, call: ReductionCall) -> RepeatedReduction | None:
+        """Return what reduces the symmetric arrays of a call again, in place; `None` where they are not all such.
 
         Args:
             call: A call that was carried out.
         """
         places: Places = call.state[0]
-        is_in_place = call.outs is not None and call.outs[0] is call.operands.arrays[0]
-        if not (is_in_place and self._is_one_array and self._agreement_is_barrier and self._writes_outs(places)):
+        is_in_place = call.outs is not None and all(map(is_, call.outs, call.operands.arrays))
+        is_one_list = len(self._lists) == 1 and self._lists[0].wire == self._lists[0].result_dtype and not self._empty
+        if not (is_in_place and is_one_list and self._agreement_is_barrier and self._writes_outs(places)):
             return None
         transfers = self._in_place.get(places) if self._are_in_place(places) else None
-        return SymmetricArray(self._lists[0], self._reducer, transfers[0]) if transfers else None
+        return SymmetricInPlace(self._lists[0], self._reducer, transfers[0]) if transfers else None
 
     def variant_of_private(self) -> int:
         """Return `CallRecord.variant` of a call of private arrays which compiled code reduces."""

@@ -23,7 +23,7 @@ from mpidist.transport import (
     complete,
 )
 
-__all__ = ["LargeArray", "ListInPlace", "NewList", "RepeatedReduction", "SmallArray", "SymmetricArray"]
+__all__ = ["LargeArray", "ListInPlace", "NewList", "RepeatedReduction", "SmallArray", "SymmetricInPlace"]
 
 Array = np.ndarray[Any, Any]
 
@@ -291,26 +291,26 @@ class NewList(_Lists):
 
 
 @final
-class SymmetricArray(RepeatedReduction):
-    """Reduces one symmetric array where it lies: every rank adds a shard for all.
+class SymmetricInPlace(RepeatedReduction):
+    """Reduces symmetric arrays where they lie: every rank adds a shard for all.
 
     Args:
-        fused: The list that has this array alone.
+        fused: The list of the arrays.
         reducer: The transport.
-        in_place: The transport's reduction of the array.
+        in_place: The transport's reduction of the arrays.
     """
 
     def __init__(self, fused: FusedList, reducer: FusedReducer, in_place: InPlace) -> None:
         self._nbytes, self._reducer, self._in_place = fused.nbytes, reducer, in_place
 
-    def begin(self, value: Array, result: Array, place: int) -> Any:
+    def begin(self, value: Any, result: Any, place: int) -> Any:
         return None
 
-    def finish(self, begun: Any, result: Array) -> None:
+    def finish(self, begun: Any, result: Any) -> None:
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(self._in_place.steps(has_passed_barrier=True), self._reducer.check_peers)
 
-    def close(self, result: Array, is_new: bool) -> Array:
+    def close(self, result: Any, is_new: bool) -> Any:
         self._reducer.count(self._nbytes)
         return result
 

@@ -11,12 +11,13 @@ from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.transport import FusedReducer, OneShot
 
-__all__ = ["SmallLists"]
+__all__ = ["SYMMETRIC_BYTES", "SmallLists"]
 
 # Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: all of a call is compiled. That of a
 # list always is, but where numbers of several dtypes share a barrier.
 _COMPILED_ARRAY_BYTES: Final = 8 << 10
 _COMPILED_DTYPES_BYTES: Final = 32 << 10
+SYMMETRIC_BYTES: Final = 128 << 10  # below, compiled code reduces a single symmetric array as it reduces private ones
 _ALIGNMENT: Final = 64  # bytes: of lists in a slot
 
 
