@@ -17,7 +17,7 @@ __all__ = ["SYMMETRIC_BYTES", "SmallLists"]
 # list always is, but where numbers of several dtypes share a barrier.
 _COMPILED_ARRAY_BYTES: Final = 8 << 10
 _COMPILED_DTYPES_BYTES: Final = 32 << 10
-SYMMETRIC_BYTES: Final = 128 << 10  # below, compiled code reduces a single symmetric array as it reduces private ones
+SYMMETRIC_BYTES: Final = 192 << 10  # below, compiled code reduces a single symmetric array as it reduces private ones
 _ALIGNMENT: Final = 64  # bytes: of lists in a slot
 
 
