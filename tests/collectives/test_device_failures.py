@@ -129,7 +129,10 @@ def test_each_call_has_its_own_deadline(emulated: Emulated, comm: Intracomm, sta
 
 
 @pytest.mark.ranks(min=2)
-def test_a_kernel_that_runs_past_the_deadline(emulated: Emulated, group: SyncGroup, comm: Intracomm) -> None:
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_kernel_that_runs_past_the_deadline(
+    emulated: Emulated, group: SyncGroup, comm: Intracomm, is_started: bool
+) -> None:
     """Of the program, on one rank: what it is to add is not there yet. All ranks give up, and begin anew meanwhile.
 
     What the GPU does later of the call that was given up comes before what the program does next with its arrays.
@@ -138,6 +141,8 @@ def test_a_kernel_that_runs_past_the_deadline(emulated: Emulated, group: SyncGro
     assert is_total(ops.all_reduce("SUM", value), comm.size, 40)
     with busy() if comm.rank == 1 else nullcontext():
         with pytest.raises(GIVEN_UP):
+            if is_started:
+                ops.start_all_reduce("SUM", value, SOON, out=out).wait()
             ops.all_reduce("SUM", value, SOON, out=out)
         comm.Barrier()
         group.reset()

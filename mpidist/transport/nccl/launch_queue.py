@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, final
 
@@ -215,12 +215,15 @@ class DeviceQueue:
             self.wait(launched)
 
     def give_up(self, error: BaseException) -> None:
-        """Abort NCCL's communicators. What the GPU may still work on is never freed."""
+        """Abort NCCL's communicators. What the GPU may still work on is never freed, and comes before later work."""
         if self._failure is None:
             self._failure = error
             nccl_handles.abort_all(error)
         if self._flying or self._held is not None:
             never_free((self, self._held))
+        with suppress(self._cuda.runtime.CUDARuntimeError):  # once the context is lost, nothing runs late
+            for launched in self._flying:  # of a call that was started, the caller's stream does not wait for the end
+                self._cuda.get_current_stream().wait_event(launched.event)
 
     def _launched(self, what: str, result: Any, event: Any, memory: Any) -> Launched:
         self._flying.append(Launched(what, result, event, memory))
