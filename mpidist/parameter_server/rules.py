@@ -33,9 +33,13 @@ class Memory(dict[str, Any]):
     """What a server keeps of one variable for one rule: arrays, or numbers, by name."""
 
     def array_like(self, name: str, value: Array) -> Array:
-        """Return an array of zeros, of the shape of another one at the first call; the same array later."""
+        """Return an array of zeros, of the shape and the dtype of another one at the first call; the same one later."""
+        return self.slot(name, value, value.dtype)
+
+    def slot(self, name: str, value: Array, dtype: np.dtype[Any]) -> Array:
+        """Return as `array_like` an array of another dtype."""
         if name not in self:
-            self[name] = np.zeros_like(value)
+            self[name] = np.zeros_like(value, dtype)
         kept: Array = self[name]
         return kept
 
@@ -49,7 +53,7 @@ class Rule(ABC):
     Attributes:
         name: The name, by which servers know the rule.
         numbers: As given.
-        slots: The names of the arrays that servers keep, each of the variable's shape.
+        slots: The names of the arrays that servers keep, each of the variable's shape; of half precision, in float32.
         is_elementwise: Whether each number changes by itself, so that parts of an array can be changed one by one.
         needs_fractions: Whether steps are fractions, which whole numbers would lose.
     """
@@ -127,7 +131,7 @@ class Momentum(Rule):
         super().__init__(learning_rate, momentum, nesterov)
 
     def apply(self, value: Array, gradient: Array, memory: Memory, slots: tuple[Array, ...], *numbers: float) -> None:
-        (velocity,), number = slots, value.dtype.type
+        (velocity,), number = slots, slots[0].dtype.type
         velocity *= number(numbers[1])
         velocity += gradient
         step = gradient + number(numbers[1]) * velocity if numbers[2] else velocity
@@ -150,7 +154,8 @@ class Adam(Rule):
         super().__init__(learning_rate, beta_1, beta_2, epsilon)
 
     def apply(self, value: Array, gradient: Array, memory: Memory, slots: tuple[Array, ...], *numbers: float) -> None:
-        (mean, variance), number = slots, value.dtype.type
+        (mean, variance), number = slots, slots[0].dtype.type
+        gradient = gradient.astype(mean.dtype, copy=False)  # squares of float16 vanish, or are infinite
         rate, beta_1, beta_2, epsilon = numbers[:4]
         count = memory["count"]
         mean += number(1 - beta_1) * (gradient - mean)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist.parameter_server.messages import NO_PLACE, Change
 from mpidist.parameter_server.rules import Memory, Rule, rule_named
-from mpidist.transport import bytes_of
+from mpidist.transport import accumulator_dtype, bytes_of
 from mpidist.variables import change_rows
 
 __all__ = ["Store", "Stored", "Turn"]
@@ -158,9 +158,8 @@ class Store:
             memory = stored.memories[rule.name]
             if not rule.is_elementwise:
                 part, delta = stored.value, delta.reshape(stored.value.shape)
-            slots = tuple(
-                memory.array_like(slot, stored.value).reshape(-1)[start : start + delta.size] for slot in rule.slots
-            )
+            arrays = _slots_of(rule, memory, stored.value)
+            slots = tuple(array.reshape(-1)[start : start + delta.size] for array in arrays)
             rule.apply(part, delta, memory, slots, *numbers[:count])
 
     def change_rows(
@@ -178,8 +177,12 @@ class Store:
             rows, places = np.arange(len(stored.value)), indices
         sums = np.zeros((rows.size, *stored.value.shape[1:]), values.dtype)
         np.add.at(sums, places.reshape(-1), values)
-        arrays = [memory.array_like(slot, stored.value) for slot in rule.slots]
+        arrays = _slots_of(rule, memory, stored.value)
         value, slots = stored.value[rows], tuple(array[rows] for array in arrays)
         rule.apply(value, sums, memory, slots, *numbers[:count])
         for array, changed in zip([stored.value, *arrays], [value, *slots], strict=True):
             array[rows] = changed
+
+
+def _slots_of(rule: Rule, memory: Memory, value: Array) -> list[Array]:
+    return [memory.slot(name, value, accumulator_dtype(value.dtype)) for name in rule.slots]

@@ -139,11 +139,15 @@ def test_a_kernel_that_runs_past_the_deadline(
     """
     ops, value, out = NcclAllReduce().bound_to(group), mine(comm.rank, 40), up(np.zeros(40, np.float32))
     assert is_total(ops.all_reduce("SUM", value), comm.size, 40)
+
+    def reduce(value: Any, out: Any) -> Any:
+        if is_started:
+            return ops.start_all_reduce("SUM", value, SOON, out=out).wait()
+        return ops.all_reduce("SUM", value, SOON, out=out)
+
     with busy() if comm.rank == 1 else nullcontext():
         with pytest.raises(GIVEN_UP):
-            if is_started:
-                ops.start_all_reduce("SUM", value, SOON, out=out).wait()
-            ops.all_reduce("SUM", value, SOON, out=out)
+            reduce(value, out)
         comm.Barrier()
         group.reset()
     assert is_total(ops.all_reduce("SUM", value, out=out), comm.size, 40)

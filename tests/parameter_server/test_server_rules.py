@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes  # noqa: F401  it gives NumPy bfloat16 by name
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers
@@ -123,6 +124,28 @@ def test_adam_steps_along_a_complex_gradient(comm: Intracomm) -> None:
             strategy.push(variable, np.array([3j, 4 - 3j]), server_rules.Adam(0.1))
         strategy.barrier()
         np.testing.assert_allclose(variable.numpy(), [1 - 0.1j, 1 - 0.1 * (0.8 - 0.6j)], 1e-6)
+
+    on_workers(comm, work)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("is_in_rows", [False, True])
+def test_state_of_half_precision_variables_is_more_precise(
+    comm: Intracomm, name: str, dtype: str, is_in_rows: bool
+) -> None:
+    """The square of 1e-4 is 0 in float16, and what Adam divides by was 1e-7."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(np.ones((2, 3), dtype))
+        gradient = np.full((2, 3), 1e-4, dtype)
+        if strategy.is_chief:
+            for _ in range(3):
+                strategy.push(variable, IndexedSlices(gradient, [0, 1]) if is_in_rows else gradient, RULES[name])
+        strategy.barrier()
+        expected = getattr(Sequential, name)(np.ones((2, 3)), [gradient.astype(float)] * 3)
+        np.testing.assert_allclose(variable.numpy().astype(float), expected, 0.01)
 
     on_workers(comm, work)
 
