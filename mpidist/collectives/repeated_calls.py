@@ -1,9 +1,9 @@
 """A cache of calls of one NumPy array, or of a nest, so that a call like an earlier one skips the checks and the plan.
 
 A small call takes as long as Python takes to check its arguments. What an earlier call found out holds for every array
-of the same shape and dtype, and for nests of such, so they are staged at once. The ranks agree on a cached
-call as on any other: a rank that makes the call for the first time, or another call, waits in the same barrier, and all
-ranks raise the same errors.
+of the same shape and dtype, and for nests of such, so they are staged at once. The ranks agree on a cached call as on
+any other: a rank that makes the call for the first time, or another call, waits in the same barrier, and all ranks
+raise the same errors.
 """
 
 from __future__ import annotations
@@ -270,16 +270,10 @@ class RepeatedCalls:
             self._add_symmetric_list(key, call, checked)
             return
         reduction = execution.of_list(checked is not None, self._group.agreement.flight)
-        forms = [] if reduction is None else [(spec.shape, spec.dtype) for spec in call.plan.specs]
-        if reduction is None or not native.have_forms(arrays, forms):
-            return
-
-        def have_forms(others: list[Any]) -> bool:
-            return bool(native.have_forms(others, forms))
-
-        cached = _CachedCall(_call_like(call), execution, reduction)
-        holds_for = have_forms if checked is None else checked.are_unchanged
-        self._lists[_place_of_list(key, arrays)] = _ListCall(key, holds_for, cached)
+        if reduction is not None and reduction.fits(arrays):
+            cached = _CachedCall(_call_like(call), execution, reduction)
+            holds_for = reduction.fits if checked is None else checked.are_unchanged
+            self._lists[_place_of_list(key, arrays)] = _ListCall(key, holds_for, cached)
 
     def _add_symmetric_list(self, key: CallKey, call: ReductionCall, checked: CheckedOuts) -> None:
         """Add a call that has reduced symmetric arrays in place. Local."""

@@ -17,6 +17,7 @@ from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.repeated_reductions import (
     LargeArray,
     ListInPlace,
+    Lists,
     NewList,
     RepeatedReduction,
     SmallArray,
@@ -97,7 +98,7 @@ class FusedExecution(Execution):
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.
         self._idle: list[TwoShot | None] = [None] * len(lists)
-        self._repeated_lists: dict[bool, RepeatedReduction] = {}  # in place, and not
+        self._repeated_lists: dict[bool, Lists] = {}  # in place, and not
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         # A single small array is copied faster, by code that is compiled as a whole, than it is added in place.
         is_copied = self._is_compiled and max((fused.nbytes for fused in lists), default=0) < SYMMETRIC_BYTES
@@ -164,7 +165,7 @@ class FusedExecution(Execution):
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
         return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
-    def of_list(self, is_in_place: bool, flight: Any) -> RepeatedReduction | None:
+    def of_list(self, is_in_place: bool, flight: Any) -> Lists | None:
         """Return what reduces lists of contiguous private arrays again; `None` where no compiled code does all of it.
 
         Args:
@@ -178,7 +179,7 @@ class FusedExecution(Execution):
             return None
         reduction = self._repeated_lists.get(is_in_place)
         if reduction is None:
-            common = fused, self._reducer, flight
+            common = self._specs, fused, self._reducer, flight
             reduction = ListInPlace(*common) if is_in_place else NewList(self._made[0], *common)
             self._repeated_lists[is_in_place] = reduction
         return None if reduction.run is None else reduction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -21,9 +21,10 @@ from mpidist.transport import (
     RecycledResults,
     TwoShot,
     complete,
+    native,
 )
 
-__all__ = ["LargeArray", "ListInPlace", "NewList", "RepeatedReduction", "SmallArray", "SymmetricInPlace"]
+__all__ = ["LargeArray", "ListInPlace", "Lists", "NewList", "RepeatedReduction", "SmallArray", "SymmetricInPlace"]
 
 Array = np.ndarray[Any, Any]
 
@@ -224,14 +225,26 @@ class LargeArray(_TwoShots):
         self._arrays.sources, self._arrays.results, self._arrays.place = (value,), (result,), place
 
 
-class _Lists(_TwoShots):
-    """Reduces lists of contiguous arrays, in compiled code alone. For the arguments, see `_TwoShots`."""
+class Lists(_TwoShots):
+    """Reduces lists of contiguous arrays, in compiled code alone.
 
-    def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
+    Args:
+        specs: The arrays.
+        fused: As all further arguments, that of `_TwoShots`.
+        reducer: See there.
+        flight: See there.
+    """
+
+    def __init__(self, specs: Sequence[Spec], fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
         super().__init__(fused, reducer, flight)
+        self._forms = [(spec.shape, spec.dtype) for spec in specs]
         self._in_order: Callable[[list[Array]], Any] = operator.itemgetter(*fused.indices)
         self._run_in_order = self.run
         self.run = None if self.run is None else self._run
+
+    def fits(self, arrays: list[Any]) -> bool:
+        """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtype."""
+        return bool(native.have_forms(arrays, self._forms))
 
     @abstractmethod
     def _run(self, value: list[Array], result: Any, *numbers: int) -> int:
@@ -242,7 +255,7 @@ class _Lists(_TwoShots):
 
 
 @final
-class ListInPlace(_Lists):
+class ListInPlace(Lists):
     """Reduces lists in place."""
 
     def _run(self, value: list[Array], result: list[Array], *numbers: int) -> int:
@@ -256,26 +269,34 @@ class ListInPlace(_Lists):
 
 
 @final
-class NewList(_Lists):
+class NewList(Lists):
     """Reduces lists into new arrays.
 
     Args:
         made: Makes the new arrays.
-        fused: As all further arguments, that of `_TwoShots`.
+        specs: As all further arguments, that of `Lists`.
+        fused: See there.
         reducer: See there.
         flight: See there.
     """
 
-    def __init__(self, made: FusedResults, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
-        super().__init__(fused, reducer, flight)
-        self._made, self._num_arrays = made, len(fused.indices)
+    def __init__(
+        self,
+        made: FusedResults,
+        specs: Sequence[Spec],
+        fused: FusedList,
+        reducer: FusedReducer,
+        flight: Array | None,
+    ) -> None:
+        super().__init__(specs, fused, reducer, flight)
+        self._made = made
 
     def lend(self) -> tuple[LentArrays, int]:
         lent = self._made.recycled.lend()
         return lent, lent.place
 
     def close(self, result: LentArrays, is_new: bool) -> list[Array]:
-        results: list[Any] = [None] * self._num_arrays
+        results: list[Any] = [None] * len(self._forms)
         self._made.set_new(self._made.recycled.finalize(result), results)
         self._note_use(self._made.recycled)
         self._reducer.count(self._nbytes)
