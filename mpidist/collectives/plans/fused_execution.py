@@ -182,7 +182,7 @@ class FusedExecution(Execution):
             common = self._specs, fused, self._reducer, flight
             reduction = ListInPlace(*common) if is_in_place else NewList(self._made[0], *common)
             self._repeated_lists[is_in_place] = reduction
-        return None if reduction.run is None else reduction
+        return reduction if reduction.is_compiled else None
 
     def of_symmetric(self, call: ReductionCall) -> RepeatedReduction | None:
         """Return what reduces the symmetric arrays of a call again, in place; `None` where they are not all such.

@@ -154,7 +154,7 @@ class _TwoShots(RepeatedReduction):
         self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
         self._was_restaged = False  # in the call that is to be closed: `TwoShot.was_restaged`
-        self.run = _run_of(fused, reducer, self._two_shot, flight)
+        self._run_whole = _run_of(fused, reducer, self._two_shot, flight)
 
     @abstractmethod
     def _set(self, value: Any, result: Any, place: int) -> None:
@@ -207,6 +207,7 @@ class LargeArray(_TwoShots):
         self, memory: RecycledResults, spec: Spec, fused: FusedList, reducer: FusedReducer, flight: Array | None
     ) -> None:
         super().__init__(fused, reducer, flight if spec.dtype == fused.wire else None)
+        self.run = self._run_whole
         self._memory, self._shape, self._dtype = memory, spec.shape, fused.wire
 
     def lend(self) -> tuple[Array, int]:
@@ -226,7 +227,7 @@ class LargeArray(_TwoShots):
 
 
 class Lists(_TwoShots):
-    """Reduces lists of contiguous arrays, in compiled code alone.
+    """Reduces lists of contiguous arrays, in compiled code.
 
     Args:
         specs: The arrays.
@@ -239,15 +240,18 @@ class Lists(_TwoShots):
         super().__init__(fused, reducer, flight)
         self._forms = [(spec.shape, spec.dtype) for spec in specs]
         self._in_order: Callable[[list[Array]], Any] = operator.itemgetter(*fused.indices)
-        self._run_in_order = self.run
-        self.run = None if self.run is None else self._run
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there is compiled code for whole calls. Without, nothing here works."""
+        return self._run_whole is not None
 
     def fits(self, arrays: list[Any]) -> bool:
         """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtype."""
         return bool(native.have_forms(arrays, self._forms))
 
     @abstractmethod
-    def _run(self, value: list[Array], result: Any, *numbers: int) -> int:
+    def run(self, value: list[Array], result: Any, *numbers: int) -> int:
         """Call `native.WholeCall.run` with the arrays in the order of sending."""
 
     def _flat(self, arrays: Any) -> list[Array]:
@@ -258,9 +262,9 @@ class Lists(_TwoShots):
 class ListInPlace(Lists):
     """Reduces lists in place."""
 
-    def _run(self, value: list[Array], result: list[Array], *numbers: int) -> int:
+    def run(self, value: list[Array], result: list[Array], *numbers: int) -> int:
         arrays = self._in_order(value)
-        progress: int = self._run_in_order(arrays, arrays, *numbers)
+        progress: int = self._run_whole(arrays, arrays, *numbers)
         return progress
 
     def _set(self, value: list[Array], result: list[Array], place: int) -> None:
@@ -302,8 +306,8 @@ class NewList(Lists):
         self._reducer.count(self._nbytes)
         return results
 
-    def _run(self, value: list[Array], result: LentArrays, *numbers: int) -> int:
-        progress: int = self._run_in_order(self._in_order(value), result.arrays, *numbers)
+    def run(self, value: list[Array], result: LentArrays, *numbers: int) -> int:
+        progress: int = self._run_whole(self._in_order(value), result.arrays, *numbers)
         return progress
 
     def _set(self, value: list[Array], result: LentArrays, place: int) -> None:
