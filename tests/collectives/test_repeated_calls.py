@@ -15,12 +15,12 @@ from support.everywhere import raises_everywhere
 from support.reductions import LARGE, all_reduce
 
 import mpidist
-from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.collectives.plans.repeated_reductions import LargeArray, SmallArray
 from mpidist.collectives.repeated_calls import RepeatedCalls
 from mpidist.cross_device_ops import CollectiveAllReduce
-from mpidist.transport import native
+from mpidist.transport import Progress, native
+from mpidist.transport.agreement import MpiAgreement
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -363,15 +363,16 @@ def test_what_fails_on_one_rank_as_it_begins_a_repeated_call_is_the_error_of_all
     def no_memory(*_: Any) -> Any:
         raise MemoryError("Unable to allocate 9 TiB")
 
-    options = CommunicationOptions(timeout_seconds=60)  # the ranks meet twice then, so no call is compiled as a whole
-    with Strategy(comm=comm, communication_options=options if method == "begin" else None) as strategy:
+    if method == "begin":  # no call is compiled as a whole then
+        monkeypatch.setattr(MpiAgreement, "join_at_once", lambda *_: Progress.NOT_JOINED)
+    with Strategy(comm=comm) as strategy, monkeypatch.context() as patch:
         for _ in range(3):
             assert (all_reduce(strategy, "SUM", np.ones(shape)) == comm.size).all()
         for kind in (SmallArray, LargeArray) if comm.rank == 0 else ():
-            monkeypatch.setattr(kind, method, no_memory)
+            patch.setattr(kind, method, no_memory)
         with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "rank 0: MemoryError: Unable to allocate 9"):
             all_reduce(strategy, "SUM", np.ones(shape))
-        monkeypatch.undo()
+        patch.undo()
         for step in range(3):
             assert (all_reduce(strategy, "SUM", np.full(shape, step)) == step * comm.size).all()
 

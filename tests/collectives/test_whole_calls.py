@@ -15,8 +15,8 @@ from support.everywhere import raises_everywhere
 from support.reductions import all_reduce
 
 import mpidist
+from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist import nest
 from mpidist.transport import Progress, native
 from mpidist.transport.agreement import MpiAgreement
 from mpidist.transport.failures.flight_recorder import entries_in
@@ -33,9 +33,11 @@ pytestmark = [
 SHAPES = [(), (5,), (3000,), (64, 65), (1 << 16,), (1 << 20,)]  # one-shot and two-shot, also in several chunks
 
 
-@pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
+@pytest.fixture(params=["no deadline", "a deadline"])
+def strategy(comm: Intracomm, request: pytest.FixtureRequest) -> Iterator[Strategy]:
+    """With a deadline, ranks meet twice before each call."""
+    options = CommunicationOptions(timeout_seconds=60 if request.param == "a deadline" else None)
+    with Strategy(comm=comm, communication_options=options) as made:
         yield made
 
 
@@ -61,7 +63,12 @@ def is_on_one_node(strategy: Strategy) -> bool:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_who_comes_early_waits_and_who_comes_late_finds_all(
-    strategy: Strategy, comm: Intracomm, progress: Counter[int], shape: tuple[int, ...], is_in_place: bool
+    strategy: Strategy,
+    comm: Intracomm,
+    progress: Counter[int],
+    request: pytest.FixtureRequest,
+    shape: tuple[int, ...],
+    is_in_place: bool,
 ) -> None:
     value, kept = np.empty(shape, np.float32), []
     for step in range(4 * comm.size):
@@ -79,7 +86,8 @@ def test_who_comes_early_waits_and_who_comes_late_finds_all(
     )
     if is_on_one_node(strategy):
         assert joined >= 1, "ranks were early in most steps"
-        assert ended >= 1, "a rank was the last in each step"
+        if request.node.callspec.params["strategy"] == "no deadline":  # else the last one waits for the others to wake
+            assert ended >= 1, "a rank was the last in each step"
         assert progress.total() == 4 * comm.size - 1, "all but the first call are repeated"
     else:
         assert not progress
@@ -298,3 +306,19 @@ def test_calls_are_counted_as_all_others(strategy: Strategy, comm: Intracomm) ->
     assert counted[3:6] == [counted[3]] * 3
     if is_on_one_node(strategy):
         assert counted[3] == (1, 2 * 8 * (1 << 16) * (comm.size - 1) // comm.size)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1 << 16,)])
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(comm: Intracomm, shape: tuple[int, ...]) -> None:
+    """Of a repeated call, too; and a new beginning follows."""
+    late, value = comm.size - 1, np.ones(shape)
+    with Strategy(comm=comm, communication_options=CommunicationOptions(timeout_seconds=1)) as strategy:
+        for _ in range(2):
+            for _ in range(3):
+                value[...] = 1
+                assert (all_reduce(strategy, "SUM", value, out=value) == comm.size).all()
+            if comm.rank != late:
+                with pytest.raises(mpidist.errors.DeadlineExceededError, match=rf"all_reduce.*rank {late}\b"):
+                    all_reduce(strategy, "SUM", value, out=value)
+            comm.Barrier()
+            strategy.reset()

@@ -121,7 +121,8 @@ class SmallArray(RepeatedReduction):
         self._shape, self._dtype, self._nbytes = spec.shape, fused.wire, fused.nbytes
         self._reduction, self._divide_by = fused.reduction, fused.divide_by
         self._reducer, self._one_shot = reducer, one_shot
-        self.run = _run_of(fused, reducer, None, flight if spec.dtype == fused.wire else None)
+        self._whole = _whole_call(fused, reducer, None, flight if spec.dtype == fused.wire else None)
+        self.run = None if self._whole is None else self._whole.run
 
     def lend(self) -> tuple[Array, int]:
         return np.empty(self._shape, self._dtype) if self._memory is None else self._memory.take()[0], 0
@@ -130,7 +131,7 @@ class SmallArray(RepeatedReduction):
         return self._one_shot.stage((value,))
 
     def resume(self, value: Array, result: Array, place: int, have_agreed: bool) -> Any:
-        return self._one_shot.staged
+        return self._one_shot.staged_for(self._whole.staged_for)
 
     def finish(self, begun: Any, result: Array) -> None:
         self._one_shot.add(begun, self._reduction, self._divide_by, result.reshape(-1))
@@ -154,7 +155,8 @@ class _TwoShots(RepeatedReduction):
         self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
         self._was_restaged = False  # in the call that is to be closed: `TwoShot.was_restaged`
-        self._run_whole = _run_of(fused, reducer, self._two_shot, flight)
+        whole = _whole_call(fused, reducer, self._two_shot, flight)
+        self._run_whole: Any = None if whole is None else whole.run
 
     @abstractmethod
     def _set(self, value: Any, result: Any, place: int) -> None:
@@ -340,8 +342,7 @@ class SymmetricInPlace(RepeatedReduction):
         return result
 
 
-def _run_of(fused: FusedList, reducer: FusedReducer, two_shot: TwoShot | None, flight: Array | None) -> Any:
+def _whole_call(fused: FusedList, reducer: FusedReducer, two_shot: TwoShot | None, flight: Array | None) -> Any:
     if flight is None:
         return None
-    whole = reducer.whole_call(fused.reduction, fused.wire, fused.divide_by, two_shot, flight)
-    return None if whole is None else whole.run
+    return reducer.whole_call(fused.reduction, fused.wire, fused.divide_by, two_shot, flight)

@@ -32,6 +32,7 @@ class Progress:
     JOINED: Final = 0  # `conclude` is left, the data and `end`
     AGREED: Final = 1  # the data and `end` are left
     DONE: Final = 2
+    JOINED_AGAIN: Final = 3  # as `JOINED`, and this rank has joined the second round, too: inside an agreement alone
 
 
 class CallRecord(ABC):
@@ -164,7 +165,7 @@ class Agreement(ABC):
         Args:
             record: The call.
             run: Does so, and returns the progress. Takes `given`, the numbers of the call and of its text in the flight
-                recorder, its fingerprint and its variant.
+                recorder, its fingerprint and its variant, and whether there is a second round.
             given: The arguments of the call.
 
         Returns:

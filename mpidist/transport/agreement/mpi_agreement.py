@@ -87,17 +87,25 @@ class MpiAgreement(Agreement):
 
     def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
         call_watchdog = self._call_watchdog
-        timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
-        if timeout or self.notice.bit or call_watchdog.recorder.after_begin is not None or not self.is_node_barrier:
+        if self.notice.bit or call_watchdog.recorder.after_begin is not None or not self.is_node_barrier:
             return Progress.NOT_JOINED
         if self._watchdog.broken is not None:
             raise self._repeated(self._watchdog.broken)
+        timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
+        has_second_round = bool(timeout)
+        if has_second_round:
+            self._watchdog.require_no_notes()
         self.sequence += 1
-        call_watchdog.note(self.sequence, record.name, None)
-        record.timeout = self._compared = None
-        self._has_second_round, self._posted, self._notice_bit = False, record.fingerprint ^ (self.run << 1), 0
+        call_watchdog.note(self.sequence, record.name, timeout)
+        record.timeout, self._compared, self._has_second_round = timeout, None, has_second_round
+        self._posted, self._notice_bit = record.fingerprint ^ has_second_round ^ (self.run << 1), 0
         text = call_watchdog.recorder.number_of(record.name, record.details)
-        return run(*given, self.sequence, text, self._posted, record.variant)
+        progress = run(*given, self.sequence, text, self._posted, record.variant, has_second_round)
+        if progress == Progress.JOINED_AGAIN:
+            self._compared = True, True
+            call_watchdog.mark_joined()
+            return Progress.JOINED
+        return progress
 
     def _needs_round(self, record: CallRecord) -> bool:
         """Whether a call needs a round although calls are not compared. Breaks off if this rank has an error."""

@@ -21,6 +21,8 @@ class Barrier:
     def has_equal_words(self) -> tuple[bool, bool]: ...
 
 class TwoShot:
+    @property
+    def places_barrier(self) -> int: ...
     def __init__(
         self,
         barrier: Barrier,
@@ -40,6 +42,8 @@ class TwoShot:
     def forget(self) -> None: ...
 
 class WholeCall:
+    @property
+    def staged_for(self) -> int: ...
     def __init__(
         self,
         barrier: Barrier,
@@ -60,6 +64,7 @@ class WholeCall:
         text: int,
         fingerprint: int,
         variant: int,
+        has_second_round: bool,
         /,
     ) -> int: ...
 

@@ -144,7 +144,7 @@ extern PyTypeObject TwoShotType;
  * in this rank's part of the shared memory of results, or 0. Returns 1; 0 if NumPy has to; -1 with an exception. */
 int two_shot_take(TwoShot *self, PyObject *arrays, PyObject *into, npy_int64 place);
 
-/* Takes the places that the ranks published with the last barrier. Returns 0 if some ranks have none, and others do. */
+/* Takes the places that the ranks have published. Returns 0 if some ranks have none, and others do; -1 with an exception. */
 int two_shot_take_places(TwoShot *self);
 
 /* Goes on until this rank has to wait. Returns whether everything is done. */

@@ -35,6 +35,7 @@ struct TwoShot {
     int is_waiting, streams, is_one_place;
     int is_direct;                  /* the results lie in shared memory, and the rank that adds writes those of all ranks */
     int stages_in_results;          /* ranks copy in to where the results will lie, not into slots */
+    long long places_barrier;       /* the number of the barrier with which ranks publish where their results lie */
 };
 
 static void list_clear(List *list)
@@ -354,6 +355,7 @@ int two_shot_take(TwoShot *self, PyObject *arrays, PyObject *into, npy_int64 pla
     Py_XDECREF(results);
     if (is_set <= 0) return is_set;
     barrier_publish(self->barrier, place);
+    self->places_barrier = self->barrier->count + 1;
     begin(self, place != 0);
     return 1;
 }
@@ -361,12 +363,13 @@ int two_shot_take(TwoShot *self, PyObject *arrays, PyObject *into, npy_int64 pla
 int two_shot_take_places(TwoShot *self)
 {
     const Barrier *barrier = self->barrier;
+    const long long count = self->places_barrier;
     int num_placed = 0;
-    for (int at = 0; at < barrier->size; at++) num_placed += barrier_published(barrier, at, barrier->count) != 0;
+    for (int at = 0; at < barrier->size; at++) num_placed += barrier_published(barrier, at, count) != 0;
     if (num_placed == 0 || num_placed < barrier->size) return num_placed == 0;
-    const char *own = results_at(self, barrier->rank, barrier_published(barrier, barrier->rank, barrier->count));
+    const char *own = results_at(self, barrier->rank, barrier_published(barrier, barrier->rank, count));
     for (int at = 0; at < barrier->size; at++) {
-        const char *results = results_at(self, at, barrier_published(barrier, at, barrier->count));
+        const char *results = results_at(self, at, barrier_published(barrier, at, count));
         if (!own || !results) return -1;
         self->distances[at] = results - own;
     }
@@ -460,6 +463,11 @@ static PyMethodDef two_shot_methods[] = {
     {"forget", (PyCFunction)call_forget, METH_NOARGS, "Let the arrays go. Others have to be set before the next call."},
     {NULL}};
 
+static PyMemberDef two_shot_members[] = {
+    {"places_barrier", T_LONGLONG, offsetof(TwoShot, places_barrier), READONLY,
+     "The number of the barrier with which ranks publish where their results lie, in a `WholeCall`."},
+    {NULL}};
+
 PyTypeObject TwoShotType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist.transport.native._native.TwoShot",
     .tp_doc = "One all-reduce of private arrays, as in shared_memory/two_shot.py: into results of this rank, or of all ranks.",
@@ -469,4 +477,5 @@ PyTypeObject TwoShotType = {
     .tp_init = (initproc)two_shot_init,
     .tp_dealloc = (destructor)two_shot_dealloc,
     .tp_methods = two_shot_methods,
+    .tp_members = two_shot_members,
 };

@@ -10,8 +10,8 @@
 #define POLLS_OF_AGREEMENT 200 /* waiting.py: a rank polls that often before it yields its core */
 #define POLLS_OF_DATA 20
 
-/* How far a call came. */
-typedef enum { ARRIVED, AGREED, DONE } Progress;
+/* How far a call came: `Progress` of agreement.py. */
+typedef enum { JOINED, AGREED, DONE, JOINED_AGAIN } Progress;
 
 typedef struct {
     PyObject_HEAD
@@ -23,6 +23,7 @@ typedef struct {
     PyObject *flight;        /* an array: this rank's flight recorder */
     npy_int64 *words;        /* of it */
     npy_int64 *recorded;     /* the words of this call */
+    long long staged_for;    /* the number of the barrier that belongs to the slot in which this call was staged */
 } WholeCall;
 
 static void record_begin(WholeCall *self, npy_int64 sequence, npy_int64 text)
@@ -71,7 +72,8 @@ static int stage(WholeCall *self, PyObject *array, PyObject *result, npy_int64 p
         PyErr_SetString(PyExc_TypeError, "WholeCall: these arrays are reduced by NumPy");
         return 0;
     }
-    char *const slot = slot_of(self, barrier->rank, barrier->count + 1);
+    self->staged_for = barrier->count + 1;
+    char *const slot = slot_of(self, barrier->rank, self->staged_for);
     barrier_copy(barrier, slot, PyArray_BYTES((PyArrayObject *)array), PyArray_NBYTES((PyArrayObject *)array));
     return 1;
 }
@@ -80,16 +82,17 @@ static void add_all(const WholeCall *self, PyArrayObject *result)
 {
     const Barrier *barrier = self->barrier;
     char *parts[MOST_PARTS];
-    for (int rank = 0; rank < barrier->size; rank++) parts[rank] = slot_of(self, rank, barrier->count);
+    for (int rank = 0; rank < barrier->size; rank++) parts[rank] = slot_of(self, rank, self->staged_for);
     self->combine(parts, barrier->size, PyArray_SIZE(result), self->divide_by, PyArray_BYTES(result), NULL);
 }
 
 /* Goes on from where all ranks have joined, and make the same call. Returns the progress; -1 with an exception. */
-static int reduce(WholeCall *self, PyObject *result)
+static int reduce(WholeCall *self, PyObject *result, int has_second_round)
 {
     TwoShot *two_shot = self->two_shot;
     const int has_places = two_shot ? two_shot_take_places(two_shot) : 1;
-    if (has_places <= 0) return has_places < 0 ? -1 : ARRIVED;
+    if (has_places < 0) return -1;
+    if (!has_places) return has_second_round ? JOINED_AGAIN : JOINED;
     record_agreed(self);
     if (!two_shot) {
         add_all(self, (PyArrayObject *)result);
@@ -103,27 +106,39 @@ static int reduce(WholeCall *self, PyObject *result)
     return AGREED;
 }
 
+/* Joins one round or two of comparison, and goes on. Returns the progress; -1 with an exception. */
+static int join(WholeCall *self, PyObject *result, npy_int64 fingerprint, npy_int64 variant, int has_second_round)
+{
+    int same_fingerprint, same_variant;
+    barrier_post_words(self->barrier, fingerprint, variant);
+    if (!wait_for_all(self->barrier, POLLS_OF_AGREEMENT)) return JOINED;
+    barrier_has_equal_words(self->barrier, &same_fingerprint, &same_variant);
+    if (!same_fingerprint || !same_variant) return JOINED;
+    if (has_second_round) {
+        barrier_post_words(self->barrier, 0, 0);
+        if (!wait_for_all(self->barrier, POLLS_OF_AGREEMENT)) return JOINED_AGAIN;
+    }
+    return reduce(self, result, has_second_round);
+}
+
 PyDoc_STRVAR(run_doc,
-             "run(array, result, place, sequence, text, fingerprint, variant)\n--\n\n"
-             "Record a call, stage an array or, for a two-shot all-reduce, a list of arrays, join the round of the call, and reduce. Does not wait long.\n\n"
-             "Returns how far the call came: 0, it has joined the round, but ranks lack or differ; 1, the ranks have agreed, but\n"
-             "numbers lack; 2, the result is there.");
+             "run(array, result, place, sequence, text, fingerprint, variant, has_second_round)\n--\n\n"
+             "Record a call, stage an array or, for a two-shot all-reduce, a list of arrays, join the rounds of the call, and\n"
+             "reduce. Does not wait long.\n\n"
+             "Returns how far the call came, as `Progress`. All ranks have passed the first round, and pass the same words, where\n"
+             "this rank has joined the second one.");
 
 static PyObject *whole_call_run(WholeCall *self, PyObject *const *given, Py_ssize_t num_given)
 {
-    long long numbers[5];
-    if (num_given != 7) {
-        PyErr_SetString(PyExc_TypeError, "run: needed are two arrays and five numbers");
+    long long numbers[6];
+    if (num_given != 8) {
+        PyErr_SetString(PyExc_TypeError, "run: needed are two arrays and six numbers");
         return NULL;
     }
-    for (int at = 0; at < 5; at++) numbers[at] = PyLong_AsLongLong(given[2 + at]);
+    for (int at = 0; at < 6; at++) numbers[at] = PyLong_AsLongLong(given[2 + at]);
     if (PyErr_Occurred() || !stage(self, given[0], given[1], numbers[0])) return NULL;
     record_begin(self, numbers[1], numbers[2]);
-    barrier_post_words(self->barrier, numbers[3], numbers[4]);
-    int same_fingerprint = 0, same_variant = 0;
-    if (wait_for_all(self->barrier, POLLS_OF_AGREEMENT))
-        barrier_has_equal_words(self->barrier, &same_fingerprint, &same_variant);
-    const int progress = same_fingerprint && same_variant ? reduce(self, given[1]) : ARRIVED;
+    const int progress = join(self, given[1], numbers[3], numbers[4], numbers[5] != 0);
     if (progress < 0) return NULL;
     if (progress == DONE) record_end(self);
     return PyLong_FromLong(progress);
@@ -171,6 +186,12 @@ static PyMethodDef whole_call_methods[] = {
     {NULL},
 };
 
+static PyMemberDef whole_call_members[] = {
+    {"staged_for", T_LONGLONG, offsetof(WholeCall, staged_for), READONLY,
+     "The number of the barrier that belongs to the slot in which a one-shot all-reduce was staged last."},
+    {NULL},
+};
+
 PyTypeObject WholeCallType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist.transport.native._native.WholeCall",
     .tp_doc = "Repeated calls of private arrays on one node: of one, or in place of a list.",
@@ -180,4 +201,5 @@ PyTypeObject WholeCallType = {
     .tp_init = (initproc)whole_call_init,
     .tp_dealloc = (destructor)whole_call_dealloc,
     .tp_methods = whole_call_methods,
+    .tp_members = whole_call_members,
 };

@@ -48,10 +48,9 @@ class OneShot:
             np.concatenate(sources, axis=None, out=own)
         return parts
 
-    @property
-    def staged(self) -> list[Array]:
-        """What `stage` has returned, once this rank has posted its arrival at the barrier."""
-        return self._parts[self._slots.barrier.count % self._slots.num_slots]
+    def staged_for(self, barrier: int) -> list[Array]:
+        """Return what `stage` has returned before the barrier of a number."""
+        return self._parts[barrier % self._slots.num_slots]
 
     def add(self, parts: list[Array], reduction: Reduction, divide_by: int, total: Array) -> int:
         """Reduce all ranks' parts into `total` [count], of the same dtype. Local.

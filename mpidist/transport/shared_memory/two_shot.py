@@ -106,7 +106,7 @@ class TwoShot:
         Returns:
             The steps that are left, after a barrier of the node.
         """
-        self._begun, self._places_barrier = self.arrays.sources, self._slots.barrier.count
+        self._begun, self._places_barrier = self.arrays.sources, self._compiled.places_barrier
         self.was_restaged = False
         return self._rest() if knows_places else self.steps(has_passed_barrier=True)
 
