@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 pytestmark = [
-    pytest.mark.core,
     pytest.mark.ranks(min=2),
     pytest.mark.skipif(native is None, reason="needs the compiled part: nothing is carried out as a whole without it"),
 ]
