@@ -137,7 +137,7 @@ class _ListCall(NamedTuple):
         holds_for: Returns whether nothing has to be checked of a list of the same length.
         cached: The call.
         symmetric: `CallRecord.variant` of a list of symmetric arrays; `None` for private ones.
-        references: To symmetric arrays, for each of which this object goes with the array.
+        references: To arrays of the caller: this object goes with the first of them that goes.
     """
 
     key: CallKey
@@ -272,8 +272,12 @@ class RepeatedCalls:
         reduction = execution.of_list(checked is not None, self._group.agreement.flight)
         if reduction is not None and reduction.fits(arrays):
             cached = _CachedCall(_call_like(call), execution, reduction)
-            holds_for = reduction.fits if checked is None else checked.are_unchanged
-            self._lists[_place_of_list(key, arrays)] = _ListCall(key, holds_for, cached)
+            holds_for, known, place = reduction.fits, self._lists, _place_of_list(key, arrays)
+            references: list[weakref.ref[Any]] = []
+            if checked is not None:
+                holds_for = checked.are_unchanged
+                references.append(weakref.ref(arrays[0], lambda _: known.pop(place, None)))
+            known[place] = _ListCall(key, holds_for, cached, None, references)
 
     def _add_symmetric_list(self, key: CallKey, call: ReductionCall, checked: CheckedOuts) -> None:
         """Add a call that has reduced symmetric arrays in place. Local."""
@@ -313,7 +317,7 @@ class RepeatedCalls:
 def _place_of_list(key: CallKey, arrays: list[Any]) -> Any:
     """Return the key of a list in the cache: outs have been checked by themselves, and of others the forms."""
     first = arrays[0]
-    return id(first) if key[-1] else (key, first.shape, first.dtype)
+    return (key, id(first)) if key[-1] else (key, first.shape, first.dtype)
 
 
 def _call_like(call: ReductionCall) -> ReductionCall:

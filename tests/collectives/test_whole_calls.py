@@ -242,6 +242,42 @@ def test_what_changes_in_a_list_is_seen(strategy: Strategy, comm: Intracomm) -> 
         all_reduce(strategy, "SUM", values)
 
 
+def test_an_array_that_became_none_is_refused_as_ever(strategy: Strategy, comm: Intracomm) -> None:
+    """As a gradient may: also where nothing else refers to the array any more."""
+    values: list[Any] = [np.ones(5), np.ones(6)]
+    for _ in range(3):
+        all_reduce(strategy, "SUM", values, out=values)
+    if comm.rank == comm.size - 1:
+        values[1] = None
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, r"\[1\] is None"):
+        all_reduce(strategy, "SUM", values, out=values)
+    values[1] = np.ones(6)
+    all_reduce(strategy, "SUM", values, out=values)
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_calls_of_one_list_in_turn_are_repeated(
+    strategy: Strategy, comm: Intracomm, progress: Counter[int], is_in_place: bool
+) -> None:
+    values = [np.ones(5), np.ones(6)]
+    for _ in range(4):
+        for op in ("SUM", "MAX"):
+            values[0][...] = values[1][...] = 1
+            result = all_reduce(strategy, op, values, out=values if is_in_place else None)
+            assert (result[1] == (comm.size if op == "SUM" else 1)).all()
+    assert progress.total() == (6 if is_on_one_node(strategy) else 0)
+
+
+def test_a_list_of_one_array_is_as_whole_beside_symmetric_arrays(strategy: Strategy, comm: Intracomm) -> None:
+    """Of 8 to 192 KiB, where one rank comes with an array that has to be checked."""
+    kept = strategy.symmetric_empty((4,), np.float32)
+    for step in range(3 * comm.size):
+        width = 2 if step % comm.size == comm.rank else 1
+        value = [np.full((6000, width), step, np.float32)[:, 0]]
+        assert (all_reduce(strategy, "SUM", value)[0] == comm.size * step).all()
+    del kept
+
+
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_symmetric_lists_of_some_ranks_meet_private_ones_of_others(
     strategy: Strategy, comm: Intracomm, is_in_place: bool

@@ -172,7 +172,8 @@ class FusedExecution(Execution):
             is_in_place: Whether the results are the arrays of the list.
             flight: `Agreement.flight`.
         """
-        if self._small is not None or len(self._lists) != 1 or self._empty or not self._agreement_is_barrier:
+        is_whole = self._is_compiled and self._small is None and self._agreement_is_barrier
+        if not is_whole or len(self._lists) != 1 or self._empty:
             return None
         fused = self._lists[0]
         if not (self._wants_results and fused.wire == fused.result_dtype and fused.keeps_dtype):
@@ -200,7 +201,7 @@ class FusedExecution(Execution):
 
     def variant_of_private(self) -> int:
         """Return `CallRecord.variant` of a call of private arrays which compiled code reduces."""
-        return PRIVATE.digest if self._shared.num_windows else NOWHERE.digest
+        return PRIVATE.digest if self._shared.num_windows and not self._ignores_places else NOWHERE.digest
 
     def variant_of(self, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> int | None:
         """Return `CallRecord.variant` of a call of one array; `None` if `begin` has to find it.

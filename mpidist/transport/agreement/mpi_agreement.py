@@ -93,8 +93,8 @@ class MpiAgreement(Agreement):
             raise self._repeated(self._watchdog.broken)
         timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
         has_second_round = bool(timeout)
-        if has_second_round:
-            self._watchdog.require_no_notes()
+        if has_second_round and self._watchdog.has_notes():  # `arrive` raises why this call cannot complete
+            return Progress.NOT_JOINED
         self.sequence += 1
         call_watchdog.note(self.sequence, record.name, timeout)
         record.timeout, self._compared, self._has_second_round = timeout, None, has_second_round

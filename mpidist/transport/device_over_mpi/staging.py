@@ -71,8 +71,7 @@ class Staging:
         self._ended = ""
         self._cuda = cuda.cupy().cuda
         self._down, self._up = new_stream(), new_stream()
-        # What the caller's stream holds, after which `down` begins, and `up` after the host has seen that; and for each
-        # slot, what each of these streams has done for it.
+        # What the caller's stream holds; and for each slot, what each of these streams has done for it.
         self._ready, *of_slots = (new_event() for _ in range(1 + 2 * sizes.depth))
         self._downloaded, self._returned = of_slots[: sizes.depth], of_slots[sizes.depth :]
 
@@ -158,7 +157,8 @@ class Staging:
             next(passing[chunk])
 
         self._ready.record(self._cuda.get_current_stream())
-        self._down.wait_event(self._ready)
+        for stream in (self._down, self._up):
+            stream.wait_event(self._ready)
         for chunk in range(depth):
             begin(chunk)
         for turn in range(count + 1):

@@ -135,8 +135,12 @@ class Watchdog:
             is_waiting: Whether this rank has waited for others: then the error names the ranks that are late.
         """
         for _ in range(probes):
-            if self._received or self._notes.has_unread():
+            if self.has_notes():
                 self._check_notes(is_waiting)
+
+    def has_notes(self) -> bool:
+        """Whether there are notes of other ranks. Local."""
+        return bool(self._received) or self._notes.has_unread()
 
     def require_nobody_left(self, call: str, probes: int = 1) -> None:
         """Raise if another rank makes no call of the group any more, not even reset(). Local.

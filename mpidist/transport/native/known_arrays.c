@@ -1,8 +1,10 @@
 /* Whether a program passes the arrays again that it passed before. */
 #include "native.h"
 
+/* Whether a weak reference is to an object: never to `None`, which stands for an object that is gone. */
 static int refers_to(PyObject *ref, PyObject *array)
 {
+    if (array == Py_None) return 0;
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject *its = NULL;
     const int is_alive = PyWeakref_GetRef(ref, &its) == 1;

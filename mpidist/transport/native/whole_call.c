@@ -7,8 +7,10 @@
 #define CALL_WORDS 5
 #define FLIGHT_WORDS (RING + MOST_CALLS * CALL_WORDS)
 
-#define POLLS_OF_AGREEMENT 200 /* waiting.py: a rank polls that often before it yields its core */
-#define POLLS_OF_DATA 20
+/* How often a rank polls before Python goes on, which polls as often as waiting.py says before it yields its core: there may
+ * be fewer cores than ranks. */
+#define POLLS_OF_AGREEMENT 50
+#define POLLS_OF_DATA 10
 
 /* How far a call came: `Progress` of agreement.py. */
 typedef enum { JOINED, AGREED, DONE, JOINED_AGAIN } Progress;
@@ -194,7 +196,7 @@ static PyMemberDef whole_call_members[] = {
 
 PyTypeObject WholeCallType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist.transport.native._native.WholeCall",
-    .tp_doc = "Repeated calls of private arrays on one node: of one, or in place of a list.",
+    .tp_doc = "Repeated calls of private arrays on one node: of one, or of a list.",
     .tp_basicsize = sizeof(WholeCall),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
