@@ -79,7 +79,7 @@ class Reductions:
         replicas: Which replicas this rank carries. Also an attribute.
 
     Attributes:
-        repeated: The cache of calls of one array.
+        repeated: The cache of calls like earlier ones.
     """
 
     def __init__(self, group: SyncGroup, algorithm: Algorithm, replicas: Replicas) -> None:

@@ -24,7 +24,7 @@ from mpidist.transport import Levels, Progress, SyncGroup, name_digest, native
 __all__ = ["CallKey", "RepeatedCalls", "key_of_repeated"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
-_MAX_ARRAYS: Final = 256  # symmetric ones
+_MAX_ARRAYS: Final = 256  # symmetric ones, and lists
 _OP_TYPES: Final = {str, ReduceOp}
 _NESTS: Final = {list, tuple, dict}
 
@@ -133,18 +133,16 @@ class _ListCall(NamedTuple):
     """A call that reduces the leaves of a nest.
 
     Attributes:
-        key: Its key.
         holds_for: Returns whether nothing has to be checked of a list of the same length.
         cached: The call.
-        symmetric: `CallRecord.variant` of a list of symmetric arrays; `None` for private ones.
+        variant: `CallRecord.variant` of a list of symmetric arrays; `None` for private ones.
         references: To arrays of the caller: this object goes with the first of them that goes.
     """
 
-    key: CallKey
     holds_for: Callable[[list[Any]], bool]
     cached: _CachedCall
-    symmetric: int | None = None
-    references: Sequence[weakref.ref[Any]] = ()
+    variant: int | None
+    references: Sequence[weakref.ref[Any]]
 
 
 @final
@@ -180,10 +178,11 @@ class RepeatedCalls:
             return None
         if type(value) is list:
             known = self._lists.get(_place_of_list(key, value))
-            if known is None or known.key != key or not known.holds_for(value):
+            if known is None or not known.holds_for(value):
                 return None
-            cached, of_list = known.cached, known.symmetric
-            variant = cached.execution.variant_of_private() if of_list is None else of_list
+            cached, variant = known.cached, known.variant
+            if variant is None:
+                variant = cached.execution.variant_of_private()
             return self._make(cached, cached.reduction, variant, value, out)
         alike = self._cached.get(key)
         if alike is None:
@@ -249,7 +248,7 @@ class RepeatedCalls:
         if key not in self._cached:
             if len(self._cached) >= _MAX_CALLS:
                 self._cached.clear()
-            self._cached[key] = self._cached_call(key, call)
+            self._cached[key] = self._cached_call(call)
         if self._cached[key] is not None:
             self._add_symmetric(key, call)
 
@@ -267,7 +266,7 @@ class RepeatedCalls:
         if len(self._lists) >= _MAX_ARRAYS:
             self._lists.clear()
         if checked is not None and not checked.are_private:
-            self._add_symmetric_list(key, call, checked)
+            self._add_symmetric_list(key, call, execution, checked)
             return
         reduction = execution.of_list(checked is not None, self._group.agreement.flight)
         if reduction is not None and reduction.fits(arrays):
@@ -277,21 +276,22 @@ class RepeatedCalls:
             if checked is not None:
                 holds_for = checked.are_unchanged
                 references.append(weakref.ref(arrays[0], lambda _: known.pop(place, None)))
-            known[place] = _ListCall(key, holds_for, cached, None, references)
+            known[place] = _ListCall(holds_for, cached, None, references)
 
-    def _add_symmetric_list(self, key: CallKey, call: ReductionCall, checked: CheckedOuts) -> None:
+    def _add_symmetric_list(
+        self, key: CallKey, call: ReductionCall, execution: FusedExecution, checked: CheckedOuts
+    ) -> None:
         """Add a call that has reduced symmetric arrays in place. Local."""
-        execution, arrays = call.plan.execution, call.operands.arrays
-        reduction = execution.of_symmetric(call) if isinstance(execution, FusedExecution) else None
-        if reduction is None or not isinstance(execution, FusedExecution):
+        arrays, reduction = call.operands.arrays, execution.of_symmetric(call)
+        if reduction is None:
             return
         # The memory of the arrays goes with them, so this keeps nothing that refers to the memory.
         known, place = self._lists, _place_of_list(key, arrays)
         references = [weakref.ref(array, lambda _: known.pop(place, None)) for array in arrays]
         cached = _CachedCall(_call_like(call), execution, reduction)
-        known[place] = _ListCall(key, checked.are_unchanged, cached, call.variant, references)
+        known[place] = _ListCall(checked.are_unchanged, cached, call.variant, references)
 
-    def _cached_call(self, key: CallKey, call: ReductionCall) -> _CachedCall | None:
+    def _cached_call(self, call: ReductionCall) -> _CachedCall | None:
         """Return what carries out calls like one; `None` if they have to be checked each time."""
         execution = call.plan.execution
         is_native = call.operands.arrays[0].dtype.isnative

@@ -19,7 +19,7 @@ from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport import Progress, native
 from mpidist.transport.agreement import MpiAgreement
-from mpidist.transport.failures.flight_recorder import entries_in
+from mpidist.transport.failures.flight_recorder import MAX_CALLS, entries_in
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -110,6 +110,19 @@ def test_the_flight_recorder_has_these_calls(strategy: Strategy, comm: Intracomm
     times = [moment for entry in calls for moment in (entry.begun, entry.agreed, entry.ended)]
     assert times == sorted(times)
     assert bool(progress) == is_on_one_node(strategy)
+
+
+def test_the_flight_recorder_is_as_long_as_ever(strategy: Strategy) -> None:
+    """Compiled code begins anew at the same place as Python, and is read so."""
+    value, group = np.ones(5), strategy.extended.group
+    for _ in range(MAX_CALLS + 50):
+        all_reduce(strategy, "SUM", value, out=value)
+        value[...] = 1
+    assert group.agreement.flight is not None
+    entries = entries_in(group.agreement.flight)
+    last = group.agreement.sequence
+    assert [entry.sequence for entry in entries] == list(range(last - MAX_CALLS + 1, last + 1))
+    assert {(entry.call, entry.state) for entry in entries} == {("all_reduce", "done")}
 
 
 def test_texts_of_calls_that_were_dropped_come_back(strategy: Strategy) -> None:

@@ -45,12 +45,13 @@ class FusedResults:
         if fused.is_uniform:
             return list(whole.reshape(len(fused.indices), *self._shapes[0]))
         if native is not None and whole.flags.carray:
-            return list(native.split(whole, self._shapes))
-        parts, at = [], 0
+            parts: list[Any] = native.split(whole, self._shapes)
+            return parts
+        views, at = [], 0
         for shape, length in zip(self._shapes, fused.lengths, strict=True):
-            parts.append(whole[at : at + length].reshape(shape))
+            views.append(whole[at : at + length].reshape(shape))
             at += length
-        return parts
+        return views
 
     def set_new(self, new: list[Any], results: list[Any]) -> None:
         """Set the results of the list to new arrays.

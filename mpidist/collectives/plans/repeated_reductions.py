@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 
@@ -221,8 +221,7 @@ class LargeArray(_TwoShots):
     def close(self, result: Array, is_new: bool) -> Array:
         if is_new:
             self._note_use(self._memory)
-        self._reducer.count(self._nbytes)
-        return result
+        return cast("Array", super().close(result, is_new))
 
     def _set(self, value: Array, result: Array, place: int) -> None:
         self._arrays.sources, self._arrays.results, self._arrays.place = (value,), (result,), place
@@ -305,7 +304,7 @@ class NewList(Lists):
         results: list[Any] = [None] * len(self._forms)
         self._made.set_new(self._made.recycled.finalize(result), results)
         self._note_use(self._made.recycled)
-        self._reducer.count(self._nbytes)
+        super().close(result, is_new)
         return results
 
     def run(self, value: list[Array], result: LentArrays, *numbers: int) -> int:

@@ -215,6 +215,14 @@ Combine combine_of(Op op, PyArray_Descr *dtype)
     return bits == 8 ? COMBINES[op][BITS_8] : bits == 16 ? COMBINES[op][BITS_16] : COMBINES[op][bits == 32 ? BITS_32 : BITS_64];
 }
 
+Combine combine_for(Op op, PyArray_Descr *dtype, Py_ssize_t divide_by, Py_ssize_t num_parts)
+{
+    const Combine combine = combine_of(op, dtype);
+    if (combine && (divide_by == 1 || divides(dtype)) && num_parts <= MOST_PARTS) return combine;
+    PyErr_SetString(PyExc_ValueError, "these numbers are reduced by NumPy");
+    return NULL;
+}
+
 int set_op(PyObject *name, void *op)
 {
     static const char *const NAMES[NUM_OPS] = {[SUM] = "sum", [PROD] = "prod", [MIN] = "min", [MAX] = "max"};

@@ -40,6 +40,9 @@ typedef void (*Combine)(char *const *parts, Py_ssize_t num_parts, Py_ssize_t cou
 /* Returns NULL for dtypes that are reduced by NumPy. */
 Combine combine_of(Op op, PyArray_Descr *dtype);
 
+/* Returns what reduces numbers of so many ranks and divides them; NULL with an exception if NumPy has to. */
+Combine combine_for(Op op, PyArray_Descr *dtype, Py_ssize_t divide_by, Py_ssize_t num_parts);
+
 /* Whether sums of a dtype may be divided: means of whole numbers are floats. */
 int divides(PyArray_Descr *dtype);
 

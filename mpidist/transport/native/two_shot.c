@@ -263,12 +263,8 @@ static int two_shot_init(TwoShot *self, PyObject *args, PyObject *kwargs)
                                      &self->num_slots, set_op, &op, &PyArrayDescr_Type, &dtype, &self->divide_by,
                                      &self->is_one_place, &regions))
         return -1;
-    self->combine = combine_of(op, (PyArray_Descr *)dtype);
-    if (!self->combine || (self->divide_by != 1 && !divides((PyArray_Descr *)dtype)) ||
-        ((Barrier *)barrier)->size > MOST_PARTS) {
-        PyErr_SetString(PyExc_ValueError, "TwoShot: these numbers are reduced by NumPy");
-        return -1;
-    }
+    self->combine = combine_for(op, (PyArray_Descr *)dtype, self->divide_by, ((Barrier *)barrier)->size);
+    if (!self->combine) return -1;
     Py_INCREF(barrier);
     Py_XSETREF(self->barrier, (Barrier *)barrier);
     Py_INCREF(dtype);

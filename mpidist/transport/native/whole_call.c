@@ -89,12 +89,12 @@ static void add_all(const WholeCall *self, PyArrayObject *result)
 }
 
 /* Goes on from where all ranks have joined, and make the same call. Returns the progress; -1 with an exception. */
-static int reduce(WholeCall *self, PyObject *result, int has_second_round)
+static int reduce(WholeCall *self, PyObject *result)
 {
     TwoShot *two_shot = self->two_shot;
     const int has_places = two_shot ? two_shot_take_places(two_shot) : 1;
     if (has_places < 0) return -1;
-    if (!has_places) return has_second_round ? JOINED_AGAIN : JOINED;
+    if (!has_places) return JOINED;
     record_agreed(self);
     if (!two_shot) {
         add_all(self, (PyArrayObject *)result);
@@ -120,12 +120,13 @@ static int join(WholeCall *self, PyObject *result, npy_int64 fingerprint, npy_in
         barrier_post_words(self->barrier, 0, 0);
         if (!wait_for_all(self->barrier, POLLS_OF_AGREEMENT)) return JOINED_AGAIN;
     }
-    return reduce(self, result, has_second_round);
+    const int progress = reduce(self, result);
+    return progress == JOINED && has_second_round ? JOINED_AGAIN : progress;
 }
 
 PyDoc_STRVAR(run_doc,
              "run(array, result, place, sequence, text, fingerprint, variant, has_second_round)\n--\n\n"
-             "Record a call, stage an array or, for a two-shot all-reduce, a list of arrays, join the rounds of the call, and\n"
+             "Stage an array or, for a two-shot all-reduce, a list of arrays, record the call, join the rounds of the call, and\n"
              "reduce. Does not wait long.\n\n"
              "Returns how far the call came, as `Progress`. All ranks have passed the first round, and pass the same words, where\n"
              "this rank has joined the second one.");
@@ -134,11 +135,14 @@ static PyObject *whole_call_run(WholeCall *self, PyObject *const *given, Py_ssiz
 {
     long long numbers[6];
     if (num_given != 8) {
-        PyErr_SetString(PyExc_TypeError, "run: needed are two arrays and six numbers");
+        PyErr_SetString(PyExc_TypeError, "run: needed are two arrays, or two lists, and six numbers");
         return NULL;
     }
-    for (int at = 0; at < 6; at++) numbers[at] = PyLong_AsLongLong(given[2 + at]);
-    if (PyErr_Occurred() || !stage(self, given[0], given[1], numbers[0])) return NULL;
+    for (int at = 0; at < 6; at++) {
+        numbers[at] = PyLong_AsLongLong(given[2 + at]);
+        if (numbers[at] == -1 && PyErr_Occurred()) return NULL;
+    }
+    if (!stage(self, given[0], given[1], numbers[0])) return NULL;
     record_begin(self, numbers[1], numbers[2]);
     const int progress = join(self, given[1], numbers[3], numbers[4], numbers[5] != 0);
     if (progress < 0) return NULL;
@@ -164,11 +168,11 @@ static int whole_call_init(WholeCall *self, PyObject *args, PyObject *kwargs)
                                      &self->num_slots, set_op, &op, &PyArrayDescr_Type, &dtype, &self->divide_by, &two_shot,
                                      &PyArray_Type, &flight))
         return -1;
-    self->combine = combine_of(op, (PyArray_Descr *)dtype);
-    if (!self->combine || (self->divide_by != 1 && !divides((PyArray_Descr *)dtype)) ||
-        ((Barrier *)barrier)->size > MOST_PARTS || PyArray_NBYTES((PyArrayObject *)flight) < 8 * FLIGHT_WORDS ||
+    self->combine = combine_for(op, (PyArray_Descr *)dtype, self->divide_by, ((Barrier *)barrier)->size);
+    if (!self->combine) return -1;
+    if (PyArray_NBYTES((PyArrayObject *)flight) < 8 * FLIGHT_WORDS || !PyArray_ISCARRAY((PyArrayObject *)flight) ||
         (two_shot != Py_None && !PyObject_TypeCheck(two_shot, &TwoShotType))) {
-        PyErr_SetString(PyExc_ValueError, "WholeCall: such calls are carried out by NumPy");
+        PyErr_SetString(PyExc_ValueError, "WholeCall: needed are a flight recorder's memory, and a TwoShot or None");
         return -1;
     }
     Py_INCREF(barrier);

@@ -127,13 +127,13 @@ class FusedReducer:
     def whole_call(
         self, reduction: Reduction, dtype: np.dtype[Any], divide_by: int, two_shot: TwoShot | None, flight: Array
     ) -> Any:
-        """Make what carries calls of one private array out in compiled code; `None` if there is none. Local.
+        """Make what carries calls of private arrays out in compiled code; `None` if there is none. Local.
 
         Args:
             reduction: The elementwise operation.
-            dtype: The dtype of the array.
+            dtype: The dtype of the arrays.
             divide_by: The divisor of the result.
-            two_shot: The all-reduce of the array; `None` if that is a one-shot all-reduce.
+            two_shot: The all-reduce of the arrays; `None` for a one-shot all-reduce of one array.
             flight: The memory of this rank's flight recorder.
         """
         compiled = None if two_shot is None else two_shot.compiled
