@@ -94,6 +94,7 @@ auto& streams = *new std::set<Stream*>;
 auto& events = *new std::set<Event*>;
 auto& legacy_streams = *new std::map<int, Stream*>;  // by device
 auto& blocks = *new std::map<size_t, Block>;         // by address
+auto& gone = *new std::map<Stream*, std::shared_ptr<Mark>>;  // by the address of a stream that is gone: its end
 auto& seen_by_host = *new Clock;
 const auto places = (size_t)mmap(nullptr, ALL_PLACES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 size_t next_place = places;
@@ -234,6 +235,12 @@ cudaError_t make_stream(cudaStream_t* handle, unsigned flags, int priority) {
     Hold hold(lock);
     auto engine = flags & cudaStreamNonBlocking ? new_engine(its_device) : legacy_stream(its_device)->engine;
     auto stream = new Stream{its_device, priority, flags, engine};
+    // CuPy keeps free memory by the addresses of streams: who has a stream at this address gets what the last one had.
+    if (auto end = gone.find(stream); end != gone.end()) {
+        learn(engine->before, end->second->before);
+        put(stream, wait_for(end->second));
+        gone.erase(end);
+    }
     if (flags & cudaStreamNonBlocking) met("a stream of its own", priority);
     streams.insert(stream);
     count("streams", 1);
@@ -450,6 +457,7 @@ RUNTIME(cudaStreamDestroy)(cudaStream_t handle) {  // what is on the stream is s
     auto stream = (Stream*)handle;
     if (!streams.erase(stream)) return refused(cudaErrorInvalidResourceHandle, "no such stream");
     count("streams", -1);
+    if (!stream->is_captured) gone[stream] = mark_on(stream);
     if (stream->flags & cudaStreamNonBlocking) stream->engine->ends = true;
     stream->engine->arrived.notify_all();
     delete stream;
