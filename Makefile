@@ -79,7 +79,7 @@ bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev
 	$(MPICH)/bin/python benchmarks plot results
 
 # On a machine with a GPU, in at most eight minutes; needs CuPy and NCCL in the environment of GPU_PYTHON, and no network.
-# Without an MPI there, `make gpu-wheels` fetches one, where there is a network, for GPU_PYTHON_VERSION.
+# Without an MPI or greenlet there, `make gpu-wheels` fetches them, where there is a network, for GPU_PYTHON_VERSION.
 GPU_PYTHON ?= $(PYTHON)
 GPU_PYTHON_VERSION ?= 3.12
 gpu-check:
@@ -88,7 +88,7 @@ gpu-check:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 	    --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
-	    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --dest wheels mpich mpi4py
+	    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --dest wheels mpich mpi4py greenlet
 	@ls wheels
 
 clean:

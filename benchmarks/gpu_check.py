@@ -30,8 +30,13 @@ from record import commit_of  # noqa: E402
 
 LIMIT_SECONDS = 470.0
 PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtypes")
-LANES = 2  # parts that do not measure run so many at a time
-FIND = "from mpidist.transport.cuda import current; s = current().support; print('GPUs:', s.num_devices, s.reason)"
+LANES = min(4, max(2, (os.cpu_count() or 1) // 4))  # parts that do not measure run so many at a time
+FIND = """
+from mpidist.transport.cuda import current
+from mpidist.transport.native import native
+found = current().support
+print("compiled:", ("no", "yes")[native is not None], "GPUs:", found.num_devices, found.reason)
+"""
 
 
 class Check:
@@ -48,7 +53,7 @@ class Check:
         self._parts, self._out, self._until = parts, out, time.monotonic() + seconds
 
     def run(self, environment: running.Environment, folder: Path) -> None:
-        """Do all parts: those that measure one by one, then the others, two at a time."""
+        """Do all parts: those that measure one by one, then the others, some at a time."""
 
         def run(part: Part) -> running.Outcome:
             return running.run(part, self._until - time.monotonic(), environment, folder)
@@ -102,8 +107,9 @@ def main() -> int:
         environment = running.prepare(given.wheels, Path(folder))
         check.facts["MPI"] = environment.mpi
         # In a process of its own, which may crash.
-        found = running.output_of([sys.executable, "-c", FIND], environment.variables, 90).partition("GPUs: ")[2]
-        number, _, reason = found.strip().partition(" ")
+        found = running.output_of([sys.executable, "-c", FIND], environment.variables, 90).partition("compiled: ")[2]
+        check.facts["compiled part"], _, found = found.strip().partition(" GPUs: ")
+        number, _, reason = found.partition(" ")
         if not number.isdecimal() or not int(number):
             print(f"nothing can be checked here: {reason}", flush=True)
             return 3

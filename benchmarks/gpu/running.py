@@ -115,9 +115,11 @@ class Outcome:
 
 
 def prepare(wheels: Path, folder: Path) -> Environment:
-    """Install what is in a folder of wheels, if there is one, into another, and find an MPI that works."""
+    """Compile, install what is in a folder of wheels, if there is one, into another, and find an MPI that works."""
     site = folder / "site"
     packages = sysconfig.get_path("purelib", "posix_prefix", {"base": str(site)})
+    # Whether that worked, the table says.
+    output_of([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], os.environ, 60)
     carried = sorted(map(str, wheels.glob("*.whl")))
     if carried:
         options = ("--quiet", "--no-index", "--no-deps", "--ignore-installed", "--prefix", str(site))
@@ -143,7 +145,9 @@ def prepare(wheels: Path, folder: Path) -> Environment:
 def output_of(command: list[str], variables: Mapping[str, str], seconds: float) -> str:
     """Return what a program says, or why it does not."""
     try:
-        done = subprocess.run(command, env={**variables}, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command, env={**variables}, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     return done.stdout + done.stderr
