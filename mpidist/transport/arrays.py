@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from mpidist.transport import cuda
 
 __all__ = [
     "NativeArray",
+    "aligned",
     "allocations_of_gpu",
     "are_native_of_gpu",
     "are_on_one_device",
@@ -38,12 +40,14 @@ __all__ = [
     "to_host",
     "use_gpu",
     "wait_for_stream",
+    "write",
 ]
 
 NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
 _dtype_of: Final = attrgetter("dtype")
 _gpu_of: Final = attrgetter("data.device_id")  # faster than `device.id`, which makes an object
+_address_of: Final = attrgetter("data.ptr")
 _allocation_of: Final = attrgetter("data.mem")
 _MAX_WORK: Final[Any] = 10_000  # the limit of `np.shares_memory`: some 10 ms
 
@@ -66,7 +70,7 @@ def is_cupy(value: Any) -> bool:
 
 
 def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
-    """Whether all values are native arrays on the current GPU already: arrays of CuPy, in native byte order.
+    """Whether all values are native arrays on the current GPU already: of CuPy, aligned, in native byte order.
 
     Args:
         types: The types of the values.
@@ -75,12 +79,42 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
     if len(types) != 1 or not is_cupy(values[0]) or types != {cuda.cupy().ndarray}:
         return False
     dtypes = set(map(_dtype_of, values))
-    return set(map(_gpu_of, values)) == {current_gpu()} and all(dtype.isnative for dtype in dtypes)
+    if set(map(_gpu_of, values)) != {current_gpu()} or not all(dtype.isnative for dtype in dtypes):
+        return False
+    odd = reduce(or_, map(_address_of, values)) & (max(dtype.itemsize for dtype in dtypes) - 1)
+    return not odd or all(map(is_aligned, values))  # the second takes ten times as long
 
 
 def is_aligned(array: NativeArray) -> bool:
     """Whether an array's address is a multiple of its item size. True of all host arrays, which need no alignment."""
     return not (is_device(array) and array.size and array.data.ptr % array.itemsize)
+
+
+def aligned(array: NativeArray) -> NativeArray:
+    """Return an array itself, or a C-contiguous copy of a device array that is not aligned.
+
+    A view of real numbers as complex ones may begin anywhere. No context of a GPU survives a kernel, CuPy's own
+    included, that reads or writes whole numbers there. The copy is one of bytes, on the current stream.
+    """
+    if is_aligned(array):
+        return array
+    copy = empty(array.shape, array.dtype, device=True)
+    _bytes_on_gpu(copy)[...] = _bytes_on_gpu(array)
+    return copy
+
+
+def write(target: NativeArray, source: NativeArray) -> None:
+    """Copy an array into another one of its shape, in any layout, also one that is not aligned."""
+    if is_aligned(target):
+        target[...] = source
+    else:
+        _bytes_on_gpu(target)[...] = _bytes_on_gpu(source)
+
+
+def _bytes_on_gpu(array: NativeArray) -> NativeArray:
+    """View a device array as bytes, with one more dimension."""
+    shape, strides = (*array.shape, array.itemsize), (*array.strides, 1)
+    return cuda.cupy().ndarray(shape, np.uint8, array.data, strides)
 
 
 def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
@@ -105,8 +139,9 @@ def to_device(array: np.ndarray[Any, Any]) -> NativeArray:
 
 
 def on_current_device(value: Any) -> Any:
-    """Return an array of CuPy on the current device, copied if it lies on another one; any other value unchanged.
+    """Return an array of CuPy on the current device, copied if it lies on another one, or is not aligned.
 
+    Any other value is returned unchanged.
     The copy comes after the work that the current stream of the other device holds, and that stream waits for the copy,
     so that the memory can be used again.
     """
@@ -114,9 +149,9 @@ def on_current_device(value: Any) -> Any:
         return value
     cupy = cuda.cupy()
     if value.device.id == current_gpu():
-        return cupy.asarray(value)
+        return aligned(cupy.asarray(value))
     with value.device:
-        contiguous = cupy.ascontiguousarray(value).reshape(value.shape)  # which has a dimension at least
+        contiguous = cupy.ascontiguousarray(aligned(value)).reshape(value.shape)  # which has a dimension at least
         is_written = cupy.cuda.get_current_stream().record()
     here = cupy.cuda.get_current_stream()
     here.wait_event(is_written)  # not above: a null stream is that of the current device

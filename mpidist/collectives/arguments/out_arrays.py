@@ -282,6 +282,6 @@ def write_outs(outs: Sequence[Any], results: Sequence[Any], shared: SharedArrays
             continue
         if shared.is_per_node(out):
             shared.write(out, result)
-        else:  # `out` is not contiguous, or of another byte order
-            out[...] = result
+        else:  # `out` is not contiguous, not aligned, or of another byte order
+            native_arrays.write(out, result)
     return list(outs)

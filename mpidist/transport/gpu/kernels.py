@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 
 from mpidist.transport import cuda
-from mpidist.transport.arrays import memory_bounds
+from mpidist.transport.arrays import aligned, memory_bounds
 from mpidist.transport.gpu.array_lists import ArrayList, ArrayLists, address_of, is_plain
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, combiner, compile_kernel, copier, longest_table
 from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, PackLayout, by_value
@@ -80,7 +80,8 @@ class DeviceKernels:
         tables = layout.tables(given.dtypes, is_in=True)
         if tables is None or not given.are_plain:
             sources = [
-                _plain(its) if copier(its.dtype, written, False) else its.astype(written, "C") for its in sources
+                _plain(its) if copier(its.dtype, written, False) else aligned(its).astype(written, "C")
+                for its in sources
             ]
             given = self._lists.of(sources)
             tables = layout.tables(given.dtypes, is_in=True)
@@ -252,6 +253,7 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
 
 def _plain(array: Array) -> Array:
     """Return an array, copied if kernels cannot read it."""
+    array = aligned(array)
     return array if is_plain(array) else array.copy()
 
 
