@@ -59,7 +59,7 @@ def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any
     Args:
         outs: Arrays of any library.
         values: The values that are reduced. An out that is its own value becomes that value's native array, unless
-            that is a copy of a value on another GPU.
+            that is a copy: of a value on another GPU, or of one that is not aligned.
         arrays: The native arrays of the values.
 
     Raises:
@@ -89,7 +89,9 @@ def _native(index: int, out: Any, same: Any) -> Any:
         raise InvalidArgumentError(f"out {index} cannot be written: {library.why_no_target}")
     if target is None:
         return out
-    return target if same is None or not native_arrays.are_on_one_device(target, same) else same
+    if same is None or native_arrays.memory_bounds(target) != native_arrays.memory_bounds(same):
+        return target
+    return same
 
 
 def check_outs(
