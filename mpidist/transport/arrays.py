@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist.transport import cuda
+from mpidist.transport.known_lists import KnownLists
 
 __all__ = [
     "NativeArray",
@@ -49,6 +50,7 @@ _dtype_of: Final = attrgetter("dtype")
 _gpu_of: Final = attrgetter("data.device_id")  # faster than `device.id`, which makes an object
 _address_of: Final = attrgetter("data.ptr")
 _allocation_of: Final = attrgetter("data.mem")
+_NATIVE_OF_GPU: Final[KnownLists[int]] = KnownLists()  # lists of native arrays, and their GPU
 _MAX_WORK: Final[Any] = 10_000  # the limit of `np.shares_memory`: some 10 ms
 
 
@@ -74,15 +76,21 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
 
     Args:
         types: The types of the values.
-        values: The values.
+        values: The values, a list where it may come again.
     """
     if len(types) != 1 or not is_cupy(values[0]) or types != {cuda.cupy().ndarray}:
         return False
+    if isinstance(values, list) and (known := _NATIVE_OF_GPU.find(values)) is not None:
+        return known == current_gpu()
     dtypes = set(map(_dtype_of, values))
     if set(map(_gpu_of, values)) != {current_gpu()} or not all(dtype.isnative for dtype in dtypes):
         return False
     odd = reduce(or_, map(_address_of, values)) & (max(dtype.itemsize for dtype in dtypes) - 1)
-    return not odd or all(map(is_aligned, values))  # the second takes ten times as long
+    if odd and not all(map(is_aligned, values)):  # the second takes ten times as long
+        return False
+    if isinstance(values, list):
+        _NATIVE_OF_GPU.note(values, current_gpu())
+    return True
 
 
 def is_aligned(array: NativeArray) -> bool:

@@ -127,6 +127,18 @@ def test_another_byte_order_on_one_gpu_is_everybodys_error(group: SyncGroup, com
         NcclAllReduce().bound_to(group).all_reduce("SUM", value)
 
 
+def test_outs_of_earlier_calls_are_looked_at_again(group: SyncGroup, comm: Intracomm) -> None:
+    """Outs that were checked are known; one that has another shape since, in place, is refused on all ranks."""
+    ops, values = NcclAllReduce().bound_to(group), [up(np.ones(6)), up(np.ones(4))]
+    outs = [up(np.zeros(6)), up(np.zeros(4))]
+    for _ in range(4):
+        ops.all_reduce("SUM", values, out=outs)
+        assert all((down(out) == comm.size).all() for out in outs)
+    outs[1].shape = (2, 2)
+    with raises_everywhere(comm, InvalidArgumentError, r"out 1 must be an array f64\[4\] on a GPU, got f64\[2,2\]"):
+        ops.all_reduce("SUM", values, out=outs)
+
+
 @contextmanager
 def on_gpu(index: int) -> Iterator[None]:
     """Make another GPU the current one, and wait for what is made there."""

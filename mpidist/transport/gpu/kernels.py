@@ -121,13 +121,13 @@ class DeviceKernels:
         Raises:
             ValueError: If the sizes or dtypes do not fit, or a target is not contiguous.
         """
-        given, taken, sizes = self._lists.of(sources), self._writable(targets), tuple(map(_size_of, targets))
-        if given.dtypes != taken.dtypes or sizes != tuple(map(_size_of, sources)):
+        given, taken = self._lists.of(sources), self._writable(targets)
+        if given.dtypes != taken.dtypes or given.sizes != taken.sizes:
             raise ValueError(f"cannot copy {_texts(sources)} to {_texts(targets)}: needed the same sizes and dtypes")
         if not given.are_plain:
             sources = list(map(_plain, sources))
             given = self._lists.of(sources)
-        tables = self._tables_alike(sizes, tuple((dtype, dtype) for dtype in taken.dtypes), divide_by != 1)
+        tables = self._tables_alike(taken.sizes, tuple((dtype, dtype) for dtype in taken.dtypes), divide_by != 1)
         self._copy(tables, given.places, taken.places, divide_by)
 
     def combine(self, parts: Array | Sequence[Array], reduction: Reduction, out: Array) -> None:

@@ -24,10 +24,27 @@ static int has_form(PyArrayObject *array, PyObject *form)
     return PyArray_DESCR(array) == (PyArray_Descr *)dtype || PyArray_EquivTypes(PyArray_DESCR(array), (PyArray_Descr *)dtype);
 }
 
+/* Whether an attribute of an array is, or equals, what it was. Without the attribute, not. */
+static int has_still(PyObject *array, const char *name, PyObject *was)
+{
+    PyObject *now = PyObject_GetAttrString(array, name);
+    const int is_same = now != NULL && (now == was || PyObject_RichCompareBool(now, was, Py_EQ) == 1);
+    Py_XDECREF(now);
+    if (!is_same) PyErr_Clear();
+    return is_same;
+}
+
+/* Of an array of CuPy. Its dtype cannot be changed, and its `flags` take long. */
+static int has_form_on_gpu(PyObject *array, PyObject *form)
+{
+    return PyTuple_Check(form) && PyTuple_GET_SIZE(form) == 3 && has_still(array, "shape", PyTuple_GET_ITEM(form, 0)) &&
+           has_still(array, "_c_contiguous", PyTuple_GET_ITEM(form, 2));
+}
+
 PyDoc_STRVAR(are_known_doc,
              "are_known(outs, arrays, refs, forms)\n--\n\n"
-             "Whether arrays are those of weak references, and are `arrays`, or NumPy's of (shape, dtype, is C-contiguous). NumPy's\n"
-             "can be written, and have that layout.");
+             "Whether arrays are those of weak references, and are `arrays`, or have the form (shape, dtype, is C-contiguous).\n"
+             "NumPy's can be written, and have that layout.");
 
 static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
 {
@@ -49,8 +66,7 @@ static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, 
         }
         if (!PyWeakref_CheckRef(ref) || !refers_to(ref, out)) Py_RETURN_FALSE;
         if (out == PyList_GET_ITEM(given[1], at)) continue;
-        if (!is_of_numpy) Py_RETURN_FALSE;
-        if (!has_form((PyArrayObject *)out, form)) Py_RETURN_FALSE;
+        if (!(is_of_numpy ? has_form((PyArrayObject *)out, form) : has_form_on_gpu(out, form))) Py_RETURN_FALSE;
     }
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_TRUE;
