@@ -5,6 +5,7 @@ What is compared takes turns, A B C A B C, each on the next set of arrays, so th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from importlib import import_module
@@ -69,6 +70,15 @@ class Bench:
     def hold(self, seconds: float) -> None:
         """Keep the current stream busy for so long, with one thread."""
         self._hold((1,), (1,), (round(seconds * 1e9),))
+
+    def idle(self, seconds: float) -> None:
+        """Keep the current stream waiting for so long, for a function of the host: the GPU is free for other ranks."""
+        stream, usleep = self.cupy.cuda.get_current_stream().ptr, ctypes.CDLL(None).usleep
+        status = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(
+            ctypes.c_void_p(stream), usleep, ctypes.c_void_p(round(seconds * 1e6))
+        )
+        if status:
+            raise RuntimeError(f"cuLaunchHostFunc returns {status}")
 
     def times(self, ways: Mapping[str, Call | Sequence[Call]], turns: int, clock: str = "end") -> Times:
         """Time ways in turns; some have a call for each set of arrays. Of ranks the slowest one counts.

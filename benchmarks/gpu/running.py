@@ -51,8 +51,10 @@ class Part:
     alone: bool = True  # whether it measures times or memory, and so has the machine to itself
 
 
-def _tests(name: str, ranks: str, words: str, limit: float, settings: str = "", *files: str) -> Part:
-    return Part(name, "tests", f"tests that need a GPU, {words}", limit, 0, settings, (ranks, *files), alone=False)
+def _tests(name: str, ranks: str, words: str, limit: float, settings: str = "", *files: str, sample: int = 1) -> Part:
+    words, sampled = f"tests that need a GPU, {words}", ("--sample", str(sample)) if sample > 1 else ()
+    words += f", one run of {sample} of each" if sampled else ""
+    return Part(name, "tests", words, limit, 0, settings, (ranks, *sampled, *files), alone=False)
 
 
 # In the order of their importance: what comes last is left out if time runs short. Those that measure come first, and
@@ -66,14 +68,16 @@ PARTS: tuple[Part, ...] = (
     Part("overlap", "gpu.calls:overlap", "reductions that hide behind the backward pass", 38, 2),
     Part("faults", "gpu.calls:faults", "an abort with a kernel in flight", 38, 2, HOSTIDS),
     _tests("right-1", "1", "1 rank, real NCCL", 140),
-    _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 150, "MPIDIST_NCCL=0"),
-    _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID", 120, HOSTIDS),
+    _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 150, "MPIDIST_NCCL=0", sample=3),
+    _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID", 120, HOSTIDS, sample=3),
     _tests("right-one-process", "1", "several communicators of one process on a GPU", 60, ONE_PROCESS,
            "tests/transport/nccl/test_gpus_of_process.py"),
     *(_tests(f"digits-{ranks}", ranks, f"digits on the GPU, {ranks} ranks", 60, "", DIGITS) for ranks in "14"),
-    _tests("right-2x2", "4", "2 + 2 ranks on pretended nodes, through the host", 110, f"MPIDIST_NCCL=0 {TWO_NODES}"),
-    _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID", 130, HOSTIDS),
-    _tests("right-hostid-2x2", "4", "2 + 2 ranks, NCCL in pretended nodes, MPI between", 110, f"{HOSTIDS} {TWO_NODES}"),
+    _tests("right-2x2", "4", "2 + 2 ranks on pretended nodes, through the host", 110, f"MPIDIST_NCCL=0 {TWO_NODES}",
+           sample=3),
+    _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID", 130, HOSTIDS, sample=8),
+    _tests("right-hostid-2x2", "4", "2 + 2 ranks, NCCL in pretended nodes, MPI between", 110,
+           f"{HOSTIDS} {TWO_NODES}", sample=8),
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent.parent
@@ -89,6 +93,7 @@ MEETING = (
 ADVICE = "`make gpu-wheels` where there is a network, and carry the folder `wheels`; see benchmarks/README.md"
 TOKEN, OWN = "GPU_CHECK_TOKEN", uuid.uuid4().hex  # in the environment of this check's processes, which it finds them by
 LEAST_SECONDS = 8.0
+KEPT = 15_000  # of what a part prints, the first and the last characters
 GRACE = 8.0  # for a summary of the tests that were done
 # Their tests keep the settings of who starts them, which others take away.
 TINY_FILES = ["tests/collectives/test_device_numbers.py", "tests/variables/test_variables_on_gpus.py"]
@@ -167,7 +172,8 @@ def run(part: Part, seconds: float, environment: Environment, folder: Path) -> O
     if not rows or (why and not is_tests):
         question = "the rest of this part" if rows else part.question
         rows.append(Row(question, NOT_MEASURED, note=why or "it ended without an answer"))
-    return Outcome(part.name, time.monotonic() - start, why, tuple(rows), said[-12_000:])
+    said = said if len(said) < 2 * KEPT else f"{said[:KEPT]}\n[...]\n{said[-KEPT:]}"
+    return Outcome(part.name, time.monotonic() - start, why, tuple(rows), said)
 
 
 def _run(part: Part, limit: float, environment: Environment, results: Path) -> tuple[str, str]:
@@ -198,10 +204,11 @@ def _run(part: Part, limit: float, environment: Environment, results: Path) -> t
 def words_of_tests(part: Part, environment: Environment) -> list[str]:
     """Return what Python is told to run tests that need a GPU; if the check is tiny, a few, and not of all files."""
     is_tiny = environment.variables.get("GPU_CHECK_TINY") == "1"
-    ranks, *files = part.words
+    ranks, *more = part.words
+    sampled, files = (more[:2], more[2:]) if "--sample" in more else ([], more)
     files = files or (TINY_FILES if is_tiny else files_with_gpu_tests())
     options = ["-q", "-m", "gpu", "-rsfE", "-p", "no:cacheprovider", "--ranks", ranks]
-    return ["-m", "pytest", *options, *(["--sample", "20"] if is_tiny else []), *files]
+    return ["-m", "pytest", *options, *(["--sample", "20"] if is_tiny else sampled), *files]
 
 
 def files_with_gpu_tests() -> list[str]:
@@ -213,10 +220,13 @@ def files_with_gpu_tests() -> list[str]:
 def _row_of_tests(part: Part, why: str, said: str) -> list[Row]:
     """Read pytest's summary: none, and no row, where no test was run."""
     last = said.strip().rpartition("\n")[2]
-    if not said or not (why or re.search(r"[1-9]\d* (passed|failed|error)", last)):
+    if not said:
         return []
-    notes = [why] * bool(why) + re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*", said, re.MULTILINE)
-    return [Row(part.question, last.partition(" in ")[0], WRONG if why else "right", "; ".join(notes)[:700])]
+    skipped = re.findall(r"^SKIPPED .*", said, re.MULTILINE)
+    notes = "; ".join([why] * bool(why) + re.findall(r"^(?:FAILED|ERROR) .*", said, re.MULTILINE) + skipped)[:700]
+    if not (why or re.search(r"[1-9]\d* (passed|failed|error)", last)):
+        return [Row(part.question, NOT_MEASURED, note=notes)] if skipped else []
+    return [Row(part.question, last.partition(" in ")[0], WRONG if why else "right", notes)]
 
 
 def kill_all(token: str = OWN) -> None:

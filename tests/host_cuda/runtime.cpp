@@ -442,6 +442,10 @@ RUNTIME(cudaMemsetAsync)(void* to, int value, size_t nbytes, cudaStream_t stream
     });
 }
 
+extern "C" int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
+    return enqueue(stream, [=] { function(data); });
+}
+
 RUNTIME(cudaMemset)(void* to, int value, size_t nbytes) { return host_cudaMemsetAsync(to, value, nbytes, nullptr); }
 
 // ---- Streams.
