@@ -117,9 +117,10 @@ class PendingResult:
     def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any, mirrored: MirroredLeaves) -> None:
         self._group, self._call = group, call
         self._form = None
-        with suppress(Exception):  # the value may be no nest: the call is refused then, and `wait` raises why
-            like = value.nests[0] if isinstance(value, Contributions) else value
-            self._form = nest.map_structure(lambda _: None, like)  # a copy, as the caller may change a list in it
+        if out is None:
+            with suppress(Exception):  # the value may be no nest: the call is refused then, and `wait` raises why
+                like = value.nests[0] if isinstance(value, Contributions) else value
+                self._form = nest.map_structure(lambda _: None, like)  # a copy: the caller may change a list in it
         self._out, self._mirrored = out, mirrored
 
     def is_done(self) -> bool:

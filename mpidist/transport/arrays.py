@@ -51,6 +51,7 @@ _gpu_of: Final = attrgetter("data.device_id")  # faster than `device.id`, which 
 _address_of: Final = attrgetter("data.ptr")
 _allocation_of: Final = attrgetter("data.mem")
 _NATIVE_OF_GPU: Final[KnownLists[int]] = KnownLists()  # lists of native arrays, and their GPU
+_ALLOCATIONS: Final[KnownLists[set[int]]] = KnownLists()  # lists of arrays of CuPy, and what they lie in
 _MAX_WORK: Final[Any] = 10_000  # the limit of `np.shares_memory`: some 10 ms
 
 
@@ -217,10 +218,17 @@ def allocations_of_gpu(values: Sequence[Any]) -> set[int] | None:
     Args:
         values: Native arrays, not all in host memory.
     """
+    if isinstance(values, list) and (known := _ALLOCATIONS.find(values)) is not None:
+        return known
     if set(map(type, values)) != {cuda.cupy().ndarray}:
         return None
     allocations = list(map(_allocation_of, values))
-    return None if cuda.cupy().cuda.UnownedMemory in set(map(type, allocations)) else set(map(id, allocations))
+    if cuda.cupy().cuda.UnownedMemory in set(map(type, allocations)):
+        return None
+    found = set(map(id, allocations))
+    if isinstance(values, list):
+        _ALLOCATIONS.note(values, found)
+    return found
 
 
 def memory_bounds(array: NativeArray) -> tuple[int, int]:

@@ -15,8 +15,7 @@ __all__ = ["Copy", "Piece", "Pieces", "StagingSizes", "aligned", "cut_evenly", "
 
 _LINE: Final = 512  # bytes; what is handed to GPU and network begins at multiples of it
 
-_LEAST_CHUNKS: Final = 4  # of fewer, too little overlaps
-_CHUNK_SECONDS: Final = 150e-6  # Python, launches, waits and messages of a chunk's two phases, beside an H200
+_CHUNK_SECONDS: Final = 230e-6  # Python, launches, waits and messages of a chunk's two phases, beside an H200
 
 Copy: TypeAlias = tuple[int, int, int]  # address on the host, address on the device, bytes
 Piece: TypeAlias = tuple[int, int]  # of a flat array: from one element to before another
@@ -28,8 +27,8 @@ class StagingSizes:
     """Sizes of staging. They must be the same on all ranks.
 
     A message of n bytes goes in chunks of c = sqrt(n a B / 2), between 256 KiB and 8 MiB: three stages (down, network,
-    up) take (n / c + 2) (a + c / B), which is least there. a is a chunk's own cost, 150 us; B the speed of the slowest
-    stage, taken to be the network. There are at least 4 chunks, or, below 1 MiB, one.
+    up) take (n / c + 2) (a + c / B), which is least there. a is a chunk's own cost, 230 us; B the speed of the slowest
+    stage, taken to be the network.
     """
 
     chunk_bytes: int = 0  # of all chunks, whatever the formula says; 0 for the formula
@@ -42,11 +41,8 @@ class StagingSizes:
         """Say in how many chunks a message goes; 0 for an empty one."""
         if self.chunk_bytes:
             return math.ceil(nbytes / self.chunk_bytes)
-        if nbytes < _LEAST_CHUNKS * LEAST_CHUNK_BYTES:
-            return min(1, nbytes)
         best = math.sqrt(nbytes * _CHUNK_SECONDS * self.bytes_per_second / 2)
-        chunk = min(max(best, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
-        return max(_LEAST_CHUNKS, math.ceil(nbytes / chunk))
+        return math.ceil(nbytes / min(max(best, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES))
 
 
 @final

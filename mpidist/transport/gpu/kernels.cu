@@ -47,12 +47,7 @@ struct bf {  // bfloat16
     bf() = default;
     __device__ explicit bf(f4 x) {
         const u4 its = bits_of(x);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800  // one instruction, which makes all that is no number the same
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-        if (is_nan(x)) bits = (u2)((its >> 16) | 0x0040u);
-#else
         bits = (u2)(is_nan(x) ? (its >> 16) | 0x0040u : (its + 0x7fffu + ((its >> 16) & 1u)) >> 16);
-#endif
     }
     __device__ explicit operator f4() const { return __int_as_float((int)((u4)bits << 16)); }
 };

@@ -1,11 +1,12 @@
-"""New arrays of device memory for equal calls. Small ones share an allocation, which takes half the time."""
+"""New arrays of device memory for equal calls. Small ones share an allocation, and serve again when they are let go."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
+from operator import attrgetter
+from sys import getrefcount
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -17,17 +18,13 @@ __all__ = ["NewArrays"]
 _ALIGNMENT: Final = 16  # bytes, the most that kernels copy at once
 _SMALL: Final = 64 << 10  # bytes of an array
 _SHARED: Final = 1 << 20  # bytes of an allocation, all of which a program keeps that keeps one array of it
+_LEAST_KEPT: Final = 8  # arrays of an allocation: fewer are made as soon as they are looked at
+_SETS: Final = 2  # of arrays that are kept: a program still has the last results when it asks for the next ones
 
+_shape_of: Final = attrgetter("shape")
+_pointer_of: Final = attrgetter("data")
 
-@final
-class _Run(NamedTuple):
-    """Small arrays of one dtype, one after the other in an allocation."""
-
-    dtype: np.dtype[Any]
-    size: int  # elements
-    cuts: list[int]  # where each array but the first begins, and the padding after an array
-    pieces: list[tuple[int, int]]  # of each array, its number among the arrays and among what is cut
-    shapes: list[tuple[int, tuple[int, ...]]]  # of arrays with several dimensions or none, its number, and its shape
+_Form = tuple[tuple[int, ...], np.dtype[Any], int]  # shape, dtype, and where an array begins, in bytes
 
 
 @final
@@ -35,51 +32,73 @@ class NewArrays:
     """Makes the results of equal calls, of dtypes of at most 16 bytes."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> None:
-        self._number = len(shapes)
-        self._large: list[tuple[int, tuple[int, ...], np.dtype[Any], int]] = []  # number, shape, dtype, bytes
-        self._runs: list[_Run] = []
-        small: dict[np.dtype[Any], list[int]] = defaultdict(list)
-        for at, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-            nbytes = prod(shape) * dtype.itemsize
-            if nbytes > _SMALL:
-                self._large.append((at, shape, dtype, nbytes))
-            else:
-                small[dtype].append(at)
-        for dtype, indices in small.items():
-            step, run = max(1, _ALIGNMENT // dtype.itemsize), list[int]()
-            taken = {at: -(-prod(shapes[at]) // step) * step for at in indices}
-            for at in indices:
-                if (sum(taken[its] for its in run) + taken[at]) * dtype.itemsize > _SHARED:
-                    self._runs.append(_run_of(run, shapes, taken, dtype))
-                    run = []
-                run.append(at)
-            self._runs.append(_run_of(run, shapes, taken, dtype))
+        sizes: list[int] = []  # bytes of each allocation
+        forms: list[list[_Form]] = []  # of the arrays in each allocation
+        self._places: list[tuple[int, int]] = []  # of each array, its allocation, and its number there
+        shared = None  # the last allocation of small arrays
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            nbytes = -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            its = shared
+            if its is None or nbytes > _SMALL or sizes[its] + nbytes > _SHARED:
+                its = len(sizes)
+                sizes.append(0)
+                forms.append([])
+                shared = shared if nbytes > _SMALL else its
+            self._places.append((its, len(forms[its])))
+            forms[its].append((shape, dtype, sizes[its]))
+            sizes[its] += nbytes
+        self._allocations = [_Allocation(*its) for its in zip(sizes, forms, strict=True)]
 
     def take(self) -> list[Any]:
         """Return C-contiguous arrays on the current device, uninitialised."""
+        made = [allocation.take() for allocation in self._allocations]
+        return [made[its][number] for its, number in self._places]
+
+
+@final
+class _Allocation:
+    """The arrays of one allocation: made anew, or those of an earlier call that nothing refers to any more."""
+
+    def __init__(self, nbytes: int, forms: Sequence[_Form]) -> None:
+        self._nbytes, self._forms = nbytes, forms
+        self._shapes = [shape for shape, _, _ in forms]
+        self._kept: deque[_Kept] = deque(maxlen=_SETS)
+
+    def take(self) -> list[Any]:
+        """Return the arrays. Their work comes after that of the current stream, as memory of CuPy's pool has it."""
+        if len(self._forms) < _LEAST_KEPT:
+            return self._make()
+        stream = int(cuda.cupy().cuda.get_current_stream().ptr)
+        for kept in self._kept:
+            if kept.stream == stream and kept.references == kept.references_now() and kept.shapes() == self._shapes:
+                return list(kept.arrays)
+        arrays = self._make()
+        pointers = list(map(_pointer_of, arrays))
+        first = _Kept(stream, arrays, pointers, pointers[0].mem, ())
+        self._kept.append(first._replace(references=first.references_now()))
+        return list(arrays)
+
+    def _make(self) -> list[Any]:
         cupy = cuda.cupy()
-        ndarray, alloc = cupy.ndarray, cupy.cuda.alloc
-        made: list[Any] = [None] * self._number
-        for at, shape, dtype, nbytes in self._large:
-            made[at] = ndarray(shape, dtype, alloc(nbytes))
-        for run in self._runs:
-            parts = cupy.split(ndarray((run.size,), run.dtype, alloc(run.size * run.dtype.itemsize)), run.cuts)
-            for at, piece in run.pieces:
-                made[at] = parts[piece]
-            for at, shape in run.shapes:
-                made[at] = made[at].reshape(shape)
-        return made
+        memory = cupy.cuda.alloc(self._nbytes)
+        return [cupy.ndarray(shape, dtype, memory + at) for shape, dtype, at in self._forms]
 
 
-def _run_of(
-    indices: Sequence[int], shapes: Sequence[tuple[int, ...]], taken: dict[int, int], dtype: np.dtype[Any]
-) -> _Run:
-    """Lay arrays one after the other. `taken`: the elements of each, with padding."""
-    lengths, pieces = list[int](), list[tuple[int, int]]()
-    for at in indices:
-        pieces.append((at, len(lengths)))
-        size = prod(shapes[at])
-        lengths += [size] if size == taken[at] else [size, taken[at] - size]
-    ends = list(accumulate(lengths))
-    odd = [(at, shapes[at]) for at in indices if len(shapes[at]) != 1]
-    return _Run(dtype, ends[-1], ends[:-1], pieces, odd)
+@final
+class _Kept(NamedTuple):
+    """Arrays that may serve again, on the stream that their memory is of."""
+
+    stream: int
+    arrays: list[Any]
+    pointers: list[Any]  # CuPy's, which a program may keep without the array
+    memory: Any
+    references: tuple[int, ...]  # to these, where the program has none
+
+    def references_now(self) -> tuple[int, ...]:
+        """Count the references to arrays, of which views and other libraries hold some, to pointers and memory."""
+        most = (max(map(getrefcount, self.arrays)), max(map(getrefcount, self.pointers)))
+        return (*most, getrefcount(self.memory))
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes, which a program may have changed in place."""
+        return list(map(_shape_of, self.arrays))

@@ -25,9 +25,9 @@ static int has_form(PyArrayObject *array, PyObject *form)
 }
 
 /* Whether an attribute of an array is, or equals, what it was. Without the attribute, not. */
-static int has_still(PyObject *array, const char *name, PyObject *was)
+static int has_still(PyObject *array, PyObject *name, PyObject *was)
 {
-    PyObject *now = PyObject_GetAttrString(array, name);
+    PyObject *now = name == NULL ? NULL : PyObject_GetAttr(array, name);
     const int is_same = now != NULL && (now == was || PyObject_RichCompareBool(now, was, Py_EQ) == 1);
     Py_XDECREF(now);
     if (!is_same) PyErr_Clear();
@@ -37,8 +37,11 @@ static int has_still(PyObject *array, const char *name, PyObject *was)
 /* Of an array of CuPy. Its dtype cannot be changed, and its `flags` take long. */
 static int has_form_on_gpu(PyObject *array, PyObject *form)
 {
-    return PyTuple_Check(form) && PyTuple_GET_SIZE(form) == 3 && has_still(array, "shape", PyTuple_GET_ITEM(form, 0)) &&
-           has_still(array, "_c_contiguous", PyTuple_GET_ITEM(form, 2));
+    static PyObject *shape = NULL, *is_contiguous = NULL;
+    if (shape == NULL) shape = PyUnicode_InternFromString("shape");
+    if (is_contiguous == NULL) is_contiguous = PyUnicode_InternFromString("_c_contiguous");
+    return PyTuple_Check(form) && PyTuple_GET_SIZE(form) == 3 && has_still(array, shape, PyTuple_GET_ITEM(form, 0)) &&
+           has_still(array, is_contiguous, PyTuple_GET_ITEM(form, 2));
 }
 
 PyDoc_STRVAR(are_known_doc,

@@ -293,6 +293,31 @@ def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(gpus: cuda.Cuda)
     assert made == [161 * 16], "nothing is cut off between arrays that begin at multiples of 16 bytes"
 
 
+@pytest.mark.parametrize("keeps", ["nothing", "an array", "a view", "a pointer", "memory", "a capsule", "a shape"])
+def test_small_arrays_serve_again_when_a_program_has_let_go_of_all(gpus: cuda.Cuda, keeps: str) -> None:
+    """Also of what CuPy and other libraries make of them. Whoever changes a shape has changed it for no later call."""
+    made, kept = NewArrays([(3,), (2, 5)] * 8, [F32] * 16), []
+    arrays = made.take()
+    arrays[3][...] = 7
+    places = [its.data.ptr for its in arrays]
+    if keeps == "a shape":
+        arrays[3].shape = (10,)
+    else:
+        kept = {
+            "an array": arrays[3:4], "a view": [arrays[3][1:]], "a pointer": [arrays[3].data],
+            "memory": [arrays[3].data.mem], "a capsule": [arrays[3].__dlpack__()],
+        }.get(keeps, [])  # fmt: skip
+    with gpus.cupy.cuda.Stream(non_blocking=True):
+        assert {its.data.ptr for its in made.take()}.isdisjoint(places), "another stream's work is not waited for"
+    arrays.clear()
+    again = made.take()
+    assert ([its.data.ptr for its in again] == places) == (keeps == "nothing")
+    assert [its.shape for its in again] == [(3,), (2, 5)] * 8
+    assert {its.data.ptr for its in made.take()}.isdisjoint(its.data.ptr for its in again)
+    if keeps in ("an array", "a view"):
+        assert (down(kept[0]) == 7).all()
+
+
 # Calls that come again.
 
 
