@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
 import time
@@ -11,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from host_cuda.emulated import UNDER_WAY, Emulated
-from host_cuda.gpus import allocations, busy, connected, down, emulated, gpus, group, is_total, mine, opened, up
+from host_cuda.gpus import (
+    allocations,
+    busy,
+    connected,
+    down,
+    emulated,
+    gpus,
+    group,
+    is_total,
+    mine,
+    opened,
+    require_gpus,
+    up,
+)
 from support.contributions import reduction_of
 
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
@@ -304,6 +318,8 @@ def test_started_calls_are_done_while_the_gpu_computes(
 ) -> None:
     """They come after what the stream held when they were started: later work of the caller does not delay them."""
     implementation, _, nodes = way.partition(", ")
+    if implementation == "NCCL" and os.environ.get("TEST_HOSTIDS") != "1":
+        require_gpus(comm.size)
     monkeypatch.setenv("MPIDIST_NCCL", str(int(implementation == "NCCL")))
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(0 if nodes else rank) for rank in range(comm.size)))
     options = CommunicationOptions(implementation="AUTO" if way == "through the host" else implementation)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import emulated, gpus
+from host_cuda.gpus import emulated, gpus, only_emulated
 
 from mpidist.transport import cuda
 
-__all__ = ["emulated", "gpus"]  # fixtures
+__all__ = ["emulated", "gpus", "only_emulated"]  # fixtures
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -74,8 +74,14 @@ def test_public_calls_that_are_timed_write_their_results(emulated: Emulated, mon
     ("ask", "answers"), [("calls:peers", 3), ("calls:staging", 2), ("calls:overlap", 1), ("calls:faults", 2)]
 )
 def test_measurement_of_two_ranks(
-    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, ask: str, answers: int
+    only_emulated: None,
+    gpus: cuda.Cuda,
+    comm: Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
+    ask: str,
+    answers: int,
 ) -> None:
+    """On real GPUs the check itself asks: there NCCL of two ranks on a GPU wants settings from its start."""
     for name in ("MPIDIST_NCCL", "MPIDIST_PRETEND_NODES", "MPIDIST_STAGING_BYTES", "NCCL_HOSTID"):
         monkeypatch.setenv(name, "")  # and back, after the measurement has set it
         monkeypatch.delenv(name)
