@@ -1,22 +1,6 @@
 """The part of the library that is in C, where a compiler was there at installation. NumPy does the same without it."""
 
-from __future__ import annotations
+from mpidist.transport.native.known_lists import KnownLists
+from mpidist.transport.native.loading import native
 
-import os
-from importlib import import_module
-from typing import Any, Final
-
-__all__ = ["native"]
-
-
-def _load() -> Any:
-    """Return the compiled module; `None` if there is none, or the environment says to do without."""
-    if os.environ.get("MPIDIST_NATIVE", "").strip() == "0":
-        return None
-    try:
-        return import_module(f"{__name__}._native")
-    except ImportError:
-        return None
-
-
-native: Final = _load()
+__all__ = ["KnownLists", "native"]

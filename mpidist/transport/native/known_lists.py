@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final, Generic, TypeVar, final
 
-from mpidist.transport.native import native
+from mpidist.transport.native.loading import native
 
 __all__ = ["KnownLists"]
 
