@@ -68,16 +68,16 @@ PARTS: tuple[Part, ...] = (
     Part("overlap", "gpu.calls:overlap", "reductions that hide behind the backward pass", 38, 2),
     Part("faults", "gpu.calls:faults", "an abort with a kernel in flight", 38, 2, HOSTIDS),
     _tests("right-1", "1", "1 rank, real NCCL", 140),
-    _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 150, "MPIDIST_NCCL=0", sample=3),
-    _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID", 120, HOSTIDS, sample=3),
+    _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 150, "MPIDIST_NCCL=0", sample=6),
+    _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID", 120, HOSTIDS, sample=6),
     _tests("right-one-process", "1", "several communicators of one process on a GPU", 60, ONE_PROCESS,
            "tests/transport/nccl/test_gpus_of_process.py"),
     *(_tests(f"digits-{ranks}", ranks, f"digits on the GPU, {ranks} ranks", 60, "", DIGITS) for ranks in "14"),
     _tests("right-2x2", "4", "2 + 2 ranks on pretended nodes, through the host", 110, f"MPIDIST_NCCL=0 {TWO_NODES}",
-           sample=3),
-    _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID", 130, HOSTIDS, sample=8),
+           sample=5),
+    _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID", 130, HOSTIDS, sample=12),
     _tests("right-hostid-2x2", "4", "2 + 2 ranks, NCCL in pretended nodes, MPI between", 110,
-           f"{HOSTIDS} {TWO_NODES}", sample=8),
+           f"{HOSTIDS} {TWO_NODES}", sample=12),
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent.parent
