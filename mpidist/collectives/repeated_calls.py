@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import CheckedOuts, Operands
+from mpidist.collectives.arguments import CheckedOuts, Operands, write_outs
 from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedReduction
 from mpidist.options import Compression, ReduceOp
 from mpidist.transport import Levels, Progress, SyncGroup, name_digest, native
@@ -28,10 +28,12 @@ _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
 _OP_TYPES: Final = {str, ReduceOp}
 _NESTS: Final = {list, tuple, dict}
 
+_OTHERS: Final = "other arrays"
+
 # What equal calls have in common: the name of the call, the reduction as the user wrote it, the shape and the dtype of
-# the array (of a nest the structure, and none), and whether arrays of the caller's take the result. It has no names, as
-# it is made in each call.
-CallKey: TypeAlias = tuple[str, Any, tuple[Any, ...], np.dtype[Any] | None, bool]
+# the array (of a nest the structure, and none), and whether arrays of the caller's take the result: of a nest its own,
+# or `_OTHERS`. It has no names, as it is made in each call.
+CallKey: TypeAlias = tuple[str, Any, tuple[Any, ...], np.dtype[Any] | None, bool | str]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,8 +44,8 @@ def key_of_repeated(
     """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
     These calls reduce one NumPy array, with the options of the algorithm: into a new array, in place, or into another
-    array of the same kind, with which it shares no memory. Or they reduce a nest of NumPy arrays, into new ones or in
-    place.
+    array of the same kind, with which it shares no memory. Or they reduce a nest of NumPy arrays, into new ones, in
+    place, or into per-node arrays.
 
     Args:
         name: The name of the call.
@@ -66,13 +68,11 @@ def key_of_repeated(
         return None
     try:
         leaves, structure = _flatten(value)
-        is_in_place = out is value or (out is not None and _has_leaves(out, leaves, structure))
-        is_repeated = type(leaves[0]) is np.ndarray and (out is None or is_in_place)
+        outs, into = (leaves, True) if out is value else (None, False) if out is None else _outs(out, leaves, structure)
+        is_repeated = type(leaves[0]) is np.ndarray and (outs is None or type(outs[0]) is np.ndarray)
     except Exception:  # of any kind: the call is made as others are, and the other ranks learn of it
         return None
-    if not is_repeated:
-        return None
-    return (name, reduce_op, structure, None, out is not None), leaves, None if out is None else leaves
+    return ((name, reduce_op, structure, None, into), leaves, outs) if is_repeated else None
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
@@ -82,10 +82,12 @@ def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
     return nest.flatten(value)
 
 
-def _has_leaves(out: Any, leaves: list[Any], structure: tuple[Any, ...]) -> bool:
-    """Whether a nest has the same form as another one, and the same leaves."""
+def _outs(out: Any, leaves: list[Any], structure: tuple[Any, ...]) -> tuple[list[Any], bool | str]:
+    """List the leaves of a nest of outs, `leaves` itself if these are the same; and say what `CallKey` has of that."""
     outs, form = _flatten(out)
-    return form == structure and all(map(operator.is_, outs, leaves))
+    if form != structure:
+        raise ValueError("another form, of which the call tells all ranks")
+    return (leaves, True) if all(map(operator.is_, outs, leaves)) else (outs, _OTHERS)
 
 
 def _takes_result(out: Any, value: Array) -> bool:
@@ -134,12 +136,14 @@ class _ListCall(NamedTuple):
 
     Attributes:
         holds_for: Returns whether nothing has to be checked of a list of the same length.
+        outs_hold: The same of other arrays that take the results.
         cached: The call.
-        variant: `CallRecord.variant` of a list of symmetric arrays; `None` for private ones.
+        variant: `CallRecord.variant` of a list of symmetric arrays, or with per-node outs; `None` for private ones.
         references: To arrays of the caller: this object goes with the first of them that goes.
     """
 
     holds_for: Callable[[list[Any]], bool]
+    outs_hold: Callable[[list[Any]], bool] | None
     cached: _CachedCall
     variant: int | None
     references: Sequence[weakref.ref[Any]]
@@ -177,8 +181,10 @@ class RepeatedCalls:
         if self._cached_for is not self._group.levels:  # a reset makes new levels
             return None
         if type(value) is list:
-            known = self._lists.get(_place_of_list(key, value))
+            known = self._lists.get(_place_of_list(key, value if out is None else out))
             if known is None or not known.holds_for(value):
+                return None
+            if known.outs_hold is not None and not known.outs_hold(out):
                 return None
             cached, variant = known.cached, known.variant
             if variant is None:
@@ -234,6 +240,8 @@ class RepeatedCalls:
             result = reduction.close(result, out is None)
         else:
             result = _finish_unlike(cached, value, out)
+            if type(out) is list:  # per-node arrays are written by one rank of the node
+                result = write_outs(out, result, self._group.shared)
         agreement.end()
         return result
 
@@ -265,18 +273,28 @@ class RepeatedCalls:
             return
         if len(self._lists) >= _MAX_ARRAYS:
             self._lists.clear()
-        if checked is not None and not checked.are_private:
+        is_per_node = checked is not None and len(checked.per_node_indices) == len(arrays)
+        if key[-1] == _OTHERS and not is_per_node:
+            return
+        if checked is not None and not (checked.are_private or is_per_node):
             self._add_symmetric_list(key, call, execution, checked)
             return
-        reduction = execution.of_list(checked is not None, self._group.agreement.flight)
-        if reduction is not None and reduction.fits(arrays):
-            cached = _CachedCall(_call_like(call), execution, reduction)
-            holds_for, known, place = reduction.fits, self._lists, _place_of_list(key, arrays)
-            references: list[weakref.ref[Any]] = []
-            if checked is not None:
-                holds_for = checked.are_unchanged
-                references.append(weakref.ref(arrays[0], lambda _: known.pop(place, None)))
-            known[place] = _ListCall(holds_for, cached, None, references)
+        reduction = execution.of_list(call, self._group.agreement.flight)
+        if reduction is None or not reduction.fits(arrays):
+            return
+        cached = _CachedCall(_call_like(call), execution, reduction)
+        holds_for, known, outs = reduction.fits, self._lists, arrays if call.outs is None else list(call.outs)
+        place = _place_of_list(key, outs)
+        if checked is None:
+            known[place] = _ListCall(holds_for, None, cached, None, [])
+            return
+        # The memory of per-node arrays goes with them, so this keeps nothing that refers to the memory.
+        kept = outs if is_per_node else outs[:1]
+        references = [weakref.ref(its, lambda _: known.pop(place, None)) for its in kept]
+        if is_per_node:
+            known[place] = _ListCall(holds_for, checked.are_unchanged, cached, call.variant, references)
+        else:
+            known[place] = _ListCall(checked.are_unchanged, None, cached, None, references)
 
     def _add_symmetric_list(
         self, key: CallKey, call: ReductionCall, execution: FusedExecution, checked: CheckedOuts
@@ -289,7 +307,7 @@ class RepeatedCalls:
         known, place = self._lists, _place_of_list(key, arrays)
         references = [weakref.ref(array, lambda _: known.pop(place, None)) for array in arrays]
         cached = _CachedCall(_call_like(call), execution, reduction)
-        known[place] = _ListCall(checked.are_unchanged, cached, call.variant, references)
+        known[place] = _ListCall(checked.are_unchanged, None, cached, call.variant, references)
 
     def _cached_call(self, call: ReductionCall) -> _CachedCall | None:
         """Return what carries out calls like one; `None` if they have to be checked each time."""
@@ -325,12 +343,15 @@ def _call_like(call: ReductionCall) -> ReductionCall:
     like = ReductionCall(call.name, call.op, call.options, (), call.structure, call.mirrored)
     like.plan, like.details = call.plan, call.plan.details
     like.fingerprint = call.plan.fingerprint ^ name_digest(call.name)
+    if call.checked_outs is not None:
+        like.fingerprint ^= call.checked_outs.per_node_digest
     return like
 
 
 def _call_with(call: ReductionCall, error: Exception) -> ReductionCall:
     """Return the same call, with what is wrong on this rank."""
     like = _call_like(call)
+    like.fingerprint = call.fingerprint
     like.error = error
     return like
 

@@ -222,6 +222,63 @@ def test_nests_are_carried_out_as_a_whole(
     assert progress.total() == (4 if is_on_one_node(strategy) and not is_small else 0)
 
 
+@pytest.mark.parametrize(("op", "dtype"), [("SUM", np.float32), ("MEAN", np.float64), ("MAX", np.int32)])
+def test_lists_into_per_node_arrays_are_carried_out_as_a_whole(
+    strategy: Strategy, comm: Intracomm, progress: Counter[int], op: str, dtype: Any
+) -> None:
+    """Of early and late ranks, from new lists of arrays, of which some are views; the results are those of the node."""
+    shapes = [(3,), (4, 5), (700,), (64, 129)]
+    times = comm.size if op == "SUM" else 1
+    more = {"SUM": sum(range(comm.size)), "MEAN": (comm.size - 1) / 2, "MAX": comm.size - 1}[op]
+    out = strategy.symmetric_empty_like({"b": [np.empty(its, dtype) for its in shapes[:2]],
+                                         "a": [np.empty(its, dtype) for its in shapes[2:]]}, per_node=True)  # fmt: skip
+    num_whole = 0
+    for step in range(4 * comm.size):
+        has_view = step % 4 == 3 and comm.rank == 0
+        value = nest.map_structure(lambda its: np.empty(its.shape, dtype), out)
+        if has_view:
+            value["a"][0] = np.empty(2 * shapes[2][0], dtype)[: shapes[2][0]]
+        for at, leaf in enumerate(leaves_of(value)):
+            leaf[...] = 10 * step + at + comm.rank
+        if step % comm.size == comm.rank:
+            time.sleep(0.003)
+        assert all_reduce(strategy, op, value, out=out) is out
+        for at, got in enumerate(leaves_of(out)):
+            assert (got == times * (10 * step + at) + more).all()
+        num_whole += step > 0 and not has_view
+    assert progress.total() == (num_whole if is_on_one_node(strategy) else 0)
+
+
+def test_what_changes_in_a_list_of_per_node_arrays_is_seen(strategy: Strategy, comm: Intracomm) -> None:
+    """Other outs, values that are views of the results, or that are symmetric; and an out of another form."""
+    outs = [strategy.symmetric_empty_like([np.empty(300), np.empty(7)], per_node=True) for _ in range(2)]
+    symmetric = strategy.symmetric_empty_like([np.empty(300), np.empty(7)])
+    for step in range(3 * comm.size):
+        values: list[Any] = symmetric if step % comm.size == comm.rank else [np.empty(300), np.empty(7)]
+        for value in values:
+            value[...] = step
+        out = outs[step % 2]
+        comm.Barrier()
+        all_reduce(strategy, "SUM", values, out=out)
+        assert all((one == comm.size * step).all() for one in out)
+    comm.Barrier()
+    for one in outs[0]:
+        one[...] = 3
+    comm.Barrier()
+    all_reduce(strategy, "SUM", [one[:] for one in outs[0]], out=outs[0])
+    assert all((one == 3 * comm.size).all() for one in outs[0])
+    comm.Barrier()
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "op"):
+        all_reduce(strategy, "MAX" if comm.rank else "SUM", [np.ones(300), np.ones(7)], out=outs[1])
+    outs[1][1].shape = (7, 1)
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, r"out 1 must be an array f64\[7\]"):
+        all_reduce(strategy, "SUM", [np.ones(300), np.ones(7)], out=outs[1])
+    references = [weakref.ref(one) for out in outs for one in out]
+    del one, out, outs
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
 def test_what_changes_in_a_list_is_seen(strategy: Strategy, comm: Intracomm) -> None:
     """The same list, with other arrays in it, or arrays of another shape or layout, or that cannot be written."""
     values = [np.ones((4, 6), np.float32), np.ones(9, np.float32)]

@@ -17,6 +17,7 @@ from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.repeated_reductions import (
     LargeArray,
     ListInPlace,
+    ListPerNode,
     Lists,
     NewList,
     RepeatedReduction,
@@ -98,7 +99,7 @@ class FusedExecution(Execution):
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.
         self._idle: list[TwoShot | None] = [None] * len(lists)
-        self._repeated_lists: dict[bool, Lists] = {}  # in place, and not
+        self._repeated_lists: dict[type[Lists], Lists] = {}
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         # A single small array is copied faster, by code that is compiled as a whole, than it is added in place.
         is_copied = self._is_compiled and max((fused.nbytes for fused in lists), default=0) < SYMMETRIC_BYTES
@@ -112,18 +113,23 @@ class FusedExecution(Execution):
         new: list[LentArrays] = []
         if call.outs is None and self._wants_results and self._small is None:
             new = [made.recycled.lend() for made in self._made]
-        is_wanted = not self._ignores_places or (checked is not None and checked.per_node_digest)
-        if is_wanted and self._shared.num_windows:
+        is_per_node = checked is not None and checked.per_node_digest != 0
+        if self._shared.num_windows and (is_per_node or not self._ignores_places):
             places = self._known.find(call.operands.arrays, call.outs, checked)
             call.variant = places.digest
-        if self._agreement_is_barrier and self._lists and places.sources is None and not self._writes_outs(places):
-            arrays = call.operands.arrays
+        writes_outs = self._writes_outs(places)
+        can_stage = self._agreement_is_barrier and places.sources is None
+        if can_stage and writes_outs and len(self._lists) == 1:  # copies are made before any rank writes
+            arrays = copy_overwritten(call.operands.arrays, call.outs or (), are_shared=True)
+            staged = self._shared_transfer(0, arrays, None, places)
+            staged.begin()
+        elif can_stage and self._lists and not writes_outs:
             if self._small is not None:
-                staged = self._small.stage(arrays)
+                staged = self._small.stage(call.operands.arrays)
             else:
-                staged = self._take(0, arrays)
+                staged = self._take(0, call.operands.arrays)
                 if new:
-                    staged.arrays.results = _flat_results(new[0].arrays, self._lists[0])
+                    staged.arrays.results = self._lists[0].flat_results(new[0].arrays)
                     staged.arrays.place = new[0].place
                 staged.begin()
         call.state = places, staged, new
@@ -165,24 +171,25 @@ class FusedExecution(Execution):
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
         return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
-    def of_list(self, is_in_place: bool, flight: Any) -> Lists | None:
+    def of_list(self, call: ReductionCall, flight: Any) -> Lists | None:
         """Return what reduces lists of contiguous private arrays again; `None` where no compiled code does all of it.
 
         Args:
-            is_in_place: Whether the results are the arrays of the list.
+            call: A call that was carried out: into new arrays, in place, or into per-node arrays.
             flight: `Agreement.flight`.
         """
-        is_whole = self._is_compiled and self._small is None and self._agreement_is_barrier
-        if not is_whole or len(self._lists) != 1 or self._empty:
+        places: Places = call.state[0]
+        kind: type[Lists] = NewList if call.outs is None else ListInPlace if places.outs is None else ListPerNode
+        is_whole = self._is_compiled and self._small is None and self._agreement_is_barrier and self._wants_results
+        if not is_whole or places.sources is not None or len(self._lists) != 1 or self._empty:
             return None
         fused = self._lists[0]
-        if not (self._wants_results and fused.wire == fused.result_dtype and fused.keeps_dtype):
+        if fused.wire != fused.result_dtype or not fused.keeps_dtype:
             return None
-        reduction = self._repeated_lists.get(is_in_place)
-        if reduction is None:
+        if kind not in self._repeated_lists:
             common = self._specs, fused, self._reducer, flight
-            reduction = ListInPlace(*common) if is_in_place else NewList(self._made[0], *common)
-            self._repeated_lists[is_in_place] = reduction
+            self._repeated_lists[kind] = NewList(self._made[0], *common) if kind is NewList else kind(*common)
+        reduction = self._repeated_lists[kind]
         return reduction if reduction.is_compiled else None
 
     def of_symmetric(self, call: ReductionCall) -> RepeatedReduction | None:
@@ -240,7 +247,8 @@ class FusedExecution(Execution):
         transfers: list[tuple[TwoShot | InPlace, bool]] = []
         for at, fused in enumerate(self._lists):
             if writes_outs:
-                transfers.append((self._shared_transfer(at, arrays, None, places), False))
+                transfer = self._shared_transfer(at, arrays, None, places) if staged is None else staged
+                transfers.append((transfer, staged is not None))
                 continue
             into = new[at] if new else LentArrays([results[index] for index in fused.indices])
             if places.sources is not None:
@@ -291,7 +299,7 @@ class FusedExecution(Execution):
     def _take(self, at: int, arrays: Sequence[Any]) -> TwoShot:
         """Return the transfer of a list of private arrays: that of an earlier call, if no other call uses it."""
         fused = self._lists[at]
-        sources = _flat(arrays, fused)
+        sources = fused.flat(arrays)
         transfer, self._idle[at] = self._idle[at], None
         if transfer is None:
             return self._two_shot(fused, FusedArrays(fused.wire, sources, result_dtype=fused.result_dtype))
@@ -314,11 +322,11 @@ class FusedExecution(Execution):
             transfer = self._take(at, arrays)
             transfer.arrays.place = into.place
         elif are_copies:
-            transfer.arrays.sources = _flat(arrays, fused)
+            transfer.arrays.sources = fused.flat(arrays)
         if not self._wants_results:
             return transfer
         if begun is None or not into.place:
-            transfer.arrays.results = _flat_results(into.arrays, fused)
+            transfer.arrays.results = fused.flat_results(into.arrays)
         if len(into.arrays) != len(fused.indices):
             transfer.set_results_schedule(self._reducer.schedule((fused.count,), fused.wire.itemsize))
         else:
@@ -328,14 +336,14 @@ class FusedExecution(Execution):
     def _shared_transfer(self, at: int, arrays: Sequence[Any], into: LentArrays | None, places: Places) -> TwoShot:
         """Return the transfer of a list's values in shared memory, or to outs in shared memory if `into` is `None`."""
         fused = self._lists[at]
-        given = FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
+        given = FusedArrays(fused.wire, fused.flat(arrays), result_dtype=fused.result_dtype)
         if places.sources is not None and fused.keeps_dtype:
             given.peers = _by_rank(places.sources, fused)
         if into is None:
             given.shared = self._shared_outs(places)[at]
         elif self._wants_results:
             is_joined = len(into.arrays) != len(fused.indices)
-            given.results = _flat_results(self._made[at].split(into.arrays[0]) if is_joined else into.arrays, fused)
+            given.results = fused.flat_results(self._made[at].split(into.arrays[0]) if is_joined else into.arrays)
         return self._two_shot(fused, given)
 
     def _shared_outs(self, places: Places) -> list[list[list[Any]]]:
@@ -382,18 +390,6 @@ class FusedExecution(Execution):
     def _two_shot(self, fused: FusedList, arrays: FusedArrays) -> TwoShot:
         self._reducer.count(fused.nbytes)
         return self._reducer.two_shot(arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
-
-
-def _flat(arrays: Sequence[Any], fused: FusedList) -> list[Any]:
-    if fused.schedule.is_fine:  # copied as they are, whatever their shape and layout
-        return [arrays[index] for index in fused.indices]
-    return [arrays[index] if arrays[index].ndim == 1 else arrays[index].reshape(-1) for index in fused.indices]
-
-
-def _flat_results(results: Sequence[Any], fused: FusedList) -> list[Any]:
-    if fused.schedule.is_fine and len(results) == len(fused.indices):
-        return list(results)
-    return [result if result.ndim == 1 else result.reshape(-1) for result in results]
 
 
 def _by_rank(places: Sequence[Place], fused: FusedList) -> list[list[Any]]:

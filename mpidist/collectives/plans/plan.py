@@ -125,6 +125,18 @@ class FusedList:
         """Number of bytes in the dtype `wire`."""
         return self.count * self.wire.itemsize
 
+    def flat(self, arrays: Sequence[Any]) -> list[Any]:
+        """Take the arrays of the list from all arrays of the call, flat."""
+        if self.schedule.is_fine:  # copied as they are, whatever their shape and layout
+            return [arrays[index] for index in self.indices]
+        return [arrays[index] if arrays[index].ndim == 1 else arrays[index].reshape(-1) for index in self.indices]
+
+    def flat_results(self, results: Sequence[Any]) -> list[Any]:
+        """Return the results of the list, or the one array that has all, flat."""
+        if self.schedule.is_fine and len(results) == len(self.indices):
+            return list(results)
+        return [result if result.ndim == 1 else result.reshape(-1) for result in results]
+
 
 @final
 @dataclass(frozen=True)

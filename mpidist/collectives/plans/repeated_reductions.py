@@ -24,7 +24,16 @@ from mpidist.transport import (
     native,
 )
 
-__all__ = ["LargeArray", "ListInPlace", "Lists", "NewList", "RepeatedReduction", "SmallArray", "SymmetricInPlace"]
+__all__ = [
+    "LargeArray",
+    "ListInPlace",
+    "ListPerNode",
+    "Lists",
+    "NewList",
+    "RepeatedReduction",
+    "SmallArray",
+    "SymmetricInPlace",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -148,11 +157,18 @@ class _TwoShots(RepeatedReduction):
         fused: The list of the arrays.
         reducer: The transport.
         flight: `Agreement.flight`; `None` for no compiled code of whole calls.
+        shared: `FusedArrays.shared`, whose arrays are set in each call.
     """
 
-    def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
+    def __init__(
+        self,
+        fused: FusedList,
+        reducer: FusedReducer,
+        flight: Array | None,
+        shared: Sequence[Sequence[Array]] | None = None,
+    ) -> None:
         self._nbytes, self._reducer = fused.nbytes, reducer
-        self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
+        self._arrays = FusedArrays(fused.wire, (), shared=shared, result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
         self._was_restaged = False  # in the call that is to be closed: `TwoShot.was_restaged`
         whole = _whole_call(fused, reducer, self._two_shot, flight)
@@ -235,10 +251,18 @@ class Lists(_TwoShots):
         fused: As all further arguments, that of `_TwoShots`.
         reducer: See there.
         flight: See there.
+        shared: See there.
     """
 
-    def __init__(self, specs: Sequence[Spec], fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
-        super().__init__(fused, reducer, flight)
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        fused: FusedList,
+        reducer: FusedReducer,
+        flight: Array | None,
+        shared: Sequence[Sequence[Array]] | None = None,
+    ) -> None:
+        super().__init__(fused, reducer, flight, shared)
         self._forms = [(spec.shape, spec.dtype) for spec in specs]
         self._in_order: Callable[[list[Array]], Any] = operator.itemgetter(*fused.indices)
 
@@ -249,7 +273,7 @@ class Lists(_TwoShots):
 
     def fits(self, arrays: list[Any]) -> bool:
         """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtype."""
-        return bool(native.have_forms(arrays, self._forms))
+        return bool(native.have_forms(arrays, self._forms, False))
 
     @abstractmethod
     def run(self, value: list[Array], result: Any, *numbers: int) -> int:
@@ -314,6 +338,33 @@ class NewList(Lists):
     def _set(self, value: list[Array], result: LentArrays, place: int) -> None:
         self._arrays.sources, self._arrays.results = self._flat(self._in_order(value)), self._flat(result.arrays)
         self._arrays.place = place
+
+
+@final
+class ListPerNode(Lists):
+    """Reduces lists into per-node arrays, the results of all ranks of the node.
+
+    Args:
+        specs: As all further arguments, that of `Lists`.
+        fused: See there.
+        reducer: See there.
+        flight: See there.
+    """
+
+    def __init__(self, specs: Sequence[Spec], fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
+        super().__init__(specs, fused, reducer, flight, shared=[()])
+
+    def fits(self, arrays: list[Any]) -> bool:
+        """As of other lists; and no array is a view, perhaps of a result, which other ranks write early."""
+        return bool(native.have_forms(arrays, self._forms, True))
+
+    def run(self, value: list[Array], result: list[Array], *numbers: int) -> int:
+        progress: int = self._run_whole(self._in_order(value), self._in_order(result), *numbers)
+        return progress
+
+    def _set(self, value: list[Array], result: list[Array], place: int) -> None:
+        self._arrays.sources = self._flat(self._in_order(value))
+        self._arrays.shared, self._arrays.place = [self._flat(self._in_order(result))], place
 
 
 @final

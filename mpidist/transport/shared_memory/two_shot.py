@@ -167,6 +167,8 @@ class TwoShot:
     def forget(self) -> None:
         """Let the arrays go, after `steps`. Local; others are set before `begin`."""
         self.arrays.sources = self.arrays.results = ()
+        if self.arrays.shared is not None:
+            self.arrays.shared = [()] * len(self.arrays.shared)
         self._begun = None
         if self._compiled is not None:
             self._compiled.forget()
