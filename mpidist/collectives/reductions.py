@@ -231,7 +231,7 @@ class Reductions:
             checked = known.find(outs, operands.arrays)  # the same tensors have the same native arrays each time
         if checked is None:
             checked = known.check(outs, operands.arrays, self.group.shared)
-        call.checked_outs = checked
+        call.checked_outs, call.per_node_indices = checked, checked.per_node_indices
         call.fingerprint ^= checked.per_node_digest
         for at, others in enumerate(call.other_outs, 1):
             device = self.replicas.devices[at]

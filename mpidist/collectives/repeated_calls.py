@@ -271,11 +271,12 @@ class RepeatedCalls:
         has_form = key[2] == call.structure and not call.mirrored
         if not (isinstance(execution, FusedExecution) and _is_plain(call) and has_form):
             return
-        if len(self._lists) >= _MAX_ARRAYS:
-            self._lists.clear()
-        is_per_node = checked is not None and len(checked.per_node_indices) == len(arrays)
+        # Views of per-node arrays may be in none of these places.
+        is_per_node = checked is not None and checked.places is not None and all(its.per_node for its in checked.places)
         if key[-1] == _OTHERS and not is_per_node:
             return
+        if len(self._lists) >= _MAX_ARRAYS:
+            self._lists.clear()
         if checked is not None and not (checked.are_private or is_per_node):
             self._add_symmetric_list(key, call, execution, checked)
             return
@@ -345,6 +346,7 @@ def _call_like(call: ReductionCall) -> ReductionCall:
     like.fingerprint = call.plan.fingerprint ^ name_digest(call.name)
     if call.checked_outs is not None:
         like.fingerprint ^= call.checked_outs.per_node_digest
+    like.per_node_indices = call.per_node_indices
     return like
 
 

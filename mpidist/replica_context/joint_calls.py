@@ -203,7 +203,7 @@ class JointCalls:
             with on_device(self._replicas.devices, at):
                 for source, target in zip(first, other, strict=True):
                     if target is not source:
-                        target[...] = arrays.on_current_device(source)
+                        arrays.write(target, arrays.on_current_device(source))
         return list(outs.nests)
 
     def _share_new(self, result: Any) -> list[Any]:

@@ -139,6 +139,17 @@ def test_outs_of_earlier_calls_are_looked_at_again(group: SyncGroup, comm: Intra
         ops.all_reduce("SUM", values, out=outs)
 
 
+@pytest.mark.parametrize("is_out", [False, True])
+def test_elements_may_lie_at_any_number(group: SyncGroup, comm: Intracomm, is_out: bool) -> None:
+    """A view of float32 as complex64, of rows of three: the first element is aligned, and every second one is not."""
+    ops, rows = NcclAllReduce().bound_to(group), up(np.full((64, 3), 9, np.float32))
+    odd, plain = rows[:, :2].view(np.complex64), up(np.full((64, 1), 2 + 1j, np.complex64))
+    result = ops.all_reduce("SUM", plain if is_out else odd, out=odd if is_out else None)
+    assert (down(rows)[:, 2] == 9).all()
+    numbers = down(rows)[:, :2] if is_out else down(result.view(np.float32))
+    assert (numbers == ([2 * comm.size, comm.size] if is_out else 9 * comm.size)).all()
+
+
 @contextmanager
 def on_gpu(index: int) -> Iterator[None]:
     """Make another GPU the current one, and wait for what is made there."""

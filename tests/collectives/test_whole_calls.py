@@ -268,7 +268,7 @@ def test_what_changes_in_a_list_of_per_node_arrays_is_seen(strategy: Strategy, c
     all_reduce(strategy, "SUM", [one[:] for one in outs[0]], out=outs[0])
     assert all((one == 3 * comm.size).all() for one in outs[0])
     comm.Barrier()
-    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "op"):
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, r"so nothing was sent\n  op: rank 0"):
         all_reduce(strategy, "MAX" if comm.rank else "SUM", [np.ones(300), np.ones(7)], out=outs[1])
     outs[1][1].shape = (7, 1)
     with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, r"out 1 must be an array f64\[7\]"):
@@ -277,6 +277,21 @@ def test_what_changes_in_a_list_of_per_node_arrays_is_seen(strategy: Strategy, c
     del one, out, outs
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
+
+
+@pytest.mark.parametrize("dtype", ["f8", ">f8"])
+def test_results_go_to_views_of_per_node_arrays_and_to_no_values(
+    strategy: Strategy, comm: Intracomm, dtype: str
+) -> None:
+    """Which no rank can reach by their places: with gaps, or in another byte order."""
+    whole = strategy.symmetric_empty_like([np.empty((60, 8)), np.empty((5, 40))], per_node=True)
+    outs = [its[:, ::2] if dtype == "f8" else its.view(dtype) for its in whole]
+    for step in range(4):
+        values = [np.full(its.shape, 10.0 * step + comm.rank) for its in outs]
+        comm.Barrier()
+        all_reduce(strategy, "SUM", values, out=outs)
+        assert all((its == 10 * step * comm.size + sum(range(comm.size))).all() for its in outs)
+        assert all((its == 10 * step + comm.rank).all() for its in values)
 
 
 def test_what_changes_in_a_list_is_seen(strategy: Strategy, comm: Intracomm) -> None:

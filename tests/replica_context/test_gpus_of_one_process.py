@@ -50,6 +50,21 @@ def devices(comm: Intracomm, count: int, more: int = 0) -> list[str]:
     return [f"GPU:{at}" for at in range(total)]
 
 
+def test_outs_of_every_replica_may_lie_at_any_number(gpus: cuda.Cuda, comm: Intracomm) -> None:
+    """Complex numbers that begin within others, with gaps between them."""
+    strategy = MirroredStrategy(devices(comm, 2))
+
+    def step() -> list[float]:
+        around = up(np.full(40, 9, np.float32))
+        odd = around[1:33].view(np.complex64)[::2]
+        context().all_reduce("sum", up(np.full(8, 1 + 2j, np.complex64)), out=odd)
+        return down(around)[:6].tolist()
+
+    number = strategy.num_replicas_in_sync
+    assert [its.values for its in strategy.run(step)] == [(its,) * 2 for its in (9, number, 2 * number, 9, 9, number)]
+    strategy.close()
+
+
 def ones_added() -> Any:
     return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
 

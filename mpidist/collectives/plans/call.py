@@ -152,6 +152,7 @@ class ReductionCall(CallRecord):
         components: [replicas of this rank][arrays], the native arrays of each; empty where a rank is one replica.
         plan: The plan; set after `operands`.
         checked_outs: The outs, checked; `None` without outs.
+        per_node_indices: The indices of outs that are per-node arrays.
         other_outs: The outs of each other replica of this rank. They are checked; the caller copies the results there.
         state: Whatever the execution stores in the call between `begin` and `finish`.
     """
@@ -185,12 +186,12 @@ class ReductionCall(CallRecord):
         self.operands: Operands = NO_OPERANDS
         self.components: Sequence[Sequence[Any]] = ()
         self.checked_outs: CheckedOuts | None = None
+        self.per_node_indices: Sequence[int] = ()
         self.other_outs: Sequence[Sequence[Any]] = ()
         self.state: Any = None
 
     def describe(self) -> Mapping[str, str]:
-        options, checked = self.options, self.checked_outs
-        per_node = [] if checked is None else checked.per_node_indices
+        options, per_node = self.options, self.per_node_indices
         fields = {
             "cross_device_ops": str(self.plan.configuration),
             "outs that are per-node arrays": ", ".join(f"out {index}" for index in per_node) or "none",

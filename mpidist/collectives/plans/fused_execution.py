@@ -179,7 +179,7 @@ class FusedExecution(Execution):
             flight: `Agreement.flight`.
         """
         places: Places = call.state[0]
-        kind: type[Lists] = NewList if call.outs is None else ListInPlace if places.outs is None else ListPerNode
+        kind: type[Lists] = NewList if call.outs is None else ListPerNode if self._writes_outs(places) else ListInPlace
         is_whole = self._is_compiled and self._small is None and self._agreement_is_barrier and self._wants_results
         if not is_whole or places.sources is not None or len(self._lists) != 1 or self._empty:
             return None
@@ -238,7 +238,7 @@ class FusedExecution(Execution):
         if writes_outs and self._are_in_place(places):
             return _Transfers(list(outs or ()), [], self._in_place_transfers(places))
         results = list(outs or ()) if writes_outs else self._new_results(call)
-        if outs is not None and not (writes_outs and places.sources is not None):
+        if outs is not None and not (writes_outs and (staged is not None or places.sources is not None)):
             checked = call.checked_outs
             owners = checked.owners if checked is not None and checked.are_targets else None  # else the outs are others
             arrays = copy_overwritten(arrays, results, places.outs is not None, owners)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from math import prod
@@ -20,6 +21,7 @@ _SMALL: Final = 64 << 10  # bytes of an array
 _SHARED: Final = 1 << 20  # bytes of an allocation, all of which a program keeps that keeps one array of it
 _LEAST_KEPT: Final = 8  # arrays of an allocation: fewer are made as soon as they are looked at
 _SETS: Final = 2  # of arrays that are kept: a program still has the last results when it asks for the next ones
+_MOST_KEPT: Final = 16 << 20  # bytes that are kept in a process: those that were made first go first
 
 _shape_of: Final = attrgetter("shape")
 _pointer_of: Final = attrgetter("data")
@@ -57,7 +59,10 @@ class NewArrays:
 
 @final
 class _Allocation:
-    """The arrays of one allocation: made anew, or those of an earlier call that nothing refers to any more."""
+    """The arrays of one allocation: made anew, or those of an earlier call that nothing refers to any more.
+
+    A weak reference to such an array is one to the array of a later call, too.
+    """
 
     def __init__(self, nbytes: int, forms: Sequence[_Form]) -> None:
         self._nbytes, self._forms = nbytes, forms
@@ -68,14 +73,20 @@ class _Allocation:
         """Return the arrays. Their work comes after that of the current stream, as memory of CuPy's pool has it."""
         if len(self._forms) < _LEAST_KEPT:
             return self._make()
-        stream = int(cuda.cupy().cuda.get_current_stream().ptr)
+        its = cuda.cupy().cuda
+        place = int(its.get_current_stream().ptr), its.get_allocator()
         for kept in self._kept:
-            if kept.stream == stream and kept.references == kept.references_now() and kept.shapes() == self._shapes:
+            if kept.place == place and kept.references == kept.references_now() and kept.shapes() == self._shapes:
                 return list(kept.arrays)
         arrays = self._make()
         pointers = list(map(_pointer_of, arrays))
-        first = _Kept(stream, arrays, pointers, pointers[0].mem, ())
+        first = _Kept(place, arrays, pointers, pointers[0].mem, ())
         self._kept.append(first._replace(references=first.references_now()))
+        _KEEPING.append((weakref.ref(self), self._nbytes))
+        while sum(nbytes for _, nbytes in _KEEPING) > _MOST_KEPT:
+            oldest, _ = _KEEPING.popleft()
+            if (allocation := oldest()) is not None and allocation._kept:
+                allocation._kept.popleft()
         return list(arrays)
 
     def _make(self) -> list[Any]:
@@ -86,9 +97,9 @@ class _Allocation:
 
 @final
 class _Kept(NamedTuple):
-    """Arrays that may serve again, on the stream that their memory is of."""
+    """Arrays that may serve again, on the stream and with the allocator of CuPy that their memory is of."""
 
-    stream: int
+    place: tuple[int, Any]
     arrays: list[Any]
     pointers: list[Any]  # CuPy's, which a program may keep without the array
     memory: Any
@@ -102,3 +113,6 @@ class _Kept(NamedTuple):
     def shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes, which a program may have changed in place."""
         return list(map(_shape_of, self.arrays))
+
+
+_KEEPING: Final[deque[tuple[weakref.ref[_Allocation], int]]] = deque()  # allocations, each time that they keep a set

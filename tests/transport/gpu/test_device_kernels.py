@@ -318,6 +318,20 @@ def test_small_arrays_serve_again_when_a_program_has_let_go_of_all(gpus: cuda.Cu
         assert (down(kept[0]) == 7).all()
 
 
+def test_what_serves_again_is_bounded_and_of_the_allocator_of_the_time(gpus: cuda.Cuda) -> None:
+    pool, own = gpus.cupy.get_default_memory_pool(), gpus.cupy.cuda.MemoryPool()
+    before = pool.used_bytes()
+    many = [NewArrays([(1 << 14,)] * 16 + [(at + 1,)], [F32] * 17) for at in range(40)]
+    for made in many:
+        made.take()
+    assert pool.used_bytes() - before <= 16 << 20
+    with gpus.cupy.cuda.using_allocator(own.malloc):
+        arrays = many[-1].take()
+        assert own.used_bytes() >= 1 << 20
+    del arrays, many, made
+    assert pool.used_bytes() == before
+
+
 # Calls that come again.
 
 
