@@ -254,7 +254,7 @@ def test_a_rank_without_pinned_memory_does_with_pageable(
     [
         (1e9, {0: 0, 1: 1, 256 << 10: 1, 1 << 20: 4, 16 << 20: 13}),
         (1.25e9, {100_000_000: math.ceil(1e8 / math.sqrt(1e8 * 230e-6 * 1.25e9 / 2))}),
-        (1e6, {1 << 30: (1 << 30) // LEAST_CHUNK_BYTES}),
+        (1e6, {1 << 29: (1 << 29) // LEAST_CHUNK_BYTES}),
         (1e12, {4 << 20: 1, 1 << 40: (1 << 40) // MOST_CHUNK_BYTES}),
         (None, {0: 0, 1: 1, 100: 1, 101: 2, 1000: 10}),
     ],
