@@ -124,9 +124,8 @@ def prepare(wheels: Path, folder: Path) -> Environment:
     site = folder / "site"
     packages = sysconfig.get_path("purelib", "posix_prefix", {"base": str(site)})
     if not (ROOT / "mpidist/transport/native" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
-        output_of(
-            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], os.environ, 60
-        )  # the table has the outcome
+        # Whether that worked, the table says.
+        output_of([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], os.environ, 60)
     carried = sorted(map(str, wheels.glob("*.whl")))
     if carried:
         options = ("--quiet", "--no-index", "--no-deps", "--ignore-installed", "--prefix", str(site))
