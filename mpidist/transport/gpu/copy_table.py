@@ -64,6 +64,8 @@ class CopyTables:
             at += size
         is_in_order = bool((slots == np.arange(counts.size)).all())
         self._slots: Any = slice(counts.size) if is_in_order else slots  # a slice is written sooner
+        self._sources, self._targets = self._whole["source"], self._whole["target"]
+        self._told = 1, 0  # the divisor and the counter that are filled in
         self._whole["pad"][self._slots] = pads
         self._whole["last"][self._slots] = counts - (rows - 1) * most
 
@@ -85,9 +87,10 @@ class CopyTables:
             divisor: What numbers are divided by.
             counter: The address of a number to which overflows are added; 0 for none.
         """
-        self._whole["source"][self._slots] = sources
-        self._whole["target"][self._slots] = targets
-        self._launches["divisor"], self._launches["counter"] = divisor, counter
+        self._sources[self._slots] = sources
+        self._targets[self._slots] = targets
+        if self._told != (divisor, counter):
+            self._told = self._launches["divisor"], self._launches["counter"] = divisor, counter
         return self._tables
 
 

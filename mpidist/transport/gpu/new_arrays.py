@@ -1,10 +1,11 @@
-"""New arrays of device memory for equal calls. Small ones share an allocation, and serve again when they are let go."""
+"""New arrays of device memory for equal calls. Small ones share an allocation; a list that is let go serves again."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from operator import attrgetter
 from sys import getrefcount
@@ -19,100 +20,98 @@ __all__ = ["NewArrays"]
 _ALIGNMENT: Final = 16  # bytes, the most that kernels copy at once
 _SMALL: Final = 64 << 10  # bytes of an array
 _SHARED: Final = 1 << 20  # bytes of an allocation, all of which a program keeps that keeps one array of it
-_LEAST_KEPT: Final = 8  # arrays of an allocation: fewer are made as soon as they are looked at
-_SETS: Final = 2  # of arrays that are kept: a program still has the last results when it asks for the next ones
-_MOST_KEPT: Final = 16 << 20  # bytes that are kept in a process: those that were made first go first
+_LEAST_KEPT: Final = 8  # arrays of a list: fewer are made as soon as they are looked at
+_LISTS: Final = 2  # that are kept: a program still has the last results when it asks for the next ones
+_SHARE_KEPT: Final = 128  # of a GPU's memory, one part is kept in a process, at most
 
 _shape_of: Final = attrgetter("shape")
 _pointer_of: Final = attrgetter("data")
 
-_Form = tuple[tuple[int, ...], np.dtype[Any], int]  # shape, dtype, and where an array begins, in bytes
-
 
 @final
 class NewArrays:
-    """Makes the results of equal calls, of dtypes of at most 16 bytes."""
+    """Makes the results of equal calls, of dtypes of at most 16 bytes.
+
+    The list is made anew, or is that of an earlier call to whose arrays nothing refers any more. A weak reference to
+    such an array is one to the array of the later call, too.
+    """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> None:
-        sizes: list[int] = []  # bytes of each allocation
-        forms: list[list[_Form]] = []  # of the arrays in each allocation
-        self._places: list[tuple[int, int]] = []  # of each array, its allocation, and its number there
+        self._shapes = list(shapes)
+        self._sizes: list[int] = []  # bytes of each allocation
+        self._forms: list[tuple[tuple[int, ...], np.dtype[Any], int, int]] = []  # the last two: allocation, and byte
+        self._kept: deque[_Kept] = deque(maxlen=_LISTS)
         shared = None  # the last allocation of small arrays
         for shape, dtype in zip(shapes, dtypes, strict=True):
             nbytes = -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             its = shared
-            if its is None or nbytes > _SMALL or sizes[its] + nbytes > _SHARED:
-                its = len(sizes)
-                sizes.append(0)
-                forms.append([])
+            if its is None or nbytes > _SMALL or self._sizes[its] + nbytes > _SHARED:
+                its = len(self._sizes)
+                self._sizes.append(0)
                 shared = shared if nbytes > _SMALL else its
-            self._places.append((its, len(forms[its])))
-            forms[its].append((shape, dtype, sizes[its]))
-            sizes[its] += nbytes
-        self._allocations = [_Allocation(*its) for its in zip(sizes, forms, strict=True)]
+            self._forms.append((shape, dtype, its, self._sizes[its]))
+            self._sizes[its] += nbytes
 
     def take(self) -> list[Any]:
-        """Return C-contiguous arrays on the current device, uninitialised."""
-        made = [allocation.take() for allocation in self._allocations]
-        return [made[its][number] for its, number in self._places]
+        """Return C-contiguous arrays on the current device, uninitialised.
 
-
-@final
-class _Allocation:
-    """The arrays of one allocation: made anew, or those of an earlier call that nothing refers to any more.
-
-    A weak reference to such an array is one to the array of a later call, too.
-    """
-
-    def __init__(self, nbytes: int, forms: Sequence[_Form]) -> None:
-        self._nbytes, self._forms = nbytes, forms
-        self._shapes = [shape for shape, _, _ in forms]
-        self._kept: deque[_Kept] = deque(maxlen=_SETS)
-
-    def take(self) -> list[Any]:
-        """Return the arrays. Their work comes after that of the current stream, as memory of CuPy's pool has it."""
-        if len(self._forms) < _LEAST_KEPT:
-            return self._make()
-        its = cuda.cupy().cuda
-        place = int(its.get_current_stream().ptr), its.get_allocator()
+        Their work comes after that of the current stream, as memory of CuPy's pool has it.
+        """
+        cupy = cuda.cupy()
+        its = cupy.cuda
+        place = its.runtime.getDevice(), its.get_current_stream().ptr, its.get_allocator()
         for kept in self._kept:
-            if kept.place == place and kept.references == kept.references_now() and kept.shapes() == self._shapes:
-                return list(kept.arrays)
-        arrays = self._make()
-        pointers = list(map(_pointer_of, arrays))
-        first = _Kept(place, arrays, pointers, pointers[0].mem, ())
-        self._kept.append(first._replace(references=first.references_now()))
-        _KEEPING.append((weakref.ref(self), self._nbytes))
-        while sum(nbytes for _, nbytes in _KEEPING) > _MOST_KEPT:
-            oldest, _ = _KEEPING.popleft()
-            if (allocation := oldest()) is not None and allocation._kept:
-                allocation._kept.popleft()
+            if kept.place == place and kept.is_let_go() and list(map(_shape_of, kept.arrays)) == self._shapes:
+                return list(kept.arrays)  # not those whose shape a program has changed in place
+        memory = list(map(its.alloc, self._sizes))
+        arrays = [cupy.ndarray(shape, dtype, memory[which] + at) for shape, dtype, which, at in self._forms]
+        if len(arrays) >= _LEAST_KEPT:
+            del memory
+            self._keep(place, arrays)
         return list(arrays)
 
-    def _make(self) -> list[Any]:
-        cupy = cuda.cupy()
-        memory = cupy.cuda.alloc(self._nbytes)
-        return [cupy.ndarray(shape, dtype, memory + at) for shape, dtype, at in self._forms]
+    def _keep(self, place: tuple[Any, ...], arrays: list[Any]) -> None:
+        """Keep a list, unless it is long, and let those go that were made before it, until there is room for it."""
+        most = _most_kept(place[0])
+        if sum(self._sizes) > most:
+            return
+        self._kept.append(_Kept.of(place, arrays))
+        _KEEPERS.pop(id(self), None)
+        _KEEPERS[id(self)] = self  # as the last one
+        keepers = list(_KEEPERS.values())
+        nbytes = sum(len(keeper._kept) * sum(keeper._sizes) for keeper in keepers)
+        for keeper in keepers:
+            while nbytes > most and keeper._kept:
+                keeper._kept.popleft()
+                nbytes -= sum(keeper._sizes)
+
+
+@cache
+def _most_kept(device: int) -> int:
+    """Return how many bytes are kept. Asking takes long."""
+    return int(cuda.cupy().cuda.Device(device).mem_info[1]) // _SHARE_KEPT
 
 
 @final
 class _Kept(NamedTuple):
-    """Arrays that may serve again, on the stream and with the allocator of CuPy that their memory is of."""
+    """Arrays that may serve again, on the device and stream, and with CuPy's allocator, that their memory is of."""
 
-    place: tuple[int, Any]
+    place: tuple[Any, ...]
     arrays: list[Any]
-    pointers: list[Any]  # CuPy's, which a program may keep without the array
-    memory: Any
-    references: tuple[int, ...]  # to these, where the program has none
+    parts: list[Any]  # all that a program may refer to: arrays, CuPy's pointers, which outlive arrays, and memory
+    num_references: int  # to these, where the program has none
 
-    def references_now(self) -> tuple[int, ...]:
-        """Count the references to arrays, of which views and other libraries hold some, to pointers and memory."""
-        most = (max(map(getrefcount, self.arrays)), max(map(getrefcount, self.pointers)))
-        return (*most, getrefcount(self.memory))
+    @classmethod
+    def of(cls, place: tuple[Any, ...], arrays: list[Any]) -> _Kept:
+        """Keep arrays of which the program has none yet."""
+        parts = [*arrays, *map(_pointer_of, arrays)]
+        parts += {id(pointer.mem): pointer.mem for pointer in parts[len(arrays) :]}.values()
+        return cls(place, arrays, parts, sum(map(getrefcount, parts)))
 
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes, which a program may have changed in place."""
-        return list(map(_shape_of, self.arrays))
+    def is_let_go(self) -> bool:
+        """Whether the program has none, nor views of some, which refer to them, nor has another library."""
+        return sum(map(getrefcount, self.parts)) == self.num_references
 
 
-_KEEPING: Final[deque[tuple[weakref.ref[_Allocation], int]]] = deque()  # allocations, each time that they keep a set
+# What keeps lists, by its `id`: what made a list last comes last.
+_KEEPERS: Final[weakref.WeakValueDictionary[int, NewArrays]] = weakref.WeakValueDictionary()
