@@ -25,7 +25,7 @@ from gpu.running import HOSTIDS, settings_of
 
 __all__ = ["faults", "overlap", "peers", "public_call", "staging"]
 
-PIECE, PACK = 4 << 20, 8 << 20  # bytes of a message between hosts; of gradients that are reduced together, at least
+PIECE, PACK = 4 << 20, 4 << 20  # bytes of a message between hosts; of gradients that are reduced together, at least
 CHUNKS = str(2 << 20)  # bytes, as between hosts with a link as fast as this memory: MPIDIST_STAGING_BYTES
 BACKWARD = 2.0  # how many times as long as the reductions
 MOST_HOST = 0.4e-3  # seconds that the caller of 161 arrays waits

@@ -90,6 +90,8 @@ static inline unsigned short ptx_cvt_rn_f16_f32(float x) {
     return (its >> 16 & 0x8000u) | rest;
 }
 
+#define __ldcs(from) (*(from))
+
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }

@@ -36,6 +36,8 @@ const std::string MANY = "-DHOST_CUDA_PARAMETERS=32764 ", FEW = "-DHOST_CUDA_PAR
 // Complex numbers of CuPy are aligned to their size only for CUDA's own compilers.
 const std::string COMPLEX = "#include <cupy/complex.cuh>", ALIGNED_COMPLEX =
     "#include <cupy/complex/namespace.h>\n#define __CUDACC__\n#include <cupy/complex.cuh>\n#undef __CUDACC__";
+// CUDA's compilers know this type without a header, which other programs include.
+const std::string VECTOR = "struct alignas(16) uint4 { unsigned x, y, z, w; };\n";
 const std::string CLOCK = "asm volatile(\"mov.u64 %0, %globaltimer;\" : \"=l\"";
 
 struct Program {
@@ -59,7 +61,8 @@ bool succeeds(const std::string& command, const std::string& log) {
 }
 
 std::string for_the_host(const std::string& source) {
-    std::string text = "#line 1 \"kernel.cu\"\n" + source;
+    const bool is_alone = source.find("#include") == source.npos;
+    std::string text = (is_alone ? VECTOR : "") + "#line 1 \"kernel.cu\"\n" + source;
     if (const size_t at = text.find(COMPLEX); at != text.npos) text.replace(at, COMPLEX.size(), ALIGNED_COMPLEX);
     for (size_t at; (at = text.find(CLOCK)) != text.npos;) text.replace(at, CLOCK.size(), "host_cuda::read_clock(");
     return text;

@@ -100,6 +100,16 @@ template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16
 
 template <class Its> INLINE bool is_aligned(const void* at) { return ((u8)at & (alignof(Its) - 1)) == 0; }
 
+// Read what no kernel reads again: 16 bytes at once take no place in the caches from what is needed longer.
+template <class Its> INLINE Its read_once(const Its* from) {
+    if constexpr (sizeof(Its) == sizeof(uint4)) {
+        const uint4 bits = __ldcs((const uint4*)from);
+        return *(const Its*)&bits;
+    } else {
+        return *from;
+    }
+}
+
 // ---- Copying: a warp takes a row, which is up to 8 KiB of one array.
 
 constexpr u4 ROW_BYTES = 8192;
@@ -224,6 +234,24 @@ template <class T> INLINE T divided(T x, i8 n) { return n == 1 ? x : quotient(x,
 
 struct Parts { u8 addresses[480]; };
 
+// N elements of DEPTH parts: all are under way before one is joined, as the memory takes long to answer.
+template <Op OP, int N, int DEPTH, class T> INLINE void join(
+    const u8* addresses, u8 at, bool is_first, typename Of<T>::Total (&totals)[N]
+) {
+    typedef typename Of<T>::Total Total;
+    Several<T, N> held[DEPTH];
+    #pragma unroll
+    for (int part = 0; part < DEPTH; part++) held[part] = read_once((const Several<T, N>*)((const T*)addresses[part] + at));
+    #pragma unroll
+    for (int part = 0; part < DEPTH; part++) {
+        #pragma unroll
+        for (int its = 0; its < N; its++) {
+            const Total next = (Total)held[part].at[its];
+            totals[its] = part == 0 && is_first ? next : joined<OP>(totals[its], next);
+        }
+    }
+}
+
 // Elements `begin` to `end`, N at a time. `out` may be one of the parts: what goes into a result is read before it is
 // written, by the same thread.
 template <Op OP, int N, class T> INLINE void combine(
@@ -231,28 +259,17 @@ template <Op OP, int N, class T> INLINE void combine(
 ) {
     typedef typename Of<T>::Total Total;
     typedef Several<T, N> Together;
-    constexpr int DEPTH = 4;  // parts
     const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (u8)gridDim.x * blockDim.x;
     for (u8 at = begin + thread * N; at + N <= end; at += num_threads * N) {
         Total totals[N] = {};
+        i8 first = 0;
         #pragma unroll 1
-        for (i8 first = 0; first < number; first += DEPTH) {
-            Together held[DEPTH];  // all are under way before one is joined, as the memory takes long to answer
-            #pragma unroll
-            for (int ahead = 0; ahead < DEPTH; ahead++) {
-                const i8 which = first + ahead < number ? first + ahead : number - 1;
-                held[ahead] = *(const Together*)((const T*)parts.addresses[which] + at);
-            }
-            #pragma unroll
-            for (int ahead = 0; ahead < DEPTH; ahead++) {
-                if (first + ahead >= number) break;
-                #pragma unroll
-                for (int its = 0; its < N; its++) {
-                    const Total next = (Total)held[ahead].at[its];
-                    totals[its] = first + ahead ? joined<OP>(totals[its], next) : next;
-                }
-            }
+        for (; first + 4 <= number; first += 4) join<OP, N, 4, T>(parts.addresses + first, at, first == 0, totals);
+        if (number - first >= 2) {
+            join<OP, N, 2, T>(parts.addresses + first, at, first == 0, totals);
+            first += 2;
         }
+        if (number - first >= 1) join<OP, N, 1, T>(parts.addresses + first, at, first == 0, totals);
         Together written;
         #pragma unroll
         for (int its = 0; its < N; its++) {

@@ -72,9 +72,9 @@ def check_ptx(ptx: str) -> None:
     assert set(entries) == {f"mpidist_{kernel}" for kernel in KERNELS}
     assert ".local" not in ptx, "tables are read where they come, and copied by no thread"
     for name in ("copy_4", "cast_f4_bf", "combine_bf_sum", "combine_f4_sum"):
-        assert re.search(r"ld(\.global)?\.v4\.[uf]32", entries[f"mpidist_{name}"]), name
+        assert re.search(r"ld(\.global)?(\.cs)?\.v4\.[uf]32", entries[f"mpidist_{name}"]), name
     for name in ("combine_f4_sum", "combine_bf_sum"):  # four reads are under way before the first part is joined
-        words = re.findall(r"\b(ld(?:\.global)?\.v4|add\.rn)", entries[f"mpidist_{name}"])
+        words = re.findall(r"\b(ld(?:\.global)?(?:\.cs)?\.v4|add\.rn)", entries[f"mpidist_{name}"])
         assert "RRRR" in "".join("+" if word == "add.rn" else "R" for word in words), name
 
 
