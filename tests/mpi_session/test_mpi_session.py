@@ -386,6 +386,7 @@ def test_sample_has_runs_of_each_test_and_a_smaller_one_fewer_of_the_same():
     assert sorted(few + [run for run in rest if run[0] != "test_long"]) == sorted(some)
     assert Counter(test for test, _, _ in rest)["test_long"] == 4
     assert sorted(few + runs("1-8")) == sorted(runs(None))
+    assert sorted(few + rest) == sorted(runs("4-0")), "nothing is left out, and long ones are in"
 
 
 def test_sample_takes_each_case_of_a_long_table_once_and_all_numbers_of_ranks_in_turn():
