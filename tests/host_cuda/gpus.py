@@ -252,10 +252,11 @@ def holdings() -> dict[str, int]:
     cupy.cuda.alloc_pinned_memory(1)  # when CuPy lets go of the events of its own copies that are done
     gc.collect()
     objects = [type(its) for its in gc.get_objects()]
-    return {
+    own = {"device memory of the GPU": -int(cupy.cuda.runtime.memGetInfo()[0])} if are_emulated() else {}
+    return own | {
         "device memory in use": int(cupy.get_default_memory_pool().used_bytes()),
         "pinned blocks": int(cupy.get_default_pinned_memory_pool().n_free_blocks()),
-        "device memory of the GPU": -int(cupy.cuda.runtime.memGetInfo()[0]),
+        "device memory of CuPy": int(cupy.get_default_memory_pool().total_bytes()),
         "host memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         "events": objects.count(cupy.cuda.Event),
         "streams": objects.count(cupy.cuda.Stream),
@@ -266,7 +267,8 @@ def holdings() -> dict[str, int]:
 
 def grown_by(call: Callable[[], object], number: int) -> dict[str, int]:
     """Say what grows in so many calls, after a tenth of them."""
-    coarse = ("host memory", "device memory of the GPU")  # of which other processes take some, too, now and then
+    # Of which libraries take some, too, now and then; and on a real GPU other processes.
+    coarse = ("host memory", "device memory of CuPy", "device memory of the GPU")
     grown: dict[str, int] = {}
     for _ in range(_TRIALS):
         for _ in range(number // 10):

@@ -136,7 +136,7 @@ def test_more_ranks_than_gpus_are_staged(
     gpus.cupy.cuda.Device(0).use()
     for group in opened(comm):
         assert is_working(group)
-        assert re.search(r"share GPU \w+:\w\w:00.0 of", caplog.text) or comm.rank
+        assert re.search(r"share GPU \w+:\w\w:\w\w\.\w of", caplog.text) or comm.rank
         with raises_everywhere(comm, UnavailableError, '"NCCL" cannot be had: ranks 0.* share GPU'):
             is_working(group, ONLY_NCCL)
 
