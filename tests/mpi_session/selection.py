@@ -68,7 +68,7 @@ class Sample(NamedTuple):
     def of(cls, text: str) -> Sample:
         """Read what was asked for, as '4', or '2-4': what '2' chooses and '4' does not."""
         words = text.split("-")
-        if not 1 <= len(words) <= 2 or not all(word.isdigit() and int(word) for word in words):
+        if not 1 <= len(words) <= 2 or not all(map(str.isdigit, words)) or not int(words[0]):
             raise pytest.UsageError(
                 f"--sample got {text!r}: give every how manieth case, as 4, or as 1-4 what 4 leaves"
             )

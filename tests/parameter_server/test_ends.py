@@ -253,6 +253,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 @again_if_slow
 def test_workers_that_have_caught_the_loss_of_a_server_end_the_other_servers(job: Job) -> None:
     """Of which none waits for the lost one, and none would learn of it."""
@@ -325,6 +326,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 @again_if_slow
 def test_a_worker_that_is_killed_as_the_cluster_ends_is_noticed_by_all(job: Job) -> None:
     """Its server has served all, and waits for no worker any more."""

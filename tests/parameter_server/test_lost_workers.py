@@ -90,6 +90,7 @@ if rank == 1:
 """
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_ranks_that_have_ended_tell_once_for_whom_they_wait(job: Job) -> None:
     """One worker works long after the strategy, and nothing is wrong: the others wait for ever, but not in silence."""

@@ -177,6 +177,7 @@ def test_update_and_merge_call(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_ten_thousand_requests_leave_nothing_behind(comm: Intracomm) -> None:
     """Neither on workers nor on servers."""
