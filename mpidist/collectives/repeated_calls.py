@@ -19,9 +19,9 @@ from mpidist import nest
 from mpidist.collectives.arguments import CheckedOuts, Operands, write_outs
 from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedReduction
 from mpidist.options import Compression, ReduceOp
-from mpidist.transport import Levels, Progress, SyncGroup, name_digest, native
+from mpidist.transport import Levels, Progress, SyncGroup, known_library_of, library_of, name_digest, native
 
-__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated"]
+__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated", "restored"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
 _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
@@ -45,7 +45,7 @@ def key_of_repeated(
 
     These calls reduce one NumPy array, with the options of the algorithm: into a new array, in place, or into another
     array of the same kind, with which it shares no memory. Or they reduce a nest of NumPy arrays, into new ones, in
-    place, or into per-node arrays.
+    place, or into per-node arrays; or a nest of tensors, whose arrays are known, into new ones or in place.
 
     Args:
         name: The name of the call.
@@ -69,10 +69,24 @@ def key_of_repeated(
     try:
         leaves, structure = _flatten(value)
         outs, into = (leaves, True) if out is value else (None, False) if out is None else _outs(out, leaves, structure)
-        is_repeated = type(leaves[0]) is np.ndarray and (outs is None or type(outs[0]) is np.ndarray)
+        key = (name, reduce_op, structure, None, into)
+        if type(leaves[0]) is np.ndarray:
+            return (key, leaves, outs) if outs is None or type(outs[0]) is np.ndarray else None
+        library = known_library_of(leaves[0])
+        if library is None or not library.knows_lists or into == _OTHERS:
+            return None
+        natives = library.known_natives(leaves)
     except Exception:  # of any kind: the call is made as others are, and the other ranks learn of it
         return None
-    return ((name, reduce_op, structure, None, into), leaves, outs) if is_repeated else None
+    return key, natives, None if outs is None else natives
+
+
+def restored(value: Any, results: list[Any]) -> list[Any]:
+    """Convert the results of a call to the kinds of the leaves of its value: NumPy's arrays, or tensors."""
+    leaves, _ = _flatten(value)
+    if type(leaves[0]) is np.ndarray:
+        return results
+    return library_of(leaves[0]).from_natives(results, leaves)
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
@@ -169,7 +183,7 @@ class RepeatedCalls:
 
         Args:
             key: As all further arguments, what `key_of_repeated` has returned: the key of the call.
-            value: The array, or the list of a nest's leaves.
+            value: The array, or the list of a nest's leaves; `None` for tensors whose arrays are not known.
             out: What takes the result; `None` for new arrays.
 
         Returns:
@@ -178,7 +192,7 @@ class RepeatedCalls:
         Raises:
             Exception: What `Reductions.run` raises.
         """
-        if self._cached_for is not self._group.levels:  # a reset makes new levels
+        if self._cached_for is not self._group.levels or value is None:  # a reset makes new levels
             return None
         if type(value) is list:
             known = self._lists.get(_place_of_list(key, value if out is None else out))
@@ -270,6 +284,9 @@ class RepeatedCalls:
         execution, arrays, checked = call.plan.execution, call.operands.arrays, call.checked_outs
         has_form = key[2] == call.structure and not call.mirrored
         if not (isinstance(execution, FusedExecution) and _is_plain(call) and has_form):
+            return
+        first, values = call.values[0], list(call.values)
+        if type(first) is not np.ndarray and not library_of(first).note_natives(values, arrays):
             return
         # Views of per-node arrays may be in none of these places.
         is_per_node = checked is not None and checked.places is not None and all(its.per_node for its in checked.places)

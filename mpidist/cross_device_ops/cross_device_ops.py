@@ -25,6 +25,7 @@ from mpidist.collectives import (
     require_num_packs,
     require_tree_order,
     require_usable,
+    restored,
 )
 from mpidist.cross_device_ops.world_reductions import world_all_reduce, world_reduce, world_ring_all_reduce
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
@@ -247,7 +248,9 @@ class CrossDeviceOps(Algorithm):
         reductions = self._reductions()
         repeated = key_of_repeated(call, reduce_op, value, options, out, error)
         if repeated is not None and (result := reductions.repeated.run(*repeated)) is not None:
-            return out if out is not None else rebuild_results(value, result, {}) if type(result) is list else result
+            if out is not None or type(result) is not list:
+                return result if out is None else out
+            return rebuild_results(value, restored(value, result), {})
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(reduction_call)
         if repeated is not None:

@@ -13,7 +13,7 @@ from mpidist.transport.agreement import (
     mismatch_error,
     name_digest,
 )
-from mpidist.transport.array_libraries import copied, library_of, writable_like
+from mpidist.transport.array_libraries import copied, known_library_of, library_of, writable_like
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
@@ -148,6 +148,7 @@ __all__ = [
     "change_rows_of_gpu",
     "choose_device",
     "copied",
+    "known_library_of",
     "library_of",
     "on_device",
     "complete",

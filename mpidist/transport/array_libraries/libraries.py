@@ -14,7 +14,7 @@ from mpidist.transport.array_libraries.numpy_arrays import ArrayLikes, NumPyArra
 from mpidist.transport.array_libraries.torch_tensors import TorchTensors
 from mpidist.transport.arrays import NativeArray, is_cupy
 
-__all__ = ["LIBRARIES", "copied", "library_of", "writable_like"]
+__all__ = ["LIBRARIES", "copied", "known_library_of", "library_of", "writable_like"]
 
 _NUMPY: Final = NumPyArrays()
 _NUMBERS: Final = PythonNumbers()
@@ -47,6 +47,11 @@ def library_of(value: Any) -> ArrayLibrary:
         f"cannot take a value of type {kind_of(value)}; needed an array of NumPy, CuPy or a library that speaks "
         f"DLPack, a number, or a list, tuple or dict of them{_advice(value)}"
     )
+
+
+def known_library_of(value: Any) -> ArrayLibrary | None:
+    """Return the library of a value, if a value of its type has been asked for before, and that tells. Quick."""
+    return _BY_TYPE.get(type(value))
 
 
 def copied(value: Any) -> Any:

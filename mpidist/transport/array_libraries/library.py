@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from mpidist.transport.arrays import NativeArray
@@ -17,10 +18,12 @@ class ArrayLibrary(ABC):
         goes_by_type: Whether all values of a type that one value is of are of this library. Then `owns` is asked once
             for each type.
         why_no_target: What users are told whose values take no results.
+        knows_lists: Whether it knows lists of values again: `known_natives`.
     """
 
     goes_by_type: bool = False
     why_no_target: str = ""
+    knows_lists: bool = False
 
     @abstractmethod
     def owns(self, value: Any) -> bool:
@@ -38,12 +41,24 @@ class ArrayLibrary(ABC):
     def from_native(self, array: NativeArray, like: Any) -> Any:
         """Convert a native array to the kind of `like`. May return `array` itself, which the caller must not keep."""
 
+    def from_natives(self, arrays: list[NativeArray], likes: Sequence[Any]) -> list[Any]:
+        """Convert native arrays as `from_native` does, for values that are all of this library."""
+        return [self.from_native(array, like) for array, like in zip(arrays, likes, strict=True)]
+
     def to_target(self, value: Any) -> NativeArray | None:
         """View a value as a native array through which results are written to the value; `None` if it has none."""
         return None
 
     def is_target(self, value: Any, array: NativeArray) -> bool:
         """Whether `to_native`, just now, has returned an array that `to_target` would return, too. False: perhaps."""
+        return False
+
+    def known_natives(self, values: list[Any]) -> list[NativeArray] | None:
+        """Return what `to_native` returns for each value of a list that was noted; `None` for other lists. Quick."""
+        return None
+
+    def note_natives(self, values: list[Any], natives: Sequence[NativeArray]) -> bool:
+        """Note what `to_native` has just returned for values of any libraries, if it is known from then on."""
         return False
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -13,10 +15,12 @@ from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
 from mpidist.transport.array_libraries.library import ArrayLibrary
 from mpidist.transport.arrays import NativeArray
 from mpidist.transport.half import dtype_named, is_of_numpy
+from mpidist.transport.native import KnownLists
 
 __all__ = ["TorchTensors"]
 
 _CUPY: Final = CuPyArrays()
+_dtype_of: Final = attrgetter("dtype")
 
 
 @final
@@ -28,6 +32,7 @@ class TorchTensors(ArrayLibrary):
     """
 
     goes_by_type = True
+    knows_lists = True
     why_no_target = f"on a GPU, {_CUPY.why_no_target}"
 
     def owns(self, value: Any) -> bool:
@@ -52,6 +57,11 @@ class TorchTensors(ArrayLibrary):
             return self.from_native(array.view(integers), like).view(getattr(torch, array.dtype.name))
         return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
 
+    def from_natives(self, arrays: list[NativeArray], likes: Sequence[Any]) -> list[Any]:
+        if set(map(type, arrays)) == {np.ndarray} and all(map(is_of_numpy, set(map(_dtype_of, arrays)))):
+            return list(map(sys.modules["torch"].from_numpy, arrays))
+        return super().from_natives(arrays, likes)
+
     def to_target(self, value: Any) -> NativeArray | None:
         if value.is_conj() or value.is_neg():
             raise TypeError("the tensor is a view whose numbers are conjugated or negated as they are read: clone it")
@@ -59,6 +69,12 @@ class TorchTensors(ArrayLibrary):
 
     def is_target(self, value: Any, array: NativeArray) -> bool:
         return _VIEWS.has(value, array)
+
+    def known_natives(self, values: list[Any]) -> list[NativeArray] | None:
+        return _LISTS.find(values)
+
+    def note_natives(self, values: list[Any], natives: Sequence[NativeArray]) -> bool:
+        return _LISTS.note(values, natives)
 
 
 class _Known(NamedTuple):
@@ -119,6 +135,59 @@ class _Views:
 
 
 _VIEWS: Final = _Views()
+
+
+@cache
+def _questions() -> Sequence[Callable[[Any], Any]]:
+    """List all that says which array a real tensor has; each is asked of a whole list at once, which is quick."""
+    tensor = sys.modules["torch"].Tensor
+    return (
+        attrgetter("shape"),
+        attrgetter("dtype"),
+        attrgetter("requires_grad"),
+        tensor.data_ptr,
+        tensor.stride,
+        tensor.is_neg,
+    )
+
+
+def _answers_of(tensors: list[Any]) -> list[list[Any]]:
+    return [list(map(question, tensors)) for question in _questions()]
+
+
+@final
+class _Lists:
+    """Lists of tensors in host memory that come again, with their native arrays. Keeps no memory of a tensor alive."""
+
+    def __init__(self) -> None:
+        # What was asked of the tensors, and weak references to their arrays, which `_VIEWS` keeps.
+        self._known: KnownLists[tuple[list[list[Any]], list[Any]]] = KnownLists()
+
+    def find(self, tensors: list[Any]) -> list[NativeArray] | None:
+        """Return the arrays of a list that was noted, if they are still right."""
+        found = self._known.find(tensors)
+        if found is None:
+            return None
+        answers, references = found
+        arrays = [reference() for reference in references]
+        are_alive = set(map(type, arrays)) == {np.ndarray}
+        return arrays if are_alive and answers == _answers_of(tensors) else None
+
+    def note(self, tensors: list[Any], arrays: Sequence[NativeArray]) -> bool:
+        """Note the arrays of a list, when its first tensor comes again; whether that was so."""
+        if not self._known.has_first_of(tensors):
+            self._known.note(tensors, ([], []))
+            return False
+        # A complex tensor may be a conjugated view at any time, and one with a history is refused now and then.
+        if any(its.is_complex() or (its.requires_grad and not its.is_leaf) for its in tensors):
+            return False
+        if not all(map(_VIEWS.has, tensors, arrays)):
+            return False
+        self._known.note(tensors, (_answers_of(tensors), list(map(weakref.ref, arrays))))
+        return True
+
+
+_LISTS: Final = _Lists()
 
 
 def _view(tensor: Any) -> NativeArray:

@@ -28,17 +28,20 @@ class KnownLists(Generic[_T]):
         is_known = len(refs) == len(arrays) and native is not None and native.are_known(arrays, arrays, refs, refs)
         return found if is_known else None
 
+    def has_first_of(self, arrays: list[Any]) -> bool:
+        """Whether a list of as many arrays that begins with the same array has been noted."""
+        refs, _ = self._known.get((id(arrays[0]), len(arrays)), _NOTHING) if arrays else _NOTHING
+        return bool(refs) and refs[0]() is arrays[0]
+
     def note(self, arrays: list[Any], answer: _T) -> None:
         """Note what is so as long as the arrays live. It is found from the second time on that a list is noted."""
         if native is None or not arrays:
             return
-        first, key = arrays[0], (id(arrays[0]), len(arrays))
-        refs, _ = self._known.get(key, _NOTHING)
+        # Most lists never come again: the other arrays are noted when the first one does.
+        noted = arrays if self.has_first_of(arrays) else arrays[:1]
         if len(self._known) >= _MOST:
             self._known.clear()
-        # Most lists never come again: the other arrays are noted when the first one does.
-        noted = arrays if refs and refs[0]() is first else arrays[:1]
-        self._known[key] = list(map(weakref.ref, noted)), answer
+        self._known[id(arrays[0]), len(arrays)] = list(map(weakref.ref, noted)), answer
 
 
 _NOTHING: Final[tuple[list[Any], Any]] = [], None

@@ -204,17 +204,18 @@ class SharedArrays:
         ]
 
     def is_private(self, array: Any) -> bool:
-        """Whether an array surely is private, in host memory, by a quick look: False for a view of unknown memory."""
+        """Whether an array surely is private, in host memory: one of NumPy's by a quick look."""
         root = _root(array)
-        return isinstance(root, np.ndarray) and (root.flags.owndata or is_result(root))
+        if not isinstance(root, np.ndarray) or root.flags.owndata or is_result(root):
+            return isinstance(root, np.ndarray)
+        # The memory of another library, such as that of a tensor, which may be that of a symmetric array.
+        return not _overlaps(array, [part for window in list(self._windows.values()) for part in window.bounds])
 
     def is_per_node(self, array: Any) -> bool:
         """Whether an array is a per-node array, or a view of any kind of one."""
         if not self._windows or not isinstance(array, np.ndarray):
             return False
-        start, stop = memory_bounds(array)
-        parts = (window.bounds[0] for window in list(self._windows.values()) if window.per_node)
-        return any(start < high and low < stop for low, high in parts)
+        return _overlaps(array, [window.bounds[0] for window in list(self._windows.values()) if window.per_node])
 
     def write(self, out: Any, result: Any) -> None:
         """Let the node's first rank write a result to a per-node array. Collective over the node: see `change`."""
@@ -269,6 +270,11 @@ def places_digest(places: Sequence[Place] | None) -> int:
     if places is None:
         return 0
     return hash(tuple((place.window, place.offset) for place in places)) & _MASK | 1
+
+
+def _overlaps(array: Array, bounds: Sequence[tuple[int, int]]) -> bool:
+    start, stop = memory_bounds(array)
+    return any(start < high and low < stop for low, high in bounds)
 
 
 def _root(array: np.ndarray[Any, Any]) -> Any:
