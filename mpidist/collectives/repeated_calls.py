@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import CheckedOuts, Operands, write_outs
+from mpidist.collectives.arguments import CheckedOuts, Operands, rebuild_results, write_outs
 from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedReduction
 from mpidist.options import Compression, ReduceOp
 from mpidist.transport import Levels, Progress, SyncGroup, known_library_of, library_of, name_digest, native
 
-__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated", "restored"]
+__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated", "result_of_repeated"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
 _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
@@ -81,12 +81,14 @@ def key_of_repeated(
     return key, natives, None if outs is None else natives
 
 
-def restored(value: Any, results: list[Any]) -> list[Any]:
-    """Convert the results of a call to the kinds of the leaves of its value: NumPy's arrays, or tensors."""
+def result_of_repeated(value: Any, result: Any, out: Any) -> Any:
+    """Return what the program gets, for the result of `RepeatedCalls.run`: a nest, or tensors, as those of `value`."""
+    if out is not None or type(result) is not list:
+        return result if out is None else out
     leaves, _ = _flatten(value)
-    if type(leaves[0]) is np.ndarray:
-        return results
-    return library_of(leaves[0]).from_natives(results, leaves)
+    if type(leaves[0]) is not np.ndarray:
+        result = library_of(leaves[0]).from_natives(result, leaves)
+    return rebuild_results(value, result, {})
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:

@@ -25,7 +25,7 @@ from mpidist.collectives import (
     require_num_packs,
     require_tree_order,
     require_usable,
-    restored,
+    result_of_repeated,
 )
 from mpidist.cross_device_ops.world_reductions import world_all_reduce, world_reduce, world_ring_all_reduce
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
@@ -49,8 +49,7 @@ class CrossDeviceOps(Algorithm):
         reduce_to_root: Reduces a flat buffer to one rank, for calls whose destinations are not all ranks; by default
             the transport's reduce.
         is_replaceable: Whether the options `reproducible` and `RING` replace this algorithm by another one. False for
-            an algorithm that adds by a rule of its own, and not as `Reduction` says: it ignores `reproducible`, and
-            refuses `RING`.
+            one that adds by a rule of its own, not as `Reduction` says: it ignores `reproducible`, and refuses `RING`.
 
     Raises:
         TypeError: If `num_packs` is no whole number.
@@ -248,9 +247,7 @@ class CrossDeviceOps(Algorithm):
         reductions = self._reductions()
         repeated = key_of_repeated(call, reduce_op, value, options, out, error)
         if repeated is not None and (result := reductions.repeated.run(*repeated)) is not None:
-            if out is not None or type(result) is not list:
-                return result if out is None else out
-            return rebuild_results(value, restored(value, result), {})
+            return result_of_repeated(value, result, out)
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(reduction_call)
         if repeated is not None:

@@ -384,6 +384,7 @@ LOOK_INTO = {
     "collectives/test_whole_calls.py": {"mpidist.transport.failures.flight_recorder"},
     "collectives/plans/test_plan.py": {"mpidist.transport.communicator"},
     "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
+    "frameworks/test_torch_repeated.py": {"mpidist.collectives.repeated_calls"},
     "strategies/test_refused_strategies.py": {
         "mpidist.cluster_resolver.addresses",
         "mpidist.cluster_resolver.resolver",
