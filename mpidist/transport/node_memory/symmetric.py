@@ -206,8 +206,10 @@ class SharedArrays:
     def is_private(self, array: Any) -> bool:
         """Whether an array surely is private, in host memory: one of NumPy's by a quick look."""
         root = _root(array)
-        if not isinstance(root, np.ndarray) or root.flags.owndata or is_result(root):
-            return isinstance(root, np.ndarray)
+        if not isinstance(root, np.ndarray):
+            return False
+        if not self._windows or root.flags.owndata or is_result(root):
+            return True
         # The memory of another library, such as that of a tensor, which may be that of a symmetric array.
         return not _overlaps(array, [part for window in list(self._windows.values()) for part in window.bounds])
 
