@@ -8,6 +8,7 @@ python benchmarks checkpoints --out results  # checkpoints, beside numpy.save
 python benchmarks prefetch --out results     # reading ahead, beside none
 python benchmarks tracing --out results      # calls with a trace, beside calls without
 python benchmarks torch_steps --out results  # training steps in PyTorch, beside DDP over gloo
+python benchmarks torch_lists --out results  # calls with lists of tensors, beside lists of NumPy's arrays
 python benchmarks tables results/FILE.csv    # what all_reduce and torch_steps have written, in Markdown
 
 README.md beside this file says what the columns mean and how to be fair.
@@ -34,6 +35,7 @@ import parameter_servers  # noqa: E402
 import plot  # noqa: E402
 import predict  # noqa: E402
 import prefetch  # noqa: E402
+import torch_lists  # noqa: E402
 import torch_steps  # noqa: E402
 import tracing  # noqa: E402
 from contest import pages  # noqa: E402
@@ -224,6 +226,7 @@ def main() -> None:
         "servers": parameter_servers.main,
         "tables": pages.main,
         "torch_steps": torch_steps.main,
+        "torch_lists": torch_lists.main,
         "tracing": tracing.main,
     }
     if sys.argv[1:2] and sys.argv[1] in others:

@@ -55,3 +55,11 @@ def test_steps_of_an_older_commit_take_turns(tmp_path: Path) -> None:
         assert float(steps[way]["most_mib"]) >= 0 <= float(steps[way]["new_pages_mib"])
     lines = run("tables", str(path)).splitlines()
     assert [line.split(" | ")[1] for line in lines if line.startswith("| float32")] == list(steps)
+
+
+def test_lists_are_measured_beside_those_of_numpy(tmp_path: Path) -> None:
+    said = run("torch_lists", "--lists=3x5,8x100", "--rounds=1", f"--out={tmp_path}")
+    rows = rows_in(tmp_path / "torch_lists.csv")
+    assert [row["work"] for row in rows] == ["3x5"] * 5 + ["8x100"] * 5
+    assert all(float(row["us"]) > 0 for row in rows)
+    assert said.count("tensors, in place") == 2
