@@ -287,8 +287,7 @@ class RepeatedCalls:
         has_form = key[2] == call.structure and not call.mirrored
         if not (isinstance(execution, FusedExecution) and _is_plain(call) and has_form):
             return
-        first, values = call.values[0], list(call.values)
-        if type(first) is not np.ndarray and not library_of(first).note_natives(values, arrays):
+        if type(call.values[0]) is not np.ndarray and not _note_natives(list(call.values), arrays):
             return
         # Views of per-node arrays may be in none of these places.
         is_per_node = checked is not None and checked.places is not None and all(its.per_node for its in checked.places)
@@ -356,6 +355,13 @@ def _place_of_list(key: CallKey, arrays: list[Any]) -> Any:
     """Return the key of a list in the cache: outs have been checked by themselves, and of others the forms."""
     first = arrays[0]
     return (key, id(first)) if key[-1] else (key, first.shape, first.dtype)
+
+
+def _note_natives(values: list[Any], natives: list[Any]) -> bool:
+    try:
+        return library_of(values[0]).note_natives(values, natives)
+    except Exception:  # of a class of the user's: the call is done, on this rank as on the others
+        return False
 
 
 def _call_like(call: ReductionCall) -> ReductionCall:

@@ -175,6 +175,50 @@ def test_what_gets_a_history_is_refused(strategy: Strategy, comm: Intracomm) -> 
     require_sums(strategy, tensors_of(), 9)
 
 
+def test_a_parameter_that_gets_a_history_is_refused(strategy: Strategy) -> None:
+    """Its `requires_grad` is what it was."""
+    parameter = torch.nn.Parameter(torch.ones(300))
+    tensors = [parameter, torch.ones(2)]
+    for step in range(1, 5):
+        require_sums(strategy, tensors, step, in_place=False)
+    parameter.requires_grad_(False)
+    parameter.mul_(torch.ones(300, requires_grad=True))
+    for more in ({}, {"out": tensors}):
+        with pytest.raises(TypeError, match="PyTorch differentiates"):
+            all_reduce(strategy, "sum", tensors, **more)
+
+
+class Own(torch.Tensor):
+    """A tensor that answers few questions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.is_complex:
+            raise NotImplementedError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"loss": torch.ones(()), "count": 3},
+        lambda: [torch.ones(3), np.ones(3)],
+        lambda: [torch.ones(3), np.float32(3)],
+        lambda: [torch.ones(3), torch.ones(2).as_subclass(Own)],
+        lambda: [torch.ones(3), torch.ones(2, dtype=torch.complex64).conj()],
+    ],
+)
+def test_lists_may_begin_with_a_tensor(strategy: Strategy, comm: Intracomm, make: Any) -> None:
+    """Whatever comes after it. One rank has another list, and so notes what the others do not."""
+    values = make()
+    for step in range(1, 6):
+        if comm.rank == comm.size - 1 and step % 2:
+            values = make()
+        result = all_reduce(strategy, "sum", values)
+        for got, value in zip(*(it.values() if isinstance(it, dict) else it for it in (result, values)), strict=True):
+            assert bool(np.all(np.asarray(got == value * comm.size)))
+
+
 def test_a_rank_may_have_arrays_of_numpy(strategy: Strategy, comm: Intracomm) -> None:
     tensors, arrays = tensors_of(), [np.zeros(size, np.float32) for size in SIZES]
     for step in range(1, 7):

@@ -9,6 +9,7 @@ from functools import cache
 from math import prod
 from operator import attrgetter
 from sys import getrefcount
+from threading import get_ident
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -59,11 +60,17 @@ class NewArrays:
         """
         cupy = cuda.cupy()
         its = cupy.cuda
-        place = its.runtime.getDevice(), its.get_current_stream().ptr, its.get_allocator()
+        # A thread may have a stream of its own by the number of its default stream.
+        place = its.runtime.getDevice(), its.get_current_stream().ptr, its.get_allocator(), get_ident()
         for kept in self._kept:
             if kept.place == place and kept.is_let_go() and list(map(_shape_of, kept.arrays)) == self._shapes:
                 return list(kept.arrays)  # not those whose shape a program has changed in place
-        memory = list(map(its.alloc, self._sizes))
+        try:
+            memory = list(map(its.alloc, self._sizes))
+        except its.memory.OutOfMemoryError:
+            for keeper in list(_KEEPERS.values()):
+                keeper._kept.clear()
+            memory = list(map(its.alloc, self._sizes))
         arrays = [cupy.ndarray(shape, dtype, memory[which] + at) for shape, dtype, which, at in self._forms]
         if len(arrays) >= _LEAST_KEPT:
             del memory
@@ -72,10 +79,10 @@ class NewArrays:
 
     def _keep(self, place: tuple[Any, ...], arrays: list[Any]) -> None:
         """Keep a list, unless it is long, and let those go that were made before it, until there is room for it."""
-        most = _most_kept(place[0])
-        if sum(self._sizes) > most:
+        most, kept = _most_kept(place[0]), _Kept.of(place, arrays)
+        if sum(self._sizes) > most or kept is None:
             return
-        self._kept.append(_Kept.of(place, arrays))
+        self._kept.append(kept)
         _KEEPERS.pop(id(self), None)
         _KEEPERS[id(self)] = self  # as the last one
         keepers = list(_KEEPERS.values())
@@ -86,10 +93,17 @@ class NewArrays:
                 nbytes -= sum(keeper._sizes)
 
 
-@cache
 def _most_kept(device: int) -> int:
-    """Return how many bytes are kept. Asking takes long."""
-    return int(cuda.cupy().cuda.Device(device).mem_info[1]) // _SHARE_KEPT
+    """Return how many bytes are kept: of the GPU's memory, or of what CuPy's pool may take of it."""
+    limit = int(cuda.cupy().get_default_memory_pool().get_limit())
+    total = _total_memory(device)
+    return (min(limit, total) if limit else total) // _SHARE_KEPT
+
+
+@cache
+def _total_memory(device: int) -> int:
+    """Return the bytes of a GPU's memory. Asking takes long."""
+    return int(cuda.cupy().cuda.Device(device).mem_info[1])
 
 
 @final
@@ -102,9 +116,11 @@ class _Kept(NamedTuple):
     num_references: int  # to these, where the program has none
 
     @classmethod
-    def of(cls, place: tuple[Any, ...], arrays: list[Any]) -> _Kept:
-        """Keep arrays of which the program has none yet."""
+    def of(cls, place: tuple[Any, ...], arrays: list[Any]) -> _Kept | None:
+        """Keep arrays of which the program has none yet; `None` if something, as another thread, refers to one now."""
         parts = [*arrays, *map(_pointer_of, arrays)]
+        if set(map(getrefcount, parts)) != {_HELD_TWICE}:
+            return None
         parts += {id(pointer.mem): pointer.mem for pointer in parts[len(arrays) :]}.values()
         return cls(place, arrays, parts, sum(map(getrefcount, parts)))
 
@@ -112,6 +128,15 @@ class _Kept(NamedTuple):
         """Whether the program has none, nor views of some, which refer to them, nor has another library."""
         return sum(map(getrefcount, self.parts)) == self.num_references
 
+
+def _count_held_twice() -> int:
+    """Count the references to what two objects hold, as `map` counts them."""
+    one = [object()]
+    two = [*one]
+    return max(map(getrefcount, two))
+
+
+_HELD_TWICE: Final = _count_held_twice()
 
 # What keeps lists, by its `id`: what made a list last comes last.
 _KEEPERS: Final[weakref.WeakValueDictionary[int, NewArrays]] = weakref.WeakValueDictionary()

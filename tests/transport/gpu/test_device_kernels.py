@@ -34,7 +34,7 @@ from mpidist.transport.gpu.array_lists import ArrayLists
 from mpidist.transport.gpu.compiled import CASTS, QUOTIENTS, compile_kernel
 from mpidist.transport.gpu.copy_table import CopyTables, PackLayout
 from mpidist.transport.gpu.kernels import DeviceKernels
-from mpidist.transport.gpu.new_arrays import NewArrays
+from mpidist.transport.gpu.new_arrays import NewArrays, _Kept
 from mpidist.transport.native import native
 from mpidist.transport.reduction import Reduction
 
@@ -338,6 +338,35 @@ def test_what_serves_again_is_bounded_and_of_the_allocator_of_the_time(gpus: cud
         assert own.used_bytes() >= most // 10
     del arrays, many, made
     assert pool.used_bytes() <= before
+
+
+def test_what_is_kept_is_given_back_where_memory_is_short(gpus: cuda.Cuda) -> None:
+    """And is a part of what CuPy's pool may take."""
+    pool = gpus.cupy.get_default_memory_pool()
+    gc.collect()
+    try:
+        pool.set_limit(size=pool.used_bytes() + (32 << 20))
+        made = [NewArrays([(size,)] * 8, [F32] * 8) for size in (1000, 2000, 60_000)]
+        for its in made:
+            its.take()
+        assert [len(its._kept) for its in made] == [1, 1, 0], "the last one is longer than a 128th"
+        NewArrays([(1 << 20,)] * 7, [F32] * 7).take()
+        pool.free_all_blocks()
+        NewArrays([(32 << 18,)], [F32]).take()
+        assert [len(its._kept) for its in made] == [0, 0, 0]
+    finally:
+        pool.set_limit(size=0)
+
+
+def test_what_another_thread_refers_to_is_not_kept(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a monitor does that goes through all objects, while they are counted: nothing tells these references later."""
+    held: list[Any] = []
+    really = _Kept.of.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(_Kept, "of", classmethod(lambda cls, place, its: held.extend(its) or really(cls, place, its)))
+    made = NewArrays([(5,)] * 9, [F32] * 9)
+    arrays = made.take()
+    held.clear()
+    assert {its.data.ptr for its in made.take()}.isdisjoint(its.data.ptr for its in arrays)
 
 
 # Calls that come again.
