@@ -21,7 +21,7 @@ from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedRed
 from mpidist.options import Compression, ReduceOp
 from mpidist.transport import Levels, Progress, SyncGroup, known_library_of, library_of, name_digest, native
 
-__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated", "result_of_repeated"]
+__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated", "nest_of_results"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
 _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
@@ -81,14 +81,12 @@ def key_of_repeated(
     return key, natives, None if outs is None else natives
 
 
-def result_of_repeated(value: Any, result: Any, out: Any) -> Any:
-    """Return what the program gets, for the result of `RepeatedCalls.run`: a nest, or tensors, as those of `value`."""
-    if out is not None or type(result) is not list:
-        return result if out is None else out
+def nest_of_results(value: Any, results: list[Any]) -> Any:
+    """Build what the program gets for the list that `RepeatedCalls.run` returns: a nest like `value`, of its kind."""
     leaves, _ = _flatten(value)
     if type(leaves[0]) is not np.ndarray:
-        result = library_of(leaves[0]).from_natives(result, leaves)
-    return rebuild_results(value, result, {})
+        results = library_of(leaves[0]).from_natives(results, leaves)
+    return rebuild_results(value, results, {})
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:

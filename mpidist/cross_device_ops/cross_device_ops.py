@@ -19,13 +19,13 @@ from mpidist.collectives import (
     Reductions,
     broadcast,
     key_of_repeated,
+    nest_of_results,
     open_all_reduce,
     open_batch_reduce,
     rebuild_results,
     require_num_packs,
     require_tree_order,
     require_usable,
-    result_of_repeated,
 )
 from mpidist.cross_device_ops.world_reductions import world_all_reduce, world_reduce, world_ring_all_reduce
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
@@ -247,7 +247,7 @@ class CrossDeviceOps(Algorithm):
         reductions = self._reductions()
         repeated = key_of_repeated(call, reduce_op, value, options, out, error)
         if repeated is not None and (result := reductions.repeated.run(*repeated)) is not None:
-            return result_of_repeated(value, result, out)
+            return out if out is not None else nest_of_results(value, result) if type(result) is list else result
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(reduction_call)
         if repeated is not None:
