@@ -176,10 +176,10 @@ class _Lists:
 
     def note(self, tensors: list[Any], arrays: Sequence[NativeArray]) -> bool:
         """Note the arrays of a list, when its first tensor comes again; whether that was so."""
-        if not all(map(_VIEWS.has, tensors, arrays)):  # as where some are of another kind, or were copied
-            return False
         if not self._known.has_first_of(tensors):
             self._known.note(tensors, ([], []))
+            return False
+        if not all(map(_VIEWS.has, tensors, arrays)):  # as where some are of another kind, or were copied
             return False
         # A complex tensor may be a conjugated view at any time, and one with a history is refused now and then.
         if any(its.is_complex() or (its.requires_grad and not its.is_leaf) for its in tensors):
