@@ -29,7 +29,7 @@ from mpidist.collectives.plans import (
 )
 from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.collectives.reductions import Reductions
-from mpidist.collectives.repeated_calls import key_of_repeated, nest_of_results
+from mpidist.collectives.repeated_calls import key_of_repeated
 from mpidist.collectives.symmetric_empty import SymmetricSpec, symmetric_empty
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
     "broadcast",
     "flatten_contributions",
     "key_of_repeated",
-    "nest_of_results",
     "name_call",
     "native_dtype",
     "open_all_reduce",

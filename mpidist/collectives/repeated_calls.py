@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import CheckedOuts, Operands, rebuild_results, write_outs
+from mpidist.collectives.arguments import CheckedOuts, Operands, write_outs
 from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedReduction
 from mpidist.options import Compression, ReduceOp
 from mpidist.transport import Levels, Progress, SyncGroup, known_library_of, library_of, name_digest, native
 
-__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated", "nest_of_results"]
+__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
 _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 
 def key_of_repeated(
     name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any
-) -> tuple[CallKey, Any, Any] | None:
+) -> tuple[CallKey, Any, Any, list[Any] | None] | None:
     """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
     These calls reduce one NumPy array, with the options of the algorithm: into a new array, in place, or into another
@@ -63,7 +63,7 @@ def key_of_repeated(
             return None
         if out is not None and not (flags.writeable if out is value else _takes_result(out, value)):
             return None
-        return (name, reduce_op, value.shape, value.dtype, out is not None), value, out
+        return (name, reduce_op, value.shape, value.dtype, out is not None), value, out, None
     if native is None or type(value) not in _NESTS or not value:
         return None
     try:
@@ -71,22 +71,14 @@ def key_of_repeated(
         outs, into = (leaves, True) if out is value else (None, False) if out is None else _outs(out, leaves, structure)
         key = (name, reduce_op, structure, None, into)
         if type(leaves[0]) is np.ndarray:
-            return (key, leaves, outs) if outs is None or type(outs[0]) is np.ndarray else None
+            return (key, leaves, outs, None) if outs is None or type(outs[0]) is np.ndarray else None
         library = known_library_of(leaves[0])
         if library is None or not library.knows_lists or into == _OTHERS:
             return None
         natives = library.known_natives(leaves)
     except Exception:  # of any kind: the call is made as others are, and the other ranks learn of it
         return None
-    return key, natives, None if outs is None else natives
-
-
-def nest_of_results(value: Any, results: list[Any]) -> Any:
-    """Build what the program gets for the list that `RepeatedCalls.run` returns: a nest like `value`, of its kind."""
-    leaves, _ = _flatten(value)
-    if type(leaves[0]) is not np.ndarray:
-        results = library_of(leaves[0]).from_natives(results, leaves)
-    return rebuild_results(value, results, {})
+    return (key, natives, None, leaves) if outs is None else (key, natives, natives, None)
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
@@ -178,13 +170,14 @@ class RepeatedCalls:
         self._lists: dict[Any, _ListCall] = {}  # see `_place_of_list`
         self._cached_for: Levels | None = None
 
-    def run(self, key: CallKey, value: Any, out: Any) -> Any:
+    def run(self, key: CallKey, value: Any, out: Any, likes: list[Any] | None) -> Any:
         """Reduce as an earlier call did, if there was one. Collective, unless it returns `None`.
 
         Args:
             key: As all further arguments, what `key_of_repeated` has returned: the key of the call.
             value: The array, or the list of a nest's leaves; `None` for tensors whose arrays are not known.
             out: What takes the result; `None` for new arrays.
+            likes: Values like the new results, if these are not NumPy's.
 
         Returns:
             The result, an array or a list; `None` if there was no such call before, or if this one has to be checked.
@@ -203,7 +196,8 @@ class RepeatedCalls:
             cached, variant = known.cached, known.variant
             if variant is None:
                 variant = cached.execution.variant_of_private()
-            return self._make(cached, cached.reduction, variant, value, out)
+            results = self._make(cached, cached.reduction, variant, value, out)
+            return results if likes is None else library_of(likes[0]).from_natives(results, likes)
         alike = self._cached.get(key)
         if alike is None:
             return None

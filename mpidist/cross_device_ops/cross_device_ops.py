@@ -19,7 +19,6 @@ from mpidist.collectives import (
     Reductions,
     broadcast,
     key_of_repeated,
-    nest_of_results,
     open_all_reduce,
     open_batch_reduce,
     rebuild_results,
@@ -247,7 +246,7 @@ class CrossDeviceOps(Algorithm):
         reductions = self._reductions()
         repeated = key_of_repeated(call, reduce_op, value, options, out, error)
         if repeated is not None and (result := reductions.repeated.run(*repeated)) is not None:
-            return out if out is not None else nest_of_results(value, result) if type(result) is list else result
+            return out if out is not None else rebuild_results(value, result, {}) if type(result) is list else result
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(reduction_call)
         if repeated is not None:
