@@ -70,9 +70,11 @@ def read():
 attempt("exception", read)
 attempt("exception, after", reduce)
 
-value = np.ones(3_000_000)
+value = np.ones(9_000_000)  # more than the 64 MiB of addresses that the C library reserves for other threads' memory
 def all_reduce():
     return strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value)).sum()
+import gc
+gc.collect()  # what earlier resets have left would make room otherwise
 if is_faulty:
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 20), resource.RLIM_INFINITY))
@@ -175,7 +177,7 @@ def test_rank_that_has_no_memory_is_named_and_all_may_go_on(sessions: Sessions, 
         assert re.search(rf"an error on rank {placement.faulty}, so nothing was sent(.|\n)*MemoryError", note.text)
         soon(note.seconds, AT_ONCE_SECONDS)
     sums = [note.text for note in ended.of("no memory, after").values()]
-    assert sums == [f"np.float64({3_000_000.0 * placement.size})"] * placement.size
+    assert sums == [f"np.float64({9_000_000.0 * placement.size})"] * placement.size
 
 
 STALLS = """
