@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from contest.environments import ROOT, Peer, environment_of, missing
 from record import export
 from turns import Way, add_arguments, fields_of, measure, spread_of, tell
 
@@ -29,9 +30,9 @@ import mpidist
 
 __all__ = ["main"]
 
-_ROOT: Final = Path(__file__).resolve().parent.parent
 _LISTS: Final = "20x5120,100x256,200x1024,1000x256"  # tensors, and the float32 of each
 _TURNS: Final = 30  # of each way in a job
+_LIMIT_SECONDS: Final = 300.0  # of a job
 
 
 def _parse() -> argparse.Namespace:
@@ -41,12 +42,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--lists", default=_LISTS, help="%(default)s")
     parser.add_argument("--beside", metavar="COMMIT", help="mpidist of an older commit, too")
     add_arguments(parser, rounds=5)
-    return parser.parse_args()
+    given = parser.parse_args()
+    wrong = [name for name in given.lists.split(",") if not re.fullmatch(r"[1-9]\d*x\d+", name)]
+    if wrong:
+        parser.error(f"--lists: {wrong[0]!r} is no list: give tensors, and the float32 of each, as 100x256")
+    return given
 
 
 def _ways(strategy: mpidist.Strategy, number: int, size: int) -> dict[str, Way]:
     """Make the lists, and the calls that reduce them."""
-    import torch  # the other ranks' environment may be without it
+    import torch  # other benchmarks need none
 
     torch.set_num_threads(1)
     arrays, tensors = (
@@ -84,12 +89,21 @@ def _measure(given: argparse.Namespace) -> None:
 
 def _job(given: argparse.Namespace, source: Path) -> dict[str, dict[str, float]]:
     """Start a job with mpidist from a folder: seconds of each list and way."""
-    paths = [str(source), str(_ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    modules = "torch", "mpi4py", "mpidist"
+    peer = Peer("torch_lists", "lists", modules=modules, folder="", by_mpiexec=True, source=source)
+    lack = missing(peer, Path(sys.executable), given.ranks)
+    if lack:
+        raise SystemExit(f"{peer.name}: {lack}")
     command = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(given.ranks), sys.executable]
     own = ["-c", "import torch_lists; torch_lists.main()", "--in-job", f"--lists={given.lists}"]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    # Where a program of a text starts, it looks for modules first.
-    done = subprocess.run([*command, *own], cwd=source, env=variables, capture_output=True, text=True, check=False)
+    try:
+        # In that folder, as a program of a text looks for modules where it starts, first.
+        done = subprocess.run(
+            [*command, *own], cwd=source, env=environment_of(peer, given.ranks), capture_output=True, text=True,
+            timeout=_LIMIT_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"a job of {source} did not end within {_LIMIT_SECONDS:g} s") from None
     if done.returncode:
         raise SystemExit(f"a job of {source} failed: {done.stderr}")
     seconds: dict[str, dict[str, float]] = json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -103,10 +117,10 @@ def main() -> int:
         _measure(given)
         return 0
     with contextlib.ExitStack() as ending:
-        sources = {"": _ROOT}
+        sources = {"": ROOT}
         if given.beside:
             into = Path(ending.enter_context(tempfile.TemporaryDirectory()))
-            sources[f" @{given.beside}"] = export(_ROOT, given.beside, into)
+            sources[f" @{given.beside}"] = export(ROOT, given.beside, into)
         jobs = [{mark: _job(given, source) for mark, source in sources.items()} for _ in range(given.rounds)]
     works, facts = {}, {}
     for work, ways in jobs[0][""].items():

@@ -4,8 +4,17 @@ import os
 
 from mpi_session.plugin import comm, pytest_addoption, pytest_configure
 from support.placements import placement
+from support.reductions import repeated
 from support.transports import pytest_generate_tests, transport
 
 os.environ.setdefault("MPIDIST_FLIGHT_DIR", "off")  # of the calls that fail on purpose, no files
 
-__all__ = ["comm", "placement", "pytest_addoption", "pytest_configure", "pytest_generate_tests", "transport"]
+__all__ = [
+    "comm",
+    "placement",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_generate_tests",
+    "repeated",
+    "transport",
+]

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.reductions import LARGE, all_reduce
+from support.reductions import LARGE, all_reduce, are_repeated
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.collectives.plans.repeated_reductions import LargeArray, SmallArray
-from mpidist.collectives.repeated_calls import RepeatedCalls
 from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.transport import Progress, native
 from mpidist.transport.agreement import MpiAgreement
@@ -37,28 +36,8 @@ def strategy(comm: Intracomm) -> Iterator[Strategy]:
         yield made
 
 
-@pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call whether it was a repeated one."""
-    really: Callable[..., Any] = RepeatedCalls.run
-    said: list[bool] = []
-
-    def run(*arguments: Any) -> Any:
-        result = really(*arguments)
-        said.append(result is not None)
-        return result
-
-    monkeypatch.setattr(RepeatedCalls, "run", run)
-    return said
-
-
 def total(comm: Intracomm) -> int:
     return comm.size * (comm.size + 1) // 2
-
-
-def shares_memory(strategy: Strategy) -> bool:
-    """Whether the ranks are several on one node, so that calls are repeated at all."""
-    return strategy.topology.size > 1 and strategy.topology.num_nodes == 1
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,7 +71,7 @@ def test_calls_are_repeated(strategy: Strategy, comm: Intracomm, repeated: list[
     value = np.ones(7)
     for _ in range(3):
         all_reduce(strategy, "SUM", value, out=value)
-    assert repeated == [False, *[shares_memory(strategy)] * 2] * 2
+    assert repeated == [False, *[are_repeated(strategy)] * 2] * 2
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (64, 4096)])
@@ -107,7 +86,7 @@ def test_calls_of_private_arrays_are_repeated_beside_symmetric_ones(
             value[...] = step
             all_reduce(strategy, "SUM", value, out=value)
             assert (value == step * comm.size).all()
-    again = shares_memory(strategy)
+    again = are_repeated(strategy)
     assert repeated == [False, *[again] * 5, again and symmetric.size < 100, again, again]
 
 
@@ -122,7 +101,7 @@ def test_symmetric_arrays_in_turn_are_repeated_and_let_go(
             array[...] = step * (comm.rank + 1)
             assert all_reduce(strategy, op, array, out=array) is array
             assert (array == np.float32(step * want)).all()
-    assert repeated == [False] * 2 + [shares_memory(strategy)] * 4
+    assert repeated == [False] * 2 + [are_repeated(strategy)] * 4
     for chosen in (comm.rank % 2, 0, 1 - comm.rank % 2, 1):  # another array on each rank, and the same on all
         arrays[chosen][...] = 7
         all_reduce(strategy, "MAX", arrays[chosen], out=arrays[chosen])
@@ -149,7 +128,7 @@ def test_calls_into_another_array_are_repeated(
         assert out is None or result is out
         assert (result == step * comm.size + total(comm) - comm.size).all()
         assert out is given or (given == step + comm.rank).all()
-    assert repeated[:4] == [False, *[shares_memory(strategy)] * 3]
+    assert repeated[:4] == [False, *[are_repeated(strategy)] * 3]
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (64, 4096)])
@@ -164,7 +143,7 @@ def test_symmetric_values_of_private_results_are_as_private_ones(
             result = all_reduce(strategy, "SUM", symmetric, out=into)
             assert (result == step * comm.size).all()
             assert (symmetric == step).all()
-    again = shares_memory(strategy) and (native is not None or symmetric.size < 100)
+    again = are_repeated(strategy) and (native is not None or symmetric.size < 100)
     assert repeated[2:] == [again] * 4
 
 
@@ -178,7 +157,7 @@ def test_an_out_that_is_not_apart_is_looked_at(strategy: Strategy, comm: Intraco
             all_reduce(strategy, "SUM", value, out=out)
             assert (out == comm.size * (np.arange(50_000) + step) + total(comm) - comm.size).all()
             comm.Barrier()
-    assert repeated == [False, shares_memory(strategy), *[False] * 4]  # overlapping ones are not even asked for
+    assert repeated == [False, are_repeated(strategy), *[False] * 4]  # overlapping ones are not even asked for
 
 
 @several
@@ -386,7 +365,7 @@ def test_a_call_that_was_made_into_an_array_per_node_is_repeated_with_private_on
         array[...] = 1
         comm.Barrier()
         all_reduce(strategy, "SUM", array, out=array)
-    assert repeated[2:] == [shares_memory(strategy)] * 2
+    assert repeated[2:] == [are_repeated(strategy)] * 2
 
 
 def test_results_begin_where_other_libraries_take_them_without_a_copy(strategy: Strategy, comm: Intracomm) -> None:
@@ -405,7 +384,7 @@ def test_calls_after_a_reset_are_as_before(strategy: Strategy, comm: Intracomm, 
         for _ in range(3):
             assert (all_reduce(strategy, "SUM", np.ones(5)) == comm.size).all()
         strategy.reset()
-    assert repeated == [False, *[shares_memory(strategy)] * 2] * 2
+    assert repeated == [False, *[are_repeated(strategy)] * 2] * 2
 
 
 def test_a_started_call_ends_before_a_repeated_one(strategy: Strategy, comm: Intracomm) -> None:

@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from support.everywhere import raises_everywhere
-from support.reductions import all_reduce
+from support.reductions import all_reduce, are_repeated
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.collectives.repeated_calls import RepeatedCalls
 from mpidist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 SIZES = [5, 300, 2, 4000]
-
-
-@pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call that may be one, whether it was a repeated one."""
-    really: Callable[..., Any] = RepeatedCalls.run
-    said: list[bool] = []
-
-    def run(*arguments: Any) -> Any:
-        result = really(*arguments)
-        said.append(result is not None)
-        return result
-
-    monkeypatch.setattr(RepeatedCalls, "run", run)
-    return said
 
 
 @pytest.fixture
@@ -63,11 +47,6 @@ def require_sums(strategy: Strategy, tensors: Any, step: int, in_place: bool = T
         assert (got == step * size * (size + 1) // 2 + at * size).all(), (step, at)
         assert in_place or (tensor == step * (rank + 1) + at).all(), "a value is only read"
     return result
-
-
-def are_repeated(strategy: Strategy) -> bool:
-    """Whether the ranks are several on one node, so that calls are repeated at all."""
-    return strategy.topology.size > 1 and strategy.topology.num_nodes == 1
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -67,7 +67,7 @@ _BURY_SECONDS = 15.0  # for ranks that a cut host keeps from their launcher: the
 _MARK = "FAULT_JOB"
 
 HEAD = """
-import json, os, resource, signal, subprocess, sys, threading, time
+import gc, json, os, resource, signal, subprocess, sys, threading, time
 import numpy as np
 import mpidist
 from mpidist import CommunicationOptions

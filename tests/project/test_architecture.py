@@ -384,7 +384,6 @@ LOOK_INTO = {
     "collectives/test_whole_calls.py": {"mpidist.transport.failures.flight_recorder"},
     "collectives/plans/test_plan.py": {"mpidist.transport.communicator"},
     "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
-    "frameworks/test_torch_repeated.py": {"mpidist.collectives.repeated_calls"},
     "strategies/test_refused_strategies.py": {
         "mpidist.cluster_resolver.addresses",
         "mpidist.cluster_resolver.resolver",
@@ -394,6 +393,7 @@ LOOK_INTO = {
         "mpidist.transport.failures.status_board",
         "mpidist.transport.waiting",
     },
+    "support/reductions.py": {"mpidist.collectives.repeated_calls"},
     "support/transports.py": {"mpidist.transport.shared_memory.schedule"},
     "transport/device_over_mpi/test_device_mpi.py": {"mpidist.cli.cuda_aware_mpi"},
     "transport/device_over_mpi/test_host_staging.py": {

@@ -1,4 +1,4 @@
-"""An all-reduce inside a replica, and what to reduce: numbers of each rank, in arrays of any layout."""
+"""An all-reduce inside a replica, and what to reduce: numbers of each rank, in arrays of any layout; what is repeated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.collectives.repeated_calls import RepeatedCalls
 
 F32 = np.dtype(np.float32)
 DTYPES = [F32, np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.complex128)]
@@ -53,3 +55,23 @@ LAYOUTS: dict[str, Callable[[tuple[int, ...], Any], Any]] = {
     "big-endian": lambda shape, dtype: np.zeros(shape, dtype if dtype.kind == "V" else dtype.newbyteorder(">")),
     "unaligned": unaligned,
 }
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call that may be one, whether it was a repeated one."""
+    really: Callable[..., Any] = RepeatedCalls.run
+    said: list[bool] = []
+
+    def run(*arguments: Any) -> Any:
+        result = really(*arguments)
+        said.append(result is not None)
+        return result
+
+    monkeypatch.setattr(RepeatedCalls, "run", run)
+    return said
+
+
+def are_repeated(strategy: Strategy) -> bool:
+    """Whether the ranks are several on one node, so that calls are repeated at all."""
+    return strategy.topology.size > 1 and strategy.topology.num_nodes == 1

@@ -73,7 +73,6 @@ attempt("exception, after", reduce)
 value = np.ones(9_000_000)  # more than the 64 MiB of addresses that the C library reserves for other threads' memory
 def all_reduce():
     return strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value)).sum()
-import gc
 gc.collect()  # what earlier resets have left would make room otherwise
 if is_faulty:
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
