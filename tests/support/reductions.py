@@ -1,4 +1,4 @@
-"""An all-reduce inside a replica, and what to reduce: numbers of each rank, in arrays of any layout; what is repeated."""
+"""An all-reduce inside a replica, which calls are repeated ones, and what to reduce: numbers of each rank."""
 
 from __future__ import annotations
 
