@@ -1,4 +1,7 @@
-"""The rules of the architecture, read from the source: who imports whom, and how large things grow."""
+"""The rules of the architecture, read from the source: who imports whom, and how large things grow.
+
+How large the project may be as a whole, budget.cfg says: code belongs where it fits, not where there is room.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ import mpidist
 pytestmark = pytest.mark.no_mpi
 
 PACKAGE = Path(mpidist.__file__).parent
-MAX_MODULE_LINES = 400
+MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 40
-MAX_MODULES = 13  # in a folder, besides its `__init__`
+MAX_MODULES = 16  # in a folder, besides its `__init__`
 GUARDED = ("mpi4py", "cupy", "ml_dtypes")  # may be imported inside functions: they start MPI or CUDA, or take long
 WHERE_GUARDED = {
     "mpi4py": (

@@ -1,0 +1,71 @@
+"""Counts what budget.cfg limits."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mpi_session.selection import plan, teams_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def totals() -> dict[tuple[str, str], int]:
+    """Return today's totals, by section and name."""
+    package = [ast.parse(path.read_text()) for path in ROOT.glob("mpidist/**/*.py")]
+    return {
+        ("mpidist", "lines"): _lines("mpidist", "py", "pyi", "c", "h", "cu"),
+        ("mpidist", "classes"): sum(isinstance(node, ast.ClassDef) for tree in package for node in ast.walk(tree)),
+        ("mpidist", "modules"): len(package),
+        ("tests", "lines"): _lines("tests", "py", "cpp", "h", "c", "sh"),
+        ("tests", "runs"): _runs(),
+        ("docs", "words"): sum(len(path.read_text().split()) for path in _files("docs", "md")),
+        ("benchmarks", "lines"): _lines("benchmarks", "py"),
+    }
+
+
+def _files(folder: str, *endings: str) -> Iterator[Path]:
+    for path in (ROOT / folder).rglob("*.*"):
+        if path.suffix[1:] in endings and "_build" not in path.parts:
+            yield path
+
+
+def _lines(folder: str, *endings: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in _files(folder, *endings))
+
+
+def _runs() -> int:
+    """Let a session of its own collect all tests, which ends with `pytest_collection_finish` below."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-qq",
+        "-m",
+        "not gpu",
+        "-p",
+        "project.budget",
+        "tests",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    found = re.search(r"^(\d+) runs$", done.stdout, re.MULTILINE)
+    assert found, f"the tests could not be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return int(found[1])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    runs = plan(session.items, teams_of([1, 2, 3, 4], num_lanes=1), sample=None)
+    print(f"\n{sum(map(len, runs.values()))} runs")
+
+
+if __name__ == "__main__":
+    for (section, name), number in totals().items():
+        print(f"{section:<10} {name:<8} {number:>7,}")
