@@ -1,0 +1,187 @@
+"""Seeded faults of the collectives."""
+
+from fault import Fault
+
+TESTS = ["tests/collectives", "tests/cross_device_ops"]
+FAULTS = [
+    Fault(
+        "plans/rows_execution.py",
+        "results[index][...] = part if row_list.divide_by == 1 else part / row_list.divide_by",
+        "results[index][...] = part",
+        "a mean of replicas in rows is a sum",
+    ),
+    Fault(
+        "plans/rows_execution.py",
+        "return [result if wanted else None for result, wanted in zip(results, self._is_wanted, strict=True)]",
+        "return results",
+        "ranks that are no destination get a result",
+    ),
+    Fault(
+        "plans/small_lists.py",
+        "starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)",
+        "starts.append(0)",
+        "small lists of two dtypes overwrite each other",
+    ),
+    Fault(
+        "plans/small_lists.py",
+        "fused.divide_by if keeps else 1, total)",
+        "1, total)",
+        "means of small arrays are sums",
+    ),
+    Fault(
+        "plans/arithmetic.py",
+        "if dtype.itemsize <= 2:",
+        "if dtype.itemsize <= 4:",
+        "means of int32 are float32",
+    ),
+    Fault(
+        "plans/arithmetic.py",
+        "return Reduction(name, divisor, self.in_rank_order, counts_overflow=is_compressed), 1",
+        "return Reduction(name, 1, self.in_rank_order, counts_overflow=is_compressed), divisor",
+        "means of float16 overflow before they are divided",
+    ),
+    Fault(
+        "plans/arithmetic.py",
+        "return plain  # nothing leaves the node",
+        "pass",
+        "compression rounds what stays within a node",
+    ),
+    Fault(
+        "plans/arithmetic.py",
+        '        if dtype.kind == "c":\n            raise',
+        "        if False:\n            raise",
+        "a minimum of complex numbers is accepted",
+    ),
+    Fault(
+        "plans/arithmetic.py",
+        "        if self._calls & (self._calls - 1) == 0:",
+        "        if False:",
+        "numbers that overflow float16 are not told",
+    ),
+    Fault(
+        "plans/fused_results.py",
+        "views.append(whole[at : at + length].reshape(shape))\n            at += length",
+        "views.append(whole[at : at + length].reshape(shape))",
+        "the results of a list are all the first one's numbers",
+    ),
+    Fault(
+        "plans/repeated_reductions.py",
+        "return bool(native.have_forms(arrays, self._forms, False))",
+        "return True",
+        "a list of other shapes is taken for the one before",
+    ),
+    Fault(
+        "plans/local_sums.py",
+        "if other.key == first.key or other.specs == first.specs:",
+        "if True:",
+        "replicas of a rank that pass other shapes are not found",
+    ),
+    Fault(
+        "plans/local_sums.py",
+        "if options.compression is not Compression.NONE:\n        what",
+        "if False:\n        what",
+        "compression with chosen replicas is ignored in silence",
+    ),
+    Fault(
+        "plans/plan.py",
+        "        if held > bytes_per_pack:\n",
+        "        if held >= bytes_per_pack:\n",
+        "bytes_per_pack closes packs too early",
+    ),
+    Fault(
+        "plans/plan.py",
+        "return None  # a partial sum must not be rounded between nodes",
+        "pass",
+        "reproducible float16 sums depend on the nodes",
+    ),
+    Fault(
+        "plans/plan.py",
+        "for index in reversed(range(len(specs))):",
+        "for index in range(len(specs)):",
+        "arrays are packed in the other order",
+    ),
+    Fault(
+        "plans/places.py",
+        "return same or not {source.window for source in sources} & {out.window for out in outs}",
+        "return True",
+        "results overwrite values that other ranks still read",
+    ),
+    Fault(
+        "plans/packed_execution.py",
+        "arrays = copy_overwritten(arrays, targets)",
+        "pass",
+        "an out that is another value is overwritten too early",
+    ),
+    Fault(
+        "plans/packed_execution.py",
+        "        flat /= message.divide_by",
+        "        pass",
+        "means of large arrays are sums",
+    ),
+    Fault(
+        "plans/packed_execution.py",
+        "into[...] = part if message.divide_by == 1 else part / message.divide_by",
+        "into[...] = part",
+        "means of packed arrays are sums",
+    ),
+    Fault(
+        "repeated_calls.py",
+        "return flags.writeable and flags.c_contiguous and flags.aligned and not np.may_share_memory(out, value)",
+        "return flags.writeable and flags.c_contiguous and flags.aligned",
+        "an out that overlaps the value gives wrong sums",
+    ),
+    Fault(
+        "repeated_calls.py",
+        "if self._cached_for is not self._group.levels or value is None:",
+        "if value is None:",
+        "repeated calls after a reset use what it has freed",
+    ),
+    Fault(
+        "repeated_calls.py",
+        "        like.fingerprint ^= call.checked_outs.per_node_digest",
+        "        pass",
+        "a per-node out on some ranks alone is not found",
+    ),
+    Fault(
+        "reductions.py",
+        "call.fingerprint = plan.fingerprint ^ name_digest(call.name)",
+        "call.fingerprint = plan.fingerprint",
+        "different calls of equal arrays are taken for one",
+    ),
+    Fault(
+        "reductions.py",
+        "call.error = name_call(problem, call.name)\n\n    def _add_replicas",
+        "raise\n\n    def _add_replicas",
+        "a mistake on one rank leaves the others waiting",
+    ),
+    Fault(
+        "all_gather.py",
+        "bounds = [0, *(int(bound) * row_size for bound in np.cumsum(lengths))]",
+        "bounds = [int(lengths.max()) * row_size * at for at in range(len(lengths) + 1)]",
+        "a gather of unequal lengths is wrong",
+    ),
+    Fault(
+        "all_gather.py",
+        "alike = self.lengths, topology.rank if self.memory is None else None",
+        "alike = None",
+        "ranks with other lengths are taken for alike",
+    ),
+    Fault(
+        "all_gather.py",
+        'if dtype.hasobject or dtype.names is not None or dtype.kind in "USM" or dtype.kind == "m":',
+        "if False:",
+        "Python objects are gathered as addresses",
+    ),
+    Fault(
+        "broadcast.py",
+        "    if group.topology.rank == root and result is not array:",
+        "    if result is not array:",
+        "a broadcast to some ranks sends from all",
+    ),
+    Fault(
+        "broadcast.py",
+        "if self.root >= group.topology.size:",
+        "if False:",
+        "a root that does not exist is accepted",
+    ),
+]

@@ -1,0 +1,151 @@
+"""Seeded faults of the coordinator."""
+
+from fault import Fault
+
+TESTS = ["tests/coordinator"]
+FAULTS = [
+    Fault(
+        "calling.py",
+        "            self._servers.flush()\n            return encode((True, value)",
+        "            return encode((True, value)",
+        "a function counts as done before its changes are made",
+    ),
+    Fault(
+        "calling.py",
+        "            self._require_rank(name)\n",
+        "",
+        "a forked process answers in the worker's name",
+    ),
+    Fault(
+        "calling.py",
+        "if isinstance(error, StopIteration):",
+        "if False:",
+        "the end of a worker's data ends a loop of the chief",
+    ),
+    Fault(
+        "calling.py",
+        "            if not ends_normally(error):\n                raise\n",
+        "",
+        "sys.exit(1) in a function does not end the worker",
+    ),
+    Fault(
+        "calling.py",
+        "outer, self._servers.function = self._servers.function, name",
+        'outer, self._servers.function = self._servers.function, ""',
+        "a barrier in a scheduled function waits for ever",
+    ),
+    Fault(
+        "closure.py",
+        "        if self._error is not None:\n            raise self._error\n        return self._value",
+        "        return self._value",
+        "fetch of a function that failed returns an object",
+    ),
+    Fault(
+        "closure.py",
+        "return self._value is not _NOTHING or self._error is not None",
+        "return self._value is not _NOTHING",
+        "a fetch waits for ever for a function that failed",
+    ),
+    Fault(
+        "cluster_coordinator.py",
+        "if any(isinstance(leaf, RemoteValue) for leaf in nest.flatten(given)[0]):",
+        "if False:",
+        "a RemoteValue as an argument is not refused by name",
+    ),
+    Fault(
+        "cluster_coordinator.py",
+        "context = InputContext(max(1, len(ranks) - 1), max(0, number - 1), 1)",
+        "context = InputContext(max(1, len(ranks) - 1), 0, 1)",
+        "all workers make the data set of worker 0",
+    ),
+    Fault(
+        "cluster_coordinator.py",
+        "self._error = self._error or error",
+        "pass",
+        "a chief that works alone hides the error of a function",
+    ),
+    Fault(
+        "cluster_coordinator.py",
+        "            crew.error = None\n",
+        "",
+        "join raises the same error again and again",
+    ),
+    Fault(
+        "cluster_coordinator.py",
+        '        if self._is_closed:\n            raise RuntimeError(f"{call} on a closed coordinator',
+        '        if False:\n            raise RuntimeError(f"{call} on a closed coordinator',
+        "schedule on a closed coordinator waits for ever",
+    ),
+    Fault(
+        "crew.py",
+        "closure = self._calls[rank] = self._queue.popleft()",
+        "closure = self._calls[rank] = self._queue.pop()",
+        "functions are called in another order",
+    ),
+    Fault(
+        "crew.py",
+        "self._queue = deque(sorted([lost, *self._queue], key=lambda call: call.number))",
+        "pass",
+        "the function of a lost worker is not called again",
+    ),
+    Fault(
+        "crew.py",
+        "if self._queue and rank not in self._calls and rank not in self._left:",
+        "if self._queue and rank not in self._left:",
+        "a busy worker gets a second function, whose result is lost",
+    ),
+    Fault(
+        "crew.py",
+        '            self._fail(error, "another function had failed")',
+        "            self.error = self.error or error",
+        "functions are called after one has failed",
+    ),
+    Fault(
+        "crew.py",
+        "oldest = min(call.number for call in self._calls.values())",
+        "oldest = closure.number",
+        "servers forget which pushes of a call were made",
+    ),
+    Fault(
+        "functions.py",
+        "if known is not None and getattr",
+        "if False and getattr",
+        "two functions take one name in silence",
+    ),
+    Fault(
+        "functions.py",
+        "        return PerWorkerIterator(self.number, self._num_iterators - 1)",
+        "        return PerWorkerIterator(self.number, 0)",
+        "a second iterator of a data set goes on where the first one is",
+    ),
+    Fault(
+        "functions.py",
+        "            self._iterators[handle] = iter(self._made[number])",
+        "            return iter(self._made[number])",
+        "an iterator begins anew in each function",
+    ),
+    Fault(
+        "functions.py",
+        "takes_context = bool(inspect.signature(source).parameters)",
+        "takes_context = False",
+        "a function that takes an InputContext gets none",
+    ),
+    Fault(
+        "mail.py",
+        "return Letter(kind, number, oldest, data[_HEADER.size :])",
+        "return Letter(kind, number, 0, data[_HEADER.size :])",
+        "servers never forget old calls",
+    ),
+    Fault(
+        "work.py",
+        "        awaited.timeout, awaited.serving = math.inf, None",
+        "        awaited.timeout, awaited.serving = 1.0, None",
+        "a worker gives up an idle chief",
+    ),
+    Fault(
+        "work.py",
+        "        if not self._has_left:\n            self._has_left = True",
+        "        if True:\n            self._has_left = True",
+        "a worker leaves twice",
+    ),
+]

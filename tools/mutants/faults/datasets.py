@@ -1,0 +1,223 @@
+"""Seeded faults of data sets."""
+
+from fault import Fault
+
+TESTS = ["tests/datasets", "tests/checkpoint/test_positions_in_data.py"]
+FAULTS = [
+    Fault(
+        "array_batches.py",
+        "order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)",
+        "order = np.random.default_rng([self.seed]).permutation(self.num_samples)",
+        "every epoch has the same order",
+    ),
+    Fault(
+        "array_batches.py",
+        "rounding = 0 if self._drops_remainder else self.batch_size - 1",
+        "rounding = self.batch_size - 1",
+        "len counts the batch that is left out",
+    ),
+    Fault(
+        "array_batches.py",
+        "stop = self.num_samples - (self.batch_size - 1 if self._drops_remainder else 0)",
+        "stop = self.num_samples",
+        "drop_remainder keeps the short batch",
+    ),
+    Fault(
+        "array_batches.py",
+        "for start in range(num_samples, stop, self.batch_size):",
+        "for start in range(0, stop, self.batch_size):",
+        "samples are seen twice after a restore",
+    ),
+    Fault(
+        "array_batches.py",
+        "if len(set(lengths)) != 1:",
+        "if False:",
+        "arrays of unlike lengths are accepted",
+    ),
+    Fault(
+        "batches.py",
+        "start, stop = bounds[replica_id], bounds[replica_id + 1]",
+        "start, stop = bounds[0], bounds[1]",
+        "every replica gets the first part",
+    ),
+    Fault(
+        "batches.py",
+        'fields["checksum of the first batch"] = f"{_checksum(leaves):08x}"',
+        "pass",
+        "ranks that shuffle differently are not found",
+    ),
+    Fault(
+        "batches.py",
+        'fields = {"global batch": f"{num_in_batch} rows"}',
+        'fields = {"global batch": "some"}',
+        "batches of unlike lengths are not found",
+    ),
+    Fault(
+        "batches.py",
+        "return max(-(-num_batches(pipeline) // self._num_per_step) for pipeline in self._pipelines)",
+        "return max(num_batches(pipeline) // self._num_per_step for pipeline in self._pipelines)",
+        "len of pipelines is too small",
+    ),
+    Fault(
+        "batches.py",
+        "yield nest.rebuild(batch, [leaf[skipped:] for leaf in leaves])",
+        "yield batch",
+        "a restore in the middle of a batch repeats its samples",
+    ),
+    Fault(
+        "batches.py",
+        "return islice(pipeline, num_batches, None) if num_batches else iter(pipeline)",
+        "return iter(pipeline)",
+        "a pipeline begins anew after a restore",
+    ),
+    Fault(
+        "batches.py",
+        'if hasattr(batches, "__next__") and not may_be_used_up:',
+        "if False:",
+        "a generator is accepted, and empty in the second epoch",
+    ),
+    Fault(
+        "batches.py",
+        "checksum = zlib.crc32(leaf.numbers.tobytes(), checksum)",
+        "pass",
+        "another order of rows in files is not found",
+    ),
+    Fault(
+        "dealt_batches.py",
+        "replica_id = number % self._num_replicas",
+        "replica_id = (number + 1) % self._num_replicas",
+        "batches are dealt out in another order",
+    ),
+    Fault(
+        "dealt_batches.py",
+        "            yield (*own, *[MISSING] * (len(self._ids_here) - len(own)))",
+        "            return",
+        "the last batches of an epoch are lost",
+    ),
+    Fault(
+        "dealt_batches.py",
+        "if files.num_files >= num_replicas:",
+        "if files.num_files > num_replicas:",
+        "AUTO takes DATA although there are enough files",
+    ),
+    Fault(
+        "dealt_batches.py",
+        "if batches.num_files < num_replicas:",
+        "if False:",
+        "replicas without a file get no batch",
+    ),
+    Fault(
+        "dealt_batches.py",
+        "zlib.crc32(chr(0).join(names).encode(errors='surrogateescape')):08x",
+        "0:08x",
+        "other file names on a rank are not found",
+    ),
+    Fault(
+        "distributed_dataset.py",
+        'order_fields = {"pipelines": contexts[0].num_input_pipelines, "replicas": replicas.total}',
+        "order_fields = {}",
+        "a position goes on with another number of pipelines",
+    ),
+    Fault(
+        "distributed_dataset.py",
+        "ids_here = range(topology.rank * total, (topology.rank + 1) * total)",
+        "ids_here = range(total)",
+        "all workers of servers read the same files",
+    ),
+    Fault(
+        "distributed_dataset.py",
+        "return True  # else Python would call",
+        "return len(self) > 0  # else Python would call",
+        "an `if dataset` raises where there is no length",
+    ),
+    Fault(
+        "distributed_iterator.py",
+        "position.num_seen += 0 if position.is_over else step.num_seen",
+        "position.num_seen += 1",
+        "the position counts steps, not samples",
+    ),
+    Fault(
+        "distributed_iterator.py",
+        "raise_reported(error, [report.error for report in reports], group)",
+        "pass",
+        "an error of reading on one rank is lost",
+    ),
+    Fault(
+        "distributed_iterator.py",
+        "self._num_steps, self._is_over = 0, False",
+        "self._num_steps = 0",
+        "an iterator at its end cannot be restored",
+    ),
+    Fault(
+        "distributed_iterator.py",
+        "self._is_over, self._steps = True, None",
+        "self._is_over = True",
+        "the thread that reads ahead outlives the pass",
+    ),
+    Fault(
+        "distributed_iterator.py",
+        "if entry is not None and entry.replica_context is not None:",
+        "if False:",
+        "next inside run is not refused",
+    ),
+    Fault(
+        "files.py",
+        "part._shards = (*self._shards, slice(index, None, num_shards))",
+        "part._shards = (slice(index, None, num_shards),)",
+        "a shard of a shard has files of other shards",
+    ),
+    Fault(
+        "files.py",
+        "return without_first(batches, num_samples) if num_samples else batches",
+        "return batches",
+        "the samples before the position are read again",
+    ),
+    Fault(
+        "input_options.py",
+        "if place and fetch:",
+        "if False:",
+        "options that exclude each other are accepted",
+    ),
+    Fault(
+        "input_options.py",
+        "        if rest:\n",
+        "        if False:\n",
+        "a global batch size that does not divide is rounded down",
+    ),
+    Fault(
+        "parts.py",
+        "return leaf[:0]",
+        "return leaf[:1]",
+        "a rank whose batches have ended repeats a row",
+    ),
+    Fault(
+        "position.py",
+        "return Position(self._last.epoch + 1) if self._last.is_begun else self._last",
+        "return Position(self._last.epoch + 1)",
+        "a restored pass is skipped",
+    ),
+    Fault(
+        "position.py",
+        "(position.epoch + 1, 0) if position.is_over else",
+        "(position.epoch, position.num_seen) if position.is_over else",
+        "after an epoch the position is its end, and the next pass is empty",
+    ),
+    Fault(
+        "position.py",
+        "if own.get(name) != state.get(name):",
+        "if False:",
+        "a position in another order of samples is restored",
+    ),
+    Fault(
+        "read_ahead.py",
+        "self._shelf.ready.put(item)  # later calls raise the error, too",
+        "pass",
+        "a second next after an error waits for ever",
+    ),
+    Fault(
+        "unread_rows.py",
+        "return self._array[first : last + 1][places]",
+        "return self._array[first : last + 1]",
+        "rows of a file come in another order",
+    ),
+]

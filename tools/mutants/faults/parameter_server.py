@@ -1,0 +1,223 @@
+"""Seeded faults of the parameter servers."""
+
+from fault import Fault
+
+TESTS = ["tests/parameter_server"]
+FAULTS = [
+    Fault(
+        "cluster.py",
+        "if resolver is not None and (wanted.num_ps is not None or wanted.ps_ranks is not None):",
+        "if False:",
+        "a resolver and num_ps are accepted together",
+    ),
+    Fault(
+        "cluster.py",
+        "others = [rank for rank, fields in asked.items() if fields[name] != value]",
+        "others = []",
+        "workers with other options are not found",
+    ),
+    Fault(
+        "cluster.py",
+        '            group.timeout_seconds = float(fields["timeout_seconds"])',
+        "            pass",
+        "timeout_seconds is of no effect",
+    ),
+    Fault(
+        "cluster.py",
+        "        self.servers.flush()\n        self.servers.meet(call, {}, error)",
+        "        self.servers.meet(call, {}, error)",
+        "a barrier does not wait for this worker's changes",
+    ),
+    Fault(
+        "partitioners.py",
+        "return min(self._max_shards, -(-total // self._min_bytes))",
+        "return -(-total // self._min_bytes)",
+        "max_shards is of no effect",
+    ),
+    Fault(
+        "partitioners.py",
+        "wanted = -(-shape[0] // max(1, self._max_bytes // row_bytes))",
+        "wanted = shape[0] // max(1, self._max_bytes // row_bytes)",
+        "shards are larger than allowed",
+    ),
+    Fault(
+        "partitioners.py",
+        "if counts[0] < 1 or any(count != 1 for count in counts[1:]):",
+        "if False:",
+        "a partitioner that cuts other axes is accepted",
+    ),
+    Fault(
+        "placement.py",
+        "server = self._nbytes.index(min(self._nbytes))",
+        "server = 0",
+        'placement="bytes" puts all variables on one server',
+    ),
+    Fault(
+        "placement.py",
+        "                server = self._beside[-1]",
+        "                server = 0",
+        "colocate_vars_with is of no effect",
+    ),
+    Fault(
+        "placement.py",
+        "            self._num_placed, self._nbytes, self._num_unnamed = state\n            raise",
+        "            raise",
+        "a variable that was refused takes a turn",
+    ),
+    Fault(
+        "roles.py",
+        "servers = tuple(range(size - wanted, size))",
+        "servers = tuple(range(wanted))",
+        "the first ranks serve",
+    ),
+    Fault(
+        "roles.py",
+        "if len(named) < len(tasks):",
+        "if False:",
+        "TF_CONFIG on some ranks alone is accepted",
+    ),
+    Fault(
+        "roles.py",
+        "        if other != rank:",
+        "        if False:",
+        "two ranks are one task",
+    ),
+    Fault(
+        "rules.py",
+        "velocity *= number(numbers[1])",
+        "pass",
+        "Momentum never forgets",
+    ),
+    Fault(
+        "rules.py",
+        "if numbers[2] else velocity",
+        "if False else velocity",
+        "nesterov is of no effect",
+    ),
+    Fault(
+        "rules.py",
+        "rate *= (1 - beta_2**count) ** 0.5 / (1 - beta_1**count)",
+        "pass",
+        "Adam without its correction",
+    ),
+    Fault(
+        "rules.py",
+        "gradient = gradient.astype(mean.dtype, copy=False)",
+        "pass",
+        "Adam of float16 squares in float16",
+    ),
+    Fault(
+        "rules.py",
+        "changed = value.copy()  # if",
+        "changed = value  # if",
+        "a rule that raises leaves half a change",
+    ),
+    Fault(
+        "server.py",
+        "if sequence != connection.sequence + 1:",
+        "if False:",
+        "a request that was lost is not noticed",
+    ),
+    Fault(
+        "server.py",
+        "            yield from connection.drain()\n            connection.answer_text(Outcome.FAILED",
+        "            connection.answer_text(Outcome.FAILED",
+        "data of a request that failed is taken for the next one",
+    ),
+    Fault(
+        "server.py",
+        "elif worker in workers.resting:",
+        "else:",
+        "a worker that goes on lets others rest no more",
+    ),
+    Fault(
+        "servers.py",
+        "            self._channels[server].finish()  # errors come before anything is sent",
+        "            pass",
+        "an error of a change comes after the next one was sent",
+    ),
+    Fault(
+        "servers.py",
+        "error = failure if error is None else error",
+        "pass",
+        "an error of a change is lost in a barrier",
+    ),
+    Fault(
+        "sharded_variable.py",
+        "rows[places] = self._variables[shard].sparse_read(wanted[places] - self._bounds[shard])",
+        "rows[places] = self._variables[shard].sparse_read(wanted[places] - self._bounds[0])",
+        "rows of later shards are out of range",
+    ),
+    Fault(
+        "sharded_variable.py",
+        "return self.sparse_read([int(key) % self.shape[0]])[0]",
+        "return self.sparse_read([abs(int(key))])[0]",
+        "v[-1] of a sharded variable is v[1]",
+    ),
+    Fault(
+        "store.py",
+        "return not any(other.writes for other in self._before(turn))",
+        "return True",
+        "a read sees half a change",
+    ),
+    Fault(
+        "store.py",
+        "            return self.queue[0] is turn",
+        "            return True",
+        "two changes mix",
+    ),
+    Fault(
+        "store.py",
+        "        np.add.at(sums, places.reshape(-1), values)",
+        "        sums[places.reshape(-1)] = values",
+        "rows with the same index are not summed for a rule",
+    ),
+    Fault(
+        "transfers.py",
+        "                for start in starts:\n                    self._change(stored, start, whole[start : start + step])\n            self._leave(stored)",
+        "                pass\n            self._leave(stored)",
+        "a worker that dies leaves half a change",
+    ),
+    Fault(
+        "variable.py",
+        "self.trainable = is_trainable if trainable is None else trainable",
+        "self.trainable = True if trainable is None else trainable",
+        "metrics on servers are trainable",
+    ),
+    Fault(
+        "attendance/meetings.py",
+        "return self.steps[worker] - slowest <= self._staleness",
+        "return self.steps[worker] - slowest <= self._staleness + 1",
+        "staleness is one step more",
+    ),
+    Fault(
+        "attendance/meetings.py",
+        "        return [worker for worker in sorted(self.live) if worker not in waiting and worker not in self.resting]",
+        "        return sorted(self.live)",
+        "who waits in a barrier holds others up",
+    ),
+    Fault(
+        "messages/calls.py",
+        "if place < self._made.get(call, 0):",
+        "if False:",
+        "a push of a call that is made again counts twice",
+    ),
+    Fault(
+        "messages/known_lists.py",
+        "            if len(lists) >= _MAX_LISTS:\n                number = lists.pop(next(iter(lists))).number",
+        "            if len(lists) >= _MAX_LISTS:\n                number = next(iter(lists.values())).number",
+        "of many lists of variables two share a number",
+    ),
+    Fault(
+        "messages/push.py",
+        "rows = [RowsChange.joined(changes) for changes in zip(*(push.rows for push in pushes), strict=True)]",
+        "rows = first.rows",
+        "rows that other replicas push are lost",
+    ),
+    Fault(
+        "servers_in_use.py",
+        "if busy and use.group.is_open and use.thread == get_ident():",
+        "if False:",
+        "a second strategy over busy servers waits for ever",
+    ),
+]

@@ -1,0 +1,151 @@
+"""Seeded faults of code inside `run`."""
+
+from fault import Fault
+
+TESTS = ["tests/replica_context", "tests/test_replica_rng.py", "tests/test_context_misuse.py"]
+FAULTS = [
+    Fault(
+        "joint_calls.py",
+        "write([argument for argument, _ in of_replicas], error)",
+        "write([of_replicas[0][0]] * len(of_replicas), error)",
+        "what the other replicas of a rank assign is not counted",
+    ),
+    Fault(
+        "joint_calls.py",
+        "for what in (name for name in first if other[name] != first[name]):",
+        "for what in ():",
+        "replicas of a rank that pass different operations are not found",
+    ),
+    Fault(
+        "joint_calls.py",
+        "axes = [axis_of(axis, library_of(value).to_native(value).shape) for value in values]",
+        "axes = [0 for value in values]",
+        "reduce_scatter of replicas ignores the axis",
+    ),
+    Fault(
+        "joint_calls.py",
+        "_part(leaf, leaf_axis, replica_id, self._replicas.total)",
+        "_part(leaf, leaf_axis, at, self._replicas.total)",
+        "every rank gets the first parts of a reduce_scatter",
+    ),
+    Fault(
+        "joint_calls.py",
+        "                        arrays.write(target, arrays.on_current_device(source))",
+        "                        pass",
+        "the outs of later replicas are not written",
+    ),
+    Fault(
+        "joint_calls.py",
+        "return self._share_new(nest.map_structure(arrays.make_read_only, result))",
+        "return self._share_new(result)",
+        "a result that replicas share can be written",
+    ),
+    Fault(
+        "joint_calls.py",
+        "result = nest.map_structure(arrays.read_only_view, result)",
+        "pass",
+        "what merge_call returned can be written by one replica for all",
+    ),
+    Fault(
+        "joint_calls.py",
+        "if self._outcomes is None:",
+        "if True:",
+        "a started all-reduce of replicas is waited for twice",
+    ),
+    Fault(
+        "pending_writes.py",
+        "written.require_equal(self._ids)",
+        "pass",
+        "replicas of a rank that assign different values are not found",
+    ),
+    Fault(
+        "pending_writes.py",
+        "if own is None or (own is first and not is_first):",
+        "if own is None:",
+        "a replica's second write changes what another one sees",
+    ),
+    Fault(
+        "pending_writes.py",
+        "return shared if written is None else written.seen_by(replica_id)",
+        "return shared",
+        "a replica does not read what it has assigned",
+    ),
+    Fault(
+        "pending_writes.py",
+        "        self._on_commit()",
+        "        pass",
+        "copies on other GPUs are stale after a commit",
+    ),
+    Fault(
+        "replica_context.py",
+        "            self._replica_id,\n            *(whole_number",
+        "            *(whole_number",
+        "all replicas draw the same random numbers",
+    ),
+    Fault(
+        "replica_context.py",
+        "        if entry is None or entry.replica_context is not self:",
+        "        if False:",
+        "a context of another run is accepted",
+    ),
+    Fault(
+        "replica_context.py",
+        'self._strategy.extended.agree("merge_call", {"function": name}, error)',
+        "pass",
+        "merge_call of different functions is not found",
+    ),
+    Fault(
+        "replica_context.py",
+        "            options = options_or_hints(options, experimental_hints)\n        if self.joint_calls is not None:\n            return self.joint_calls.all_reduce",
+        "            pass\n        if self.joint_calls is not None:\n            return self.joint_calls.all_reduce",
+        "experimental_hints of all_reduce are ignored",
+    ),
+    Fault(
+        "run.py",
+        "strategy.extended.group.agreement.run += 1",
+        "pass",
+        "a call that a replica left out is taken for one of the next run",
+    ),
+    Fault(
+        "run.py",
+        "own_args = local_components(list(args), at, replicas.num_here) if args else ()",
+        "own_args = local_components(list(args), 0, replicas.num_here) if args else ()",
+        "all replicas of a rank get the batch of the first",
+    ),
+    Fault(
+        "turns.py",
+        "self._stack.gr_context = copy_context()",
+        "pass",
+        "context variables of the program are lost in run",
+    ),
+    Fault(
+        "turns.py",
+        "outcomes = first.carry_out(arguments, _mismatch(replicas) or conflict)",
+        "outcomes = first.carry_out(arguments, conflict)",
+        "replicas of a rank that make different calls are not found",
+    ),
+    Fault(
+        "turns.py",
+        "                    replica.refuse(GreenletExit())\n                    self._resume(replica)",
+        "                    pass",
+        "a replica that is left behind is not ended: its finally is not run",
+    ),
+    Fault(
+        "turns.py",
+        "if replica.error is not None and not isinstance(replica.error, Exception):",
+        "if False:",
+        "KeyboardInterrupt in one replica waits for the others",
+    ),
+    Fault(
+        "turns.py",
+        "if self._num_refused > _MAX_REFUSED:",
+        "if False:",
+        "a replica that catches every error never ends",
+    ),
+    Fault(
+        "turns.py",
+        "for (replica, _), outcome in zip(waiting, outcomes, strict=True):",
+        "for (replica, _), outcome in zip(waiting, outcomes[::-1], strict=True):",
+        "replicas of a rank get each other's results",
+    ),
+]
