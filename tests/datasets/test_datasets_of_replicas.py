@@ -112,16 +112,6 @@ def test_nest_is_cut_leaf_by_leaf(comm: Intracomm, strategy: MultiWorker, num_re
     assert ["".join(names) for names in of_all_replicas(comm, part["names"])] == expected_parts("abcde", num_replicas)
 
 
-def test_tensors_stay_tensors(comm: Intracomm, strategy: MultiWorker, num_replicas: int) -> None:
-    import jax
-
-    batch = {"x": jax.numpy.arange(20.0).reshape(10, 2), "y": jax.numpy.arange(10)}
-    (part,) = strategy.experimental_distribute_dataset([batch])
-    assert all(isinstance(mine, jax.Array) for mine in part["x"].values)
-    for name, whole in batch.items():
-        assert of_all_replicas(comm, part[name]) == [rows.tolist() for rows in expected_parts(whole, num_replicas)]
-
-
 class Lazy:
     """Rows of a file, which are read by slices alone, as those of h5py."""
 

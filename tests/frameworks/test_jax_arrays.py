@@ -20,6 +20,7 @@ from support.everywhere import raises_everywhere
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport import copied, library_of
 
@@ -152,6 +153,25 @@ def test_pytrees_keep_their_form(comm: Intracomm, make: Any) -> None:
     wanted = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *everyone)
     jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other), total, wanted)
     assert jax.tree.map(lambda leaf: leaf.dtype, total) == jax.tree.map(lambda leaf: leaf.dtype, own)
+
+
+@pytest.mark.no_mpi
+def test_nest_of_a_function_and_its_arguments_keeps_its_form() -> None:
+    partial = jax.tree_util.Partial(len, np.ones(2), (3.0, None))
+    leaves, structure = nest.flatten({"f": partial})
+    assert leaves[1:] == [3.0, None]
+    assert nest.rebuild({"f": partial}, leaves)["f"].args == partial.args
+    assert len(nest.array_names(structure)) == 3
+
+
+def test_batch_of_several_replicas_has_parts_of_jax(comm: Intracomm) -> None:
+    batch, num_replicas = {"x": jnp.arange(20.0).reshape(10, 2), "y": jnp.arange(10)}, 2 * comm.size
+    with Strategy(replicas=num_replicas, comm=comm) as strategy:
+        (part,) = strategy.experimental_distribute_dataset([batch])
+        for name, whole in batch.items():
+            assert all(isinstance(mine, jax.Array) for mine in part[name].values)
+            everyone = comm.allgather([mine.tolist() for mine in part[name].values])
+            assert [row for of_rank in everyone for rows in of_rank for row in rows] == whole.tolist()
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mpi_session import clean_environment
 
 import mpidist
 from mpidist import nest
@@ -330,24 +328,6 @@ def test_what_jax_knows_is_opened_where_jax_is_loaded(
     assert paths(structure) == [f"[0]{steps[0]}", f"[0]{steps[1]}['c']", "[1].kernel", "[1].bias"]
     assert structure != nest.flatten([SimpleNamespace(w=1, other={"c": None}), value[1]])[1]
     assert nest.rebuild(value, leaves) == value
-
-
-WITH_JAX = """
-import jax, numpy as np
-from mpidist import nest
-partial = jax.tree_util.Partial(len, np.ones(2), (3.0, None))
-leaves, structure = nest.flatten({"f": partial})
-assert leaves[1:] == [3.0, None], leaves
-assert nest.rebuild({"f": partial}, leaves)["f"].args == partial.args
-assert len(nest.array_names(structure)) == 3, structure
-"""
-
-
-def test_with_jax_itself() -> None:
-    """In a process of its own, as JAX has threads."""
-    command, environment = [sys.executable, "-c", WITH_JAX], {**clean_environment(), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ NOT_RUN = {
     "needs a GPU": 4,
     "needs a running job": 3,
     "needs h5py": 2,
+    "needs jax": 2,
     "needs Slurm": 4,
     "needs TensorFlow": 1,
     "needs torch": 7,
