@@ -22,8 +22,7 @@ static int barrier_init(Barrier *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"windows", "rank", "spins", NULL};
     PyObject *windows;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!ii", names, &PyList_Type, &windows, &self->rank, &self->spins))
-        return -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!ii", names, &PyList_Type, &windows, &self->rank, &self->spins)) return -1;
     const Py_ssize_t size = PyList_GET_SIZE(windows);
     PyObject *kept = PyList_AsTuple(windows);
     char **parts = PyMem_Calloc(size ? size : 1, sizeof *parts);

@@ -261,7 +261,8 @@ static PyObject *combine(PyObject *Py_UNUSED(module), PyObject *const *given, Py
 {
     Op op;
     if (num_given != 5 || !PyList_Check(given[1]) || !PyArray_Check(given[2])) {
-        PyErr_SetString(PyExc_TypeError, "combine: needed are an operation, a list of arrays, an array, a divisor, an array or None");
+        PyErr_SetString(PyExc_TypeError,
+                        "combine: needed are an operation, a list of arrays, an array, a divisor, an array or None");
         return NULL;
     }
     if (!set_op(given[0], &op)) return NULL;

@@ -46,7 +46,8 @@ static int has_form_on_gpu(PyObject *array, PyObject *form)
 
 PyDoc_STRVAR(are_known_doc,
              "are_known(outs, arrays, refs, forms)\n--\n\n"
-             "Whether arrays are those of weak references, and are `arrays`, or have the form (shape, dtype, is C-contiguous).\n"
+             "Whether arrays are those of weak references, and are `arrays`, or have the form (shape, dtype, is "
+             "C-contiguous).\n"
              "NumPy's can be written, and have that layout.");
 
 static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
@@ -97,7 +98,8 @@ static PyObject *have_forms(PyObject *Py_UNUSED(module), PyObject *const *given,
     Py_RETURN_TRUE;
 }
 
-PyDoc_STRVAR(split_doc, "split(whole, shapes)\n--\n\nReturn a list of views of a flat array: of these shapes, one after the other.");
+PyDoc_STRVAR(split_doc,
+             "split(whole, shapes)\n--\n\nReturn a list of views of a flat array: of these shapes, one after the other.");
 
 static PyObject *split(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
 {

@@ -139,8 +139,8 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
 
 /* Adds [count] elements of each rank's part. Writes the sums to `own`, if there is one, which other ranks do not read, and
  * to places that they read. */
-static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, char *own, char *const *shared,
-                   int num_shared, Way way)
+static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, char *own, char *const *shared, int num_shared,
+                   Way way)
 {
     const int num_parts = self->barrier->size;
     if (way == CACHED && !self->streams && (own != NULL) + num_shared <= 2) {

@@ -124,12 +124,13 @@ static int join(WholeCall *self, PyObject *result, npy_int64 fingerprint, npy_in
     return progress == JOINED && has_second_round ? JOINED_AGAIN : progress;
 }
 
-PyDoc_STRVAR(run_doc,
-             "run(array, result, place, sequence, text, fingerprint, variant, has_second_round)\n--\n\n"
-             "Stage an array or, for a two-shot all-reduce, a list of arrays, record the call, join the rounds of the call, and\n"
-             "reduce. Does not wait long.\n\n"
-             "Returns how far the call came, as `Progress`. All ranks have passed the first round, and pass the same words, where\n"
-             "this rank has joined the second one.");
+PyDoc_STRVAR(
+    run_doc,
+    "run(array, result, place, sequence, text, fingerprint, variant, has_second_round)\n--\n\n"
+    "Stage an array or, for a two-shot all-reduce, a list of arrays, record the call, join the rounds of the call, and\n"
+    "reduce. Does not wait long.\n\n"
+    "Returns how far the call came, as `Progress`. All ranks have passed the first round, and pass the same words, where\n"
+    "this rank has joined the second one.");
 
 static PyObject *whole_call_run(WholeCall *self, PyObject *const *given, Py_ssize_t num_given)
 {
