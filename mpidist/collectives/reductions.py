@@ -146,6 +146,8 @@ class Reductions:
                 # only once this rank has done something else.
                 while not (pending.may_block or group.agreement.can_conclude_now(call)):
                     yield 0
+                if not pending.is_waited_for:  # it blocks from now on, and has done other work since it joined the call
+                    group.agreement.restart_clock(record=call)
                 has_same_places = group.agreement.conclude(call)
                 while call.plan.fingerprint in self._uncompiled and not pending.may_block:
                     yield 0

@@ -83,7 +83,7 @@ class Workers:
         while not self.may_read(worker):
             now = time.monotonic()
             if now > until:
-                yield Outcome.TOO_LATE, self._say(*self._slowest(worker))
+                yield self._too_late(worker, *self._slowest(worker))
                 return
             if now > warn_at:
                 warn_at = math.inf
@@ -110,7 +110,7 @@ class Workers:
             elif time.monotonic() > until:
                 text, late = self._absent()
                 text += ". Let every worker make the same calls, or set a longer timeout_seconds"
-                meeting.answer = Outcome.TOO_LATE, self._say(text, late)
+                meeting.answer = self._too_late(worker, text, late)
             else:
                 if time.monotonic() > meeting.warn_at:
                     meeting.warn_at = math.inf
@@ -145,8 +145,10 @@ class Workers:
         text = f"{name_ranks(late)} had done {slowest} steps, and {ahead}"
         return f"{text}, which is more than staleness={self._staleness} allows", late
 
-    def _say(self, text: str, late: list[int]) -> str:
-        return "\n  ".join([text, *self._status_lines(late)])
+    def _too_late(self, worker: int, text: str, late: list[int]) -> Answer:
+        """Answer that a worker has waited too long. Others that wait with it are told, too, and may have come later."""
+        text = f"{name_ranks([self.ranks[worker]])} waited {self._timeout or 0:g} s, and {text}"
+        return Outcome.TOO_LATE, "\n  ".join([text, *self._status_lines(late)])
 
     def _warn_of_slowest(self, worker: int) -> None:
         """Warn that a worker waits to read; of the workers that are late at a step, once."""
