@@ -139,9 +139,9 @@ def test_threads_may_be_in_different_scopes_at_once(strategy: Strategy, other: S
 
     def enter(mine: Strategy) -> list[State]:
         with mine.scope():
-            inside.wait(20)
+            inside.wait()
             seen = [state(), seen_in_run(mine)]
-            inside.wait(20)
+            inside.wait()
         return seen
 
     with ThreadPoolExecutor(2) as executor:

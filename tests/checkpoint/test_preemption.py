@@ -153,7 +153,7 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     threading.Thread(target=send, daemon=True).start()
 """
     undisturbed = run("one")
-    preempted = run("two", "0.02", signalled=soon)
+    preempted = run("two", "0.5", signalled=soon)
     assert (undisturbed.status, preempted.status) == (0, 75), preempted.err  # type: ignore[attr-defined]
     assert run("two").out == undisturbed.out != ""  # type: ignore[attr-defined]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pytest
 from jobs.failing import Job, job
+from mpi_session import HANG_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +86,7 @@ def training(
 
 @pytest.mark.no_mpi
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(5 * HANG_SECONDS)
 def test_preempted_training_has_the_weights_and_the_samples_of_one_that_was_not(job: Job, tmp_path: Path) -> None:
     undisturbed = job(training(tmp_path / "undisturbed"), head=HEAD, ranks=2)
     assert undisturbed.status == 0, undisturbed.err

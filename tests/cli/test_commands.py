@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def command(ranks: int, *arguments: str, **variables: str) -> Ended:
     """Run a command: alone, or on some ranks of the MPI library that these tests run with."""
     launch = [*Launcher.find(None).command, "-n", str(ranks)] if ranks > 1 else []
-    return end_of([*launch, sys.executable, "-m", "mpidist", *arguments], 60, OMP_NUM_THREADS="1", **variables)
+    return end_of([*launch, sys.executable, "-m", "mpidist", *arguments], OMP_NUM_THREADS="1", **variables)
 
 
 @pytest.mark.no_mpi

@@ -48,9 +48,7 @@ def row(text: str, title: str) -> str:
 @pytest.mark.no_mpi
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mpidist", "doctor"]
-    done = subprocess.run(
-        command, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = subprocess.run(command, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for text in ("1 rank on 1 node.", "  launcher  none: this process was started alone", "  tuned ", "GPUs "):
         assert text in done.stdout
@@ -143,7 +141,6 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         env={**clean_environment(), "PYTHONUNBUFFERED": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
         check=False,
     )
     assert done.stderr == ""
@@ -257,7 +254,7 @@ def test_an_error_of_all_processes_is_told_by_the_first(capfd: pytest.CaptureFix
     for rank in ("0", "1"):
         environ = {**clean_environment(), "PMI_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2", "PMI_RANK": rank}
         command = [sys.executable, "-m", "mpidist", "doctor"]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
         assert ("each would be alone in a world of 1" in done.stderr) == (rank == "0")

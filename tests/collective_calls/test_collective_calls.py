@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
+from transport.failures.clocks import Clock, clock
 
 import mpidist
 from mpidist import CommunicationOptions, OneDeviceStrategy
@@ -21,6 +22,8 @@ from mpidist.experimental import ParameterServerStrategy
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+__all__ = ["clock"]
 
 pytestmark = pytest.mark.core
 
@@ -48,13 +51,14 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(
 
 
 @pytest.mark.ranks(min=2)
-def test_barrier_is_compared_and_has_a_deadline(comm: Intracomm) -> None:
+def test_barrier_is_compared_and_has_a_deadline(comm: Intracomm, clock: Clock) -> None:
     with MultiWorker(comm=comm) as strategy:
         with raises_everywhere(comm, InvalidArgumentError, r"barrier\(\)"):
             strategy.barrier() if comm.rank else strategy.reduce("sum", 1)
         strategy.barrier()
-    strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=0.3), comm=comm)
+    strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=600), comm=comm)
     if comm.rank:
+        clock.go_on_in_wait()
         with pytest.raises(DeadlineExceededError, match=r"barrier\(\)"):
             strategy.barrier()
     comm.Barrier()
@@ -283,9 +287,10 @@ def test_objects_have_a_root_that_is_there(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_calls_of_objects_have_deadlines(comm: Intracomm) -> None:
-    strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=0.3), comm=comm)
+def test_calls_of_objects_have_deadlines(comm: Intracomm, clock: Clock) -> None:
+    strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=600), comm=comm)
     if comm.rank:
+        clock.go_on_in_wait()
         with pytest.raises(DeadlineExceededError, match="gather_object"):
             strategy.gather_object(1)
     comm.Barrier()

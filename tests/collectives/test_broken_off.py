@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,7 +77,6 @@ def test_the_others_raise_at_once_and_nobody_goes_on(
     strategy = Strategy(comm=comm)
     assert all((result == comm.size).all() for result in call(strategy, value))
     last = comm.size - 1
-    begun = time.monotonic()
     if comm.rank == last:
         with pytest.MonkeyPatch.context() as monkeypatch:
             fail(monkeypatch)
@@ -91,7 +90,6 @@ def test_the_others_raise_at_once_and_nobody_goes_on(
             call(strategy, value)
         with pytest.raises(PeerFailedError, match="an earlier call failed"):
             call(strategy, value)
-    assert time.monotonic() - begun < 10
     comm.Barrier()
     strategy.reset()
     assert all((result == comm.size).all() for result in call(strategy, value))
@@ -130,9 +128,8 @@ def test_a_signal_handler_that_raises_anywhere(comm: Intracomm, milliseconds: fl
         gc.collect()  # what a handler raises while memory of earlier tests is given back, Python ignores
         comm.Barrier()  # a rank that is still making its strategy would have none to reset
         try:
-            with alarm(milliseconds / 1000 if comm.rank == 0 else 60):
-                end = time.monotonic() + 20
-                while time.monotonic() < end:
+            with alarm(milliseconds / 1000) if comm.rank == 0 else nullcontext():
+                while True:
                     assert (reduce(strategy, value) == total).all()
         except (RangError, PeerFailedError, DeadlineExceededError, InvalidArgumentError) as error:
             errors.append(error)  # the last is of all ranks: it came while this rank looked at its arguments

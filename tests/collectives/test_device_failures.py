@@ -27,7 +27,7 @@ __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 
 GIVEN_UP = (DeadlineExceededError, PeerFailedError)
 SOON = CommunicationOptions(timeout_seconds=0.5)
-LATE = 60  # seconds; a machine that is busy takes less, and a deadline that is not kept takes longer
+PATIENT = CommunicationOptions(timeout_seconds=600)
 HAVE_GIVEN_UP = 22  # a tag
 NOT_JOINED, NOT_LAUNCHED = r"rank 1 of \d ranks did not join", r"all \d ranks joined it|given up waiting"
 MISSES = {  # what rank 1 misses, and the error
@@ -92,10 +92,8 @@ def test_a_rank_that_is_late_ends_the_communicators_of_all_groups(
                 fails = [lambda: ops.all_reduce("SUM", value, SOON)] * 2
                 if "start" in misses:
                     fails = [ops.start_all_reduce("SUM", value, SOON).wait for _ in range(2)]
-                begun = time.monotonic()
                 with pytest.raises(GIVEN_UP, match=MISSES[misses]):
                     fails[0]()
-                assert 0.4 < time.monotonic() - begun < LATE or comm.rank == 1
                 if comm.rank != 1 and "launch" in misses:
                     comm.send(None, 1, HAVE_GIVEN_UP)
                 with pytest.raises(GIVEN_UP, match=r"earlier call failed|given up waiting"):
@@ -117,15 +115,16 @@ def test_each_call_has_its_own_deadline(emulated: Emulated, comm: Intracomm, sta
     emulated.hold(comm.rank == 0)
     if comm.rank:  # so that rank 0 comes to the second call while it waits for the first one
         comm.Barrier()
-    handles = [start(CommunicationOptions(timeout_seconds=seconds)) for seconds in (0.6, 30.0)]
+    handles = [start(options) for options in (SOON, PATIENT)]
     if comm.rank == 0:
         comm.Barrier()
-    begun = time.monotonic()
-    while comm.rank and time.monotonic() < begun + 1.4:  # has no deadline before rank 0
+    has_given_up = comm.Ibarrier() if comm.rank else None
+    while has_given_up is not None and not has_given_up.Test():  # has no deadline before rank 0
         handles[0].is_done()
-    with pytest.raises(GIVEN_UP):
+    with pytest.raises(GIVEN_UP, match=None if comm.rank else "waited 0.5 s"):
         handles[0].wait()
-    assert comm.rank or 0.5 < time.monotonic() - begun < LATE
+    if comm.rank == 0:
+        comm.Ibarrier().Wait()
 
 
 @pytest.mark.ranks(min=2)
@@ -162,17 +161,15 @@ def test_the_host_never_waits_for_a_gpu_without_looking(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, count: int, ends: str
 ) -> None:
     """NCCL within nodes is held back, before the host can carry its results between them."""
-    options = SOON if ends == "a deadline" else CommunicationOptions(timeout_seconds=1.5 * LATE)
+    options = SOON if ends == "a deadline" else PATIENT
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
     for made in opened(comm):
         ops = HierarchicalCopyAllReduce().bound_to(made)
         assert is_total(ops.all_reduce("SUM", mine(comm.rank, count)), comm.size, count)
         emulated.hold()
         emulated.wish("an error of NCCL", 6 * (options is not SOON and comm.rank == 0))
-        begun = time.monotonic()
         with pytest.raises(GIVEN_UP):
             ops.all_reduce("SUM", mine(comm.rank, count), options)
-        assert time.monotonic() - begun < LATE
         start_anew(emulated, made, comm)
 
 
@@ -190,8 +187,7 @@ def test_what_befalls_a_rank_ends_all_work_that_was_launched(
     elif comm.rank == 0:
         emulated.wish("an error of NCCL", 6)
         time.sleep(0.02)
-        until = time.monotonic() + 20
-        while what == "an error, while it asks" and not handles[0].is_done() and time.monotonic() < until:
+        while what == "an error, while it asks" and not handles[0].is_done():
             pass
     errors: tuple[Any, Any, str] = (PeerFailedError, PeerFailedError, "rank 0")
     if comm.rank == 0:
@@ -208,10 +204,9 @@ def test_what_befalls_a_rank_ends_all_work_that_was_launched(
 @pytest.mark.ranks(min=2)
 def test_reset_gives_up_what_is_launched(emulated: Emulated, connected: SyncGroup, comm: Intracomm, start: Any) -> None:
     emulated.hold()
-    handle, begun = start(), time.monotonic()
+    handle = start()
     comm.Barrier()
     handle.is_done()
     start_anew(emulated, connected, comm)
-    assert time.monotonic() - begun < LATE
     with suppress(RuntimeError):  # it was given up by reset(), unless its thread has come to its end before
         assert is_total(handle.wait(), comm.size, 9)

@@ -205,7 +205,7 @@ def test_gather_on_one_rank_and_reduce_on_others_is_an_error_on_all(strategy: St
 
 
 def test_options_are_options(strategy: Strategy) -> None:
-    options = CommunicationOptions(timeout_seconds=30)
+    options = CommunicationOptions(timeout_seconds=600)
 
     def step(options: Any) -> Any:
         context = mpidist.get_replica_context()

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.deadlines import recorded_seconds
 from support.everywhere import raises_everywhere
+from transport.failures.clocks import LONG_SECONDS, Clock, clock
 
 import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.transport.mpi import MpiCommunicator
+
+__all__ = ["clock"]
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -84,9 +89,7 @@ def test_a_loop_that_only_asks_gets_there(strategy: Strategy) -> None:
     """Without waiting, as a training loop does between two layers."""
     rank = strategy.topology.rank
     handle = start(strategy, numbers(rank, 1, 300_000))
-    end = time.monotonic() + 30
     while not handle.is_done():
-        assert time.monotonic() < end
         time.sleep(0.0002)
     assert (handle.wait() == total(strategy, 1, 300_000)).all()
 
@@ -131,15 +134,34 @@ def test_a_deadline_holds_for_waiting(strategy: Strategy, comm: Intracomm) -> No
     if comm.rank == 0:
         options = CommunicationOptions(timeout_seconds=0.5)
         handles = [start(strategy, np.ones(10), options=options) for _ in range(2)]
-        begun = time.monotonic()
         with pytest.raises(DeadlineExceededError, match=r"all_reduce \(call \d+\) on rank 0 waited 0.5 s"):
             handles[0].wait()
-        assert 0.5 <= time.monotonic() - begun < 20
+        assert recorded_seconds(strategy) >= 0.5
         with pytest.raises(DeadlineExceededError, match="an earlier call failed"):
             handles[1].wait()
     comm.Barrier()
     strategy.reset()
     assert (start(strategy, np.ones(10)).wait() == comm.size).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_deadline_of_a_started_call_does_not_count_the_time_until_all_have_started_it(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Where a thread moves the data, while the rank computes."""
+    monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
+    with Strategy(None, CommunicationOptions(timeout_seconds=LONG_SECONDS / 2), comm=comm) as strategy:
+        if comm.rank == comm.size - 1:
+            comm.recv(source=0)
+            really = MpiCommunicator.all_reduce
+            monkeypatch.setattr(MpiCommunicator, "all_reduce", lambda *given: (time.sleep(0.05), really(*given)))
+        handle = start(strategy, np.ones(300_000))
+        if comm.rank == 0:
+            clock.go_on()
+            comm.send(None, comm.size - 1)
+        while not handle.is_done():
+            time.sleep(0.001)
+        assert (handle.wait() == comm.size).all()
 
 
 @pytest.mark.ranks(min=2)
@@ -179,8 +201,7 @@ def test_numpys_traps_for_overflow_are_left_alone(comm: Intracomm, placement: tu
 @pytest.mark.ranks(min=2)
 def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
     """Also with a deadline: ranks may have messages of their own to exchange between starting and waiting."""
-    options = CommunicationOptions(timeout_seconds=20)
-    begun = time.monotonic()
+    options = CommunicationOptions(timeout_seconds=600)
     for step in range(5):
         handles = [start(strategy, np.ones(count), options=options) for count in (3, 100_000)]
         comm.bcast(None, step % comm.size)
@@ -188,7 +209,6 @@ def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
         handles.append(start(strategy, np.ones(5), options=options))
         comm.Barrier()
         assert all((handle.wait() == comm.size).all() for handle in handles)
-    assert time.monotonic() - begun < 15
 
 
 def test_the_list_may_be_filled_anew(strategy: Strategy) -> None:
@@ -208,7 +228,7 @@ def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(
     comm: Intracomm, placement: tuple[int, ...]
 ) -> None:
     """Ranks may wait for calls of two strategies in another order each, as with MPI's own non-blocking calls."""
-    options = CommunicationOptions(timeout_seconds=20)
+    options = CommunicationOptions(timeout_seconds=600)
     with Strategy(None, options, comm=comm) as one, Strategy(None, options, comm=comm) as two:
         value = np.ones(1000, np.float32)
 

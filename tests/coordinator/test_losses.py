@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from jobs.faults import AT_ONCE_SECONDS, FOUR, Job, again_if_slow, job, soon
+from jobs.faults import FOUR, Job, job
 from jobs.ulfm import HAS_ULFM, survivor
 from parameter_server.clusters import PATIENT, deadline_of, on_workers
 
@@ -27,9 +27,8 @@ HERE: dict[str, Any] = {}  # what functions of this rank find
 
 @register("losses: wait")
 def wait(num_numbers: int = 1) -> Any:
-    """Wait until the chief has sent rank 1, which is first to call a function, a message; or for long."""
-    limit = time.monotonic() + 20
-    while not HERE["comm"].Iprobe(0) and time.monotonic() < limit:
+    """Wait until the chief has sent rank 1, which is first to call a function, a message."""
+    while not HERE["comm"].Iprobe(0):
         time.sleep(0.01)
     return np.ones(num_numbers)
 
@@ -208,7 +207,6 @@ else:
     coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
     if strategy.is_chief:
         time.sleep(0.3)
-        note("fault")
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         attempt("serve", coordinator.serve)
@@ -219,7 +217,6 @@ note("end")
 
 
 @pytest.mark.no_mpi
-@again_if_slow
 def test_workers_do_not_wait_for_a_chief_that_is_killed(job: Job) -> None:
     """Neither one that serves nor one that closes its strategy."""
     ended = job(KILLED_CHIEF, FOUR._replace(faulty=0), is_blind=True)
@@ -228,7 +225,6 @@ def test_workers_do_not_wait_for_a_chief_that_is_killed(job: Job) -> None:
     served = ended.of("serve")[1]
     assert served.kind == "PeerFailedError"
     assert lost in served.text
-    soon(served.at - ended.of("fault")[0].at, AT_ONCE_SECONDS)
     assert f"close() of the coordinator: {lost}" in ended.err
     assert set(ended.of("closes")) == {1, 2}
     assert set(ended.of("end")) == {1, 2, 3}
@@ -241,7 +237,6 @@ strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost={on_worke
 @mpidist.experimental.coordinator.register("call")
 def call(number):
     if rank == 1:
-        note("fault")
         os.kill(os.getpid(), signal.SIGKILL)
     return number
 
@@ -263,13 +258,11 @@ else:
 @pytest.mark.parametrize(
     ("mode", "kind", "text"), [("ignore", "value", "[0, 1, 2, 3, 4]"), ("abort", "PeerFailedError", "done()")]
 )
-@again_if_slow
 def test_asking_whether_all_is_done_notices_a_worker_that_is_killed(job: Job, mode: str, kind: str, text: str) -> None:
     ended = job(KILLED_WORKER.format(on_worker_lost=mode), FOUR._replace(faulty=1), is_blind=True)
     asked = ended.of("done")[0]
     assert asked.kind == kind, ended
     assert asked.text.startswith(text)
-    soon(asked.at - ended.of("fault")[1].at, 2 * AT_ONCE_SECONDS)
 
 
 if HAS_ULFM:

@@ -410,9 +410,7 @@ def test_step_costs_one_round(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < until
         time.sleep(0.01)
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from mpi_session import OPEN_MPI, clean_environment
+from mpi_session import HANG_SECONDS, OPEN_MPI, clean_environment
 from mpi_session.launch import Launcher
 
 import mpidist
 
 PROJECT = str(Path(mpidist.__file__).parents[1])
 HERE = socket.gethostname()
-SOON_SECONDS = 40  # far more than a job needs to end, also on a busy machine
-LONG_SECONDS = 60  # of work that must not be waited for
+LONG_SECONDS = 10 * HANG_SECONDS  # of work that must not be waited for
 HEAD = """
 import os, signal, sys, threading, time
 import mpidist
@@ -33,7 +33,7 @@ SIGNS = """
 import os, time
 def leave_sign(name):
     open(os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), name), "w").close()
-def await_signs(*names):  # the job's limit ends a wait in vain
+def await_signs(*names):  # the test's limit ends a wait in vain
     folder = os.path.dirname(os.path.abspath(sys.argv[0]))
     while not all(os.path.exists(os.path.join(folder, name)) for name in names):
         time.sleep(0.05)
@@ -42,7 +42,7 @@ def await_signs(*names):  # the job's limit ends a wait in vain
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has come to its end soon."""
+    """A job that has come to its end."""
 
     status: int
     out: str
@@ -65,31 +65,31 @@ def job(tmp_path: Path) -> Job:
         body: str,
         ranks: int = 3,
         head: str = HEAD,
-        soon: float = SOON_SECONDS,
         before: Sequence[str] = (),
         **variables: str,
     ) -> Ended:
         script = tmp_path / "program.py"
         script.write_text(head + body)
         command = [*Launcher.find(None).command, "-n", str(ranks), *before, sys.executable, str(script)]
-        return end_of(command, soon, **variables)
+        return end_of(command, **variables)
 
     return run
 
 
-def end_of(command: list[str], soon: float = SOON_SECONDS, **variables: str) -> Ended:
-    environment = {
-        **clean_environment(),
-        "PYTHONPATH": PROJECT,
-        **OPEN_MPI,
-        "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
-        **variables,
-    }
-    try:
-        for _ in range(3):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=soon, check=False)
-            if "listener thread failed to start" not in done.stderr:  # of Open MPI's launcher, beside others
-                break
-    except subprocess.TimeoutExpired as error:
-        pytest.fail(f"the job did not end within {soon} s; it wrote {error.stdout!r} and {error.stderr!r}")
+def end_of(command: list[str], **variables: str) -> Ended:
+    """Run a command to its end, with temporary files of its own: a killed launcher leaves some, by its number."""
+    with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary:
+        environment = {
+            **clean_environment(),
+            "PYTHONPATH": PROJECT,
+            "TMPDIR": temporary,
+            **OPEN_MPI,
+            "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
+            **variables,
+        }
+        limit = 0.8 * HANG_SECONDS  # before the test's own, so that what the job wrote is shown
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired as error:
+            pytest.fail(f"the job did not end; it wrote {error.stdout!r} and {error.stderr!r}")
     return Ended(done.returncode, done.stdout, done.stderr)

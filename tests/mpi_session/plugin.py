@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _INI = (
     ("mpi_ranks", "numbers of MPI ranks to run the tests at", "1,2,3,4"),
     ("mpi_grace", "seconds that a rank which failed waits for the others", "5"),
-    ("mpi_launch_limit", "seconds that the tests may take at one number of ranks", "1200"),
     ("mpi_lanes", "launches of one process for tests that need no ranks; 0 puts these into the first launch", "3"),
 )
 
@@ -33,7 +32,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--times", action="store_true", help="show how long each module took")
     group.addoption("--mpi-grace", metavar="S", help=_INI[1][1] + " (ini: mpi_grace)")
-    group.addoption("--mpi-launch-limit", metavar="S", help=_INI[2][1] + " (ini: mpi_launch_limit)")
     group.addoption("--mpiexec", metavar="COMMAND", help="launcher that takes -n N, as 'srun --mpi=pmi2'")
     group.addoption("--mpi-logs", metavar="DIR", type=Path, help="keep the logs of the ranks in this folder")
     for name, text, default in _INI:
@@ -63,7 +61,6 @@ def _settings(config: pytest.Config) -> Settings:
     return Settings(
         ranks=_ranks(config.getoption("ranks") or config.getini("mpi_ranks")),
         grace=_seconds(config, "mpi_grace"),
-        launch_limit=_seconds(config, "mpi_launch_limit"),
         num_lanes=_lanes(config),
         mpiexec=config.getoption("mpiexec"),
         logs=logs,

@@ -16,7 +16,7 @@ Places = Mapping[int, tuple[str, int]]
 # The frames between the program's start and the test tell nothing about where the test is.
 _MACHINERY = re.compile(r'File "[^"]*(/_pytest/|/pluggy/|/pytest/__|/mpi_session/|<frozen runpy>|/xdist/)')
 _THREAD = re.compile(r"(Current thread|Thread) 0x")
-_PATIENCE = 2.0
+_PATIENCE = 20.0
 
 
 def here() -> tuple[str, int]:

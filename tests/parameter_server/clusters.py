@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpidist import CommunicationOptions
-from mpidist.experimental import ParameterServerStrategy
+from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server import Role
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["PATIENT", "deadline_of", "meet", "num_workers", "on_workers"]
+__all__ = ["PATIENT", "deadline_of", "meet", "num_workers", "on_workers", "set_deadline_of_meetings"]
 
-PATIENT = CommunicationOptions(timeout_seconds=60)  # of strategies that a busy machine must not end
+PATIENT = CommunicationOptions(timeout_seconds=600)  # of strategies that a busy machine must not end
+_ROLES: list[Role] = []  # of this rank, where it is a server
 
 
 def num_workers(comm: Intracomm, num_ps: int = 1) -> int:
@@ -30,17 +31,23 @@ def on_workers(comm: Intracomm, work: Callable[[ParameterServerStrategy], Any], 
     with ParameterServerStrategy(comm=comm, **arguments) as strategy:
         is_ps = strategy.is_ps
         if is_ps:
+            _ROLES[:] = [role_of(strategy)]
             strategy.serve()
         else:
             result = work(strategy)
     return [result for is_ps, result in comm.allgather((is_ps, result)) if not is_ps]
 
 
+def role_of(strategy: ParameterServerStrategy) -> Role:
+    role = strategy.extended.service
+    assert isinstance(role, Role)
+    return role
+
+
 @contextmanager
 def deadline_of(strategy: ParameterServerStrategy, seconds: float) -> Iterator[None]:
     """Give the waits of this rank another deadline: the strategy's holds for what all ranks do together, too."""
-    role = strategy.extended.service
-    assert isinstance(role, Role)
+    role = role_of(strategy)
     assert role.group is not None
     usual = role.group.timeout_seconds
     assert usual == PATIENT.timeout_seconds
@@ -49,6 +56,18 @@ def deadline_of(strategy: ParameterServerStrategy, seconds: float) -> Iterator[N
         yield
     finally:
         role.group.timeout_seconds = usual
+
+
+def set_deadline_of_meetings(strategy: ParameterServerStrategy, variable: Any, seconds: float) -> None:
+    """Give workers another deadline for each other, on the server of a variable: all else that they ask has time."""
+    strategy.push(variable, seconds, server_rules.Registered("tests: deadline of meetings"))
+    strategy.flush()
+
+
+@server_rules.register("tests: deadline of meetings")
+def _set_deadline(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    workers: Any = vars(_ROLES[0].server)["_workers"]
+    workers._timeout = float(gradient)
 
 
 def meet(ranks: Intracomm) -> None:

@@ -5,19 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs.faults import (
-    AT_ONCE_SECONDS,
-    DEADLINE_SECONDS,
-    FOUR,
-    THREE,
-    TWO,
-    Ended,
-    Job,
-    Placement,
-    again_if_slow,
-    job,
-    soon,
-)
+from jobs.faults import FOUR, THREE, TWO, Ended, Job, Placement, job
 
 __all__ = ["job"]
 
@@ -25,7 +13,6 @@ pytestmark = pytest.mark.no_mpi
 
 SERVER_IS_FAULTY = Placement((0, 0, 0), 2)
 SERVER_IS_APART = Placement((0, 0, 1), 2)
-END_SECONDS = 4.0  # from an exception that nobody catches to the end of the job
 
 CLUSTER = """
 strategy.close()
@@ -122,7 +109,6 @@ try:
             note("served")
         elif is_faulty:
             time.sleep(0.2)
-            note("fault")
             {{}}["mine"]
         else:
             {others}
@@ -134,7 +120,6 @@ except KeyError:
 
 @pytest.mark.core
 @pytest.mark.parametrize("body", ["with", "bare"])
-@again_if_slow
 def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job: Job, body: str) -> None:
     program = RAISES.format(others="reads()", caught="raise")
     if body == "bare":
@@ -146,11 +131,9 @@ def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job: Job, body: st
     for other in (0, 2):
         text = " ".join(ended.lines_of(other))
         assert re.match(r"PeerFailedError: .*rank 1 (ended|left because of an exception): KeyError: 'mine'", text), text
-    soon(ended.at - ended.of("fault")[1].at, END_SECONDS)
 
 
 @pytest.mark.core
-@again_if_slow
 def test_others_go_on_without_a_worker_that_said_why_it_left(job: Job) -> None:
     """Its traceback is shown once, and the job's exit status tells of it; the server says it, too."""
     others = "time.sleep(0.5); [variable.assign_add(1.0) for _ in range(10)]; strategy.barrier()"
@@ -189,7 +172,6 @@ os._exit(0)
 """
 
 
-@again_if_slow
 def test_exception_that_is_caught_ends_the_waits_of_the_others(job: Job) -> None:
     ended = job(cluster(IN_SERVE), THREE)
     text = "rank 1 left because of an exception: KeyError: 'mine'"
@@ -202,7 +184,7 @@ KILLED = """
 if strategy.is_ps:
     def die():
         await_notes("reading", 0, 1)
-        note("fault")
+        {before}
         os.kill(os.getpid(), signal.{signal})
     threading.Thread(target=die).start()
     strategy.serve()
@@ -216,16 +198,12 @@ else:
 
 
 @pytest.mark.core
-@again_if_slow
-def test_a_server_that_is_killed_is_an_error_of_its_workers_at_once(job: Job) -> None:
-    ended = job(cluster(KILLED.format(signal="SIGKILL")), SERVER_IS_FAULTY, is_blind=True)
-    died = ended.of("fault")[2].at
+def test_a_server_that_is_killed_is_an_error_of_its_workers(job: Job) -> None:
+    ended = job(cluster(KILLED.format(before="", signal="SIGKILL")), SERVER_IS_FAULTY, is_blind=True)
     for rank in (0, 1):
         first, second = ended.of("first")[rank], ended.of("second")[rank]
         assert first.kind == second.kind == "UnavailableError", (first, second)
         assert first.text.startswith("parameter server 0 (rank 2) is lost, with the variables on it: ")
-        soon(first.at - died, AT_ONCE_SECONDS)
-        soon(second.seconds, AT_ONCE_SECONDS)
         reset = ended.of("reset")[rank]
         assert reset.kind == "UnavailableError", reset
         assert re.match(r"reset\(\) cannot bring back .* start it again, from a checkpoint", reset.text)
@@ -235,7 +213,6 @@ def test_a_server_that_is_killed_is_an_error_of_its_workers_at_once(job: Job) ->
 ONE_OF_TWO_SERVERS = """
 def die():
     await_notes("reading", 0, 1)
-    note("fault")
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     with strategy:
@@ -254,47 +231,36 @@ os._exit(0)
 
 
 @pytest.mark.long
-@again_if_slow
 def test_workers_that_have_caught_the_loss_of_a_server_end_the_other_servers(job: Job) -> None:
     """Of which none waits for the lost one, and none would learn of it."""
     ended = job(cluster(ONE_OF_TWO_SERVERS, "num_ps=2"), FOUR._replace(faulty=2), is_blind=True)
-    died = ended.of("fault")[2].at
     assert {note.kind for note in ended.of("reads").values()} == {"UnavailableError"}, ended
     served = ended.of("serve")[3]
     assert served.kind == "PeerFailedError", served
-    soon(served.at - died, 4 * AT_ONCE_SECONDS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("placement", "signal"), [(SERVER_IS_APART, "SIGKILL"), (SERVER_IS_FAULTY, "SIGSTOP")])
-@again_if_slow
-def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(
-    job: Job, placement: Placement, signal: str
-) -> None:
+def test_a_server_that_does_not_answer_is_an_error_at_the_deadline(job: Job, placement: Placement, signal: str) -> None:
     """Of another node nobody sees the process; and a process that is stopped may go on."""
-    program = KILLED.format(signal=signal)
-    if signal == "SIGSTOP":  # then the launcher must not wait for it
-        program = program.replace('note("fault")', 'note("fault"); subprocess.Popen(["sh", "-c", KILL])')
-        program = 'KILL = f"sleep 4; kill -KILL {os.getpid()}"' + program
-    shorter = "strategy.extended.service.group.timeout_seconds /= 20"  # once all have come together
-    program = cluster(program).replace('note("reading")', f'{shorter}; note("reading")')
-    ended = job(program, placement, is_blind=True, MPIDIST_TIMEOUT_SECONDS=f"{20 * DEADLINE_SECONDS}")
-    died = ended.of("fault")[2].at
+    # The launcher must not wait for one that is stopped.
+    before = "" if signal == "SIGKILL" else 'subprocess.Popen(["sh", "-c", KILL])'
+    program = KILLED.format(before=before, signal=signal)
+    kill = "until [ $(grep -c first $FAULT_NOTES) -ge 2 ]; do sleep 0.1; done; kill -KILL {os.getpid()}"
+    shorter = "strategy.extended.service.group.timeout_seconds = 3"  # once all have come together
+    program = f'KILL = f"{kill}"' + cluster(program).replace('note("reading")', f'{shorter}; note("reading")')
+    ended = job(program, placement, is_blind=True, MPIDIST_TIMEOUT_SECONDS="600")
     for rank in (0, 1):
         first = ended.of("first")[rank]
         assert first.kind == "UnavailableError", first
         assert first.text.startswith("parameter server 0 (rank 2) is lost")
-        soon(first.at - died, DEADLINE_SECONDS + 4 * AT_ONCE_SECONDS)
 
 
 WORKER_DIES = """
 if strategy.is_ps:
     attempt("serve", strategy.serve)
 elif is_faulty:
-    def die():
-        note("fault")
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Timer(0.3, die).start()
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     reads()
 else:
     attempt("reads", reads)
@@ -302,14 +268,12 @@ os._exit(0)
 """
 
 
-@again_if_slow
 def test_a_worker_that_is_killed_is_named(job: Job) -> None:
-    """Case X43. Where the server waits for it alone, at once."""
+    """Case X43. Where the server waits for it alone."""
     ended = job(cluster(WORKER_DIES), TWO._replace(faulty=0), is_blind=True)
     note = ended.of("serve")[1]
     assert note.kind == "PeerFailedError"
     assert "the process of rank 0 of 2 ranks is gone" in note.text
-    soon(note.at - ended.of("fault")[0].at, AT_ONCE_SECONDS)
 
 
 KILLED_AT_THE_END = """
@@ -318,7 +282,6 @@ if not strategy.is_ps:
 if is_faulty:
     def die(group):
         time.sleep(0.2)  # all others wait by then
-        note("fault")
         os.kill(os.getpid(), signal.SIGKILL)
     type(strategy.extended.service.group).free = die
 attempt("close", strategy.close)
@@ -327,7 +290,6 @@ os._exit(0)
 
 
 @pytest.mark.long
-@again_if_slow
 def test_a_worker_that_is_killed_as_the_cluster_ends_is_noticed_by_all(job: Job) -> None:
     """Its server has served all, and waits for no worker any more."""
     ended = job(cluster(KILLED_AT_THE_END), THREE, is_blind=True)
@@ -336,7 +298,6 @@ def test_a_worker_that_is_killed_as_the_cluster_ends_is_noticed_by_all(job: Job)
         assert note.kind == "PeerFailedError", note
         also_gone = r"process of rank 1|processes of ranks (0-1|1-2)"  # a survivor may be the first to end, too
         assert re.search(rf"the ({also_gone}) of 3 ranks (is|are) gone", note.text), note
-        soon(note.at - ended.of("fault")[1].at, 4 * AT_ONCE_SECONDS)
 
 
 LOST_AMONG_TWO = """
@@ -354,13 +315,11 @@ os._exit(0)
 
 
 @pytest.mark.long
-@again_if_slow
 def test_the_other_server_ends_when_its_workers_have_lost_one(job: Job) -> None:
     ended = job(cluster(LOST_AMONG_TWO, "num_ps=2"), FOUR, is_blind=True)
     assert ended.of("all")[0].kind == "UnavailableError", ended.notes
     assert "parameter server 1 (rank 3)" in ended.of("all")[0].text
     assert ended.of("serve")[2].kind in ("value", "PeerFailedError")
-    soon(ended.of("serve")[2].at - ended.of("close")[0].at, 2 * AT_ONCE_SECONDS)
 
 
 TOGETHER = """
@@ -373,7 +332,6 @@ with strategy:
 """
 
 
-@again_if_slow
 def test_an_error_of_all_workers_is_shown_once(job: Job) -> None:
     ended = job(cluster(TOGETHER), THREE)
     assert ended.status == 1

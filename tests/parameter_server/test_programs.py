@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from parameter_server.clusters import PATIENT, num_workers, on_workers
 import mpidist
 from mpidist import IndexedSlices, Variable
 from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
+from mpidist.parameter_server.server import ParameterServer
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -217,12 +218,19 @@ def test_ten_thousand_requests_leave_nothing_behind(comm: Intracomm) -> None:
     assert sizes[-1] < 6 << 20, sizes
 
 
-def test_an_idle_server_sleeps(comm: Intracomm) -> None:
-    """It has no thread, and uses a small part of a core."""
+def test_an_idle_server_sleeps(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its looks at the workers; a machine that is busy makes them fewer."""
+    looks, look = list[float](), ParameterServer._advance
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def note(server: ParameterServer, *only: Any) -> bool:
+        looks.append(time.monotonic())
+        return look(server, *only)
+
+    def work(strategy: ParameterServerStrategy) -> float:
+        begun = time.monotonic()
         time.sleep(1.0)
+        return begun
 
-    before = time.process_time()
-    on_workers(comm, work)
-    assert time.process_time() - before < 0.4
+    monkeypatch.setattr(ParameterServer, "_advance", note)
+    begun = max(on_workers(comm, work))
+    assert sum(begun + 0.1 < at < begun + 0.9 for at in looks) < 5000

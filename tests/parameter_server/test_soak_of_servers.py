@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
+from mpi_session import HANG_SECONDS
 from parameter_server.clusters import num_workers, on_workers
 from support.used import Used
 
@@ -76,7 +77,7 @@ def kinds_of_requests(strategy: ParameterServerStrategy) -> list[tuple[int, Call
 
 @pytest.mark.long
 @pytest.mark.ranks(2, 3)
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(5 * HANG_SECONDS)
 def test_a_hundred_thousand_requests_leave_nothing_behind(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> list[Used]:
         weights, calls = zip(*kinds_of_requests(strategy), strict=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from parameter_server.clusters import meet, on_workers
+from parameter_server.clusters import PATIENT, meet, on_workers, set_deadline_of_meetings
 
-from mpidist import CommunicationOptions, Variable
+from mpidist import Variable
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server.messages import Channel, Op, Step
@@ -32,13 +32,16 @@ def test_a_read_waits_for_the_slowest_worker(comm: Intracomm, staleness: int, nu
         rank, workers = strategy.topology.rank, strategy.topology.size
         with strategy.scope():
             done = [Variable(np.zeros(workers)) for _ in range(num_ps)]
-        own, ahead = np.eye(workers)[rank], 0
+        own, ahead, slow = np.eye(workers)[rank], 0, workers - 1
         for step in range(STEPS):
-            time.sleep(0.004 * (rank == workers - 1))
+            if staleness and slow and (rank, step) == (slow, 0):
+                comm.recv(source=0)
             for counts in strategy.read(done):
                 assert counts[rank] == step
                 assert counts.min() >= step - staleness
                 ahead = max(ahead, int(step - counts.min()))
+            if staleness and slow and (rank, step) == (0, 1):
+                comm.send(None, slow)
             strategy.push(done, [own] * num_ps)
             strategy.step_done()
         return ahead
@@ -70,8 +73,7 @@ def test_workers_with_unlike_numbers_of_steps_meet(comm: Intracomm, num_ps: int)
             assert strategy.read(counts) == [wanted] * num_ps
             strategy.barrier()
 
-    options = CommunicationOptions(timeout_seconds=10)
-    on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=options)
+    on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=PATIENT)
 
 
 @server_rules.register("cannot be applied")
@@ -103,8 +105,7 @@ def test_a_push_that_failed_before_a_call_of_all_workers_lets_nobody_ahead(comm:
             strategy.step_done()
         strategy.barrier()
 
-    options = CommunicationOptions(timeout_seconds=5)
-    on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=options)
+    on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=PATIENT)
 
 
 @pytest.mark.ranks(min=3)
@@ -145,10 +146,7 @@ def test_a_worker_that_has_ended_holds_nobody_up(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("call", ["read", "barrier", "variable"])
-def test_a_deadline_names_the_workers_that_are_late(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "3")
+def test_a_deadline_names_the_workers_that_are_late(comm: Intracomm, call: str) -> None:
     workers = comm.Split(int(comm.rank == comm.size - 1), comm.rank)
 
     def work(strategy: ParameterServerStrategy) -> None:
@@ -156,16 +154,18 @@ def test_a_deadline_names_the_workers_that_are_late(
             variable = Variable(0.0)
         if not strategy.is_chief:
             strategy.step_done()
+        else:
+            set_deadline_of_meetings(strategy, variable, 0.5)
         strategy.flush()
         workers.Barrier()
         if not strategy.is_chief:
-            with pytest.raises(DeadlineExceededError, match=r"waited 3 s, and .*rank 0 "), strategy.scope():
+            with pytest.raises(DeadlineExceededError, match=r"waited 0.5 s, and .*ranks? 0\b"), strategy.scope():
                 {"read": variable.numpy, "barrier": strategy.barrier, "variable": lambda: Variable(1.0)}[call]()
         meet(workers)
         if strategy.is_chief:
             assert float(variable) == 0.0
 
-    on_workers(comm, work, staleness=0)
+    on_workers(comm, work, staleness=0, communication_options=PATIENT)
 
 
 @pytest.mark.ranks(min=4)
@@ -173,7 +173,6 @@ def test_nobody_gets_ahead_of_a_worker_that_is_slow_to_leave_a_call_of_all_worke
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where workers do not meet, a server counts all of them again as soon as one of them goes on."""
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "3")
     start, slow = Channel.start, comm.size - 3
 
     def start_late(channel: Channel, call: str, op: int, *args: Any, **more: Any) -> None:
@@ -190,6 +189,7 @@ def test_nobody_gets_ahead_of_a_worker_that_is_slow_to_leave_a_call_of_all_worke
         strategy.barrier()
         if comm.rank == 0:
             strategy.step_done()
+            set_deadline_of_meetings(strategy, elsewhere, 0.5)
             with pytest.raises(DeadlineExceededError, match=f"rank {slow} had done 0 steps, and rank 0 had done 1"):
                 elsewhere.numpy()
             comm.send("has waited", slow)
@@ -197,4 +197,4 @@ def test_nobody_gets_ahead_of_a_worker_that_is_slow_to_leave_a_call_of_all_worke
         else:
             strategy.step_done()
 
-    on_workers(comm, work, staleness=0, num_ps=2)
+    on_workers(comm, work, staleness=0, num_ps=2, communication_options=PATIENT)

@@ -29,6 +29,7 @@ BLOCK = re.compile(
 # What can be run anywhere: programs of the page, and the library's own commands, with the variables before them.
 _SAFE = re.compile(r"([A-Z][A-Z_]*=[\w,.]+ )*(mpiexec -n \d+ )?python ((-m mpi4py )?\w+\.py|-m mpidist \w+)[\w\s,./-]*")
 _LEFT_OUT = "..."
+_TRACEBACK = "Traceback (most recent call last):"
 _MAX_BREAKS = 8  # of one line that was printed, in a block
 
 
@@ -58,7 +59,7 @@ class Command(NamedTuple):
     @property
     def shows_failure(self) -> bool:
         """Whether the block shows a traceback."""
-        return any(line.endswith("Traceback (most recent call last):") for line in self.shown)
+        return any(line.endswith(_TRACEBACK) for line in self.shown)
 
     def ends_with(self, status: int) -> bool:
         """Whether this is the exit status of which the block speaks: with a traceback, any but 0."""
@@ -115,9 +116,11 @@ def difference(command: Command, printed: str) -> str:
 
     Hosts, numbers of processes, times and folders are those of the day, and the lines of the library itself in a
     traceback move: none of them counts. Lines of several ranks come in any order, but those that begin with the name of
-    one rank. In a block a long line may be broken, and `...` stands for a part of a line, or for lines.
+    one rank. In a block a long line may be broken, and `...` stands for a part of a line, or for lines. A rank that has
+    no traceback may be silent: the one that failed may have ended it before.
     """
     shown, rest = _comparable(command.shown), _comparable(printed.splitlines())
+    awaited = {_rank_of(line) for line in (*rest, *(line for line in shown if line.endswith(_TRACEBACK)))}
     leaves_out = False
     while shown:
         if shown[0] == _LEFT_OUT:
@@ -130,9 +133,20 @@ def difference(command: Command, printed: str) -> str:
             if at is not None:
                 break
         else:
-            return f"not printed there: {shown[0]!r}"
+            if not command.shows_failure or _rank_of(shown[0]) in {*awaited, ""}:
+                return f"not printed there: {shown[0]!r}"
+            del shown[0]
+            while shown and shown[0].startswith(" "):
+                del shown[0]
+            continue
         del rest[at], shown[:count]
     return "" if leaves_out or not rest else f"not in the block: {rest[0]!r}"
+
+
+def _rank_of(line: str) -> str:
+    """Return the name of the rank with which a line begins, if it does."""
+    match = re.match(r"\[rank \d+ ", line)
+    return match[0] if match else ""
 
 
 def _first(lines: list[str], fits: Callable[[str], object], is_by_many: bool, leaves_out: bool) -> int | None:
@@ -146,8 +160,7 @@ def _first(lines: list[str], fits: Callable[[str], object], is_by_many: bool, le
 def _is_by_same(one: str, other: str, is_by_many: bool) -> bool:
     if not is_by_many:
         return True
-    ranks = [re.match(r"\[rank \d+ ", line) for line in (one, other)]
-    return None not in ranks and len({match and match[0] for match in ranks}) == 1
+    return _rank_of(one) == _rank_of(other) != ""
 
 
 def _pattern(line: str) -> re.Pattern[str]:

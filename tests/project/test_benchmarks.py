@@ -49,9 +49,7 @@ WAY = Way([], lambda at: None)
 def measured(folder: Path, *options: str) -> str:
     """Run a benchmark with the library of this environment, and return what it prints."""
     command = [sys.executable, str(BENCHMARKS), *options, "--env", f"mpich={sys.executable}", "--out", str(folder)]
-    done = subprocess.run(
-        command, env=clean_environment(), cwd=folder, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = subprocess.run(command, env=clean_environment(), cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "left out" not in done.stderr, done.stderr
     return done.stdout
@@ -266,7 +264,7 @@ def test_watching_is_measured(tmp_path: Path) -> None:
 )
 def test_ways_take_turns_in_a_job(tmp_path: Path, name: str, options: list[str], ways: str) -> None:
     command = [sys.executable, str(BENCHMARKS), name, *options, "--rounds=2", f"--out={tmp_path}"]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = rows_in(tmp_path / f"{name}.csv")
     compared = [row for row in rows if row["ratio"]]
@@ -282,7 +280,7 @@ def test_times_of_turns_are_drawn(tmp_path: Path) -> None:
     data = BENCHMARKS.parent / "docs" / "benchmarks" / "data"
     files = [str(data / f"{name}.csv") for name in ("checkpoints", "prefetch", "tracing")]
     command = [sys.executable, str(BENCHMARKS), "plot", *files, "--out", str(tmp_path)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints.png", "prefetch.png", "tracing.png"]
 
@@ -304,7 +302,7 @@ def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
 def test_ranks_of_a_job_are_measured(tmp_path: Path) -> None:
     command = [*Launcher.find(None).command, "-n", "2", sys.executable, str(BENCHMARKS), "all_reduce", "--in-job"]
     command += ["--sizes", "4", "--lists", "2x1K", "--rounds", "1", "--seconds", "0.01", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["peer"] for row in rows_in(tmp_path / "all_reduce-2-ranks.csv")} == {"job"}
 
@@ -328,7 +326,7 @@ def test_parameter_servers_are_measured_and_clusters_added(tmp_path: Path) -> No
 def test_parameter_servers_that_are_missing_are_named_and_left_out(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS), *SERVERS[:2], "--kinds", "tensorflow", "--env"]
     command += [f"tensorflow={tmp_path / 'python'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=clean_environment())
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment())
     assert done.returncode == 0
     assert "tensorflow: left out: no environment" in done.stdout
 

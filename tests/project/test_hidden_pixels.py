@@ -32,7 +32,6 @@ def run(folder: Path, ranks: int, *arguments: str, **variables: str) -> subproce
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=150,
         check=False,
     )
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from jobs.faults import environment
-from mpi_session.launch import Launcher
+from mpi_session.launch import HANG_SECONDS, Launcher
 
 import mpidist
 
-pytestmark = [pytest.mark.no_mpi, pytest.mark.core, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.no_mpi, pytest.mark.core, pytest.mark.timeout(5 * HANG_SECONDS)]
 
 EXAMPLES = Path(mpidist.__file__).parents[1] / "docs" / "examples"
 RANKS = (1, 2, 3, 4, 8)
@@ -28,7 +28,6 @@ def weights(example: str, ranks: int, *arguments: object, nodes: str = "") -> st
         env={**environment(), **variables},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     found = re.search(r"^weights ([0-9a-f]{16})", done.stdout, re.MULTILINE)

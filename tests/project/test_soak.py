@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 NUM_CALLS: Final = int(os.environ.get("TEST_SOAK_CALLS", "300" if is_thorough() else "100"))
 SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
-LEAST_RATE: Final = 20  # calls per second; thousands where each rank has a core, few where many tests share two
 NOISE_BYTES: Final = 32 << 20  # what the allocator may keep of arrays of some MiB, and plans of a thousand shapes
 SYMMETRIC: Final = 20_000  # elements
 F64: Final = np.dtype(np.float64)
@@ -403,11 +402,9 @@ def test_soak(comm: Intracomm, transport: str) -> None:
         soak = make(comm, strategy)
         make_calls(soak, max(50, NUM_CALLS // 4))
         before, maps_before, highest_before = used(comm)
-        begun = time.monotonic()
         make_calls(soak, NUM_CALLS)
-        rate = NUM_CALLS / (time.monotonic() - begun)
         after, maps_after, highest_after = used(comm)
-        what = f"TEST_SOAK_SEED={SEED}, {NUM_CALLS} calls, {rate:.0f} per second"
+        what = f"TEST_SOAK_SEED={SEED}, {NUM_CALLS} calls"
         print(what)
         assert same_everywhere(comm, np.array(soak.bits)), f"{what}: ranks have other bits, or other errors"
         text = f"{what}: {before} became {after}, {maps_before} mappings {maps_after}"
@@ -416,4 +413,3 @@ def test_soak(comm: Intracomm, transport: str) -> None:
         assert after.resident - before.resident < NOISE_BYTES, text
         assert maps_after - maps_before < 100, text
         assert highest_after - highest_before < 8, f"{what}: communicators {highest_before} to {highest_after}"
-        assert rate > LEAST_RATE, what

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -244,10 +243,8 @@ def test_replica_that_differs_is_named_on_every_rank(kind: str, comm: Intracomm)
         def step() -> Any:
             return wrong(1) if replica_id() == 1 else context().all_reduce("sum", np.ones(2))
 
-        before = time.monotonic()
         with raises_everywhere(comm, InvalidArgumentError, text.format(1)):
             strategy.run(step)
-        assert time.monotonic() - before < 10
         assert strategy.run(lambda: context().all_reduce("sum", 1.0)).values == (2 * comm.size,) * 2
 
 

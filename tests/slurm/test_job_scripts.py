@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from mpi_session import HANG_SECONDS
 from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, Ended, job_environment, submit
 from slurm.emulated_cluster import EmulatedCluster
 
-pytestmark = [pytest.mark.no_mpi, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.no_mpi, pytest.mark.timeout(5 * HANG_SECONDS)]
 
 Submit = Callable[..., BatchJob]
 
@@ -211,7 +212,7 @@ def test_command_submits_what_runs(cluster: EmulatedCluster, tmp_path: Path, lib
         assert done.returncode == 0, done.stderr
         return done.stdout.removeprefix("Submitted batch job ").strip()
 
-    jobs = {options: BatchJob(cluster, partial(submit_with, options), tmp_path) for options in SUBMITTED}
+    jobs = {options: BatchJob(cluster, submit_with(options), tmp_path) for options in SUBMITTED}
     for options, job in jobs.items():
         ended = job.end()
         assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from mpi_session import HANG_SECONDS
 from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, submit
 from slurm.emulated_cluster import EmulatedCluster
 
-pytestmark = [pytest.mark.no_mpi, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.no_mpi, pytest.mark.long, pytest.mark.timeout(5 * HANG_SECONDS)]
 
 EXAMPLE = PROJECT / "docs" / "examples" / "preemptible.py"
 # The example, slowly in the attempts that are to be disturbed. It tells when all ranks have made a step.
@@ -98,7 +99,7 @@ with mpidist.MultiWorkerMirroredStrategy(replicas=6) as strategy:
     if rank == 0:
         print("bits", weights.numpy().tobytes().hex())
 """
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--time=10", "--signal=USR1@5")
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--time=10", "--signal=USR1@60")
 
 
 def last_lines(job: BatchJob) -> list[str]:
@@ -128,7 +129,7 @@ def test_disturbed_training_ends_with_the_same_bits(cluster: EmulatedCluster, tm
         job.wait_for_output("attempt 1 works")
         cluster.call("scontrol", "requeue", job.number)
     for job in jobs:
-        job.start_again(2, "1")  # Slurm warns of its end 25 s after the start at the earliest
+        job.start_again(2, "3")  # Slurm warns of its end 90 s after the start at the earliest
     for job in jobs:
         job.wait_for_output("attempt 2 works")
     for job in jobs:

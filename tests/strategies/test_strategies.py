@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
 
 import mpidist
 from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, TopologyError, UnavailableError
 from mpidist.strategies.default import DefaultStrategy
+
+__all__ = ["clock"]
 
 WORLD = MPI.COMM_WORLD
 KINDS: dict[str, Callable[[], Strategy]] = {
@@ -269,17 +271,23 @@ LATE: dict[str, Callable[[Strategy, Any], Any]] = {
 
 @only_several
 @pytest.mark.parametrize("call", LATE)
-def test_deadline_of_the_options_counts_for_every_collective(call: str) -> None:
+def test_deadline_of_the_options_counts_for_every_collective(call: str, clock: Clock) -> None:
     """X25; api.md, section 4: after `reset()` the strategy works again."""
-    options = CommunicationOptions(timeout_seconds=0.2)
+    options = CommunicationOptions(timeout_seconds=600)
     strategy = MultiWorkerMirroredStrategy(communication_options=options)
     steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
     late = WORLD.size - 1
     if WORLD.rank == late:
-        time.sleep(0.6)
-    first = f"waited 0.2 s, and rank {late} of {WORLD.size} ranks did not join it"
+        let_time_pass(WORLD)
+        WORLD.Barrier()
+    else:
+        wait_for_late_rank(clock, WORLD, late, lambda: False)
+    first = f"waited 600 s, and rank {late} of {WORLD.size} ranks did not join it"
     with pytest.raises(DeadlineExceededError, match=f"{first}|had given up waiting"):
         LATE[call](strategy, steps)
+    clock.in_wait = lambda: None
+    if WORLD.rank != late:
+        WORLD.Barrier()
     with pytest.raises(DeadlineExceededError, match="an earlier call failed"):  # at once
         strategy.reduce("SUM", 1.0)
     WORLD.Barrier()

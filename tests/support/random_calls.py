@@ -39,11 +39,11 @@ Both = namedtuple("Both", "first rest")
 
 OPTIONS: Final = [
     None,
-    CommunicationOptions(timeout_seconds=50),
+    CommunicationOptions(timeout_seconds=600),
     CommunicationOptions(bytes_per_pack=1),
     CommunicationOptions(bytes_per_pack=5000),
     CommunicationOptions(reproducible=True),
-    CommunicationOptions(bytes_per_pack=300, timeout_seconds=50, reproducible=True),
+    CommunicationOptions(bytes_per_pack=300, timeout_seconds=600, reproducible=True),
     CommunicationOptions(implementation="RING"),
     CommunicationOptions(compression="bf16"),
     CommunicationOptions(compression="fp16", compress_everywhere=True),

@@ -16,12 +16,10 @@ from mpi_session import stacks
 from mpi_session.inner.agree import Agreement, Outcome, Verdict, judge
 from mpi_session.inner.byhand import Watch, common_folder
 from mpi_session.inner.gather import Collection, compare_collections
-from mpi_session.launch import DIRECTORY
+from mpi_session.launch import DIRECTORY, HANG_SECONDS
 from mpi_session.reports import chain, links, rank_parts, rank_sections
 from mpi_session.selection import Sample, Team, plan, refused_skip, set_thorough, teams_of
 from mpi_session.wire import Orders, Writer
-
-DEFAULT_TIME_LIMIT = 60.0
 
 
 class InnerSession:
@@ -217,8 +215,8 @@ def time_limit(item: pytest.Item) -> float:
     """Return the seconds a test may take: pytest-timeout's mark, option or ini, else ours."""
     mark = item.get_closest_marker("timeout")
     if mark:
-        return float(mark.kwargs.get("timeout", mark.args[0] if mark.args else DEFAULT_TIME_LIMIT))
+        return float(mark.kwargs.get("timeout", mark.args[0] if mark.args else HANG_SECONDS))
     given = item.config.getoption("timeout", None)
     if given is None and item.config.pluginmanager.hasplugin("timeout"):
         given = item.config.getini("timeout")
-    return float(given) if given else DEFAULT_TIME_LIMIT
+    return float(given) if given else HANG_SECONDS

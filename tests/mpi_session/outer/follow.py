@@ -9,15 +9,13 @@ from signal import Signals
 from typing import Any
 
 from mpi_session import stacks
-from mpi_session.launch import Launch
+from mpi_session.launch import HANG_SECONDS, Launch
 from mpi_session.outer.replay import Replay
 from mpi_session.reports import ranks_text
 from mpi_session.wire import Event, Reader, exits
 
 _REGULAR = (0, 1, 5)  # pytest's exit statuses: passed, failed, no tests
 INTERRUPTED, USAGE_ERROR = 2, 4
-# Between tests: pytest's start with its collection, and its end with MPI's finalize.
-START_LIMIT, END_LIMIT = 120.0, 30.0
 # A launcher may take this long to end the ranks when one has died.
 DEATH_LIMIT = 3.0
 
@@ -30,19 +28,18 @@ class Ending:
     texts: dict[str, str] = field(default_factory=dict)  # what to show with it, by title
     failures: dict[int, Any] = field(default_factory=dict)  # the ranks' failures in the open test
     test: Event | None = None  # the test that was open
-    in_time: bool = True
     pytest_status: int | None = None
 
 
 class Follower:
     """Reads the events of a launch, replays them and watches the time."""
 
-    def __init__(self, launch: Launch, replay: Replay, grace: float, ends_at: float) -> None:
-        self.launch, self.replay, self.grace, self.ends_at = launch, replay, grace, ends_at
+    def __init__(self, launch: Launch, replay: Replay, grace: float) -> None:
+        self.launch, self.replay, self.grace = launch, replay, grace
         self.reader = Reader(launch.directory, launch.size)
         self.places: dict[int, tuple[str, int]] = {}
         self.test: Event | None = None
-        self.doing, self.limit = "the start and the collection", START_LIMIT
+        self.doing, self.limit = "the start and the collection", HANG_SECONDS
         self.begun = time.monotonic()
         self.died_at: float | None = None
         self.statuses: dict[int, int] = {}
@@ -81,7 +78,7 @@ class Follower:
             if event["status"] not in _REGULAR:
                 self.failed_at.setdefault(("", "the session"), time.monotonic())
             if rank == 0:
-                self._turn_to(None, "the end of the session", END_LIMIT)
+                self._turn_to(None, "the end of the session", HANG_SECONDS)
         else:
             self._take_step(kind, event)
             getattr(self.replay, f"take_{kind}")(event)
@@ -95,14 +92,12 @@ class Follower:
             self.failures.pop(key, None)
             self.failed_at.pop(key, None)
         elif kind in ("end", "collected"):
-            self._turn_to(None, "the step to the next test", END_LIMIT)
+            self._turn_to(None, "the step to the next test", HANG_SECONDS)
 
     def _turn_to(self, test: Event | None, doing: str, limit: float) -> None:
         self.test, self.doing, self.limit, self.begun = test, doing, limit, time.monotonic()
 
     def _overdue(self, now: float) -> str:
-        if now > self.ends_at:
-            return "the launch did not end within its time limit (--mpi-launch-limit)"
         for key, since in self.failed_at.items():
             if now - since > self.grace and self._others(key):
                 return self._left_behind(key)
@@ -123,12 +118,11 @@ class Follower:
 
     def _stuck(self, problem: str) -> Ending:
         shown = stacks.collect(self.launch.directory, self.places, range(self.launch.size))
-        in_time = time.monotonic() <= self.ends_at
         self.launch.stop()
         texts = {f"[rank {rank}] was at (most recent call first):": text for rank, text in shown.items()}
         if self.test is None:
             texts |= self._logs()
-        return self._ending(f"Stuck: {problem}", texts, in_time)
+        return self._ending(f"Stuck: {problem}", texts)
 
     def _has_died(self, now: float) -> bool:
         if not self._who_died()[1]:
@@ -151,17 +145,17 @@ class Follower:
             culprit, known = self._who_died()
             problem = f"{culprit} during {self.doing}"
             if known and self.places:  # then mpiexec's own account, often of another rank, only misleads
-                return self._ending(problem, self._logs(mpiexec=False), True)
+                return self._ending(problem, self._logs(mpiexec=False))
             problem += f", mpiexec with exit status {status}"
-        return self._ending(problem, self._logs(), True)
+        return self._ending(problem, self._logs())
 
-    def _ending(self, problem: str, texts: dict[str, str], in_time: bool) -> Ending:
+    def _ending(self, problem: str, texts: dict[str, str]) -> Ending:
         failures: dict[int, Any] = {}
         if self.test:
             for (nodeid, _), reports in self.failures.items():
                 if nodeid == self.test["nodeid"]:
                     failures |= reports
-        return Ending(problem, texts, failures, self.test, in_time, self.statuses.get(0))
+        return Ending(problem, texts, failures, self.test, self.statuses.get(0))
 
     def _logs(self, mpiexec: bool = True) -> dict[str, str]:
         logs = {f"[rank {rank}]": self.launch.log(f"rank{rank}.log") for rank in range(self.launch.size)}

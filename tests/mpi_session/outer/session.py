@@ -36,7 +36,6 @@ class Settings:
 
     ranks: list[int]
     grace: float
-    launch_limit: float
     num_lanes: int
     mpiexec: str | None
     logs: Path | None
@@ -112,7 +111,7 @@ class OuterSession:
             ending = yield from self._launch(replay, team)
             self._report(replay, ending)
             self._stop_where_pytest_would(replay.session)
-            if ending.test is None or not ending.in_time or not replay.remaining():
+            if ending.test is None or not replay.remaining():
                 break
         else:
             ending.problem = f"{MAX_RELAUNCHES + 1} launches have ended early"
@@ -133,8 +132,7 @@ class OuterSession:
             live = self.config.getoption("capture") == "no"
             launch = Launch(self.launcher, team.size, directory, arguments, live)
             try:
-                ends_at = time.monotonic() + settings.launch_limit
-                return (yield from Follower(launch, replay, settings.grace, ends_at).follow())
+                return (yield from Follower(launch, replay, settings.grace).follow())
             finally:
                 launch.stop()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs.faults import THREE, Ended, Job, Placement, again_if_slow, job
+from jobs.faults import THREE, Ended, Job, Placement, job
 
 __all__ = ["job"]
 
@@ -25,7 +25,6 @@ def work():
     ones = np.ones(700_000, np.float32)
     for step in range(STEPS):
         if is_faulty and step == 10:
-            note("fault")
             {fault}
         strategy.push([small, large], [np.ones(4), ones])
         assert len(set(large.numpy())) == 1  # a snapshot
@@ -42,10 +41,10 @@ with strategy:
 RAISES = 'raise KeyError("mine")'
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 IN_A_PUSH = "threading.Timer(0.01, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()"
-LATE = "time.sleep(20)"
+LATE = "time.sleep(600)"
 
 
-def program(fault: str, mode: str = "ignore", timeout: float = 20) -> str:
+def program(fault: str, mode: str = "ignore", timeout: float = 600) -> str:
     return PROGRAM.format(fault=fault, mode=mode, timeout=timeout)
 
 
@@ -71,7 +70,6 @@ def test_others_go_on_without_a_worker_that_raises(job: Job, nodes: tuple[int, .
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-@again_if_slow
 def test_others_go_on_without_a_worker_that_is_killed(job: Job, faulty: int) -> None:
     placement = Placement((0, 0, 0, 0), faulty)
     ended = job(program(KILLED), placement, is_blind=True)
@@ -81,7 +79,6 @@ def test_others_go_on_without_a_worker_that_is_killed(job: Job, faulty: int) -> 
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-@again_if_slow
 def test_nobody_hangs_where_a_worker_is_killed_in_a_push(job: Job, faulty: int) -> None:
     """What it had pushed may be made, or not."""
     placement = Placement((0, 0, 0, 0), faulty)
@@ -91,7 +88,6 @@ def test_nobody_hangs_where_a_worker_is_killed_in_a_push(job: Job, faulty: int) 
     assert len(ended.of("end")) == 2, ended
 
 
-@again_if_slow
 def test_a_killed_worker_ends_the_job_where_nobody_goes_on(job: Job) -> None:
     ended = job(program(KILLED, "abort"), THREE, is_blind=True)
     assert ended.status not in (0, 75), ended

@@ -238,7 +238,7 @@ def test_who_was_late_for_the_others_pushes_no_more(comm: Intracomm) -> None:
         if comm.rank in others:
             strategy.push(variable, 1.0)
 
-    options = CommunicationOptions(timeout_seconds=3)
+    options = CommunicationOptions(timeout_seconds=5)
     on_workers(comm, work, aggregate_in_node=True, communication_options=options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def test_the_mpis_of_the_wheels_say_no(comm: Intracomm) -> None:
     ("code", "reason"),
     [
         (CRASH, "a child process was ended by SIGSEGV"),
-        ("import time; time.sleep(60)", "a child process did not end within 0.5 s"),
+        ("import time; time.sleep(600)", "a child process did not end within 0.5 s"),
         ("print('wrong')", "a child process got wrong numbers; it said wrong"),
         ("pass", "a child process got wrong numbers; it said nothing"),
         ("print('right'); raise SystemExit(3)", "a child process failed with exit status 3: right"),
@@ -50,7 +51,7 @@ def test_the_mpis_of_the_wheels_say_no(comm: Intracomm) -> None:
     ],
 )
 def test_whatever_becomes_of_a_child_is_an_answer(code: str | None, reason: str) -> None:
-    answer = outcome_of(code, 0.5 if "sleep" in code else 20) if code else prove(["/nowhere/python"])
+    answer = outcome_of(code, 0.5 if "sleep" in code else 600) if code else prove(["/nowhere/python"])
     assert answer.works == (not reason)
     assert not reason or answer.reason == reason
 
@@ -63,15 +64,12 @@ def test_a_child_starts_mpi_alone(comm: Intracomm) -> None:
 
 @pytest.mark.no_mpi
 def test_a_child_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
-    code = f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {tmp_path}/pid; sleep 60'])"
-    assert not outcome_of(code, 1.0).works
+    code = f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {tmp_path}/pid; sleep 600'])"
+    assert not outcome_of(code, 10.0).works
     pid = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 5
-    while time.monotonic() < until and Path(f"/proc/{pid}/stat").exists():
-        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-            return
-        time.sleep(0.01)
-    assert not Path(f"/proc/{pid}").exists()
+    with suppress(FileNotFoundError):
+        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.01)
 
 
 @pytest.mark.no_mpi

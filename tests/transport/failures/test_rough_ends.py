@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
-from jobs.failing import HEAD, SIGNS, Job, job
+from jobs.failing import HEAD, LONG_SECONDS, SIGNS, Job, job
 
 __all__ = ["job"]
 
@@ -96,10 +95,8 @@ COMES_LATE = "'rank 0 has tried', 'rank 2 has tried'"
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_strategy_that_not_all_build_ends_the_job(job: Job, times: int) -> None:
     """Also one that is tried again, and for the rank that comes too late."""
-    start = time.monotonic()
     ended = job(IMPORTS + SIGNS + BUILD.format(times=times, signs=COMES_LATE), head="", **DEADLINE)
     assert ended.status != 0
-    assert time.monotonic() - start < 60
     for rank in (0, 2):
         assert f"rank {rank}: DeadlineExceededError building a strategy on rank {rank} has waited" in ended.out
         assert f"rank {rank}: UnavailableError not all ranks came to build a strategy before" in ended.out or times == 1
@@ -111,12 +108,12 @@ def test_a_strategy_that_one_rank_never_builds_ends_the_job(job: Job) -> None:
     assert "this job ends with exit code 75: not all ranks came to build a strategy" in ended.err
 
 
-NOT_BUILT = """
+NOT_BUILT = f"""
 import time
 from mpi4py import MPI
 import mpidist
 if MPI.COMM_WORLD.rank == 0:
-    time.sleep(60)
+    time.sleep({LONG_SECONDS})
 mpidist.MultiWorkerMirroredStrategy()
 """
 

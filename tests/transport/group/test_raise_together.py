@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -15,6 +16,8 @@ from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFail
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+__all__ = ["clock"]
 
 pytestmark = pytest.mark.core
 
@@ -123,11 +126,15 @@ def test_blocks_of_different_names_are_refused(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_stays_in_the_block_is_late(comm: Intracomm) -> None:
-    strategy = Strategy(None, CommunicationOptions(timeout_seconds=0.2), comm=comm)
-    if comm.rank:
+def test_a_rank_that_stays_in_the_block_is_late(comm: Intracomm, clock: Clock) -> None:
+    strategy = Strategy(None, CommunicationOptions(timeout_seconds=600), comm=comm)
+    if comm.rank == 0:
+        let_time_pass(comm)
+    else:
+        wait_for_late_rank(clock, comm, 0, lambda: False)
         with pytest.raises(DeadlineExceededError, match=r"raise_together .* rank 0 of"), strategy.raise_together():
             pass
+    clock.in_wait = lambda: None
     comm.Barrier()
     strategy.reset()
     strategy.close()

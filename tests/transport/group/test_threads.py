@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from jobs.failing import Job, job
+from jobs.failing import LONG_SECONDS, Job, job
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -73,13 +73,13 @@ def test_a_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> No
         def work() -> float:
             total = float(strategy.reduce("SUM", 1.0))
             reached.set()
-            done.wait(20)
+            done.wait()
             return total + float(strategy.reduce("SUM", 1.0))
 
         result: list[float] = []
         thread = threading.Thread(target=lambda: result.append(work()), name="trainer")
         thread.start()
-        reached.wait(20)
+        reached.wait()
         pattern = "reduce in thread 'MainThread', but thread 'trainer' makes this strategy's calls: .* one strategy for"
         with pytest.raises(RuntimeError, match=pattern):
             strategy.reduce("SUM", 1.0)
@@ -141,17 +141,17 @@ def job_of(job: Job, program: str, nodes: str) -> Any:
     return job(program, head="", MPIDIST_PRETEND_NODES=nodes)
 
 
-FAILING_THREAD = """
+FAILING_THREAD = f"""
 strategy.reduce("SUM", 1.0)
 def train():
     strategy.reduce("SUM", 1.0)
     if rank == 1:
-        {}["mine"]
+        {{}}["mine"]
     reduce_for_ever()
 thread = threading.Thread(target=train)
 thread.start()
 thread.join()
-time.sleep(60)
+time.sleep({LONG_SECONDS})
 """
 
 

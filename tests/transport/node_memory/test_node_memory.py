@@ -343,9 +343,7 @@ def fence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def wait(barrier: NodeBarrier) -> None:
-    end = time.monotonic() + 20
     while not barrier.has_passed():
-        assert time.monotonic() < end, "not all ranks have arrived"
         time.sleep(0)
 
 
@@ -478,7 +476,6 @@ def run_where_it_is_small(tmp_path: Path, **variables: str) -> str:
         text=True,
         check=False,
         env=clean_environment() | OPEN_MPI | {"PYTHONPATH": PROJECT, "MPIDIST_TUNE_DIR": str(tmp_path)} | variables,
-        timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -132,7 +132,7 @@ def test_arrays_of_some_ranks_that_compiled_code_does_not_take(comm: Intracomm) 
             assert (result == sum(range(comm.size)) + comm.size * step).all()
 
 
-@pytest.mark.parametrize("deadline", [None, "60"])
+@pytest.mark.parametrize("deadline", [None, "600"])
 def test_outs_of_some_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, deadline: str | None) -> None:
     """Then all stage once more; if that goes on, results lie in other memory, which costs nothing."""
     if deadline is not None:  # which adds a barrier between what ranks tell and when they are told it

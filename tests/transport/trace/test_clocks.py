@@ -32,7 +32,7 @@ def test_difference_of_clocks_is_found_within_the_error(comm: Intracomm, ranks_o
     assert samples[0][2:] == (0, 0)
     for one, sample in enumerate(samples):
         assert abs(sample.offset + ahead_of(one)) <= sample.error
-        assert sample.error < SECOND  # of messages on a busy machine
+        assert sample.error < 60 * SECOND  # of messages on a busy machine
         assert abs(sample.time - ahead_of(one) - time.monotonic_ns()) < 100 * SECOND
 
 

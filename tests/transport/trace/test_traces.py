@@ -13,6 +13,7 @@ import pytest
 from jobs.failing import Job, job
 from support.everywhere import raises_everywhere
 from support.trace_events import Event, process_of, read_events
+from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
 
 from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mpidist.__main__ import run_command
@@ -23,7 +24,7 @@ from mpidist.transport.waiting import observe_waits, tell_wait
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["job"]
+__all__ = ["clock", "job"]
 
 
 @pytest.fixture
@@ -176,22 +177,26 @@ def test_rank_that_alone_cannot_write_leaves_no_files(
 
 @pytest.mark.ranks(min=2)
 def test_file_system_that_does_not_answer_ends_with_the_deadline(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     make, told = os.mkdir, comm.Dup()
 
     def stand_still(path: Any, mode: int = 0o777) -> None:
         if comm.rank == 1 and folder in Path(path).parents:
+            let_time_pass(comm)
             told.recv(source=0)
         make(path, mode)
 
     monkeypatch.setattr("os.mkdir", stand_still)
-    options = CommunicationOptions(timeout_seconds=0.3)
+    options = CommunicationOptions(timeout_seconds=600)
     with MultiWorkerMirroredStrategy(communication_options=options, comm=comm) as strategy:
+        if comm.rank != 1:
+            wait_for_late_rank(clock, comm, 1, lambda: False)
         with pytest.raises(DeadlineExceededError, match=r"trace\(\)|rank"), strategy.trace(folder):
             raise AssertionError("nothing may be done untraced")
+        clock.in_wait = lambda: None
         if comm.rank == 0:
-            told.send("all others have given up", 1)
+            told.send("others have given up", 1)
         comm.Barrier()
         assert pieces_in(folder) == {}
         strategy.reset()
