@@ -9,8 +9,11 @@ import os as _os
 from mpidist import checkpoint as checkpoint
 from mpidist import cluster_resolver as cluster_resolver
 from mpidist import context_stack as _context_stack
+from mpidist import coordinator as coordinator
 from mpidist import errors as errors
 from mpidist import experimental as experimental
+from mpidist import partitioners as partitioners
+from mpidist import server_rules as server_rules
 from mpidist.absent_names import explain_absent_names as _explain_absent_names
 from mpidist.contexts import experimental_set_strategy as experimental_set_strategy
 from mpidist.contexts import get_loss_reduction as get_loss_reduction
@@ -23,6 +26,7 @@ from mpidist.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from mpidist.cross_device_ops import NcclAllReduce as NcclAllReduce
 from mpidist.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
+from mpidist.datasets import AutoShardPolicy as AutoShardPolicy
 from mpidist.datasets import Batches as Batches
 from mpidist.datasets import DistributedDataset as DistributedDataset
 from mpidist.datasets import DistributedIterator as DistributedIterator
@@ -31,18 +35,22 @@ from mpidist.datasets import InputContext as InputContext
 from mpidist.datasets import InputOptions as InputOptions
 from mpidist.datasets import InputReplicationMode as InputReplicationMode
 from mpidist.options import CollectiveCommunication as CollectiveCommunication
+from mpidist.options import CollectiveHints as CollectiveHints
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.options import Compression as Compression
 from mpidist.options import ReduceOp as ReduceOp
 from mpidist.parameter_server import ShardedVariable as ShardedVariable
 from mpidist.replica_context import ReplicaContext as ReplicaContext
+from mpidist.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpidist.strategies import MirroredStrategy as MirroredStrategy
 from mpidist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpidist.strategies import OneDeviceStrategy as OneDeviceStrategy
+from mpidist.strategies import ParameterServerStrategy as ParameterServerStrategy
 from mpidist.strategies import Server as Server
 from mpidist.strategies import make_default as _make_default
 from mpidist.strategy import Strategy as Strategy
+from mpidist.strategy import ValueContext as ValueContext
 from mpidist.strategy_extended import StrategyExtended as StrategyExtended
 from mpidist.transport import open_groups as _open_groups
 from mpidist.values import DistributedValues as DistributedValues
@@ -54,9 +62,12 @@ from mpidist.variables import VariableAggregation as VariableAggregation
 from mpidist.variables import VariableSynchronization as VariableSynchronization
 
 __all__ = [
+    "AutoShardPolicy",
     "Batches",
+    "CentralStorageStrategy",
     "CollectiveAllReduce",
     "CollectiveCommunication",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "Compression",
@@ -75,6 +86,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
@@ -83,11 +95,13 @@ __all__ = [
     "ShardedVariable",
     "Strategy",
     "StrategyExtended",
+    "ValueContext",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "checkpoint",
     "cluster_resolver",
+    "coordinator",
     "errors",
     "experimental",
     "experimental_set_strategy",
@@ -96,6 +110,8 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "partitioners",
+    "server_rules",
 ]
 
 __version__ = "0.1.0"

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Final, NoReturn
+from functools import wraps
+from typing import Any, Final, NoReturn, TypeVar
 
-__all__ = ["explain_absent_names"]
+__all__ = ["explain_absent_arguments", "explain_absent_members", "explain_absent_names"]
+
+_Class = TypeVar("_Class", bound=type)
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 _MODULES: Final = ("mpidist", "mpidist.experimental", "mpidist.cluster_resolver")
 _PAGE: Final = "see the page 'From tf.distribute' of the documentation"
 
 _NO_TPUS: Final = "mpidist runs on CPUs and GPUs, not on TPUs"
 _CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part: leave the resolver out"
+_NO_GRAPH: Final = "Python runs the program, without a graph or session"
+_IN_RUN: Final = "it is a method of mpidist.get_replica_context(), in the function of run"
+_INPUT: Final = "iterate over what experimental_distribute_dataset or distribute_datasets_from_function returns"
+_OPTIMIZER: Final = "keep what an optimizer holds in a Variable, and change it by update"
+_CHIEF: Final = "check strategy.is_chief"
+
 _WHY: Final[Mapping[str, str]] = {
+    "AllReduceCrossDeviceOps": "choose NcclAllReduce or HierarchicalCopyAllReduce",
     "CollectiveAllReduceStrategy": "an old name of MultiWorkerMirroredStrategy",
     "GCEClusterResolver": _CLOUD,
     "KubernetesClusterResolver": _CLOUD,
+    "MultiWorkerAllReduce": "choose HierarchicalCopyAllReduce",
+    "PreemptionWatcher": "PreemptionCheckpointHandler watches for the signal, and saves",
+    "ReductionToOneDeviceCrossDeviceOps": "an old name of ReductionToOneDevice",
     "RunOptions": "its options are for TPUs; `run` takes none",
     "SageMakerClusterResolver": _CLOUD,
     "TPUClusterResolver": _NO_TPUS,
@@ -25,6 +39,49 @@ _WHY: Final[Mapping[str, str]] = {
     "TerminationConfig": "its options are arguments of PreemptionCheckpointHandler",
     "UnionClusterResolver": "its name is UnionResolver",
     "rpc": "ranks call collectives; mpi4py sends anything else",
+}
+# By the name of the class.
+_WHY_NO_MEMBER: Final[Mapping[str, Mapping[str, str]]] = {
+    "Strategy": {
+        "all_gather": f"{_IN_RUN}; across replicas call gather",
+        "all_reduce": f"{_IN_RUN}; across replicas call reduce",
+        "configure": _NO_GRAPH,
+        "experimental_make_numpy_dataset": "distribute mpidist.Batches(arrays, batch_size)",
+        "experimental_run": "its name is run",
+        "experimental_run_v2": "its name is run",
+        "make_dataset_iterator": _INPUT,
+        "make_input_fn_iterator": _INPUT,
+        "merge_call": _IN_RUN,
+        "reduce_scatter": f"{_IN_RUN}; across replicas call reduce",
+        "unwrap": "its name is experimental_local_results",
+        "update_config_proto": _NO_GRAPH,
+    },
+    "StrategyExtended": {
+        "experimental_between_graph": _NO_GRAPH,
+        "experimental_require_static_shapes": _NO_GRAPH,
+        "experimental_run_steps_on_iterator": "call strategy.run for each batch, in a loop of Python",
+        "experimental_should_init": _CHIEF,
+        "non_slot_devices": _OPTIMIZER,
+        "read_var": "call read_value() of the variable",
+        "should_checkpoint": _CHIEF,
+        "should_save_summary": _CHIEF,
+        "update_non_slot": _OPTIMIZER,
+    },
+    "Server": {
+        "server_def": "the cluster is what the constructor was given",
+        "start": "the server begins with join()",
+        "target": "ranks send messages of MPI, so a server has no address",
+    },
+}
+_NOT_NEEDED: Final = "MPI numbers the ranks and matches their calls: leave it out"
+_WHY_NO_ARGUMENT: Final[Mapping[str, str]] = {
+    "all_reduce_merge_scope": "options=CommunicationOptions(bytes_per_pack=...) groups arrays",
+    "collective_keys": _NOT_NEEDED,
+    "communication": "options=CommunicationOptions(implementation=...) takes it",
+    "devices": _NOT_NEEDED,
+    "group_size": _NOT_NEEDED,
+    "num_gpus_per_worker": _NOT_NEEDED,
+    "num_workers": _NOT_NEEDED,
 }
 
 
@@ -41,6 +98,32 @@ def explain_absent_names(module: str) -> None:
         raise AttributeError(_text_of(module, name))
 
     vars(sys.modules[module])["__getattr__"] = look_up
+
+
+def explain_absent_members(kind: _Class) -> _Class:
+    """Give a class a `__getattr__` whose `AttributeError` says why a member is absent. A decorator of classes."""
+    why = _WHY_NO_MEMBER[kind.__name__]
+
+    def look_up(self: object, name: str) -> NoReturn:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in why:
+            text = f"{text}: {why[name]}; {_PAGE}"
+        raise AttributeError(text, name=name, obj=self)
+
+    type.__setattr__(kind, "__getattr__", look_up)
+    return kind
+
+
+def explain_absent_arguments(init: _Init) -> _Init:
+    """Let a constructor refuse arguments of earlier releases of tf.distribute by name. A decorator of `__init__`."""
+
+    @wraps(init)
+    def checked(self: object, *args: Any, **kwargs: Any) -> None:
+        for name in _WHY_NO_ARGUMENT.keys() & kwargs:
+            raise TypeError(f"{type(self).__name__} has no argument {name}: {_WHY_NO_ARGUMENT[name]}; {_PAGE}")
+        init(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 def _text_of(module: str, name: str) -> str:

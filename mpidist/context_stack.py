@@ -8,9 +8,9 @@ two protocols here. The functions for users are in `contexts`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from mpidist.transport import Topology
 
@@ -20,12 +20,14 @@ __all__ = [
     "Entry",
     "call",
     "copy_entries",
+    "cross_replica_error",
     "current",
     "current_replica",
     "current_strategy",
     "exchange_entries",
     "innermost",
     "is_default",
+    "parts_of",
     "pop",
     "push",
     "set_strategy",
@@ -33,12 +35,26 @@ __all__ = [
 ]
 
 
+# What to do instead of a call of all replicas inside the function of `run`.
+_ALL_REDUCE: Final = "call mpidist.get_replica_context().all_reduce there"
+_INSTEAD_IN_RUN: Final[Mapping[str, str]] = {
+    "reduce": _ALL_REDUCE,
+    "reduce_to": _ALL_REDUCE,
+    "batch_reduce": _ALL_REDUCE,
+    "batch_reduce_to": _ALL_REDUCE,
+    "gather": "call mpidist.get_replica_context().all_gather there",
+    "run": "call the function itself there",
+    "scope": "leave it out: the strategy is current there",
+}
+_OUT_OF_RUN: Final = "call it outside, or in the function of mpidist.get_replica_context().merge_call"
+
+
 class CurrentStrategy(Protocol):
     """The public names of `Strategy` that the modules below it use."""
 
     @property
-    def extended(self) -> Any:
-        """The strategy's `StrategyExtended`."""
+    def _parts(self) -> Any:
+        """The strategy's `StrategyParts`."""
 
     @property
     def topology(self) -> Topology:
@@ -133,6 +149,19 @@ class _DefaultStrategy:
 
 _stack = _Stack()
 _default = _DefaultStrategy()
+
+
+def parts_of(strategy: CurrentStrategy) -> Any:
+    """Return the `StrategyParts` of a strategy: what the library needs of it, and programs do not."""
+    return strategy._parts
+
+
+def cross_replica_error(call: str, whose: str = "") -> RuntimeError:
+    """Make the error of a call of all replicas inside the function of `run`. `whose`: the owner of the method."""
+    return RuntimeError(
+        f"{call}{whose} requires being in cross-replica context, and was called inside the function of strategy.run(); "
+        f"{_INSTEAD_IN_RUN.get(call, _OUT_OF_RUN)}"
+    )
 
 
 def set_default_factory(factory: Callable[[], tuple[CurrentStrategy, CurrentReplica]]) -> None:

@@ -12,6 +12,7 @@ __all__ = [
     "DataLossError",
     "DeadlineExceededError",
     "InvalidArgumentError",
+    "InvalidTypeError",
     "OutOfRangeError",
     "PeerFailedError",
     "TopologyError",
@@ -27,6 +28,13 @@ class InvalidArgumentError(ValueError):
     """
 
     raised_on_all_ranks = False
+
+
+class InvalidTypeError(InvalidArgumentError, TypeError):
+    """A rank passed a value of a kind that a collective call cannot take: a `TypeError`, and a `ValueError`, too.
+
+    tf.distribute documents `ValueError`. Other ranks than that of the value raise an `InvalidArgumentError`.
+    """
 
 
 class CancelledError(RuntimeError):

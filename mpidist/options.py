@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
-from typing import Any, TypeVar, final
+from functools import cached_property, partial
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 
@@ -112,21 +113,67 @@ class Compression(CaseInsensitiveEnum):
 
 
 @final
+class _Unset:
+    """What an argument holds that was not given."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+_UNSET: Final[Any] = _Unset()
+
+
+def _checked_bytes(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"bytes_per_pack is a whole number of bytes, not {value!r}")
+    if value < 0:
+        raise ValueError(f"bytes_per_pack must be >= 0 bytes, got {value}; 0 means automatic")
+    return int(value)
+
+
+def _checked_seconds(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"timeout_seconds is a number of seconds or None, not {value!r}")
+    if math.isnan(value) or value < 0:
+        raise ValueError(f"timeout_seconds must be >= 0, got {value}; 0 waits for ever")
+    return value
+
+
+def _checked_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is a bool, not {value!r}")
+    return bool(value)
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "bytes_per_pack": _checked_bytes,
+    "timeout_seconds": _checked_seconds,
+    "implementation": CommunicationImplementation,
+    "reproducible": partial(_checked_flag, "reproducible"),
+    "compression": lambda value: Compression("none" if value is None else value),
+    "compress_everywhere": partial(_checked_flag, "compress_everywhere"),
+}
+
+
+@final
 @dataclass(frozen=True, init=False)
 class CommunicationOptions:
     """Options of collective calls: the defaults of a strategy, or those of one call.
 
+    Every argument that is given to a call wins over the strategy's, also `False`, `"auto"` and `"none"`.
+
     Args:
         bytes_per_pack: Arrays are grouped, in order, into packs; a pack is closed once it holds more than this many
-            bytes. 0 lets the library choose.
-        timeout_seconds: How long a call waits for all ranks to join it. `None` and 0 wait for ever.
-        implementation: A `CommunicationImplementation` or its name.
+            bytes. 0, the default, lets the library choose.
+        timeout_seconds: How long a call waits for all ranks to join it; 0 waits for ever. `None` is as if it was not
+            given: a call takes the strategy's, and a strategy `MPIDIST_TIMEOUT_SECONDS`, which is for ever by default.
+        implementation: A `CommunicationImplementation` or its name; by default `AUTO`.
         reproducible: Add the contributions in rank order, so that the same ranks give the same bits on any placement
-            of ranks on nodes.
+            of ranks on nodes. By default `False`.
         compression: A `Compression` or its name: the dtype in which float32 arrays are sent between nodes. Within a
-            node float32 stays float32. Arrays of other dtypes are never compressed.
+            node float32 stays float32. Arrays of other dtypes are never compressed. By default `NONE`.
         compress_everywhere: Compress within nodes, too: every rank's contribution is rounded. `reproducible`, and
-            algorithms that do not work node by node, always compress so.
+            algorithms that do not work node by node, always compress so. By default `False`.
 
     Raises:
         ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, if `implementation` or `compression` is not
@@ -143,32 +190,24 @@ class CommunicationOptions:
 
     def __init__(
         self,
-        bytes_per_pack: int = 0,
+        bytes_per_pack: int = _UNSET,
         timeout_seconds: float | None = None,
-        implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        implementation: CommunicationImplementation | str = _UNSET,
         *,
-        reproducible: bool = False,
-        compression: Compression | str | None = Compression.NONE,
-        compress_everywhere: bool = False,
+        reproducible: bool = _UNSET,
+        compression: Compression | str | None = _UNSET,
+        compress_everywhere: bool = _UNSET,
     ) -> None:
-        if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, numbers.Integral):
-            raise TypeError(f"bytes_per_pack is a whole number of bytes, not {bytes_per_pack!r}")
-        if bytes_per_pack < 0:
-            raise ValueError(f"bytes_per_pack must be >= 0 bytes, got {bytes_per_pack}; 0 means automatic")
-        if timeout_seconds is not None:
-            if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, numbers.Real):
-                raise TypeError(f"timeout_seconds is a number of seconds or None, not {timeout_seconds!r}")
-            if math.isnan(timeout_seconds) or timeout_seconds < 0:
-                raise ValueError(f"timeout_seconds must be >= 0, got {timeout_seconds}; 0 and None wait for ever")
-        for name, value in (("reproducible", reproducible), ("compress_everywhere", compress_everywhere)):
-            if not isinstance(value, (bool, np.bool_)):
-                raise TypeError(f"{name} is a bool, not {value!r}")
-        object.__setattr__(self, "bytes_per_pack", int(bytes_per_pack))
-        object.__setattr__(self, "timeout_seconds", timeout_seconds)
-        object.__setattr__(self, "implementation", CommunicationImplementation(implementation))
-        object.__setattr__(self, "reproducible", bool(reproducible))
-        object.__setattr__(self, "compression", Compression("NONE" if compression is None else compression))
-        object.__setattr__(self, "compress_everywhere", bool(compress_everywhere))
+        arguments = {
+            "bytes_per_pack": bytes_per_pack,
+            "timeout_seconds": _UNSET if timeout_seconds is None else timeout_seconds,
+            "implementation": implementation,
+            "reproducible": reproducible,
+            "compression": compression,
+            "compress_everywhere": compress_everywhere,
+        }
+        # Of arguments that were not given, the class has the defaults.
+        vars(self).update({name: _CHECKS[name](it) for name, it in arguments.items() if it is not _UNSET})
         self._require_compressible()
 
     @cached_property
@@ -178,16 +217,17 @@ class CommunicationOptions:
         return *how, self.compression, self.compress_everywhere
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Override these options by the fields of `other` that are not defaults.
+        """Override these options by those that were given to `other`.
 
         Args:
             other: The options of one call, or `None`.
 
         Returns:
-            New options; these and `other` do not change. `other` cannot set a field back to its default.
+            New options; these and `other` do not change.
 
         Raises:
             TypeError: If `other` is neither `CommunicationOptions` nor `None`.
+            ValueError: If compression of one cannot be combined with the implementation of the other.
         """
         if other is None:
             return self
@@ -195,24 +235,22 @@ class CommunicationOptions:
             raise other
         if not isinstance(other, CommunicationOptions):
             raise TypeError(f"options must be a CommunicationOptions or None, got {type(other).__name__}")
-        return CommunicationOptions(
-            other.bytes_per_pack or self.bytes_per_pack,
-            self.timeout_seconds if other.timeout_seconds is None else other.timeout_seconds,
-            self.implementation if other.implementation is CommunicationImplementation.AUTO else other.implementation,
-            reproducible=other.reproducible or self.reproducible,
-            compression=self.compression if other.compression is Compression.NONE else other.compression,
-            compress_everywhere=other.compress_everywhere or self.compress_everywhere,
-        )
+        return CommunicationOptions(**self._all_given() | other._all_given())
+
+    def _all_given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name in _CHECKS}
 
     def _require_compressible(self) -> None:
         if self.compression is not Compression.NONE and self.implementation is CommunicationImplementation.RING:
             raise ValueError(
-                f"compression={str(self.compression).lower()!r} cannot be combined with implementation='RING', whose "
-                "partial sums would be rounded at every rank; use implementation='AUTO'"
+                f"compression={str(self.compression).lower()!r} cannot be combined with implementation='ring', whose "
+                "partial sums would be rounded at every rank; use implementation='auto'"
             )
 
 
-def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802
+def CollectiveHints(  # noqa: N802
+    bytes_per_pack: int = _UNSET, timeout_seconds: float | None = None
+) -> CommunicationOptions:
     """Make `CommunicationOptions` by the name that tf.distribute gave them before 2.4 (deprecated).
 
     Args:

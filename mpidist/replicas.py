@@ -89,6 +89,11 @@ class Replicas:
         return are_several_gpus(self.devices)
 
     @property
+    def share_ranks(self) -> bool:
+        """Whether a rank carries several replicas: this one or another."""
+        return self.tree is not None and self.total > self.tree.topology.size
+
+    @property
     def num_here(self) -> int:
         """Number of replicas that this rank carries."""
         return len(self.ids_here)

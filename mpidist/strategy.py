@@ -11,10 +11,13 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, final
 
 from mpidist import context_stack, nest
+from mpidist.absent_names import explain_absent_members
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collective_calls import CollectiveCalls
+from mpidist.context_stack import parts_of
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions
 from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import Topology, count_text, ends_normally, traced, value_text
 from mpidist.values import (
     DistributedValues,
@@ -43,6 +46,7 @@ class ValueContext:
         self.num_replicas_in_sync = num_replicas_in_sync
 
 
+@explain_absent_members
 class Strategy(CollectiveCalls, ABC):
     """How the ranks of a job train together. One rank is one replica.
 
@@ -50,20 +54,21 @@ class Strategy(CollectiveCalls, ABC):
     calls them, in the same order.
 
     Args:
-        extended: The assembled parts.
+        parts: What the strategy consists of.
         cluster_resolver: The tasks of the cluster, for strategies that have one.
     """
 
-    def __init__(self, extended: StrategyExtended, cluster_resolver: ClusterResolver | None = None) -> None:
+    def __init__(self, parts: StrategyParts, cluster_resolver: ClusterResolver | None = None) -> None:
         if type(self) is Strategy:
             raise TypeError("Strategy is abstract: make a MirroredStrategy, a MultiWorkerMirroredStrategy, ...")
-        super().__init__(extended)
+        super().__init__(parts)
+        self._extended = StrategyExtended(parts)
         self._cluster_resolver = cluster_resolver
-        extended.attach_to(self)
+        parts.attach_to(self)
 
     @property
     def extended(self) -> StrategyExtended:
-        """The assembled parts, with the methods for authors of libraries."""
+        """The methods for authors of libraries."""
         return self._extended
 
     @property
@@ -74,12 +79,37 @@ class Strategy(CollectiveCalls, ABC):
     @property
     def topology(self) -> Topology:
         """Which ranks are on which nodes."""
-        return self._extended.topology
+        return self._parts.topology
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0 to `size - 1`: with parameter servers, among the workers, or among the servers."""
+        return self._parts.topology.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks: with parameter servers, of workers, or on a server, of servers."""
+        return self._parts.topology.size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among the ranks of its node, from 0 to `local_size - 1`."""
+        return self._parts.topology.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this rank's node."""
+        return self._parts.topology.local_size
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node. Nodes are numbered from 0 on, in the order of their lowest ranks."""
+        return self._parts.topology.node
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that are combined at each step: of ranks, unless the number of replicas was chosen."""
-        return self._extended.replicas.total
+        return self._parts.replicas.total
 
     @property
     def num_overflowed(self) -> int:
@@ -87,13 +117,13 @@ class Strategy(CollectiveCalls, ABC):
 
         Each rank counts what it rounds itself. The results are infinite on all ranks.
         """
-        return self._extended.group.overflowed
+        return self._parts.group.overflowed
 
     @property
     def is_chief(self) -> bool:
         """Whether this is rank 0, which writes checkpoints, summaries and progress."""
-        service = self._extended.service
-        return self._extended.topology.rank == 0 if service is None else service.is_chief
+        service = self._parts.service
+        return self._parts.topology.rank == 0 if service is None else service.is_chief
 
     def scope(self) -> AbstractContextManager[Strategy]:
         """Make this strategy current in a `with` body: variables created there belong to this strategy.
@@ -103,7 +133,7 @@ class Strategy(CollectiveCalls, ABC):
         Raises:
             RuntimeError: Inside another strategy's scope, or inside `run`.
         """
-        self._extended.require_cross_replica("scope")
+        self._parts.require_cross_replica("scope")
         return _Scope(self)
 
     def run(
@@ -141,16 +171,18 @@ class Strategy(CollectiveCalls, ABC):
                 f"run: needed a function, got {value_text(fn)}; pass the function itself, and its args=(...)"
             )
         if not isinstance(args, (list, tuple)):
-            raise ValueError(f"run: positional args must be a list or tuple, got {type(args).__name__}")
+            raise ValueError(
+                f"run: positional args must be a list or tuple, got {type(args).__name__}: write args=(x, y)"
+            )
         if not isinstance(kwargs, (Mapping, type(None))):
-            raise ValueError(f"run: kwargs must be a dict, got {type(kwargs).__name__}")
+            raise ValueError(f"run: kwargs must be a dict, got {type(kwargs).__name__}: write args=(x, y)")
         if options is not None:
             raise ValueError("run: options must be None; tf.distribute's RunOptions are for TPUs and mean nothing here")
-        return self._extended.call_for_each_replica(fn, args, kwargs)
+        return self._parts.run(fn, args, kwargs)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of a value, one for each replica of this rank, in a tuple. Local."""
-        num_here = self._extended.replicas.num_here
+        num_here = self._parts.replicas.num_here
         leaves, _ = nest.flatten(value)
         if not has_distributed(leaves):
             return (value,)
@@ -169,8 +201,8 @@ class Strategy(CollectiveCalls, ABC):
         Returns:
             What the function returned, with every leaf made a `PerReplica`.
         """
-        self._extended.require_cross_replica("experimental_distribute_values_from_function")
-        replicas = self._extended.replicas
+        self._parts.require_cross_replica("experimental_distribute_values_from_function")
+        replicas = self._parts.replicas
         made = [value_fn(ValueContext(replica_id, replicas.total)) for replica_id in replicas.ids_here]
         leaves = [nest.flatten(value)[0] for value in made]
         joined = [PerReplica(tuple(map(local_component, parts))) for parts in zip(*leaves, strict=True)]
@@ -199,8 +231,8 @@ class Strategy(CollectiveCalls, ABC):
             ValueError: If there are too few files for the `AutoShardPolicy`. On every rank.
             InvalidArgumentError: If ranks name other files. On every rank.
         """
-        self._extended.require_cross_replica("experimental_distribute_dataset")
-        return DistributedDataset.from_batches(self._extended, dataset, options)
+        self._parts.require_cross_replica("experimental_distribute_dataset")
+        return DistributedDataset.from_batches(self._parts, dataset, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
@@ -229,8 +261,8 @@ class Strategy(CollectiveCalls, ABC):
             TypeError: If `dataset_fn` returned no re-iterable of batches on some rank. On every rank.
             Exception: What `dataset_fn` raised on the lowest rank where it raised. On every rank.
         """
-        self._extended.require_cross_replica("distribute_datasets_from_function")
-        return DistributedDataset.from_function(self._extended, dataset_fn, options)
+        self._parts.require_cross_replica("distribute_datasets_from_function")
+        return DistributedDataset.from_function(self._parts, dataset_fn, options)
 
     def trace(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record what calls in a block wait for: `python -m mpidist trace merge` reads it. Collective at both ends.
@@ -240,10 +272,9 @@ class Strategy(CollectiveCalls, ABC):
             RuntimeError: If the strategy is traced already, or has parameter servers: set `MPIDIST_TRACE` there.
             DeadlineExceededError: If not all ranks come to either end within the strategy's `timeout_seconds`.
         """
-        extended = self._extended
-        extended.require_cross_replica("trace")
-        timeout_seconds, is_in_lock_step = extended.options.timeout_seconds, extended.service is None
-        return traced(extended.group, folder, timeout_seconds, is_in_lock_step)
+        parts = self._parts
+        parts.require_cross_replica("trace")
+        return traced(parts.group, folder, parts.options.timeout_seconds, parts.service is None)
 
     def reset(self) -> None:
         """Make the strategy usable again after a deadline or a lost rank. Collective; all ranks must be alive.
@@ -253,10 +284,10 @@ class Strategy(CollectiveCalls, ABC):
             PeerFailedError: If the process of a rank is gone. Then the job has to be started again.
             UnavailableError: If a parameter server is lost. Then as well.
         """
-        if self._extended.service is not None:
-            self._extended.service.reset()
-        self._extended.group.reset()
-        self._extended.group.devices.work_on(self._extended.replicas.devices[0])
+        if self._parts.service is not None:
+            self._parts.service.reset()
+        self._parts.group.reset()
+        self._parts.group.devices.work_on(self._parts.replicas.devices[0])
 
     def close(self) -> None:
         """Free the strategy's communicators and memory. Collective; a second call does nothing.
@@ -268,7 +299,7 @@ class Strategy(CollectiveCalls, ABC):
             PeerFailedError: If another rank makes another call instead, or left because of an exception.
             DeadlineExceededError: If not all ranks close within the strategy's `timeout_seconds`.
         """
-        self._extended.close(sys.exc_info()[1])
+        self._parts.close(sys.exc_info()[1])
 
     def __enter__(self: _T) -> _T:
         return self
@@ -277,7 +308,7 @@ class Strategy(CollectiveCalls, ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None or not ends_normally(error):
-            self._extended.close(error)
+            self._parts.close(error)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError("a strategy cannot be copied or pickled: it is tied to its communicators; make another one")
@@ -289,7 +320,7 @@ class Strategy(CollectiveCalls, ABC):
         self.__copy__()
 
     def __repr__(self) -> str:
-        replicas = self._extended.replicas
+        replicas = self._parts.replicas
         chosen = "" if replicas.tree is None else f"{count_text(replicas.total, 'replica')}, "
         return f"<{type(self).__name__}: {chosen}{self.topology}>"
 
@@ -303,7 +334,7 @@ class _Scope(AbstractContextManager[Strategy]):
         self._entries: list[context_stack.Entry] = []
 
     def __enter__(self) -> Strategy:
-        self._strategy.extended.require_cross_replica("scope")  # `scope()` may have been called elsewhere
+        parts_of(self._strategy).require_cross_replica("scope")  # `scope()` may have been called elsewhere
         entry = context_stack.Entry(self._strategy)
         context_stack.push(entry)
         self._entries.append(entry)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 
 @pytest.fixture
@@ -170,3 +173,43 @@ def test_colocate_vars_with_needs_the_scope(strategy: Strategy, other: Strategy)
         pass
     with other.scope(), pytest.raises(ValueError, match="scope"), other.extended.colocate_vars_with(variable):
         pass
+
+
+OUT_OF_RUN: dict[str, Callable[[mpidist.ReplicaContext], Any]] = {
+    "all_reduce": lambda context: context.all_reduce("sum", 1.0),
+    "start_all_reduce": lambda context: context.start_all_reduce("sum", 1.0),
+    "reduce_scatter": lambda context: context.reduce_scatter("sum", np.ones(2)),
+    "all_gather": lambda context: context.all_gather(np.ones(2), 0),
+    "merge_call": lambda context: context.merge_call(lambda strategy: 1),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", OUT_OF_RUN)
+def test_calls_of_a_replica_outside_of_run_are_refused(comm: Intracomm, name: str) -> None:
+    """Where a strategy of several ranks is open: the value of this process alone is not what is meant."""
+    context = mpidist.get_replica_context()
+    assert context is not None
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        with pytest.raises(RuntimeError, match=rf"^{name} was called outside of strategy\.run\(\).*; call "):
+            OUT_OF_RUN[name](context)
+        mpidist.get_strategy().run(OUT_OF_RUN[name], args=(context,))  # of the default strategy, as is said here
+        assert strategy.reduce("sum", 1.0) == comm.size
+
+
+@pytest.mark.parametrize("call", ["reduce", "barrier", "broadcast", "gather_object", "run"])
+def test_calls_of_all_replicas_in_run_name_what_to_do(comm: Intracomm, call: str) -> None:
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        arguments = {"reduce": ("sum", 1.0), "barrier": (), "run": (int,)}.get(call, (1.0,))
+        text = {"reduce": "get_replica_context.* there", "run": "call the function itself"}.get(
+            call, "outside.*merge_call"
+        )
+        with pytest.raises(RuntimeError, match=f"^{call}.* in cross-replica context.*; .*{text}"):
+            strategy.run(getattr(strategy, call), args=arguments)
+
+
+def test_run_with_bare_arguments_says_how_to_pass_them() -> None:
+    strategy = mpidist.OneDeviceStrategy()
+    for arguments in ((1.0,), (1.0, 2.0), ((), 2.0)):
+        with pytest.raises(ValueError, match=r"write args=\(x, y\)"):
+            strategy.run(lambda x, y: x + y, *arguments)

@@ -88,27 +88,24 @@ def test_first_strategy_says_what_to_install(before: str, variables: dict[str, s
 
 
 NAMES = """
-ReduceOp CommunicationOptions experimental.CommunicationOptions
-CommunicationImplementation experimental.CommunicationImplementation experimental.CollectiveHints
-CollectiveCommunication experimental.CollectiveCommunication experimental.ValueContext
+ReduceOp CommunicationOptions CommunicationImplementation CollectiveHints CollectiveCommunication ValueContext
 CrossDeviceOps ReductionToOneDevice NcclAllReduce HierarchicalCopyAllReduce CollectiveAllReduce
-OneDeviceStrategy MirroredStrategy MultiWorkerMirroredStrategy experimental.MultiWorkerMirroredStrategy
+OneDeviceStrategy MirroredStrategy MultiWorkerMirroredStrategy CentralStorageStrategy ParameterServerStrategy
 Strategy StrategyExtended ReplicaContext get_strategy has_strategy get_replica_context in_cross_replica_context
 experimental_set_strategy get_loss_reduction
-experimental.CentralStorageStrategy experimental.ParameterServerStrategy Server experimental.Server
-ShardedVariable experimental.ShardedVariable experimental.partitioners.FixedShardsPartitioner
-experimental.partitioners.MinSizePartitioner experimental.partitioners.MaxSizePartitioner
-experimental.server_rules.SGD experimental.server_rules.Momentum experimental.server_rules.Adam
-experimental.server_rules.Registered experimental.server_rules.register
-experimental.coordinator.ClusterCoordinator experimental.coordinator.RemoteValue experimental.coordinator.register
+Server ShardedVariable partitioners.FixedShardsPartitioner
+partitioners.MinSizePartitioner partitioners.MaxSizePartitioner
+server_rules.SGD server_rules.Momentum server_rules.Adam server_rules.Registered server_rules.register
+coordinator.ClusterCoordinator coordinator.RemoteValue coordinator.register
+checkpoint.PreemptionCheckpointHandler
 DistributedValues PerReplica Mirrored IndexedSlices DistributedDataset InputContext InputReplicationMode InputOptions
-experimental.AutoShardPolicy Files
+AutoShardPolicy Files
 Variable VariableSynchronization VariableAggregation
 cluster_resolver.ClusterSpec cluster_resolver.ClusterResolver cluster_resolver.SimpleClusterResolver
 cluster_resolver.TFConfigClusterResolver cluster_resolver.SlurmClusterResolver cluster_resolver.MPIClusterResolver
 cluster_resolver.UnionResolver
 errors.DeadlineExceededError errors.InvalidArgumentError errors.PeerFailedError errors.UnavailableError
-errors.TopologyError
+errors.TopologyError errors.InvalidTypeError
 """
 
 
@@ -128,10 +125,15 @@ def test_name_of_the_contract_is_there_and_listed(name: str) -> None:
     assert (named(name).__doc__ or "").strip()
 
 
-def test_names_of_the_seed_have_two_homes() -> None:
-    names = "CommunicationOptions CommunicationImplementation CollectiveCommunication MultiWorkerMirroredStrategy"
-    for name in names.split():
-        assert getattr(mpidist, name) is getattr(mpidist.experimental, name)
+def test_names_of_experimental_are_aliases() -> None:
+    modules = ("coordinator", "partitioners", "server_rules")
+    for name in set(mpidist.experimental.__all__) - set(modules):
+        home = mpidist.checkpoint if name == "PreemptionCheckpointHandler" else mpidist
+        assert getattr(home, name) is getattr(mpidist.experimental, name)
+    for module in modules:
+        assert named(f"experimental.{module}").__all__ == named(module).__all__
+        for name in named(module).__all__:
+            assert named(f"experimental.{module}.{name}") is named(f"{module}.{name}")
     assert mpidist.CollectiveCommunication is mpidist.CommunicationImplementation
 
 
@@ -146,8 +148,8 @@ def test_names_of_the_seed_have_two_homes() -> None:
         ("cluster_resolver.KubernetesClusterResolver", "leave the resolver out"),
         ("cluster_resolver.GCEClusterResolver", "leave the resolver out"),
         ("cluster_resolver.UnionClusterResolver", "its name is UnionResolver"),
-        ("CollectiveHints", r"did you mean mpidist\.experimental\.CollectiveHints\?$"),
-        ("AutoShardPolicy", r"did you mean mpidist\.experimental\.AutoShardPolicy\?$"),
+        ("experimental.PreemptionWatcher", "PreemptionCheckpointHandler watches"),
+        ("PreemptionCheckpointHandler", r"did you mean mpidist\.experimental\.PreemptionCheckpointHandler\?$"),
         ("experimental.MirroredStrategy", r"did you mean mpidist\.MirroredStrategy\?$"),
         ("MirorredStrategy", r"module 'mpidist' has no attribute 'MirorredStrategy'; did you mean mpidist\.Mirrored"),
         ("bogus", "^module 'mpidist' has no attribute 'bogus'$"),
@@ -164,8 +166,54 @@ def test_name_that_is_not_there_says_why(path: str, text: str) -> None:
     assert last not in dir(module)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [
+        ("Strategy", "unwrap", "its name is experimental_local_results; see the page 'From tf.distribute'"),
+        ("Strategy", "make_dataset_iterator", "iterate over what experimental_distribute_dataset"),
+        ("Strategy", "experimental_run_v2", "its name is run"),
+        ("Strategy", "all_reduce", "a method of mpidist.get_replica_context"),
+        ("StrategyExtended", "read_var", "call read_value"),
+        ("StrategyExtended", "should_checkpoint", "strategy.is_chief"),
+        ("Server", "target", "a server has no address"),
+        ("Strategy", "rnk", "no attribute 'rnk'$"),
+    ],
+)
+def test_member_that_is_not_there_says_why(kind: str, name: str, text: str) -> None:
+    strategy = mpidist.OneDeviceStrategy()
+    owner = {
+        "Strategy": strategy,
+        "StrategyExtended": strategy.extended,
+        "Server": mpidist.Server({"worker": ["a"]}, "worker", 0),
+    }[kind]
+    with pytest.raises(AttributeError, match=text):
+        getattr(owner, name)
+    assert not hasattr(owner, name)
+
+
+def test_old_arguments_of_collective_all_reduce_say_why() -> None:
+    for name in ("num_workers", "num_gpus_per_worker", "all_reduce_merge_scope", "group_size", "communication"):
+        with pytest.raises(TypeError, match=f"CollectiveAllReduce has no argument {name}: .*From tf.distribute"):
+            mpidist.CollectiveAllReduce(**{name: 1})
+
+
+def test_libraries_see_the_face_of_tf_distribute_alone() -> None:
+    def public(thing: object) -> str:
+        return " ".join(name for name in dir(thing) if not name.startswith("_"))
+
+    assert public(mpidist.OneDeviceStrategy().extended) == (
+        "batch_reduce_to broadcast_to call_for_each_replica colocate_vars_with parameter_devices reduce_to update "
+        "value_container variable_created_in_scope worker_devices"
+    )
+    for kind in (mpidist.CollectiveAllReduce, mpidist.ReductionToOneDevice, mpidist.NcclAllReduce):
+        assert public(kind()) == "batch_reduce bind broadcast close reduce"
+
+
 HOMES = [
     mpidist,
+    mpidist.coordinator,
+    mpidist.partitioners,
+    mpidist.server_rules,
     mpidist.cluster_resolver,
     mpidist.experimental,
     mpidist.experimental.coordinator,
@@ -204,7 +252,7 @@ def test_members_of_the_enumerations_are_those_of_the_contract() -> None:
         "VariableSynchronization": "AUTO NONE ON_WRITE ON_READ",
         "VariableAggregation": "NONE SUM MEAN ONLY_FIRST_REPLICA",
         "InputReplicationMode": "PER_WORKER PER_REPLICA",
-        "experimental.AutoShardPolicy": "OFF AUTO FILE DATA HINT",
+        "AutoShardPolicy": "OFF AUTO FILE DATA HINT",
     }
     for name, its in members.items():
         assert [member.name for member in named(name)] == its.split()
@@ -227,27 +275,27 @@ def test_errors_are_of_the_built_in_kinds_that_programs_catch(name: str) -> None
 SIGNATURES = """
 CommunicationOptions(bytes_per_pack=, timeout_seconds=, implementation=, *, reproducible=, compression=, \
 compress_everywhere=)
-experimental.CollectiveHints(bytes_per_pack=, timeout_seconds=)
+CollectiveHints(bytes_per_pack=, timeout_seconds=)
 ReductionToOneDevice(reduce_to_device=, accumulation_fn=)
 NcclAllReduce(num_packs=)
 HierarchicalCopyAllReduce(num_packs=)
 CollectiveAllReduce(options=)
 OneDeviceStrategy(device=)
-experimental.CentralStorageStrategy(compute_devices=, parameter_device=, *, comm=)
-experimental.ParameterServerStrategy(cluster_resolver=, variable_partitioner=, *, num_ps=, ps_ranks=, staleness=, \
+CentralStorageStrategy(compute_devices=, parameter_device=, *, communication_options=, comm=)
+ParameterServerStrategy(cluster_resolver=, variable_partitioner=, *, num_ps=, ps_ranks=, staleness=, \
 on_worker_lost=, placement=, communication_options=, aggregate_in_node=, \
 replicas=, comm=)
 Server(cluster_or_strategy, job_name=, task_index=, protocol=, config=, start=)
-experimental.coordinator.ClusterCoordinator(strategy)
-experimental.coordinator.ClusterCoordinator.schedule(self, fn, args=, kwargs=)
-experimental.coordinator.ClusterCoordinator.join(self)
-experimental.coordinator.ClusterCoordinator.done(self)
-experimental.coordinator.ClusterCoordinator.fetch(self, val)
-experimental.coordinator.ClusterCoordinator.create_per_worker_dataset(self, dataset_fn)
-experimental.partitioners.FixedShardsPartitioner(num_shards)
-experimental.partitioners.MinSizePartitioner(min_shard_bytes=, max_shards=, bytes_per_string=)
-experimental.partitioners.MaxSizePartitioner(max_shard_bytes, max_shards=, bytes_per_string=)
-MirroredStrategy(devices=, cross_device_ops=, *, replicas=, comm=, per_node_variables=)
+coordinator.ClusterCoordinator(strategy)
+coordinator.ClusterCoordinator.schedule(self, fn, args=, kwargs=)
+coordinator.ClusterCoordinator.join(self)
+coordinator.ClusterCoordinator.done(self)
+coordinator.ClusterCoordinator.fetch(self, val)
+coordinator.ClusterCoordinator.create_per_worker_dataset(self, dataset_fn)
+partitioners.FixedShardsPartitioner(num_shards)
+partitioners.MinSizePartitioner(min_shard_bytes=, max_shards=, bytes_per_string=)
+partitioners.MaxSizePartitioner(max_shard_bytes, max_shards=, bytes_per_string=)
+MirroredStrategy(devices=, cross_device_ops=, *, communication_options=, replicas=, comm=, per_node_variables=)
 MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, replicas=, comm=, \
 per_node_variables=)
 Batches(data, batch_size, *, seed=, drop_remainder=)
@@ -267,7 +315,7 @@ DistributedIterator.load_state_dict(self, state)
 DistributedIterator.require_fitting(self, state)
 Strategy.scope(self)
 Strategy.run(self, fn, args=, kwargs=, options=)
-Strategy.reduce(self, reduce_op, value, axis=, options=, *, weight=, experimental_hints=)
+Strategy.reduce(self, reduce_op, value, axis=, options=, *, weight=, out=, experimental_hints=)
 Strategy.barrier(self)
 Strategy.broadcast(self, value, root=, *, out=)
 Strategy.broadcast_object(self, obj, root=, *, pickle=)
@@ -283,10 +331,10 @@ Strategy.raise_together(self, what=)
 Strategy.trace(self, folder)
 Strategy.reset(self)
 Strategy.close(self)
-ReplicaContext.all_reduce(self, reduce_op, value, options=, *, out=, experimental_hints=)
+ReplicaContext.all_reduce(self, reduce_op, value, options=, *, weight=, out=, experimental_hints=)
 ReplicaContext.start_all_reduce(self, reduce_op, value, options=, *, out=)
-ReplicaContext.reduce_scatter(self, reduce_op, value, axis=, options=)
-ReplicaContext.all_gather(self, value, axis, options=, *, experimental_hints=)
+ReplicaContext.reduce_scatter(self, reduce_op, value, axis=, options=, *, out=)
+ReplicaContext.all_gather(self, value, axis, options=, *, out=, experimental_hints=)
 ReplicaContext.merge_call(self, merge_fn, args=, kwargs=)
 StrategyExtended.reduce_to(self, reduce_op, value, destinations, options=, *, experimental_hints=)
 StrategyExtended.batch_reduce_to(self, reduce_op, value_destination_pairs, options=, *, experimental_hints=)
@@ -297,8 +345,9 @@ StrategyExtended.colocate_vars_with(self, var)
 StrategyExtended.value_container(self, value)
 StrategyExtended.variable_created_in_scope(self, v)
 CrossDeviceOps.bind(self, comm=)
-CrossDeviceOps.reduce(self, reduce_op, per_replica_value, destinations, options=, *, experimental_hints=)
+CrossDeviceOps.reduce(self, reduce_op, per_replica_value, destinations, options=, *, out=, experimental_hints=)
 CrossDeviceOps.batch_reduce(self, reduce_op, value_destination_pairs, options=, *, experimental_hints=)
+CrossDeviceOps.broadcast(self, tensor, destinations, *, root=, out=)
 CrossDeviceOps.close(self)
 PerReplica(values)
 IndexedSlices(values, indices, dense_shape=)
@@ -331,6 +380,7 @@ def test_signature_is_that_of_the_contract(signature: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["num_replicas_in_sync", "cluster_resolver", "extended", "topology", "is_chief"]
+    + ["rank", "size", "local_rank", "local_size", "node"]
     + [f"extended.{name}" for name in ("worker_devices", "parameter_devices")],
 )
 def test_property_of_the_contract_is_there(name: str) -> None:

@@ -60,7 +60,7 @@ def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
         with CollectiveAllReduce().bind(comm) as ops:
             if comm.rank == 0:
                 raise KeyError("labels")
-            ops.all_reduce("sum", 1.0)
+            ops.reduce("sum", 1.0, "all")
 
     strategy = MultiWorker(comm=comm)
     strategy.reduce("sum", 1.0)

@@ -15,6 +15,7 @@ from support.everywhere import raises_everywhere
 
 import mpidist
 from mpidist import Mirrored, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, PerReplica, Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 WORLD = MPI.COMM_WORLD
@@ -460,8 +461,8 @@ WITH_HINTS: dict[str, Callable[..., Any]] = {
     "reduce along an axis": lambda s, **k: s.reduce("SUM", np.ones(1), axis=0, **k),
     "reduce_to": lambda s, **k: s.extended.reduce_to("SUM", 1.0, "all", **k),
     "batch_reduce_to": lambda s, **k: s.extended.batch_reduce_to("SUM", [(1.0, "all")], **k)[0],
-    "ops.reduce": lambda s, **k: s.extended.cross_device_ops.reduce("SUM", 1.0, "all", **k),
-    "ops.batch_reduce": lambda s, **k: s.extended.cross_device_ops.batch_reduce("SUM", [(1.0, "all")], **k)[0],
+    "ops.reduce": lambda s, **k: parts_of(s).cross_device_ops.reduce("SUM", 1.0, "all", **k),
+    "ops.batch_reduce": lambda s, **k: parts_of(s).cross_device_ops.batch_reduce("SUM", [(1.0, "all")], **k)[0],
 }
 
 

@@ -121,7 +121,7 @@ def test_a_variable_is_mirrored_over_its_own_strategys_ranks_alone(strategy: Str
         assert strategy.reduce("MAX", own) == comm.size
     held = variable(strategy, 2.0)
     with CollectiveAllReduce().bind(comm) as ops:
-        assert ops.all_reduce("SUM", held) == 2 * comm.size
+        assert ops.reduce("SUM", held, "all") == 2 * comm.size
 
 
 @only_several

@@ -8,6 +8,7 @@ from ranks.way import Way
 
 from mpi_ways.all_reduce import raw_ways, way_of
 from mpidist import HierarchicalCopyAllReduce
+from mpidist.context_stack import parts_of
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.reduction import Reduction
 
@@ -23,7 +24,7 @@ __all__ = ["ways"]
 def ways(mpi: Mpi, work: Work) -> dict[str, Way]:
     """List mpidist as a program calls it, the algorithms alone, and MPI's own; all in place."""
     strategy = mpi.strategy(cross_device_ops=HierarchicalCopyAllReduce())
-    levels, private = strategy.extended.group.levels, [work.empty()]
+    levels, private = parts_of(strategy).group.levels, [work.empty()]
     node, nodes, fused, total = levels.within_node, levels.across_nodes, levels.fused, Reduction()
 
     def leader(array: Any) -> None:

@@ -13,6 +13,7 @@ from ranks.way import Way
 
 import mpidist
 from mpi_ways.all_reduce import raw_ways, way_of
+from mpidist.context_stack import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -122,7 +123,7 @@ class _Replicas:
 
 def _sent(strategy: mpidist.Strategy) -> Callable[[], list[int]]:
     """Count what this rank has sent or received by messages, whatever is more, since the strategy was made."""
-    levels = strategy.extended.group.levels
+    levels = parts_of(strategy).group.levels
     counted = {id(its): its for its in (levels.world.traffic, levels.within_node.traffic, levels.across_nodes.traffic)}
     return lambda: [sum(sum(traffic.nbytes.values()) for traffic in counted.values())]
 

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 from mpidist import context_stack, nest
 from mpidist.checkpoint.restoring import restore
 from mpidist.checkpoint.saving import capture, write_together
-from mpidist.context_stack import CurrentStrategy
+from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.datasets import DistributedDataset, DistributedIterator
 from mpidist.parameter_server import ServerVariable, ShardedVariable
 from mpidist.transport import open_groups
@@ -127,7 +127,7 @@ def _strategy_of(items: dict[str, Any]) -> CurrentStrategy:
     """Find the strategy whose ranks save together."""
     leaves = [leaf for value in items.values() for leaf in nest.flatten(value)[0]]
     found = [leaf.strategy for leaf in leaves if isinstance(leaf, _OF_A_STRATEGY)]
-    spread: list[Any] = [one for one in found if one.extended.topology.size > 1 or one.extended.service is not None]
+    spread: list[Any] = [one for one in found if parts_of(one).topology.size > 1 or parts_of(one).service is not None]
     if context_stack.current() is not None:
         return spread[0] if spread else context_stack.current_strategy()
     if not found and open_groups.num_open(or_alone=True):

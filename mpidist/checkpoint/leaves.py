@@ -10,7 +10,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.context_stack import CurrentStrategy
+from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.datasets import DistributedDataset, DistributedIterator
 from mpidist.parameter_server import ServerVariable, ShardedVariable
 from mpidist.transport import arrays, library_of, value_text
@@ -126,7 +126,7 @@ class _ReplicaLeaf(Leaf):
         return self._variable
 
     def restore_replicas(self, states: Sequence[State]) -> None:
-        chosen = self._strategy.extended.replicas.tree is not None
+        chosen = parts_of(self._strategy).replicas.tree is not None
         self._strategy.run(self._variable.assign, args=(PerReplica(tuple(states)) if chosen else states[0],))
 
     def join(self, states: Sequence[State]) -> State:
@@ -254,7 +254,7 @@ def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
 def _leaf_of_variable(name: str, variable: Any, strategy: Any) -> Leaf:
     own = variable.strategy
     if own is not strategy:
-        if own.extended.topology.size == 1 and own.extended.service is None:
+        if parts_of(own).topology.size == 1 and parts_of(own).service is None:
             return _MirroredLeaf(name, variable, Owner.RANK)
         raise ValueError(f"{name} is a variable of {own}, and the checkpoint is of {strategy}")
     if isinstance(variable, SyncOnReadVariable):
@@ -265,7 +265,7 @@ def _leaf_of_variable(name: str, variable: Any, strategy: Any) -> Leaf:
 def _leaf_of_dataset(name: str, dataset: DistributedDataset | DistributedIterator, strategy: Any) -> Leaf:
     if dataset.strategy is not strategy:
         raise ValueError(f"{name} is a data set of {dataset.strategy}, and the checkpoint is of {strategy}")
-    if strategy.extended.service is not None:
+    if parts_of(strategy).service is not None:
         raise ValueError(
             f"{name} is a data set of {strategy}, whose workers do not step together, so that one position does not "
             "tell what all of them have had: save what each worker has had by itself"

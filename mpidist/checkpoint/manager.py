@@ -23,6 +23,7 @@ from mpidist.checkpoint.saving import (
     folders_under_way,
     write_together,
 )
+from mpidist.context_stack import parts_of
 from mpidist.errors import DataLossError
 from mpidist.whole_number import require_bool, whole_number
 
@@ -142,7 +143,7 @@ class CheckpointManager:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        extended: Any = self.checkpoint.strategy.extended
+        extended: Any = parts_of(self.checkpoint.strategy)
         try:
             together = extended.raise_together("writing a checkpoint in the background")
             with together if _is_open(extended) else nullcontext():
@@ -180,7 +181,7 @@ class CheckpointManager:
                 if not skip_broken:
                     hint = "restore_or_initialize(skip_broken=True) takes the one before, if there is one"
                     raise _with_text(error, f"{error}; {hint}") from error.__cause__
-                extended: Any = self.checkpoint.strategy.extended
+                extended: Any = parts_of(self.checkpoint.strategy)
                 if extended.group.topology.rank == 0:
                     logger.warning("mpidist: the checkpoint %s is passed over: %s", place, error)
                 before = number
@@ -205,7 +206,7 @@ class CheckpointManager:
 
     def _newest(self, before: int | None, what: str = "restore of a checkpoint") -> int | None:
         """Return the largest number that rank 0 sees, or the largest one before another. Collective."""
-        extended: Any = self.checkpoint.strategy.extended
+        extended: Any = parts_of(self.checkpoint.strategy)
         extended.require_cross_replica(what)
         newest = -1
         with extended.raise_together(f"{what} in {self.directory!r}"):

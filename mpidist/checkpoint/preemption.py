@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, Final, TypeVar, final
 
 from mpidist.checkpoint.manager import CheckpointManager
+from mpidist.context_stack import parts_of
 from mpidist.transport import StopNotice, mark_shared, open_groups
 from mpidist.whole_number import whole_number
 
@@ -78,7 +79,7 @@ class PreemptionCheckpointHandler:
         self.total_run_calls = 0
         self._manager, self._signals, self._exit_code = manager, _checked(signals), exit_code
         self._checkpoint_number = checkpoint_number
-        self._extended: Any = manager.checkpoint.strategy.extended
+        self._extended: Any = parts_of(manager.checkpoint.strategy)
         self._end = _end_of_time(time_limit_seconds, grace_seconds)
         self._reason = ""
         self._handlers_before: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -177,7 +178,7 @@ def _checked(signals: Any) -> tuple[int, ...]:
 def _require_valid(manager: Any, exit_code: int, time_limit_seconds: float | None, grace_seconds: float) -> None:
     if not isinstance(manager, CheckpointManager):
         raise TypeError(f"PreemptionCheckpointHandler takes a CheckpointManager, got {manager!r}")
-    extended: Any = manager.checkpoint.strategy.extended
+    extended: Any = parts_of(manager.checkpoint.strategy)
     if extended.service is not None:
         raise ValueError(
             "PreemptionCheckpointHandler is for ranks in lock step, and got a strategy with parameter servers: there "

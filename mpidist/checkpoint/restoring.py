@@ -14,6 +14,7 @@ from mpidist import nest
 from mpidist.checkpoint.files import COMMON, PartFile, part_of_rank, read_manifest, recover
 from mpidist.checkpoint.leaves import Leaf, Owner, State, form_of
 from mpidist.checkpoint.saving import leaves_in, replica_key
+from mpidist.context_stack import parts_of
 from mpidist.transport import bytes_of, shard_bounds
 
 __all__ = ["restore"]
@@ -51,7 +52,7 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
     Returns:
         The nests; another one where a leaf could not be written, such as a number.
     """
-    extended = strategy.extended
+    extended = parts_of(strategy)
     extended.require_cross_replica(_CALL)
     common: _Common | None = None
     leaves: dict[str, Leaf] = {}
@@ -87,7 +88,7 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
     owners = {name: owner for name, owner in saved.items() if name in leaves}
     if not partial:
         _require_same_names(place, set(leaves), set(saved))
-    replicas, group = strategy.extended.replicas, strategy.extended.group
+    replicas, group = parts_of(strategy).replicas, parts_of(strategy).group
     common = _Common(owners, manifest["ranks"], manifest["replicas"], {})
     part = PartFile(place, COMMON, manifest)
     for name, owner in owners.items():
@@ -216,9 +217,9 @@ def _rebuilt(item: str, value: Any, restored: Mapping[str, Any]) -> Any:
 @contextmanager
 def _together(strategy: Any, what: str) -> Iterator[None]:
     """Raise an exception in the `with` body on all ranks that do the same as this one. Collective."""
-    service = strategy.extended.service
+    service = parts_of(strategy).service
     if service is None:
-        with strategy.extended.raise_together(what):
+        with parts_of(strategy).raise_together(what):
             yield
         return
     error: Exception | None = None

@@ -27,7 +27,7 @@ from mpidist.checkpoint.files import (
     write_part,
 )
 from mpidist.checkpoint.leaves import Leaf, Owner, State, leaf_of
-from mpidist.context_stack import CurrentStrategy
+from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.errors import DeadlineExceededError
 from mpidist.transport import bytes_of, text_of
 
@@ -147,7 +147,7 @@ def capture(
         InvalidArgumentError: If ranks save different things, or one cannot read its state. On every rank.
         OSError: If rank 0 cannot make a folder. On every rank.
     """
-    extended = strategy.extended
+    extended = parts_of(strategy)
     extended.require_cross_replica(CALL)
     if not strategy.is_chief and extended.service is not None:
         raise RuntimeError(f"{CALL} of parameter servers is for the chief: write `if strategy.is_chief:` before it")
@@ -190,7 +190,7 @@ def write_together(strategy: Any, snapshot: Snapshot, finish: Callable[[], None]
     Raises:
         OSError: If a rank cannot write. On every rank; what was in the place is there still.
     """
-    extended = strategy.extended
+    extended = parts_of(strategy)
     try:
         with extended.raise_together("writing a checkpoint"):
             _write_parts(snapshot)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, final
 import numpy as np
 
 from mpidist.cli.rank_facts import THREAD_VARIABLES, RankFacts
-from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import (
     SyncGroup,
@@ -96,7 +96,7 @@ def compare_nodes(topology: Topology, facts: Sequence[RankFacts], wanted: Mappin
 
 def _all_reduces(group: SyncGroup) -> list[Finding]:
     """Sum arrays over all ranks, and check and time the sums. Collective."""
-    topology, ops = group.topology, CollectiveAllReduce().bound_to(group)
+    topology, ops = group.topology, BoundOps(CollectiveAllReduce(), group)
     if topology.size == 1:
         return [Finding(Mark.OK, "one rank: there is nothing to reduce. Start more, as your jobs do, to try it")]
     texts, wrong = [], 0

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
+from mpidist.transport import load_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["TFConfigClusterResolver"]
 
@@ -41,6 +45,23 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> None:
         super().__init__(task_type, task_id, rpc_layer, environment or "")
         self._environ = environ
+
+    @classmethod
+    def of_job(cls, comm: MPI.Intracomm | None) -> TFConfigClusterResolver | None:
+        """Make the resolver of a strategy that was given none, if TF_CONFIG is set. Local.
+
+        TF_CONFIG describes a whole job: there is no resolver for a strategy over some of the job's ranks.
+
+        Args:
+            comm: The ranks of the strategy; `None` for all ranks of the job.
+        """
+        if not os.environ.get("TF_CONFIG"):
+            return None
+        if comm is not None:
+            mpi = load_mpi()  # which made `comm`
+            if not isinstance(comm, mpi.Intracomm) or comm.Get_size() != mpi.COMM_WORLD.Get_size():
+                return None
+        return cls()
 
     def cluster_spec(self) -> ClusterSpec:
         """Give the cluster of TF_CONFIG; an empty one if it names none.

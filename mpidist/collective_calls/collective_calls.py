@@ -12,7 +12,7 @@ from mpidist.collective_calls.object_calls import broadcast_object, gather_objec
 from mpidist.collectives import SymmetricSpec
 from mpidist.cross_device_ops import reduce_along_axis, weighted_mean
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
-from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import arrays, library_of, writable_like
 from mpidist.values import contributions
 
@@ -23,11 +23,11 @@ class CollectiveCalls(ABC):
     """The collective calls of a strategy. Its part `Strategy` has the others.
 
     Args:
-        extended: The assembled parts.
+        parts: The parts of the strategy.
     """
 
-    def __init__(self, extended: StrategyExtended) -> None:
-        self._extended = extended
+    def __init__(self, parts: StrategyParts) -> None:
+        self._parts = parts
 
     def reduce(
         self,
@@ -37,6 +37,7 @@ class CollectiveCalls(ABC):
         options: CommunicationOptions | None = None,
         *,
         weight: Any = None,
+        out: Any = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce a value of every rank, and give every rank the result. Collective.
@@ -50,27 +51,29 @@ class CollectiveCalls(ABC):
             weight: For means without `axis`: how much this rank's value weighs, as a number >= 0; of several replicas a
                 `PerReplica`. The mean is the sum of values times weights, divided by the sum of weights. A value of
                 weight 0 does not count, whatever it is.
+            out: A nest of arrays like the result, which the result is written to. May be `value` itself.
             experimental_hints: The old name of `options` (deprecated).
 
         Returns:
-            A nest like `value`, of arrays without these axes.
+            `out`, if given; else a nest like `value`, of new arrays without these axes.
 
         Raises:
             InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced, or all weights are 0. On every
                 rank.
             ValueError: If `weight` is negative or not finite, or given for another operation or with `axis`. On every
                 rank.
-            RuntimeError: Inside `run`.
+            RuntimeError: Inside `run`, where `ReplicaContext.all_reduce` takes the place of this method.
         """
-        self._extended.require_cross_replica("reduce")
-        ops = self._extended.cross_device_ops
-        options = options_or_hints(options, experimental_hints)
+        self._parts.require_computing("reduce")
+        ops = self._parts.cross_device_ops
+        if experimental_hints is not None:
+            options = options_or_hints(options, experimental_hints)
         has_axis = axis is not None and not (isinstance(axis, tuple) and not axis)
         if weight is not None:
-            return weighted_mean(ops, self._extended.replicas, reduce_op, value, weight, options, has_axis)
+            return weighted_mean(ops, "reduce", reduce_op, value, weight, options, out=out, has_axis=has_axis)
         if axis is not None and has_axis:
-            return reduce_along_axis(ops, self._extended.replicas, reduce_op, value, axis, options)
-        return ops.reduce(reduce_op, value, "all", options)
+            return reduce_along_axis(ops, reduce_op, value, axis, options, out)
+        return ops.all_reduce(reduce_op, value, options, out=out, call="reduce")
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate every rank's value along an axis, in rank order, for every rank. Collective.
@@ -87,8 +90,8 @@ class CollectiveCalls(ABC):
             InvalidArgumentError: If shapes differ along another axis, or a value has no such axis. On every rank.
             RuntimeError: Inside `run`, where `ReplicaContext.all_gather` takes the place of this method.
         """
-        self._extended.require_cross_replica("gather", "call ReplicaContext.all_gather there")
-        return self._extended.all_gather("gather", value, axis, None)
+        self._parts.require_computing("gather")
+        return self._parts.all_gather("gather", value, axis, None)
 
     def broadcast(self, value: Any, root: int = 0, *, out: Any = None) -> Any:
         """Give every rank the value of one rank. Collective.
@@ -108,7 +111,7 @@ class CollectiveCalls(ABC):
             RuntimeError: Inside `run`, and of workers of parameter servers.
         """
         self._require_lock_step("broadcast")
-        return self._extended.cross_device_ops.broadcast(value, "all", root=root, out=out)
+        return self._parts.cross_device_ops.broadcast(value, "all", root=root, out=out)
 
     def broadcast_object(self, obj: Any, root: int = 0, *, pickle: bool = False) -> Any:
         """Give every rank an object of one rank. Collective: two broadcasts.
@@ -129,7 +132,7 @@ class CollectiveCalls(ABC):
             RuntimeError: Inside `run`, and of workers of parameter servers.
         """
         self._require_lock_step("broadcast_object")
-        return broadcast_object(self._extended.group, obj, root, pickle, self._extended.options)
+        return broadcast_object(self._parts.group, obj, root, pickle, self._parts.options)
 
     def gather_object(self, obj: Any, *, pickle: bool = False) -> list[Any]:
         """Give every rank the objects of all ranks. Collective: one all-gather.
@@ -147,7 +150,7 @@ class CollectiveCalls(ABC):
             RuntimeError: Inside `run`, and of workers of parameter servers.
         """
         self._require_lock_step("gather_object")
-        return gather_object(self._extended.group, obj, pickle, self._extended.options)
+        return gather_object(self._parts.group, obj, pickle, self._parts.options)
 
     def barrier(self) -> None:
         """Wait until all ranks call this method. Collective.
@@ -159,13 +162,13 @@ class CollectiveCalls(ABC):
             DeadlineExceededError: If not all ranks come within the strategy's `timeout_seconds`.
             RuntimeError: Inside `run`.
         """
-        service = self._extended.service
+        service = self._parts.service
         if service is not None:
-            self._extended.group.require_open("barrier()")
+            self._parts.group.require_open("barrier()")
             service.meet_peers("barrier()")
             return
-        self._extended.require_cross_replica("barrier()")
-        self._extended.agree("barrier()", {}, variant=1)  # a variant makes ranks meet also where calls are not compared
+        self._parts.require_cross_replica("barrier()")
+        self._parts.agree("barrier()", {}, variant=1)  # a variant makes ranks meet also where calls are not compared
 
     def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, *, per_node: bool = False) -> Any:
         """Allocate an array that all ranks of a node can reach. Collective.
@@ -184,7 +187,7 @@ class CollectiveCalls(ABC):
         Raises:
             TypeError: If the shape of a rank does not consist of whole numbers. On every rank.
         """
-        return self._extended.symmetric_empty([SymmetricSpec(shape, dtype)], per_node)[0]
+        return self._parts.symmetric_empty([SymmetricSpec(shape, dtype)], per_node)[0]
 
     def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
         """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective.
@@ -204,7 +207,7 @@ class CollectiveCalls(ABC):
             specs = [SymmetricSpec(one.shape, one.dtype.newbyteorder("="), arrays.is_device(one)) for one in natives]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        allocated = self._extended.symmetric_empty(specs, per_node, error)
+        allocated = self._parts.symmetric_empty(specs, per_node, error)
         return nest.rebuild(contributions(value), list(map(writable_like, leaves, allocated)))
 
     def raise_together(self, what: str = "") -> AbstractContextManager[None]:
@@ -224,11 +227,11 @@ class CollectiveCalls(ABC):
             InvalidArgumentError: If other ranks make another call meanwhile.
             DeadlineExceededError: If not all ranks reach the end of the block within the strategy's `timeout_seconds`.
         """
-        return self._extended.raise_together(what)
+        return self._parts.raise_together(what)
 
     def _require_lock_step(self, call: str) -> None:
-        self._extended.require_cross_replica(call)
-        if self._extended.service is not None:
+        self._parts.require_cross_replica(call)
+        if self._parts.service is not None:
             raise RuntimeError(
                 f"{call} of a {type(self).__name__}: its workers are not in step, and make no call together but "
                 "barrier(); let them share what they need in variables"

@@ -4,6 +4,7 @@ from mpidist.collectives.all_gather import all_gather
 from mpidist.collectives.arguments import (
     NO_CONTRIBUTIONS,
     HostOuts,
+    Spec,
     axes_of,
     axes_text,
     axes_tuple,
@@ -17,6 +18,8 @@ from mpidist.collectives.arguments import (
     replica_components,
     require_usable,
     require_values,
+    result_outs,
+    write_outs,
 )
 from mpidist.collectives.broadcast import broadcast
 from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_batch_reduce
@@ -39,6 +42,7 @@ __all__ = [
     "PendingResult",
     "Reduce",
     "Reductions",
+    "Spec",
     "SymmetricSpec",
     "all_gather",
     "axes_of",
@@ -61,6 +65,8 @@ __all__ = [
     "require_tree_order",
     "require_usable",
     "require_values",
+    "result_outs",
     "symmetric_empty",
     "wire_and_result_dtypes",
+    "write_outs",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple, final
 
@@ -13,13 +14,18 @@ from mpidist import nest
 from mpidist.collectives.arguments import (
     Arguments,
     Operands,
+    Spec,
     agreed_call,
     axis_of,
+    copy_overwritten,
     host_sizes,
+    is_target,
     native_dtype,
     replica_components,
     require_memory,
     require_values,
+    result_outs,
+    write_outs,
 )
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
@@ -57,11 +63,24 @@ class _Memory(NamedTuple):
     result: Any
 
     @classmethod
-    def of(cls, group: SyncGroup, array: Any, axis: int, length: int) -> _Memory:
-        """Allocate memory for parts like an array, which together have a length along the axis. Local."""
+    def of(cls, group: SyncGroup, array: Any, axis: int, length: int, out: Any) -> _Memory:
+        """Find memory for parts like an array, which together have a length along the axis. Local.
+
+        Args:
+            group: The ranks.
+            array: This rank's part.
+            axis: The axis.
+            length: The length.
+            out: What takes the result; `None` for a new array.
+        """
         shape, dtype, device = array.swapaxes(0, axis).shape, native_dtype(array.dtype), arrays.is_device(array)
+        is_target_of_result = out is not None and is_target(out, group.shared)
+        if is_target_of_result and out.swapaxes(0, axis).flags.c_contiguous:
+            return cls(out.swapaxes(0, axis), out)
         gathered = group.result_memory.empty((length, *shape[1:]), dtype, device)
         result = gathered.swapaxes(0, axis)
+        if is_target_of_result:
+            return cls(gathered, out)
         return cls(gathered, result if result.flags.c_contiguous else arrays.empty(result.shape, dtype, device))
 
 
@@ -72,11 +91,19 @@ class _AllGather(Arguments):
     Attributes:
         lengths: The lengths along the axis.
         room: How many bytes of results this rank may have in host memory.
+        outs: The arrays that take the results, `None` for new ones.
+        out_lengths: Their lengths along the axis; none for new ones.
+        per_node_indices: The indices of outs that a node shares.
         memory: For results of equal parts of all ranks, made before ranks agree, so that all learn if one lacks memory;
             `None` where there is too little.
     """
 
-    def __init__(self, group: SyncGroup, call: str, value: Any, axis: int, replicas: Replicas) -> None:
+    outs: list[Any]
+    out_lengths: tuple[int, ...] = ()
+    per_node_indices: tuple[int, ...] = ()
+    _in_place: Sequence[bool] = ()
+
+    def __init__(self, group: SyncGroup, call: str, value: Any, axis: int, replicas: Replicas, out: Any) -> None:
         self.axis = axis
         leaves_of_replicas, self.value, self.structure = _leaves_of_replicas(value, replicas)
         for leaves in leaves_of_replicas:
@@ -93,10 +120,16 @@ class _AllGather(Arguments):
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
         self.lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
         topology, own = group.topology, sum(host_sizes(self.operands.specs, [a.dtype for a in self.operands.arrays]))
-        require_memory(own * topology.local_size, topology.local_size)  # of this rank's part alone
-        self.room = node_bytes() // topology.local_size
-        self.memory = None
-        if own * topology.size <= self.room:
+        self.memory, self.outs = None, [None] * len(self.axes)
+        if out is None:
+            require_memory(own * topology.local_size, topology.local_size)  # of this rank's part alone
+            self.room = node_bytes() // topology.local_size
+            fits = own * topology.size <= self.room
+        else:
+            self._open_outs(group, out, replicas)
+            self.room = np.iinfo(np.int64).max
+            fits = self.out_lengths == tuple([length * topology.size for length in self.lengths])
+        if fits:
             with suppress(MemoryError):  # `_allocate_together` tries again, and tells the other ranks
                 self.memory = self.allocate(group, np.array([self.lengths] * topology.size, np.int64))
         # Where equal parts of all ranks would not fit, no two ranks are alike: all tell their lengths and room.
@@ -104,10 +137,35 @@ class _AllGather(Arguments):
         digest = group.agreement.fingerprint(f"{call}, lengths", alike, lambda: {"lengths": str(alike)})
         self.variant = digest | 1
 
+    def _open_outs(self, group: SyncGroup, out: Any, replicas: Replicas) -> None:
+        """Check the arrays that take the results, but for their lengths along the axis. Local."""
+        first = out.nests[0] if isinstance(out, Contributions) else out
+        flat, specs = nest.flatten(first)[0], []
+        for index, (spec, at) in enumerate(zip(self.operands.specs, self.axes, strict=True)):
+            shape = getattr(flat[index], "shape", ()) if index < len(flat) else ()
+            length = shape[at] if len(shape) == len(spec.shape) else spec.shape[at] * group.topology.size
+            specs.append(Spec((*spec.shape[:at], int(length), *spec.shape[at + 1 :]), spec.dtype, spec.device))
+        self.outs = outs = result_outs(out, self.structure, specs, replicas)
+        self.out_lengths = tuple(spec.shape[at] for spec, at in zip(specs, self.axes, strict=True))
+        self.per_node_indices = tuple(index for index, its in enumerate(outs) if group.shared.is_per_node(its))
+        values, rank = self.operands.arrays, group.topology.rank
+        self._in_place = [*map(partial(_is_own_part, rank), values, outs, self.axes)]
+        hidden = [its if is_part else array for array, its, is_part in zip(values, outs, self._in_place, strict=True)]
+        apart = copy_overwritten(hidden, outs)
+        own = [array if is_part else one for array, one, is_part in zip(values, apart, self._in_place, strict=True)]
+        self.operands = self.operands.with_arrays(own)
+
+    def give_up_equal_parts(self) -> None:
+        """Prepare for parts of different lengths: values are not where their parts of the outs are. Local."""
+        self.memory = None
+        if any(self._in_place):
+            moved = zip(self.operands.arrays, self._in_place, strict=True)
+            self.operands = self.operands.with_arrays([its.copy() if is_part else its for its, is_part in moved])
+
     def allocate(self, group: SyncGroup, lengths: Array) -> list[_Memory]:
         """Allocate memory for each array, by the lengths [ranks, arrays]. Local."""
-        parts = zip(self.operands.arrays, self.axes, lengths.sum(axis=0), strict=True)
-        return [_Memory.of(group, array, at, int(total)) for array, at, total in parts]
+        parts = zip(self.operands.arrays, self.axes, lengths.sum(axis=0), self.outs, strict=True)
+        return [_Memory.of(group, array, at, int(total), out) for array, at, total, out in parts]
 
     def host_bytes(self, lengths: Array) -> int:
         """Return the bytes of the results in host memory, by the lengths [ranks, arrays]."""
@@ -119,10 +177,14 @@ class _AllGather(Arguments):
         )
 
     def key(self) -> Hashable:
-        return repr(self.axis), self.structure, self.operands.key
+        return repr(self.axis), self.per_node_indices, self.structure, self.operands.key
 
     def describe(self) -> dict[str, str]:
-        fields = {"axis": str(self.axis), "form of the nest": form_text(self.structure)}
+        fields = {
+            "axis": str(self.axis),
+            "outs that are per-node arrays": ", ".join(f"out {index}" for index in self.per_node_indices) or "none",
+            "form of the nest": form_text(self.structure),
+        }
         for name, spec, at in zip(array_names(self.structure), self.operands.specs, self.axes, strict=True):
             shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
             fields[f"{name} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}]{' on a GPU' * spec.device}"
@@ -137,6 +199,7 @@ def all_gather(
     options: CommunicationOptions,
     replicas: Replicas,
     error: Exception | None = None,
+    out: Any = None,
 ) -> Any:
     """Concatenate every replica's arrays along an axis. Collective.
 
@@ -151,42 +214,58 @@ def all_gather(
         options: Only `timeout_seconds` is used.
         replicas: Which replicas this rank carries.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
+        out: A nest of arrays that take the results; or the nests of all replicas of this rank, of which only the first
+            one is written.
 
     Returns:
-        A nest like `value`.
+        `out`, if given; else a nest like `value`.
 
     Raises:
-        InvalidArgumentError: If the shapes differ off the axis, or a value has no such axis. On every rank.
+        InvalidArgumentError: If the shapes differ off the axis, a value has no such axis, or an array of `out` does not
+            fit. On every rank.
     """
 
     def open_arguments() -> _AllGather:
-        return _AllGather(group, call, value, axis, replicas)
+        return _AllGather(group, call, value, axis, replicas, out)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, are_equal):
         if are_equal and opened.memory is not None:
             lengths, memory = np.array([opened.lengths] * group.topology.size, np.int64), opened.memory
         else:
-            opened.memory = None
+            opened.give_up_equal_parts()
             lengths = _exchange(group, call, opened)
             memory = _allocate_together(group, opened, lengths)
         for index, (array, at, own) in enumerate(zip(opened.operands.arrays, opened.axes, memory, strict=True)):
             _gather(group, array, at, lengths[:, index], own)
+        if out is not None:
+            write_outs(opened.outs, [own.result for own in memory], group.shared)
+            return out
     return nest.rebuild(opened.value, opened.operands.restore([own.result for own in memory]))
 
 
 def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> Array:
-    """Tell all ranks the lengths, and how many bytes of results this rank may have. Collective.
+    """Tell all ranks the lengths, those of outs, and how many bytes of results this rank may have. Collective.
 
     Returns:
         The lengths along the axis [ranks, arrays].
 
     Raises:
+        InvalidArgumentError: If an out of a rank has another length than its result. On all ranks.
         MemoryError: If a node is too small. On all ranks.
     """
-    of_ranks = np.empty((group.topology.size, len(opened.lengths) + 1), np.int64)
-    of_ranks[group.topology.rank] = *opened.lengths, opened.room
+    count = len(opened.lengths)
+    of_ranks = np.empty((group.topology.size, 2 * count + 1), np.int64)
+    of_ranks[group.topology.rank] = *opened.lengths, *(opened.out_lengths or (-1,) * count), opened.room
     group.levels.world.all_gather(of_ranks.reshape(-1))
-    lengths, room = of_ranks[:, :-1], of_ranks[:, -1]
+    lengths, out_lengths, room = of_ranks[:, :count], of_ranks[:, count:-1], of_ranks[:, -1]
+    totals = lengths.sum(axis=0)
+    for rank, index in zip(*np.nonzero((out_lengths != totals) & (out_lengths >= 0)), strict=True):
+        refusal = InvalidArgumentError(
+            f"{call}: out {index} of rank {rank} has length {out_lengths[rank, index]} along axis {opened.axis}, and "
+            f"the parts of all ranks together have {totals[index]}"
+        )
+        mark_shared(refusal, group.agreement.ranks)
+        raise refusal
     nbytes, rank = opened.host_bytes(lengths), int(room.argmin())
     if nbytes <= room[rank]:
         return lengths
@@ -230,6 +309,14 @@ def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]]
     components = [replica_components("gather", leaf, replicas) for leaf in leaves]  # [leaves][replicas]
     of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
     return of_replicas, nest.rebuild(value, of_replicas[0]), structure
+
+
+def _is_own_part(rank: int, array: Any, out: Any, axis: int) -> bool:
+    """Whether a value is this rank's part of an array that takes the result, if the parts of all ranks are equal."""
+    length = array.shape[axis]
+    part = out.swapaxes(0, axis)[rank * length : (rank + 1) * length].swapaxes(0, axis)
+    is_like = part.shape == array.shape and part.strides == array.strides and part.dtype == array.dtype
+    return is_like and arrays.memory_bounds(part) == arrays.memory_bounds(array)
 
 
 def _concatenated(parts: Sequence[Any], axis: int) -> Any:

@@ -21,8 +21,9 @@ from mpidist.collectives.arguments import (
 )
 from mpidist.collectives.plans import ReductionCall
 from mpidist.collectives.reductions import Reductions
+from mpidist.errors import InvalidTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import Pending, SyncGroup
+from mpidist.transport import Pending, SyncGroup, value_text
 from mpidist.values import Contributions
 
 __all__ = ["PendingResult", "open_all_reduce", "open_batch_reduce"]
@@ -88,6 +89,10 @@ def open_batch_reduce(
     try:
         op = ReduceOp.of(reduce_op)
         merged = merge(options)
+        if not isinstance(pairs, Iterable):
+            raise InvalidTypeError(
+                f"value_destination_pairs is not iterable: needed tuples (value, destinations), got {value_text(pairs)}"
+            )
         opened = [ValueWithDestinations.open(op, pair, reductions.group, reductions.replicas) for pair in pairs]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = name_call(problem, name)

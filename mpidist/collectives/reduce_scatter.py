@@ -11,16 +11,22 @@ from mpidist import nest
 from mpidist.collectives.arguments import (
     Arguments,
     Operands,
+    Spec,
     agreed_call,
     axis_of,
+    copy_overwritten,
     host_sizes,
+    is_target,
     native_dtype,
     require_memory,
     require_values,
+    result_outs,
 )
 from mpidist.collectives.plans import Arithmetic, result_dtypes, wire_and_result_dtypes
+from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.replicas import Replicas
 from mpidist.transport import Levels, SyncGroup, Topology, arrays, shard_bounds
 from mpidist.values import contributions, require_contributions
 
@@ -43,6 +49,7 @@ class _ReduceScatter(Arguments):
         value: Any,
         axis: int,
         options: CommunicationOptions,
+        out: Any,
     ) -> None:
         self.axis, self.options = axis, options
         self.op = ReduceOp.of(reduce_op)
@@ -54,12 +61,33 @@ class _ReduceScatter(Arguments):
         self.axes = [axis_of(axis, array.shape) for array in self.operands.arrays]
         specs, topology = self.operands.specs, group.topology
         dtypes = result_dtypes(self.op, [spec.dtype for spec in specs], lambda: array_names(self.structure))
-        require_memory(sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
+        outs = self._outs(group, out, dtypes)
+        if outs is None:
+            require_memory(sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
+        else:
+            self.operands = self.operands.with_arrays(copy_overwritten(self.operands.arrays, outs))
         # Made now, so that all ranks learn if one lacks memory. Communicators of device memory may not exist yet.
+        self.outs: list[Any] = [None] * len(specs) if outs is None else outs
         self.on_host = [
-            None if spec.device else _Scatter(group, group.levels, self.op, array, at, options)
-            for array, spec, at in zip(self.operands.arrays, specs, self.axes, strict=True)
+            None if spec.device else _Scatter(group, group.levels, self.op, array, at, options, own)
+            for array, spec, at, own in zip(self.operands.arrays, specs, self.axes, self.outs, strict=True)
         ]
+
+    def _outs(self, group: SyncGroup, out: Any, dtypes: Sequence[np.dtype[Any]]) -> list[Any] | None:
+        """Check and list the arrays that take this rank's parts; `None` for new ones."""
+        if out is None:
+            return None
+        topology, specs = group.topology, []
+        for spec, at, dtype in zip(self.operands.specs, self.axes, dtypes, strict=True):
+            bounds = shard_bounds(spec.shape[at], topology.size)
+            length = bounds[topology.rank + 1] - bounds[topology.rank]
+            specs.append(Spec((*spec.shape[:at], length, *spec.shape[at + 1 :]), dtype, spec.device))
+        outs = result_outs(out, self.structure, specs, Replicas.one_per_rank(topology))
+        if any(map(group.shared.is_per_node, outs)):
+            raise InvalidArgumentError(
+                "out is a per-node array, which is one for all ranks of the node, and each rank gets a part of its own"
+            )
+        return outs
 
     def key(self) -> Hashable:
         hints = self.options.reproducible, self.options.compression, self.options.compress_everywhere
@@ -81,6 +109,7 @@ def reduce_scatter(
     axis: int,
     options: CommunicationOptions,
     error: Exception | None = None,
+    out: Any = None,
 ) -> Any:
     """Reduce arrays over all ranks, and give each rank its part of the result along an axis. Collective.
 
@@ -95,22 +124,27 @@ def reduce_scatter(
         axis: The axis; negative counts from the end.
         options: Only `timeout_seconds`, `reproducible` and the compression are used.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
+        out: A nest of arrays that take this rank's parts.
 
     Returns:
-        A nest like `value`. Rank r gets the r-th part; lengths differ by at most one, longer ones first.
+        `out`, if given; else a nest like `value`. Rank r gets the r-th part; lengths differ by at most one, longer ones
+        come first.
 
     Raises:
         InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
     """
 
     def open_arguments() -> _ReduceScatter:
-        return _ReduceScatter(group, call, reduce_op, value, axis, options)
+        return _ReduceScatter(group, call, reduce_op, value, axis, options, out)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, _):
         results = []
-        for array, at, on_host in zip(opened.operands.arrays, opened.axes, opened.on_host, strict=True):
-            scatter = on_host or _Scatter(group, group.levels_of(True), opened.op, array, at, options)
+        each = zip(opened.operands.arrays, opened.axes, opened.on_host, opened.outs, strict=True)
+        for array, at, on_host, own in each:
+            scatter = on_host or _Scatter(group, group.levels_of(True), opened.op, array, at, options, own)
             results.append(scatter.run())
+    if out is not None:
+        return out
     return nest.rebuild(opened.value, opened.operands.restore(results))
 
 
@@ -125,10 +159,18 @@ class _Scatter:
         array: The array.
         axis: The axis, counted from the front.
         options: As in `reduce_scatter`.
+        out: What takes this rank's part; `None` for a new array.
     """
 
     def __init__(
-        self, group: SyncGroup, levels: Levels, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions
+        self,
+        group: SyncGroup,
+        levels: Levels,
+        op: ReduceOp,
+        array: Any,
+        axis: int,
+        options: CommunicationOptions,
+        out: Any,
     ) -> None:
         device = arrays.is_device(array)
         arithmetic = Arithmetic.of(op, options, levels, by_node=True)
@@ -143,12 +185,12 @@ class _Scatter:
         moved = array.swapaxes(0, axis)
         rows, own = shard_bounds(moved.shape[0], levels.world.size), levels.world.rank
         shape = (rows[own + 1] - rows[own], *moved.shape[1:])
-        self._result = group.result_memory.empty(shape, dtype, device)
+        is_made_in_out = out is not None and axis == 0 and is_target(out, group.shared)
+        self._result = out if is_made_in_out else group.result_memory.empty(shape, dtype, device)
         self._shard = self._result.reshape(-1) if dtype == wire else arrays.empty(self._result.size, wire, device)
         back = self._result.swapaxes(0, axis)
-        self._back, self._has_copy = back, not back.flags.c_contiguous
-        if self._has_copy:
-            self._back = arrays.empty(back.shape, dtype, device)
+        self._has_copy = not is_made_in_out if out is not None else not back.flags.c_contiguous
+        self._back = out if out is not None else arrays.empty(back.shape, dtype, device) if self._has_copy else back
         self._axis = axis
         if self._is_by_level:
             self._work, self._bounds = _in_order_of_nodes(moved, rows, self._topology, wire, device)

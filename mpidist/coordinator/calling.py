@@ -15,7 +15,7 @@ from mpidist.coordinator.functions import PerWorkerDatasets, function_named
 from mpidist.errors import OutOfRangeError
 from mpidist.nest import decode, encode
 from mpidist.parameter_server import Servers
-from mpidist.transport import ends_normally, text_of
+from mpidist.transport import text_of
 
 __all__ = ["ADVICE", "Caller", "result_of"]
 
@@ -64,9 +64,10 @@ class Caller:
                 raise
             return self._failed(name, error, text_of(error))
         except SystemExit as error:
-            if not ends_normally(error):
+            if os.getpid() != self._pid:
                 raise
-            text = "it called sys.exit(), which would end this worker; return from the function"
+            code = "" if error.code is None else repr(error.code)
+            text = f"it called sys.exit({code}), which would end this worker; return from the function"
             return self._failed(name, error, text)
 
     def _require_rank(self, name: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from mpidist import nest
+from mpidist.context_stack import parts_of
 from mpidist.coordinator.calling import ADVICE, Caller, result_of
 from mpidist.coordinator.closure import Closure, RemoteValue
 from mpidist.coordinator.crew import Crew
@@ -233,7 +234,7 @@ class ClusterCoordinator:
             self._is_closed = True
 
     def _require_chief(self, call: str) -> None:
-        self._strategy.extended.group.require_open(call)
+        parts_of(self._strategy).group.require_open(call)
         if not self._is_chief:
             raise RuntimeError(f"{call} on a worker that is not the chief: the chief schedules, the others serve()")
         if self._is_closed:
@@ -275,12 +276,12 @@ class ClusterCoordinator:
 def _role_of(strategy: Any) -> Role:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"ClusterCoordinator takes a strategy, got {type(strategy).__name__}")
-    role = strategy.extended.service
+    role = parts_of(strategy).service
     if not isinstance(role, Role):
         raise ValueError(
             f"ClusterCoordinator needs a ParameterServerStrategy, got {type(strategy).__name__}: its ranks all compute"
         )
-    strategy.extended.group.require_open("ClusterCoordinator()")
+    parts_of(strategy).group.require_open("ClusterCoordinator()")
     if role.servers is None:
         raise RuntimeError("ClusterCoordinator on a parameter server: it is for workers; a server calls serve()")
     if role.staleness is not None:

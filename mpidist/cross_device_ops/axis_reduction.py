@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.collectives import (
+    Spec,
     axes_of,
     axes_text,
     axes_tuple,
@@ -19,9 +20,9 @@ from mpidist.collectives import (
     require_values,
     wire_and_result_dtypes,
 )
-from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.replicas import Replicas
 from mpidist.transport import accumulator_dtype, arrays, library_of
 from mpidist.values import require_contributions
 
@@ -34,22 +35,27 @@ class _Partial(NamedTuple):
 
     Attributes:
         array: The reduced array.
-        num_reduced: Number of elements that were reduced to one: the product of the lengths of the axes.
+        num_reduced: Number of elements that were reduced to one, the product of the lengths of the axes: int64, 0-d.
         result_dtype: The dtype of the final result.
     """
 
     array: Any
-    num_reduced: int
+    num_reduced: np.ndarray[Any, Any]
     result_dtype: np.dtype[Any]
+
+    @property
+    def spec(self) -> Spec:
+        """The final result, of a mean."""
+        return Spec(self.array.shape, self.result_dtype, arrays.is_device(self.array))
 
 
 def reduce_along_axis(
-    ops: CrossDeviceOps,
-    replicas: Replicas,
+    ops: BoundOps,
     reduce_op: ReduceOp | str,
     value: Any,
     axis: int | tuple[int, ...],
     options: CommunicationOptions | None,
+    out: Any = None,
 ) -> Any:
     """Reduce arrays along axes on every rank, then over ranks. Collective.
 
@@ -57,14 +63,14 @@ def reduce_along_axis(
 
     Args:
         ops: The algorithm, bound to the ranks.
-        replicas: Which replicas this rank carries.
         reduce_op: A `ReduceOp` or its name in any case.
         value: An array, a distributed value of one, or a nest. Lengths may differ between ranks along the axes.
         axis: An axis, or a tuple of them; negative counts from the end.
         options: Override the strategy's.
+        out: A nest of arrays that take the result.
 
     Returns:
-        A nest like `value`, of arrays without these axes.
+        `out`, if given; else a nest like `value`, of arrays without these axes.
 
     Raises:
         InvalidArgumentError: If the ranks' arguments differ, a value has no such axis, or an axis is named twice. On
@@ -74,19 +80,21 @@ def reduce_along_axis(
     leaves: list[Any] = []
     partials: list[list[_Partial]] = []  # [leaves][replicas of this rank]
     error: Exception | None = None
-    op = ReduceOp.SUM
+    op, replicas, outs = ReduceOp.SUM, ops.replicas, None
     call = "reduce along an axis"
     try:
         axes = axes_tuple(axis)
         call = f"reduce along {axes_text(axes)}"  # ranks compare the name, and so the axes
         op = ReduceOp.of(reduce_op)
-        leaves, _ = nest.flatten(value)
+        leaves, structure = nest.flatten(value)
         require_contributions(op, leaves, ops.group, replicas.total)
         may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
         components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
         leaves = [own[0] for own in components]
         require_values(leaves, value)
         partials = [[_reduce_locally(op, component, axes) for component in own] for own in components]
+        if out is not None and op is ReduceOp.MEAN:
+            outs = LateOuts(out, structure, [own[0].spec for own in partials], ops)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = name_call(problem, call)
     given: Any = []
@@ -94,16 +102,18 @@ def reduce_along_axis(
         reduced = [per_replica_value([partial.array for partial in own], replicas) for own in partials]
         given = nest.rebuild(value, reduced)
     if op is not ReduceOp.MEAN:
-        results, _ = nest.flatten(ops.all_reduce(op, given, options, call=call, error=error))
+        results, _ = nest.flatten(ops.all_reduce(op, given, options, out=out, call=call, error=error))
     else:
-        counts = [
-            per_replica_value([np.asarray(one.num_reduced, np.int64) for one in own], replicas) for own in partials
-        ]
+        counts = [per_replica_value([one.num_reduced for one in own], replicas) for own in partials]
         totals, counts = ops.all_reduce(ReduceOp.SUM, (given, counts), options, call=call, error=error)
         results = [
             _divide(total, int(count), own[0].result_dtype)
             for total, count, own in zip(nest.flatten(totals)[0], counts, partials, strict=True)
         ]
+    if outs is not None:
+        outs.write(call, results)
+    if out is not None:
+        return out
     restored = [library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
     return nest.rebuild(value, restored)
 
@@ -126,7 +136,7 @@ def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> _Partial
         method = getattr(array.astype(wide), "sum" if op is ReduceOp.MEAN else op.name.lower())
         axis = axes[0] if len(axes) == 1 else axes  # NumPy is quicker with an int than with a tuple of one
         reduced = method(axis=axis, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
-    return _Partial(reduced if op is ReduceOp.MEAN else reduced.astype(native), count, result)
+    return _Partial(reduced if op is ReduceOp.MEAN else reduced.astype(native), np.asarray(count, np.int64), result)
 
 
 def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:

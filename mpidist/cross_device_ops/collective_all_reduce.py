@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, final
 
+from mpidist.absent_names import explain_absent_arguments
+from mpidist.collectives import require_usable
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions
 from mpidist.transport import FusedReducer, Levels, Reduction
@@ -25,14 +27,17 @@ class CollectiveAllReduce(CrossDeviceOps):
 
     Raises:
         TypeError: If `options` is no `CommunicationOptions`.
+        UnavailableError: If it asks for NCCL, and CuPy or NCCL is missing.
     """
 
     _compresses_between_nodes = True
 
+    @explain_absent_arguments
     def __init__(self, options: CommunicationOptions | None = None) -> None:
         super().__init__()
         if options is not None:
-            self._options = self._merge(options)
+            self._options = CommunicationOptions().merge(options)
+            require_usable(options)
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         levels.world.all_reduce(buffer, reduction)

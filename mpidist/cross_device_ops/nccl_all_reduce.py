@@ -17,7 +17,7 @@ class NcclAllReduce(CrossDeviceOps):
     """Use NCCL where it is available, and `ReductionToOneDevice` for everything else.
 
     Device arrays on one node are reduced by one call of NCCL, 2 S (P - 1) / P bytes per rank; on several nodes, too,
-    with `implementation="NCCL"`, and without it by `HierarchicalCopyAllReduce`, with NCCL within each node and the host
+    with `implementation="nccl"`, and without it by `HierarchicalCopyAllReduce`, with NCCL within each node and the host
     between nodes. Host arrays are always reduced by `ReductionToOneDevice`, as in tf.distribute, and so are device
     arrays without NCCL, staged through the host: S bytes to the root and S bytes back, per rank.
 

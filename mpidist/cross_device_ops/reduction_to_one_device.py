@@ -26,7 +26,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             the first destination.
         accumulation_fn: Takes a list of flat arrays [n], one per rank in rank order, and returns [n]. It must be
             elementwise, because arrays are packed. It takes the place of the sum in SUM and MEAN, also with
-            `reproducible=True`; `implementation="RING"` is refused. PROD, MIN and MAX do not call it. By default the
+            `reproducible=True`; `implementation="ring"` is refused. PROD, MIN and MAX do not call it. By default the
             sum.
 
     Raises:
@@ -45,12 +45,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         super().__init__(reduce_to_root=self._reduce_at, is_replaceable=accumulation_fn is None)
 
     @property
-    def configuration(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks."""
-        return type(self).__name__, self._device, self._accumulation_fn is not None, self._options
+    def _configuration(self) -> tuple[Any, ...]:
+        return type(self).__name__, self._device, self._accumulation_fn is not None
 
-    def require_ranks(self, size: int) -> None:
-        """Raise `ValueError` if `reduce_to_device` is not one rank of `size`. Local."""
+    def _require_ranks(self, size: int) -> None:
         if self._device is not None and len(ranks_of(self._device, size)) != 1 < size:
             raise ValueError(f"reduce_to_device must mean one rank, got {self._device!r}")
 

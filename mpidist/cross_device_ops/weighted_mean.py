@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from mpidist.collectives import (
     NO_CONTRIBUTIONS,
+    Spec,
     flatten_contributions,
     name_call,
     native_dtype,
@@ -15,24 +18,28 @@ from mpidist.collectives import (
     replica_components,
     wire_and_result_dtypes,
 )
-from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import accumulator_dtype, arrays, library_of, mark_shared, value_text
-from mpidist.values import contribution
+from mpidist.values import Contributions, contribution
 
 __all__ = ["weighted_mean"]
 
 
 def weighted_mean(
-    ops: CrossDeviceOps,
-    replicas: Replicas,
+    ops: BoundOps,
+    name: str,
     reduce_op: ReduceOp | str,
     value: Any,
     weight: Any,
     options: CommunicationOptions | None,
+    *,
+    out: Any = None,
     has_axis: bool = False,
+    error: Exception | None = None,
 ) -> Any:
     """Divide the sum of values times weights by the sum of weights, over replicas. Collective: one all-reduce.
 
@@ -40,15 +47,17 @@ def weighted_mean(
 
     Args:
         ops: The algorithm, bound to the ranks.
-        replicas: Which replicas this rank carries.
+        name: The name of the call, for errors.
         reduce_op: MEAN or its name in any case.
-        value: An array, a distributed value of one, or a nest.
-        weight: A number >= 0, or a `PerReplica` of them.
+        value: An array, a distributed value of one, or a nest; or the nests of all replicas of this rank.
+        weight: A number >= 0, or a `PerReplica` of them; or the weights of all replicas of this rank.
         options: Override the strategy's.
+        out: A nest of arrays that take the result; or the nests of all replicas, of which the first one is written.
         has_axis: Whether the caller asked for axes, too, which is refused.
+        error: What the caller found wrong on this rank; raised on all ranks.
 
     Returns:
-        A nest like `value`.
+        `out`, if given; else a nest like `value`.
 
     Raises:
         InvalidArgumentError: If the ranks' arguments differ, a value cannot be averaged, or all weights are 0. On every
@@ -56,8 +65,8 @@ def weighted_mean(
         ValueError: If `reduce_op` is not MEAN, a weight is negative or not finite, or axes are given. On every rank.
         TypeError: If a weight is no number. On every rank.
     """
-    call = "reduce with weights"
-    flat, sums, weights, error = NO_CONTRIBUTIONS, [], [], None
+    call, replicas = f"{name} with weights", ops.replicas
+    flat, specs, sums, weights, outs = NO_CONTRIBUTIONS, [], [], [], None
     try:
         op = ReduceOp.of(reduce_op)
         if op is not ReduceOp.MEAN:
@@ -65,29 +74,38 @@ def weighted_mean(
         if has_axis:
             raise ValueError("weight and axis exclude each other: a mean along an axis weighs by the axis' length")
         flat = flatten_contributions(op, value, ops.group, replicas)
-        weights = [_number_of(component) for component in replica_components("weight", weight, replicas)]
+        weights = [_number_of(component) for component in _weights_of(weight, replicas)]
+        specs = [*map(_spec_of_mean, flat.leaves)]
         products = [
-            [_weighted(contribution(leaf), own_weight) for leaf in leaves]
+            [_weighted(leaf, own_weight) for leaf in leaves]
             for leaves, own_weight in zip([flat.leaves, *flat.others], weights, strict=True)
         ]
         sums = [per_replica_value(of_replicas, replicas) for of_replicas in zip(*products, strict=True)]
+        if out is not None:
+            outs = LateOuts(out, flat.structure, specs, ops, bool(flat.mirrored))
     except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = name_call(problem, call)
+        error = error or name_call(problem, call)
     given = [] if error is not None else (sums, per_replica_value(weights, replicas))
     totals, total_weight = ops.all_reduce(ReduceOp.SUM, given, options, call=call, error=error)
     if not total_weight > 0:
         no_mean = InvalidArgumentError(f"{call}: the weights of all replicas are 0, so there is no mean")
         mark_shared(no_mean, ops.group.agreement.ranks)
         raise no_mean
-    means = [
-        _divided(weighted_sum, float(total_weight), contribution(leaf))
-        for weighted_sum, leaf in zip(totals, flat.leaves, strict=True)
-    ]
-    return rebuild_results(value, means, flat.mirrored)
+    means = [_divided(total, float(total_weight), spec) for total, spec in zip(totals, specs, strict=True)]
+    if outs is not None:
+        outs.write(call, means)
+        return out
+    likes = map(contribution, flat.leaves)
+    results = [library_of(like).from_native(mean, like) for mean, like in zip(means, likes, strict=True)]
+    return rebuild_results(value, results, flat.mirrored)
 
 
-def _number_of(weight: Any) -> float:
-    """Return a weight, a number of any library, as one of double precision."""
+def _weights_of(weight: Any, replicas: Replicas) -> Any:
+    return weight.nests if isinstance(weight, Contributions) else replica_components("weight", weight, replicas)
+
+
+def _number_of(weight: Any) -> np.ndarray[Any, Any]:
+    """Return a weight, a number of any library, as a 0-d array of double precision."""
     given = contribution(weight)
     try:
         number = arrays.on_host(library_of(given).to_native(given))
@@ -97,23 +115,33 @@ def _number_of(weight: Any) -> float:
         raise TypeError(f"weight must be a number for each replica, got {value_text(weight)}")
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"weight must be a finite number >= 0, got {number}")
-    return float(number)
+    return number.astype(np.float64)
 
 
-def _weighted(value: Any, weight: float) -> Any:
+def _weighted(leaf: Any, weight: np.ndarray[Any, Any]) -> Any:
     """Return a value times its weight, in a dtype that sums of it fit into."""
-    array = library_of(value).to_native(value)
-    _, result = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(array.dtype))
-    product = arrays.empty(array.shape, accumulator_dtype(result), arrays.is_device(array))
+    array = _native(leaf)
+    dtype = accumulator_dtype(_spec_of_mean(leaf).dtype)
+    product = arrays.empty(array.shape, dtype, arrays.is_device(array))
     product[...] = array if weight else 0
-    product *= product.dtype.type(weight)
+    product *= dtype.type(weight)
     return product
 
 
-def _divided(total: Any, weight: float, value: Any) -> Any:
-    """Return a sum divided by the sum of weights, as an array of the library of `value`."""
-    library = library_of(value)
-    _, dtype = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(library.to_native(value).dtype))
-    mean = arrays.empty(total.shape, dtype, arrays.is_device(total))
-    mean[...] = total / weight
-    return library.from_native(mean, value)
+def _spec_of_mean(leaf: Any) -> Spec:
+    """Describe the mean of a value."""
+    array = _native(leaf)
+    _, dtype = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(array.dtype))
+    return Spec(array.shape, dtype, arrays.is_device(array))
+
+
+def _native(leaf: Any) -> Any:
+    own = contribution(leaf)
+    return own if type(own) is np.ndarray else library_of(own).to_native(own)
+
+
+def _divided(total: Any, weight: float, spec: Spec) -> Any:
+    """Divide a sum in place, and return it in the dtype of the mean."""
+    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+        total /= total.dtype.type(weight)
+    return total.astype(spec.dtype, copy=False)

@@ -5,38 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
-import numpy as np
-
-from mpidist import nest
 from mpidist.context_stack import CurrentStrategy
 from mpidist.datasets.batches import BatchSource, GlobalBatches, OwnBatches, num_batches, require_batches
 from mpidist.datasets.dealt_batches import deal_out, fields_of_files
 from mpidist.datasets.distributed_iterator import DistributedIterator
 from mpidist.datasets.files import Files
 from mpidist.datasets.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-from mpidist.datasets.parts import MISSING
+from mpidist.datasets.parts import element_spec_of
 from mpidist.datasets.position import Progress
-from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 
-__all__ = ["ArraySpec", "DistributedDataset"]
+__all__ = ["DistributedDataset"]
 
 logger = logging.getLogger(__name__)
 
 _DEPENDS_ON_RANKS: Final = (
     "distribute_datasets_from_function makes one input pipeline for each rank, from which the rank's replicas take "
     "batches in turn. So which batches a replica gets, and the results, depend on the number of ranks. To give each of "
-    "the %d replicas a pipeline of its own, pass InputOptions(experimental_replication_mode='PER_REPLICA')"
+    "the %d replicas a pipeline of its own, pass InputOptions(experimental_replication_mode='per_replica')"
 )
-
-
-@final
-class ArraySpec(NamedTuple):
-    """Shape and dtype of one array of the batches. `None` in the shape is a length that may differ between batches."""
-
-    shape: tuple[int | None, ...]
-    dtype: np.dtype[Any]
 
 
 @final
@@ -44,7 +33,7 @@ class DistributedDataset:
     """This rank's batches. Iterating is collective: one small round over all ranks at each step.
 
     All ranks make the same number of steps. If ranks make their own batches, a rank whose batches have ended gets empty
-    ones, of length 0 on axis 0, until those of all ranks have. `strategy.reduce("MEAN", x, axis=0)` weighs them right.
+    ones, of length 0 on axis 0, until those of all ranks have. `strategy.reduce("mean", x, axis=0)` weighs them right.
     If the number of replicas was chosen, a step gives a nest of `PerReplica` values, with a batch for each replica of
     the rank.
 
@@ -52,27 +41,27 @@ class DistributedDataset:
     and the first pass after a restore goes on there, also on another number of ranks.
 
     Args:
-        extended: The strategy's ranks, replicas and devices.
+        strategy_parts: The strategy's ranks, replicas and devices.
         source: The batches, and which parts of them are those of this rank's replicas.
         options: The memory that batches are put into, and how far to read ahead.
     """
 
-    def __init__(self, extended: StrategyExtended, source: BatchSource, options: InputOptions) -> None:
-        self._extended = extended
+    def __init__(self, strategy_parts: StrategyParts, source: BatchSource, options: InputOptions) -> None:
+        self._strategy_parts = strategy_parts
         self._source = source
         fetch, is_placed = options.experimental_fetch_to_device, options.experimental_place_dataset_on_device
         self._fetches_to_device = (
             fetch is not False
             and not is_placed
-            and any(device.is_gpu and (fetch or device.is_named) for device in extended.devices_here)
+            and any(device.is_gpu and (fetch or device.is_named) for device in strategy_parts.devices_here)
         )
         self._num_ahead = options.experimental_per_replica_buffer_size - 1
-        self._number = extended.next_dataset_number()
+        self._number = strategy_parts.next_dataset_number()
         self._progress = Progress(source)
 
     @classmethod
     def from_batches(
-        cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions | None
+        cls, strategy_parts: StrategyParts, dataset: Iterable[Any], options: InputOptions | None
     ) -> DistributedDataset:
         """Cut every batch into contiguous parts, one per replica; deal out batches of `Files`. Local; of files, not.
 
@@ -90,8 +79,8 @@ class DistributedDataset:
                 "batches is cut for the replicas anyway"
             )
         if isinstance(dataset, Files):
-            source = _dealt_out(extended, "experimental_distribute_dataset", lambda: dataset, policy)
-            return cls(extended, source, options)
+            source = _dealt_out(strategy_parts, "experimental_distribute_dataset", lambda: dataset, policy)
+            return cls(strategy_parts, source, options)
         if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
             raise ValueError(
                 f"auto_shard_policy={policy} of global batches: each replica takes its part of every batch. For "
@@ -99,13 +88,13 @@ class DistributedDataset:
                 "distribute_datasets_from_function"
             )
         require_batches(dataset)
-        compares_numbers = extended.group.settings.check and extended.group.topology.size > 1
-        return cls(extended, GlobalBatches(dataset, extended.replicas, compares_numbers), options)
+        compares_numbers = strategy_parts.group.settings.check and strategy_parts.group.topology.size > 1
+        return cls(strategy_parts, GlobalBatches(dataset, strategy_parts.replicas, compares_numbers), options)
 
     @classmethod
     def from_function(
         cls,
-        extended: StrategyExtended,
+        strategy_parts: StrategyParts,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None,
     ) -> DistributedDataset:
@@ -119,16 +108,16 @@ class DistributedDataset:
         call, source = "distribute_datasets_from_function", None
         policy = AutoShardPolicy.AUTO if not isinstance(options, InputOptions) else options.auto_shard_policy
         if policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
-            whole = InputContext(1, 0, extended.replicas.total)
-            source = _dealt_out(extended, call, partial(_called, call, dataset_fn, whole), policy)
+            whole = InputContext(1, 0, strategy_parts.replicas.total)
+            source = _dealt_out(strategy_parts, call, partial(_called, call, dataset_fn, whole), policy)
         else:
-            with extended.raise_together(call):
-                source = _own_batches(extended, partial(_called, call, dataset_fn), options)
-        return cls(extended, source, _options(options))
+            with strategy_parts.raise_together(call):
+                source = _own_batches(strategy_parts, partial(_called, call, dataset_fn), options)
+        return cls(strategy_parts, source, _options(options))
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(
-            self._extended, self._number, self._source, self._progress, self._num_ahead, self._fetches_to_device
+            self._strategy_parts, self._number, self._source, self._progress, self._num_ahead, self._fetches_to_device
         )
 
     def __len__(self) -> int:
@@ -147,7 +136,7 @@ class DistributedDataset:
     @property
     def strategy(self) -> CurrentStrategy:
         """The strategy whose ranks step together."""
-        return self._extended.strategy
+        return self._strategy_parts.strategy
 
     @property
     def epoch(self) -> int:
@@ -198,38 +187,32 @@ class DistributedDataset:
         Raises:
             ValueError: If there is no batch.
         """
-        spec = getattr(self._source.batches, "element_spec", None)
-        if spec is not None:
-            return spec
-        for batch in self._source.batches:
-            parts = self._source.parts_of(batch)
-            return nest.map_structure(_spec_of, next(part for part in parts if part is not MISSING))
-        raise ValueError("an empty data set has no element_spec")
+        return element_spec_of(self._source.batches, self._source.parts_of)
 
 
 def _dealt_out(
-    extended: StrategyExtended, call: str, make: Callable[[], Iterable[Any]], policy: AutoShardPolicy
+    strategy_parts: StrategyParts, call: str, make: Callable[[], Iterable[Any]], policy: AutoShardPolicy
 ) -> BatchSource:
     """Deal out what a function makes, the same on every rank. Collective."""
-    topology, replicas = extended.topology, extended.replicas
+    topology, replicas = strategy_parts.topology, strategy_parts.replicas
     ids_here, total = replicas.ids_here, replicas.total
-    if extended.service is not None:  # workers of parameter servers: each has as many replicas, numbered from 0
+    if strategy_parts.service is not None:  # workers of parameter servers: each has as many replicas, numbered from 0
         ids_here = range(topology.rank * total, (topology.rank + 1) * total)
         total *= topology.size
-    with extended.raise_together(call):
+    with strategy_parts.raise_together(call):
         batches = make()
         fields = fields_of_files(batches, policy) if isinstance(batches, Files) else {"policy": str(policy)}
-    extended.agree(call, fields)
-    with extended.raise_together(call):
+    strategy_parts.agree(call, fields)
+    with strategy_parts.raise_together(call):
         return deal_out(batches, policy, ids_here, total, topology.rank == 0)
     raise AssertionError  # `raise_together` keeps no exception back
 
 
 def _own_batches(
-    extended: StrategyExtended, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None
+    strategy_parts: StrategyParts, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None
 ) -> OwnBatches:
     """Call a function that makes batches: once for each replica of this rank, or once for the rank."""
-    replicas, topology = extended.replicas, extended.topology
+    replicas, topology = strategy_parts.replicas, strategy_parts.topology
     contexts, num_per_step = [InputContext(topology.size, topology.rank, replicas.total)], replicas.num_here
     if replicas.tree is not None:
         if _options(options).experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -252,12 +235,6 @@ def _called(call: str, dataset_fn: Any, context: InputContext) -> Any:
             "a data set of global batches is for experimental_distribute_dataset"
         )
     return dataset_fn(context)
-
-
-def _spec_of(leaf: Any) -> ArraySpec:
-    shape = tuple(getattr(leaf, "shape", ()))
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return ArraySpec((None, *shape[1:]) if shape else (), dtype)
 
 
 def _options(options: InputOptions | None) -> InputOptions:

@@ -8,11 +8,11 @@ from typing import Any, Final, NamedTuple, final
 from mpidist import context_stack, nest
 from mpidist.context_stack import CurrentStrategy
 from mpidist.datasets.batches import IN_STEP, BatchSource
-from mpidist.datasets.parts import MISSING, empty_like, join_parts, put_on_devices
+from mpidist.datasets.parts import MISSING, element_spec_of, empty_like, join_parts, put_on_devices
 from mpidist.datasets.position import Position, Progress
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
-from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import ErrorReport, fingerprint_of, mark_shared, mismatch_error, raise_reported
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
@@ -96,7 +96,7 @@ class DistributedIterator(Iterator[Any]):
     length, and at the first step a checksum. After an error the pass is over on all ranks.
 
     Args:
-        extended: The strategy's ranks.
+        strategy_parts: The strategy's ranks.
         number: The number of the data set among those of the strategy.
         source: The batches.
         progress: Which pass of the data set is the last one, and how far it is.
@@ -106,15 +106,15 @@ class DistributedIterator(Iterator[Any]):
 
     def __init__(
         self,
-        extended: StrategyExtended,
+        strategy_parts: StrategyParts,
         number: int,
         source: BatchSource,
         progress: Progress,
         num_ahead: int,
         fetches_to_device: bool,
     ) -> None:
-        self._extended = extended
-        self._replicas = extended.replicas
+        self._strategy_parts = strategy_parts
+        self._replicas = strategy_parts.replicas
         self._call = f"next of data set {number}"
         self._source = source
         self._num_ahead = num_ahead
@@ -142,7 +142,7 @@ class DistributedIterator(Iterator[Any]):
                 self._is_over, self._steps = True, None  # which ends the thread that reads ahead, and closes files
         if self._is_over:
             raise StopIteration
-        return put_on_devices(part, self._extended.devices_here) if self._fetches_to_device else part
+        return put_on_devices(part, self._strategy_parts.devices_here) if self._fetches_to_device else part
 
     def get_next(self) -> Any:
         """Return the next batch, as `next` does. Collective.
@@ -163,7 +163,12 @@ class DistributedIterator(Iterator[Any]):
     @property
     def strategy(self) -> CurrentStrategy:
         """The strategy whose ranks step together."""
-        return self._extended.strategy
+        return self._strategy_parts.strategy
+
+    @property
+    def element_spec(self) -> Any:
+        """The form of a batch: `DistributedDataset.element_spec`. Local."""
+        return element_spec_of(self._source.batches, self._source.parts_of)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in this pass, as `DistributedDataset.state_dict` does. Local."""
@@ -192,9 +197,9 @@ class DistributedIterator(Iterator[Any]):
         step = self._read(position)
         pass_ = f"that began with call {self._first_call}" if self._num_steps else "begins"
         fields = {"pass": pass_, "step": str(self._num_steps), "advice": IN_STEP}
-        has_same_variant = self._extended.agree(self._call, fields, variant=step.digest)
+        has_same_variant = self._strategy_parts.agree(self._call, fields, variant=step.digest)
         if not self._num_steps:
-            self._first_call = self._extended.group.agreement.sequence
+            self._first_call = self._strategy_parts.group.agreement.sequence
             self._progress.begin(position)  # on all ranks, as the ranks have agreed
             self._position = position
         self._num_steps += 1
@@ -248,7 +253,7 @@ class DistributedIterator(Iterator[Any]):
             InvalidArgumentError: If the ranks have different global batches. On every rank.
             Exception: The error of the lowest rank that has one. On every rank.
         """
-        group, error = self._extended.group, step.error or self._empty_error
+        group, error = self._strategy_parts.group, step.error or self._empty_error
         own = _StepReport(step.common_fields, None if error is None else ErrorReport.of(error), self._empty_batches)
         reports: list[_StepReport] = group.agreement.all_gather_object(own)
         raise_reported(error, [report.error for report in reports], group)

@@ -1,9 +1,9 @@
-"""The parts of a step's batch, one for each replica of this rank: filled up, joined and put on devices."""
+"""The parts of a step's batch, one for each replica of this rank: filled up, joined, put on devices, described."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from mpidist.replicas import Replicas
 from mpidist.transport import Device, arrays
 from mpidist.values import Contributions, PerReplica, join_components
 
-__all__ = ["MISSING", "empty_like", "join_parts", "put_on_devices"]
+__all__ = ["MISSING", "ArraySpec", "element_spec_of", "empty_like", "join_parts", "put_on_devices"]
 
 MISSING: Final = object()  # takes the place of the part of a replica whose own batches have ended
 
@@ -64,3 +64,35 @@ def _put_on(leaf: Any, device: Device) -> Any:
 
 def _put(leaf: Any) -> Any:
     return arrays.to_device(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+@final
+class ArraySpec(NamedTuple):
+    """Shape and dtype of one array of the batches. `None` in the shape is a length that may differ between batches."""
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+def element_spec_of(batches: Iterable[Any], parts_of: Callable[[Any], Sequence[Any]]) -> Any:
+    """Return the form of a batch, as one replica gets it: a nest with an `ArraySpec` for each array. Local.
+
+    Args:
+        batches: The batches of a data set. Their `element_spec` is returned, if they have one; else a pass is begun.
+        parts_of: Returns the parts of a batch, one for each replica of this rank.
+
+    Raises:
+        ValueError: If there is no batch.
+    """
+    spec = getattr(batches, "element_spec", None)
+    if spec is not None:
+        return spec
+    for batch in batches:
+        return nest.map_structure(_spec_of, next(part for part in parts_of(batch) if part is not MISSING))
+    raise ValueError("an empty data set has no element_spec")
+
+
+def _spec_of(leaf: Any) -> ArraySpec:
+    shape = tuple(getattr(leaf, "shape", ()))
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return ArraySpec((None, *shape[1:]) if shape else (), dtype)

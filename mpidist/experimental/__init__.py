@@ -1,4 +1,4 @@
-"""Names that tf.distribute keeps under `experimental`."""
+"""The names that tf.distribute has under `experimental`: aliases of those of `mpidist` and `mpidist.checkpoint`."""
 
 from mpidist.absent_names import explain_absent_names as _explain_absent_names
 from mpidist.checkpoint import PreemptionCheckpointHandler as PreemptionCheckpointHandler

@@ -1,4 +1,4 @@
-"""A chief that hands functions to workers: what `tf.distribute.experimental.coordinator` has."""
+"""An alias of `mpidist.coordinator`."""
 
 from mpidist.coordinator import ClusterCoordinator as ClusterCoordinator
 from mpidist.coordinator import PerWorkerDataset as PerWorkerDataset

@@ -1,10 +1,8 @@
-"""Into how many shards a variable is cut: what `tf.distribute.experimental.partitioners` has."""
+"""An alias of `mpidist.partitioners`."""
 
-from mpidist.parameter_server import partitioners as _partitioners
+from mpidist.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
+from mpidist.partitioners import MaxSizePartitioner as MaxSizePartitioner
+from mpidist.partitioners import MinSizePartitioner as MinSizePartitioner
+from mpidist.partitioners import Partitioner as Partitioner
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
-
-FixedShardsPartitioner = _partitioners.FixedShardsPartitioner
-MaxSizePartitioner = _partitioners.MaxSizePartitioner
-MinSizePartitioner = _partitioners.MinSizePartitioner
-Partitioner = _partitioners.Partitioner

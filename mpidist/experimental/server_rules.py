@@ -1,12 +1,10 @@
-"""How a parameter server changes a variable when a gradient arrives."""
+"""An alias of `mpidist.server_rules`."""
 
-from mpidist.parameter_server import rules as _rules
+from mpidist.server_rules import SGD as SGD
+from mpidist.server_rules import Adam as Adam
+from mpidist.server_rules import Momentum as Momentum
+from mpidist.server_rules import Registered as Registered
+from mpidist.server_rules import Rule as Rule
+from mpidist.server_rules import register as register
 
 __all__ = ["SGD", "Adam", "Momentum", "Registered", "Rule", "register"]
-
-SGD = _rules.SGD
-Adam = _rules.Adam
-Momentum = _rules.Momentum
-Registered = _rules.Registered
-Rule = _rules.Rule
-register = _rules.register

@@ -73,6 +73,11 @@ class Wanted(NamedTuple):
         if self.options is not None and not isinstance(self.options, CommunicationOptions):
             kind = type(self.options).__name__
             raise TypeError(f"communication_options must be CommunicationOptions, got {kind}")
+        if self.options is not None and self.options.plan_key != CommunicationOptions().plan_key:
+            raise ValueError(
+                f"of communication_options a ParameterServerStrategy takes timeout_seconds alone, got {self.options}: "
+                "its workers reduce nothing over ranks; leave the others out"
+            )
         check_counts(self.num_ps, self.ps_ranks)
 
     def fields(self) -> dict[str, str]:
@@ -135,11 +140,18 @@ class Role(Service):
         self.server: ParameterServer | None = None
         self.resolver = _resolver_of(roles, rank, hostnames)
         self.rank, self.worker_ranks = rank, roles.workers
+        if rank in roles.servers:
+            self.why_idle = "a parameter server: it is for workers; a server calls serve()"
         self.awaited = awaited
         self.staleness: int | None = None
         self.aggregates_in_node = False
         self.coordinator: object = None
         self.before_closing: Callable[[str | None], None] = lambda reason: None
+
+    @property
+    def server_devices(self) -> list[str]:
+        """The device of each server."""
+        return [f"/rank:{rank}/cpu:0" for rank in self.roles.servers or (self.rank,)]
 
     @classmethod
     def meet(cls, comm: Intracomm | None, resolver: ClusterResolver | None, wanted: Wanted | None) -> Role:
@@ -185,7 +197,7 @@ class Role(Service):
             channels = [
                 Channel(group, awaited, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)
             ]
-            self.servers = RemoteServers(group, channels, goes_on, self.staleness is not None)
+            self.servers = RemoteServers(group, channels, goes_on, self.staleness)
             if boards:
                 self.servers = NodeServers(self.servers, NodePushes(group, awaited, boards, goes_on))
 
@@ -199,8 +211,10 @@ class Role(Service):
     def meet_peers(self, call: str, error: Exception | None = None) -> None:
         """See `Service`. On workers."""
         if self.servers is None:
-            raise RuntimeError(f"{call} on a parameter server: it is for workers; a server calls serve()")
+            raise RuntimeError(f"{call} on {self.why_idle}")
         self.servers.flush()
+        if call == "barrier()":
+            error = error or self.servers.missing_steps(call)
         self.servers.meet(call, {}, error)
 
     def reset(self) -> None:
@@ -214,9 +228,9 @@ class Role(Service):
                 "close the strategy, end the job, and start it again, from a checkpoint"
             )
 
-    def close(self, error: BaseException | None) -> None:
-        """End this rank's part. A server that has not served serves now."""
-        group, server = self.group, self.server
+    def close(self, error: BaseException | None) -> Exception | None:
+        """End this rank's part: see `Service`. A server that has not served serves now."""
+        group, missing = self.group, None
         if self.servers is not None:
             self.servers.require_no_function("close()")
         is_open = group is not None and group.is_open
@@ -230,11 +244,15 @@ class Role(Service):
             raise
         finally:
             if self.servers is not None:
-                self.servers.close(error)
+                missing = self.servers.close(error)
         if group is None:
             open_groups.remove_alone(self)
-        if group is None or server is None or not group.is_open:
-            return
+        elif self.server is not None and group.is_open:
+            self._end_server(group, self.server, error)
+        return missing
+
+    def _end_server(self, group: ServiceGroup, server: ParameterServer, error: BaseException | None) -> None:
+        """End the part of a server that is still open."""
         if group.watchdog.broken is not None:  # `serve` has raised it
             group.abandon()
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, Final, final
@@ -32,6 +32,7 @@ class OnServers(VariablePlacement):
         is_chief: Whether this worker's initial values count.
         partitioner: Chooses into how many shards a variable is cut; `None` for one.
         placement: `"round_robin"` or `"bytes"`.
+        devices: The device of each server.
     """
 
     is_shared = True
@@ -42,7 +43,9 @@ class OnServers(VariablePlacement):
         is_chief: bool,
         partitioner: Callable[..., Any] | None = None,
         placement: str = "round_robin",
+        devices: Sequence[str] = (),
     ) -> None:
+        self.devices = tuple(devices)
         self._servers, self._is_chief, self._partitioner, self._placement = servers, is_chief, partitioner, placement
         self._nbytes = [0] * (1 if servers is None else servers.num_servers)
         self._num_placed = 0  # in turn, so without those that were put beside another one

@@ -87,6 +87,9 @@ class NodeServers(Servers):
             raise
         self._pushes.go_on(None)
 
+    def missing_steps(self, call: str) -> Exception | None:
+        return self._alone.missing_steps(call)
+
     def step_done(self) -> None:
         self._settled.step_done()
 
@@ -96,7 +99,7 @@ class NodeServers(Servers):
     def flush(self) -> None:
         self._settled.flush()
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None) -> Exception | None:
         failure = None
         try:
             if error is None:
@@ -104,6 +107,7 @@ class NodeServers(Servers):
         except BaseException as problem:  # a push that failed is told here, too: then no server waits for this worker
             failure = error = problem
         self._pushes.end()
-        self._alone.close(error)
+        missing = self._alone.close(error)
         if failure is not None:
             raise failure
+        return missing

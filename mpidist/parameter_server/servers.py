@@ -25,6 +25,7 @@ from mpidist.parameter_server.messages import (
 )
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.servers_in_use import begin_use
+from mpidist.parameter_server.step_check import StepCheck
 from mpidist.parameter_server.store import Store
 from mpidist.transport import ServiceGroup, mark_left, mark_shared, text_of
 
@@ -90,6 +91,10 @@ class Servers(ABC):
     def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
         """Change some rows of arrays, with one request to each server."""
 
+    def missing_steps(self, call: str) -> Exception | None:
+        """Return an error if `staleness` was given, and this worker never says where its steps end. Local."""
+        return None
+
     def push(self, make: Callable[[], Push]) -> None:
         """Change what `make` returns. Where workers push together, the others learn of an exception of `make`."""
         push = make()
@@ -132,8 +137,8 @@ class Servers(ABC):
         """Wait until all changes of this worker are made."""
 
     @abstractmethod
-    def close(self, error: BaseException | None) -> None:
-        """End this worker's part: wait until all workers end theirs, or leave because of an error."""
+    def close(self, error: BaseException | None) -> Exception | None:
+        """End this worker's part: wait until all workers end theirs, or leave because of an error: see `Service`."""
 
 
 @final
@@ -189,8 +194,9 @@ class LocalServers(Servers):
     def flush(self) -> None:
         pass  # a change is made at once
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None) -> Exception | None:
         self._store.variables.clear()
+        return None
 
     def _code(self, how: int | Rule) -> tuple[int, tuple[float, ...]]:
         if not isinstance(how, Rule):
@@ -206,14 +212,15 @@ class RemoteServers(Servers):
         group: The workers and servers.
         channels: The messages from and to each server; the first one lets workers meet.
         goes_on: Whether the others go on without a worker that leaves because of an error.
-        has_bound: Whether servers compare how many steps workers have done.
+        staleness: How many steps this worker may be ahead of the slowest one; `None` if servers count no steps.
     """
 
-    def __init__(self, group: ServiceGroup, channels: Sequence[Channel], goes_on: bool, has_bound: bool) -> None:
+    def __init__(self, group: ServiceGroup, channels: Sequence[Channel], goes_on: bool, staleness: int | None) -> None:
         self.num_servers = len(channels)
         self._group, self._channels = group, list(channels)
-        self._goes_on, self._has_bound = goes_on, has_bound
-        self._grace = GRACE_SECONDS if has_bound else 0.0  # of reads, which wait for other workers then
+        self._goes_on, self._has_bound = goes_on, staleness is not None
+        self._steps = StepCheck(staleness, group.topology.rank)
+        self._grace = GRACE_SECONDS if self._has_bound else 0.0  # of reads, which wait for other workers then
         self._lists = KnownLists(self._channels)
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 
@@ -258,6 +265,8 @@ class RemoteServers(Servers):
         return rows
 
     def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
+        if self._has_bound:
+            self._steps.count(locations)
         if len(locations) == 1:
             location = locations[0]
             change, numbers = self._code(location.server, how)
@@ -272,6 +281,8 @@ class RemoteServers(Servers):
             self._channels[server].start(call, Op.CHANGE, lists[server].number, data, change=change, numbers=numbers)
 
     def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
+        if self._has_bound:
+            self._steps.count(change.location for change in changes)
         parts = by_server([change.location for change in changes])
         for server in parts:
             self._channels[server].finish()  # errors come before anything is sent
@@ -320,7 +331,11 @@ class RemoteServers(Servers):
         for other in others:
             other.finish()
 
+    def missing_steps(self, call: str) -> Exception | None:
+        return self._steps.error(call)
+
     def step_done(self) -> None:
+        self._steps.end_step()
         for channel in self._channels:
             channel.start("step_done()", Op.STEP)
 
@@ -338,13 +353,13 @@ class RemoteServers(Servers):
     def broken(self) -> Exception | None:
         return next((channel.broken for channel in self._channels if channel.broken is not None), None)
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None) -> Exception | None:
         if not self._group.is_open:
-            return
+            return None
         is_own, lost = self._group.is_own(error), self.broken
         if is_own or lost is not None:
             self._leave(error if is_own else lost, is_own)
-            return
+            return None
         try:
             self.flush()
             for server, channel in reversed([*enumerate(self._channels)]):
@@ -359,6 +374,7 @@ class RemoteServers(Servers):
             self._group.free()
         else:
             self._group.abandon(has_ended=True)
+        return self.missing_steps("close()") if error is None else None
 
     def _leave(self, error: BaseException | None, is_own: bool) -> None:
         """End this worker's part without the others."""

@@ -19,6 +19,7 @@ from mpidist.variables import (
     VariableSynchronization,
     cast_for,
     checked_rows,
+    require_no_effect,
 )
 
 __all__ = ["ShardedVariable"]
@@ -128,6 +129,7 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Ask for some rows, [k, ...]: only of the servers that have some of them. As `ServerVariable.sparse_read`."""
+        require_no_effect("sparse_read", name=name)
         wanted = row_numbers(self._what, indices, self.shape)
         rows = np.empty((wanted.size, *self.shape[1:]), self.dtype)
         for shard, places in self._by_shard(wanted):
@@ -136,18 +138,21 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the value on the servers, and return the variable. As `ServerVariable.assign`."""
+        require_no_effect("assign", use_locking, name)
         return self._assign("assign", value, read_value)
 
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Add to the value on the servers, and return the variable. As `assign`."""
+        require_no_effect("assign_add", use_locking, name)
         return self._assign("assign_add", delta, read_value)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Subtract from the value on the servers, and return the variable. As `assign`."""
+        require_no_effect("assign_sub", use_locking, name)
         return self._assign("assign_sub", delta, read_value)
 
     def change_by(self, value: Any, how: int | Rule) -> None:

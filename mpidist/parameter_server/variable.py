@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 import numpy as np
 
 from mpidist import context_stack
-from mpidist.context_stack import CurrentStrategy
+from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.options import ReduceOp
 from mpidist.parameter_server.messages import Change, Location, RowsChange
 from mpidist.parameter_server.rules import Rule
@@ -27,6 +27,7 @@ from mpidist.variables import (
     host_indices,
     is_python_number,
     require_mean,
+    require_no_effect,
 )
 
 if TYPE_CHECKING:
@@ -157,12 +158,13 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
 
         Args:
             indices: [k] numbers of rows.
-            name: Of no effect.
+            name: Must be `None`, as in `assign`.
 
         Raises:
             IndexError: If there is no such row.
             TypeError: If the indices are no integers.
         """
+        require_no_effect("sparse_read", name=name)
         self.require_current("sparse_read")
         return self.servers.read_rows(self.location, row_numbers(self._what, indices, self.shape))
 
@@ -174,29 +176,33 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
 
         Args:
             value: An array of the variable's shape and of the same kind of number, or a number.
-            use_locking: Of no effect: a server changes variables one by one.
-            name: Of no effect.
+            use_locking: Must be `False`: a server changes variables one by one.
+            name: Must be `None`: there is no graph whose operations have names.
             read_value: `False` returns `None`.
 
         Raises:
             ValueError: If the shape or the kind of number differs, or an integer is too large for the dtype; if several
-                replicas assign with aggregation NONE, or a Python number with SUM, which would count once for each.
+                replicas assign with aggregation NONE, or a Python number with SUM, which would count once for each; if
+                `use_locking` or `name` is given.
             TypeError: If the value is neither an array nor a number.
             UnavailableError: If the server is lost.
             RuntimeError: If another strategy is current.
         """
+        require_no_effect("assign", use_locking, name)
         return self._assign("assign", value, Change.ASSIGN, read_value)
 
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Add to the value on the server, and return the variable. As `assign`."""
+        require_no_effect("assign_add", use_locking, name)
         return self._assign("assign_add", delta, Change.ADD, read_value)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Subtract from the value on the server, and return the variable. As `assign`."""
+        require_no_effect("assign_sub", use_locking, name)
         return self._assign("assign_sub", delta, Change.SUB, read_value)
 
     def cast(self, value: Any) -> np.ndarray[Any, Any]:
@@ -278,7 +284,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"{call} of {self._what} with aggregation NONE by several replicas of a worker: say how their "
-                    "values become one, by Variable(..., aggregation='SUM'), 'MEAN' or 'ONLY_FIRST_REPLICA'"
+                    "values become one, by Variable(..., aggregation='sum'), 'mean' or 'only_first_replica'"
                 )
             argument = make()
         except Exception as problem:  # of any kind: the other replicas must learn of it
@@ -304,7 +310,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         """Change the variable by what the replicas assign together."""
         value = given[0]
         if self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
-            op, ops = ReduceOp[self.aggregation.name], self._strategy.extended.cross_device_ops
+            op, ops = ReduceOp[self.aggregation.name], parts_of(self._strategy).cross_device_ops
             value = ops.all_reduce(op, Contributions(given), call=f"assignment to {self._what}")
         self.servers.change([self.location], [self.cast(value)], how)
 
@@ -335,8 +341,8 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         """
         entry = context_stack.innermost()
         if entry is None or entry.strategy is not self._strategy:
-            self._strategy.extended.group.require_open(call)
-            self._strategy.extended.require_not_mixed(call)
+            parts_of(self._strategy).group.require_open(call)
+            parts_of(self._strategy).require_not_mixed(call)
 
     @property
     def _what(self) -> str:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 from mpidist import context_stack, nest
-from mpidist.collectives import PendingResult, axis_of, name_call
-from mpidist.context_stack import CurrentStrategy
-from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.collectives import PendingResult, Spec, axis_of, name_call, native_dtype, wire_and_result_dtypes
+from mpidist.context_stack import CurrentStrategy, parts_of
+from mpidist.cross_device_ops import BoundOps, LateOuts, weighted_mean
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
 from mpidist.replica_context.pending_writes import PendingWrites
@@ -33,6 +33,7 @@ class _Arguments(NamedTuple):
     value: Any
     options: Any
     out: Any
+    weight: Any = None
 
 
 @final
@@ -53,7 +54,7 @@ class JointCalls:
     def __init__(
         self,
         strategy: CurrentStrategy,
-        cross_device_ops: CrossDeviceOps,
+        cross_device_ops: BoundOps,
         replicas: Replicas,
         turns: Turns,
         pending: PendingWrites,
@@ -62,25 +63,26 @@ class JointCalls:
         self.turns = turns
         self.pending = pending
 
-    def all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> Any:
+    def all_reduce(self, op: Any, value: Any, options: Any, weight: Any, out: Any) -> Any:
         """See `ReplicaContext.all_reduce`. The result is one array for all replicas of the rank, and read-only."""
-        arguments = _Arguments(op, contributions(value), options, out)
+        arguments = _Arguments(op, contributions(value), options, out, weight)
         return self.turns.meet("all_reduce", self._all_reduce, arguments)
 
     def start_all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> SharedResult:
         """See `ReplicaContext.start_all_reduce`."""
         arguments = _Arguments(op, contributions(value), options, out)
-        result: SharedResult = self.turns.meet("start_all_reduce", self._start_all_reduce, arguments)
+        meet = self.turns.meet
+        result: SharedResult = meet("start_all_reduce", self._start_all_reduce, arguments, is_settled=False)
         return result
 
-    def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any) -> Any:
+    def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any, out: Any) -> Any:
         """See `ReplicaContext.reduce_scatter`."""
-        arguments = _Arguments(op, contributions(value), options, None)
+        arguments = _Arguments(op, contributions(value), options, out)
         return self.turns.meet(f"reduce_scatter along axis {axis}", partial(self._reduce_scatter, axis), arguments)
 
-    def all_gather(self, value: Any, axis: int, options: Any) -> Any:
+    def all_gather(self, value: Any, axis: int, options: Any, out: Any) -> Any:
         """See `ReplicaContext.all_gather`."""
-        arguments = _Arguments(None, contributions(value), options, None)
+        arguments = _Arguments(None, contributions(value), options, out)
         return self.turns.meet(f"all_gather along axis {axis}", partial(self._all_gather, axis), arguments)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
@@ -99,6 +101,27 @@ class JointCalls:
         """
         self.turns.meet(call, partial(self._write_together, write), (argument, error))
 
+    def make_variable(self, kind: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Make one variable for all replicas. Its initial value is that of replica 0. Collective."""
+        given = {**kwargs, "initial_value": args[0]} if args else dict(kwargs)
+        if callable(given.get("initial_value")):
+            given["initial_value"] = given["initial_value"]()  # in the context of the replica
+        return self.turns.meet("Variable", partial(self._make_variable, kind), (args[1:], given))
+
+    def _make_variable(
+        self, kind: Callable[..., Any], of_replicas: Sequence[Any], error: Exception | None
+    ) -> Sequence[Any]:
+        ids, (args, kwargs) = self._replicas.ids_here, of_replicas[0]
+        first, *others = [_traits_text(named) for _, named in of_replicas]
+        for replica_id, other in zip(ids[1:], others, strict=False):
+            if other != first:
+                text = f"replica {replica_id} passes {other}, and replica {ids[0]} {first}"
+                error = error or InvalidArgumentError(text)
+        if error is not None:
+            parts_of(self._strategy).agree("Variable", {}, error)
+        entry = context_stack.Entry(self._strategy)
+        return [context_stack.call(entry, kind, *args, **kwargs)] * len(of_replicas)
+
     def _write_together(
         self, write: WriteTogether, of_replicas: Sequence[tuple[Any, Exception | None]], error: Exception | None
     ) -> Sequence[None]:
@@ -108,8 +131,13 @@ class JointCalls:
 
     def _all_reduce(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         joined, mismatch = self._join(of_replicas)
-        result = self._ops.all_reduce(joined.op, joined.value, joined.options, out=joined.out, error=error or mismatch)
-        return self._share(result, joined.out)
+        op, value, options, out, weight = joined
+        error = error or mismatch
+        if weight is None:
+            result = self._ops.all_reduce(op, value, options, out=out, error=error)
+        else:
+            result = weighted_mean(self._ops, "all_reduce", op, value, weight, options, out=out, error=error)
+        return self._share(result, out)
 
     def _start_all_reduce(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         joined, mismatch = self._join(of_replicas)
@@ -122,27 +150,32 @@ class JointCalls:
     def _reduce_scatter(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         """All-reduce, and return each replica's part of the result."""
         joined, mismatch = self._join(of_replicas)
-        call, error, axes = f"reduce_scatter along axis {axis}", error or mismatch, []
+        call, error, axes, outs = f"reduce_scatter along axis {axis}", error or mismatch, [], []
+        total, ids = self._replicas.total, self._replicas.ids_here
         try:
-            values, _ = nest.flatten(contributions(of_replicas[0].value))
-            axes = [axis_of(axis, library_of(value).to_native(value).shape) for value in values]
+            values, structure = nest.flatten(contributions(of_replicas[0].value))
+            natives = [library_of(value).to_native(value) for value in values]
+            axes = [axis_of(axis, native.shape) for native in natives]
+            if joined.out is not None:
+                specs = [_specs_of_parts(ReduceOp.of(joined.op), natives, axes, own, total) for own in ids]
+                nests = zip(joined.out.nests, specs, strict=True)
+                outs = [LateOuts(out, structure, its, self._ops) for out, its in nests]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or name_call(problem, call)
         result = self._ops.all_reduce(joined.op, joined.value, joined.options, call=call, error=error)
         leaves, _ = nest.flatten(result)
         results = []
-        for at, replica_id in enumerate(self._replicas.ids_here):
-            parts = [
-                _part(leaf, leaf_axis, replica_id, self._replicas.total)
-                for leaf, leaf_axis in zip(leaves, axes, strict=True)
-            ]
-            results.append(self._own(nest.rebuild(result, parts), at))
+        for at, replica_id in enumerate(ids):
+            parts = [_part(leaf, leaf_axis, replica_id, total) for leaf, leaf_axis in zip(leaves, axes, strict=True)]
+            if outs:
+                outs[at].write(call, [library_of(part).to_native(part) for part in parts])
+            results.append(joined.out.nests[at] if outs else self._own(nest.rebuild(result, parts), at))
         return results
 
     def _all_gather(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         joined, mismatch = self._join(of_replicas)
-        result = self._strategy.extended.all_gather("all_gather", joined.value, axis, joined.options, error or mismatch)
-        return self._share(result, None)
+        parts, out, error = parts_of(self._strategy), joined.out, error or mismatch
+        return self._share(parts.all_gather("all_gather", joined.value, axis, joined.options, error, out), out)
 
     def _merge(
         self, merge_fn: Callable[..., Any], name: str, of_replicas: Sequence[Any], error: Exception | None
@@ -153,7 +186,8 @@ class JointCalls:
             args, kwargs = self._join_merge_arguments(of_replicas)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
-        self._strategy.extended.agree("merge_call", {"function": name}, error)
+        parts_of(self._strategy).agree("merge_call", {"function": name}, error)
+        self.pending.commit()  # which the function may read
         entry = context_stack.Entry(self._strategy, is_merge_call=True)
         result = context_stack.call(entry, merge_fn, self._strategy, *args, **kwargs)
         num_here = self._replicas.num_here
@@ -187,7 +221,10 @@ class JointCalls:
         has_outs = of_replicas[0].out is not None and error is None
         outs = Contributions([arguments.out for arguments in of_replicas]) if has_outs else None
         values = Contributions([arguments.value for arguments in of_replicas])
-        return of_replicas[0]._replace(value=values, out=outs), error
+        weights = None
+        if of_replicas[0].weight is not None:
+            weights = Contributions([arguments.weight for arguments in of_replicas])
+        return of_replicas[0]._replace(value=values, out=outs, weight=weights), error
 
     def _share(self, result: Any, outs: Contributions | None) -> list[Any]:
         """Return the result for each replica of the rank: in the outs of each, or one that all share.
@@ -197,7 +234,7 @@ class JointCalls:
         if outs is None:
             return self._share_new(nest.map_structure(arrays.make_read_only, result))
         first, *others = (nest.flatten(out)[0] for out in outs.nests)
-        if broadcast_to_gpus(self._strategy.extended.group.devices, self._replicas, first, others):
+        if broadcast_to_gpus(parts_of(self._strategy).group.devices, self._replicas, first, others):
             return list(outs.nests)
         for at, other in enumerate(others, 1):
             with on_device(self._replicas.devices, at):
@@ -210,7 +247,7 @@ class JointCalls:
         """Return a new result for each replica: one that all share, or a copy where replicas could write it."""
         if self._replicas.gpus_here:
             leaves, _ = nest.flatten(result)
-            copies = copies_on_gpus(self._strategy.extended.group.devices, self._replicas, leaves)
+            copies = copies_on_gpus(parts_of(self._strategy).group.devices, self._replicas, leaves)
             if copies is not None:
                 return [result, *(nest.rebuild(result, own) for own in copies)]
         return [self._own(result, at) for at in range(self._replicas.num_here)]
@@ -263,13 +300,21 @@ class SharedResult:
         return self._shared.wait(self._at)
 
 
+def _traits_text(kwargs: Mapping[str, Any]) -> str:
+    """Write what all replicas of a rank must say alike of a variable that they make: all but its initial value."""
+    traits = sorted((name, value) for name, value in kwargs.items() if name != "initial_value")
+    return ", ".join(f"{name}={value}" for name, value in traits) or "no traits"
+
+
 def _describe_common(arguments: _Arguments) -> dict[str, str]:
     """Describe what all replicas of a rank must pass alike, by name."""
     op = arguments.op
     with suppress(ValueError, TypeError):  # what is no operation is refused by the call
         op = ReduceOp.of(op)
-    out = "none" if arguments.out is None else "some"
-    return {"reduce_op": str(op), "options": str(arguments.options), "out": out}
+    has = {
+        name: "none" if its is None else "some" for name, its in (("out", arguments.out), ("weight", arguments.weight))
+    }
+    return {"reduce_op": str(op), "options": str(arguments.options), **has}
 
 
 def _part(array: Any, axis: int, replica_id: int, num_replicas: int) -> Any:
@@ -279,3 +324,16 @@ def _part(array: Any, axis: int, replica_id: int, num_replicas: int) -> Any:
     bounds = shard_bounds(native.shape[axis], num_replicas)
     part = native.swapaxes(0, axis)[bounds[replica_id] : bounds[replica_id + 1]].swapaxes(0, axis).copy()
     return library.from_native(part, array)
+
+
+def _specs_of_parts(
+    op: ReduceOp, natives: Sequence[Any], axes: Sequence[int], replica_id: int, num_replicas: int
+) -> list[Spec]:
+    """Describe a replica's parts of the results along axes."""
+    specs = []
+    for array, axis in zip(natives, axes, strict=True):
+        bounds = shard_bounds(array.shape[axis], num_replicas)
+        shape = (*array.shape[:axis], bounds[replica_id + 1] - bounds[replica_id], *array.shape[axis + 1 :])
+        dtype = wire_and_result_dtypes(op, native_dtype(array.dtype))[1]
+        specs.append(Spec(shape, dtype, arrays.is_device(array)))
+    return specs

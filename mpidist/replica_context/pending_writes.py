@@ -1,4 +1,8 @@
-"""Writes of single replicas to arrays that all replicas of a rank share: committed once all of them wrote the same."""
+"""Writes of single replicas to arrays that all replicas of a rank share: committed once all of them wrote the same.
+
+At a call in which the replicas meet, a rank first checks the writes of its replicas, then the ranks compare the call,
+of which a conflict of one rank is a part, and only then each rank commits: a write is kept on all ranks, or on none.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,18 @@ class PendingWrites:
 
     Args:
         replica_ids: The ids of the replicas of this rank.
+
+    Attributes:
+        written: The arrays to which a replica has written, by the id of the shared array.
     """
 
     def __init__(self, replica_ids: Sequence[int]) -> None:
         self._ids = replica_ids
-        self._written: dict[int, _WrittenArray] = {}  # by the id of the shared array
+        self.written: dict[int, _WrittenArray] = {}
 
     def read(self, replica_id: int, shared: Any) -> Any:
         """Return a shared array as a replica sees it: with what the replica wrote. Local."""
-        written = self._written.get(id(shared))
+        written = self.written.get(id(shared))
         return shared if written is None else written.seen_by(replica_id)
 
     def change(
@@ -44,28 +51,32 @@ class PendingWrites:
             change: Writes into its argument, this replica's copy of the array.
             on_commit: Called when the shared array itself has been written.
         """
-        written = self._written.get(id(shared)) or _WrittenArray(name, shared, on_commit)
+        written = self.written.get(id(shared)) or _WrittenArray(name, shared, on_commit)
         written.change(replica_id, change)
-        self._written[id(shared)] = written
+        self.written[id(shared)] = written
 
-    def commit(self) -> Exception | None:
-        """Write the shared arrays, if all replicas wrote the same to each, and drop the copies. Local.
+    def conflict(self) -> Exception | None:
+        """Check that all replicas wrote the same to each shared array. Local.
 
         Returns:
-            `None` if all went well; a `ValueError` if replicas wrote different bits, and then no array is written. The
-            error is returned and not raised, as the other ranks must learn of it.
+            A `ValueError` if replicas wrote different bits; it is returned and not raised, as the other ranks must
+            learn of it. `None` if all is well.
         """
-        if not self._written:
-            return None
-        all_written, self._written = list(self._written.values()), {}
         try:
-            for written in all_written:
+            for written in self.written.values():
                 written.require_equal(self._ids)
-            for written in all_written:
-                written.commit()
         except Exception as problem:  # of any kind: the other ranks must learn of it
             return problem
         return None
+
+    def commit(self) -> None:
+        """Write the shared arrays, of which `conflict` has found all well, and drop the copies. Local."""
+        while self.written:
+            self.written.popitem()[1].commit()
+
+    def discard(self) -> None:
+        """Drop the copies: the shared arrays keep their values. Local."""
+        self.written.clear()
 
 
 @final

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist import context_stack
 from mpidist.collectives import PendingResult
-from mpidist.context_stack import CurrentStrategy
-from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.context_stack import CurrentStrategy, parts_of
+from mpidist.cross_device_ops import BoundOps, weighted_mean
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context.joint_calls import JointCalls, SharedResult
 from mpidist.transport import Device, open_groups
@@ -20,7 +19,15 @@ from mpidist.whole_number import whole_number
 
 __all__ = ["ReplicaContext"]
 
-logger = logging.getLogger(__name__)
+# What to do instead of a call of one replica where no strategy is current.
+_REDUCE: Final = "call strategy.reduce() there, or call it in the function of strategy.run()"
+_INSTEAD_OUT_OF_RUN: Final = {
+    "all_reduce": _REDUCE,
+    "start_all_reduce": _REDUCE,
+    "reduce_scatter": _REDUCE,
+    "all_gather": "call strategy.gather() there, or call it in the function of strategy.run()",
+    "merge_call": "call the function itself there",
+}
 
 
 @final
@@ -42,7 +49,7 @@ class ReplicaContext:
         self,
         strategy: CurrentStrategy,
         replica_id_in_sync_group: int,
-        cross_device_ops: CrossDeviceOps,
+        cross_device_ops: BoundOps,
         joint_calls: JointCalls | None = None,
         device: Device | None = None,
     ) -> None:
@@ -72,7 +79,7 @@ class ReplicaContext:
         """This replica's device, in a tuple of one: `("/rank:1/cpu:0",)`."""
         if self._device is not None:
             return (f"/rank:{self._strategy.topology.rank}{self._device}",)
-        return tuple(self._strategy.extended.local_devices)
+        return tuple(parts_of(self._strategy).local_devices)
 
     def rng(self, seed: int, *key: int) -> np.random.Generator:
         """Make a random generator that is this replica's alone. Local.
@@ -107,6 +114,7 @@ class ReplicaContext:
         value: Any,
         options: CommunicationOptions | None = None,
         *,
+        weight: Any = None,
         out: Any = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
@@ -116,6 +124,9 @@ class ReplicaContext:
             reduce_op: A `ReduceOp` or its name in any case.
             value: This replica's contribution: an array, a number, or a nest of them.
             options: Override the strategy's.
+            weight: For means: how much this replica's value weighs, as a number >= 0, such as its number of rows. The
+                mean is the sum of values times weights, divided by the sum of weights. A value of weight 0 does not
+                count, whatever it is, also one that is not a number.
             out: A nest of arrays like the result, into which the result is written. May be `value` itself.
             experimental_hints: The old name of `options` (deprecated).
 
@@ -124,7 +135,9 @@ class ReplicaContext:
             shared by the replicas of a rank, and read-only.
 
         Raises:
-            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
+            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced, or all weights are 0. On every
+                rank.
+            ValueError: If `weight` is negative or not finite, or given for another operation. On every rank.
             DeadlineExceededError: If not all ranks called in time.
             RuntimeError: If this context is not the current one.
         """
@@ -132,7 +145,9 @@ class ReplicaContext:
         if experimental_hints is not None:
             options = options_or_hints(options, experimental_hints)
         if self.joint_calls is not None:
-            return self.joint_calls.all_reduce(reduce_op, value, options, out)
+            return self.joint_calls.all_reduce(reduce_op, value, options, weight, out)
+        if weight is not None:
+            return weighted_mean(self._cross_device_ops, "all_reduce", reduce_op, value, weight, options, out=out)
         return self._cross_device_ops.all_reduce(reduce_op, value, options, out=out)
 
     def start_all_reduce(
@@ -162,7 +177,13 @@ class ReplicaContext:
         return self._cross_device_ops.start_all_reduce(reduce_op, value, options, out=out)
 
     def reduce_scatter(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
     ) -> Any:
         """Reduce every replica's value, and give each replica its part of the result along an axis. Collective.
 
@@ -171,18 +192,19 @@ class ReplicaContext:
             value: An array of at least one dimension, or a nest of them, of the same shapes on every replica.
             axis: The axis; negative counts from the end.
             options: Override the strategy's.
+            out: A nest of arrays like the result, which the replica's part is written to.
 
         Returns:
-            A nest like `value`: replica r gets the r-th part of the axis. Lengths differ by at most one, longer parts
-            come first. `all_gather` of the parts gives what `all_reduce` returns.
+            `out`, if given; else a nest like `value`. Replica r gets the r-th part of the axis. Lengths differ by at
+            most one, longer parts come first. `all_gather` of the parts gives what `all_reduce` returns.
 
         Raises:
             InvalidArgumentError: If the replicas' arguments differ, or cannot be reduced. On every rank.
         """
         self._require_current("reduce_scatter")
         if self.joint_calls is not None:
-            return self.joint_calls.reduce_scatter(reduce_op, value, axis, options)
-        return self._strategy.extended.reduce_scatter(reduce_op, value, axis, options)
+            return self.joint_calls.reduce_scatter(reduce_op, value, axis, options, out)
+        return parts_of(self._strategy).reduce_scatter(reduce_op, value, axis, options, out)
 
     def all_gather(
         self,
@@ -190,6 +212,7 @@ class ReplicaContext:
         axis: int,
         options: CommunicationOptions | None = None,
         *,
+        out: Any = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Concatenate every replica's value along an axis, in the order of replicas. Collective.
@@ -198,10 +221,12 @@ class ReplicaContext:
             value: An array of at least one dimension, or a nest of them. Lengths along `axis` may differ between ranks.
             axis: The axis; negative counts from the end.
             options: Override the strategy's.
+            out: A nest of arrays like the result, which the result is written to. A value may be the part of it that is
+                this rank's own.
             experimental_hints: The old name of `options` (deprecated).
 
         Returns:
-            A nest like `value`, the same on all replicas.
+            `out`, if given; else a nest like `value`, the same on all replicas.
 
         Raises:
             InvalidArgumentError: If shapes differ along another axis, or a value has no such axis. On every rank.
@@ -209,8 +234,8 @@ class ReplicaContext:
         self._require_current("all_gather")
         options = options_or_hints(options, experimental_hints)
         if self.joint_calls is not None:
-            return self.joint_calls.all_gather(value, axis, options)
-        return self._strategy.extended.all_gather("all_gather", value, axis, options)
+            return self.joint_calls.all_gather(value, axis, options, out)
+        return parts_of(self._strategy).all_gather("all_gather", value, axis, options, out=out)
 
     def merge_call(
         self,
@@ -247,7 +272,7 @@ class ReplicaContext:
             merge_args, merge_kwargs = list(args), dict(kwargs or {})
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        self._strategy.extended.agree("merge_call", {"function": name}, error)
+        parts_of(self._strategy).agree("merge_call", {"function": name}, error)
         entry = context_stack.Entry(self._strategy, is_merge_call=True)
         return local_components(context_stack.call(entry, merge_fn, self._strategy, *merge_args, **merge_kwargs))
 
@@ -261,11 +286,10 @@ class ReplicaContext:
         """Refuse a call outside of `run`, unless this is the default strategy's context and no strategy was entered."""
         here = context_stack.current_replica()
         if here is self:
-            if context_stack.current() is None and open_groups.num_open():
-                logger.warning(
-                    "ReplicaContext.%s was called outside of strategy.run(), where the default strategy, of this "
-                    "process alone, is current: nothing was combined with other ranks",
-                    call,
+            if context_stack.innermost() is None and open_groups.num_strategies():
+                raise RuntimeError(
+                    f"{call} was called outside of strategy.run(), where the default strategy, of this process alone, "
+                    f"is current, so nothing would be combined with the other ranks; {_INSTEAD_OUT_OF_RUN[call]}"
                 )
             return
         if here is None:

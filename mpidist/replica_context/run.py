@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from mpidist import context_stack
-from mpidist.context_stack import CurrentStrategy
-from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.context_stack import CurrentStrategy, parts_of
+from mpidist.cross_device_ops import BoundOps
 from mpidist.replica_context.joint_calls import JointCalls
 from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.replica_context import ReplicaContext
@@ -21,7 +21,7 @@ __all__ = ["call_for_replicas"]
 
 def call_for_replicas(
     strategy: CurrentStrategy,
-    cross_device_ops: CrossDeviceOps,
+    cross_device_ops: BoundOps,
     replicas: Replicas,
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -40,9 +40,10 @@ def call_for_replicas(
     Returns:
         A nest of `PerReplica` values: see `join_components`.
     """
-    strategy.extended.group.agreement.run += 1  # ranks compare it: a call that a replica left out shows in the next one
+    # Ranks compare the number: a call that a replica left out shows in the next one.
+    parts_of(strategy).group.agreement.run += 1
     pending = PendingWrites(replicas.ids_here)
-    turns = Turns(replicas.ids_here, replicas.devices, pending.commit)
+    turns = Turns(replicas.ids_here, replicas.devices, pending)
     joint_calls = JointCalls(strategy, cross_device_ops, replicas, turns, pending)
     bodies: list[Callable[[], Any]] = []
     for at, replica_id in enumerate(replicas.ids_here):

@@ -15,6 +15,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from mpidist import context_stack
 from mpidist.errors import InvalidArgumentError
+from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.transport import Device, are_several_gpus, arrays
 
 __all__ = ["CarryOut", "Turns"]
@@ -34,11 +35,13 @@ class _Meeting(NamedTuple):
         call: The name of the call.
         carry_out: Makes the call, once for all replicas.
         argument: The argument of this replica.
+        is_settled: Whether all ranks have agreed on the call when `carry_out` returns.
     """
 
     call: str
     carry_out: CarryOut
     argument: Any
+    is_settled: bool
 
 
 @final
@@ -121,17 +124,15 @@ class Turns:
     Args:
         replica_ids: The ids of the replicas of this rank.
         devices: The device of each replica.
-        commit_writes: `PendingWrites.commit`: called when all replicas have met, before their call is made, and when
-            all have returned.
+        pending: What the replicas have written to arrays that they share: checked when all replicas have met, committed
+            when the ranks have agreed on the call, and when all replicas have returned.
 
     Attributes:
         has_several_gpus: Whether the replicas compute on different devices, of which some are GPUs.
     """
 
-    def __init__(
-        self, replica_ids: Sequence[int], devices: Sequence[Device], commit_writes: Callable[[], Exception | None]
-    ) -> None:
-        self._ids, self._devices, self._commit_writes = replica_ids, devices, commit_writes
+    def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device], pending: PendingWrites) -> None:
+        self._ids, self._devices, self._pending = replica_ids, devices, pending
         self.has_several_gpus = are_several_gpus(devices)
         self._rank_stack = getcurrent()  # the greenlet of `run`
         self._running: _Replica | None = None
@@ -158,7 +159,10 @@ class Turns:
                 call raise an error that names the replica.
         """
         if len(bodies) == 1:
-            return [bodies[0]()]
+            try:
+                return [bodies[0]()]
+            finally:
+                self._pending.commit()
         devices = self._devices if self.has_several_gpus else [None] * len(bodies)
         replicas = [_Replica(*parts) for parts in zip(self._ids, bodies, devices, strict=True)]
         if self.has_several_gpus:  # replicas read what was written on the first device
@@ -175,22 +179,25 @@ class Turns:
             self.use_device(0)
         return [replica.result for replica in replicas]
 
-    def meet(self, call: str, carry_out: CarryOut, argument: Any) -> Any:
+    def meet(self, call: str, carry_out: CarryOut, argument: Any, is_settled: bool = True) -> Any:
         """Wait until all replicas of this rank make a call, and return this replica's result. Collective.
 
         Args:
             call: The name of the call.
             carry_out: Makes the call for all replicas of this rank.
             argument: What this replica passes to the call.
+            is_settled: Whether all ranks have agreed on the call when `carry_out` returns. If not, what the replicas
+                have written stays pending.
         """
+        meeting = _Meeting(call, carry_out, argument, is_settled)
         if self._running is None:  # the rank carries one replica
-            return carry_out([argument], None)[0]
+            return self._make(meeting, [argument], None)[0]
         if self._is_over:
             self._num_refused += 1
             if self._num_refused > _MAX_REFUSED:  # a loop that catches every error: never resume this replica again
                 self._rank_stack.switch()
             raise RuntimeError(f"{call}: replica {self._running.replica_id} was ended, as another replica has failed")
-        self._running.meeting = _Meeting(call, carry_out, argument)
+        self._running.meeting = meeting
         return self._rank_stack.switch()
 
     def _take_turns(self, replicas: Sequence[_Replica]) -> bool:
@@ -203,7 +210,9 @@ class Turns:
         if not all(replica.has_ended for replica in replicas):
             return False
         self.use_device(0)
-        conflict = self._commit_writes()  # also if replicas raised: what all of them wrote before stays written
+        conflict = self._pending.conflict()
+        if conflict is None:  # also if replicas raised: what all of them wrote before stays written
+            self._pending.commit()
         _raise_first(replicas)
         if conflict is not None:
             raise conflict
@@ -215,9 +224,8 @@ class Turns:
         first, refusal = waiting[0][1], None
         arguments = [meeting.argument for _, meeting in waiting if meeting.call == first.call]
         self.use_device(0)
-        conflict = self._commit_writes()
         try:
-            outcomes = first.carry_out(arguments, _mismatch(replicas) or conflict)
+            outcomes = self._make(first, arguments, _mismatch(replicas))
         except Exception as error:
             refusal = error
         if refusal is not None:
@@ -229,6 +237,18 @@ class Turns:
             arrays.wait_for_stream()
         for (replica, _), outcome in zip(waiting, outcomes, strict=True):
             replica.answer(outcome)
+
+    def _make(self, meeting: _Meeting, arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
+        """Make a call; then commit what the replicas have written, or drop it if the call is refused."""
+        if not (meeting.is_settled and self._pending.written):
+            return meeting.carry_out(arguments, error)
+        try:
+            outcomes = meeting.carry_out(arguments, error or self._pending.conflict())
+        except BaseException:  # on all ranks
+            self._pending.discard()
+            raise
+        self._pending.commit()
+        return outcomes
 
     def _resume(self, replica: _Replica) -> None:
         self._running = replica

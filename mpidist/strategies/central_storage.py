@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import final
 
 from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.options import CommunicationOptions
 from mpidist.replicas import devices_on_one_node
 from mpidist.strategy import Strategy
-from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import Device, Intracomm, SyncGroup
 from mpidist.variables import OncePerNode, OnEachRank, VariablePlacement
 
@@ -29,11 +30,12 @@ class CentralStorageStrategy(Strategy):
             where there is none. With more devices than ranks, ranks carry several replicas, as in `MirroredStrategy`.
         parameter_device: The device that holds the variables: `"CPU:0"`, the default, is the host memory of the node.
             Also the device of the only replica, if there is one alone, which is then the default if it was named.
+        communication_options: The defaults of all calls.
         comm: An intra-communicator of mpi4py whose ranks share a node; by default `MPI.COMM_WORLD`.
 
     Raises:
         TopologyError: If the ranks are on several nodes.
-        TypeError: If `compute_devices` is neither a string nor a sequence.
+        TypeError: If `compute_devices` is neither a string nor a sequence, or the options are of another type.
         UnavailableError: If there is no MPI, or no such device.
         ValueError: If there are fewer devices than ranks, if a device string is not understood, or if
             `parameter_device` is a GPU, which not all replicas can read.
@@ -44,6 +46,7 @@ class CentralStorageStrategy(Strategy):
         compute_devices: Sequence[str] | str | None = None,
         parameter_device: str | None = None,
         *,
+        communication_options: CommunicationOptions | None = None,
         comm: Intracomm | None = None,
     ) -> None:
         group = SyncGroup.from_mpi(comm)
@@ -54,13 +57,14 @@ class CentralStorageStrategy(Strategy):
             _require_readable(parameter_device, chosen, group.topology.size)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        placement: VariablePlacement | None = None
-        if group.topology.size > 1 or len(chosen) > 1:
-            placement = OncePerNode(group, None, "/rank:0/cpu:0")
-        elif parameter_device is not None and error is None:
-            placement = OnEachRank(Device.parse(parameter_device))
-        ops = CollectiveAllReduce()
-        super().__init__(StrategyExtended.assemble(name, group, ops, chosen, None, placement, error, carried))
+
+        def make_placement(options: CommunicationOptions) -> VariablePlacement:
+            if group.topology.size > 1 or len(chosen) > 1:
+                return OncePerNode(group, options.timeout_seconds, "/rank:0/cpu:0")
+            return OnEachRank(None if parameter_device is None else Device.parse(parameter_device))
+
+        ops, options = CollectiveAllReduce(), communication_options
+        super().__init__(StrategyParts.assemble(name, group, ops, chosen, options, make_placement, error, carried))
 
 
 def _require_readable(parameter_device: str | None, chosen: Sequence[Device], num_ranks: int) -> None:

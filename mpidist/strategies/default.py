@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
+from mpidist.context_stack import parts_of
 from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.replica_context import ReplicaContext
 from mpidist.strategy import Strategy
-from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import Device, SyncGroup
 
 __all__ = ["DefaultStrategy", "make_default"]
@@ -19,11 +20,11 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(
-            StrategyExtended.assemble(type(self).__name__, SyncGroup.solo(), CollectiveAllReduce(), [Device("cpu")])
+            StrategyParts.assemble(type(self).__name__, SyncGroup.solo(), CollectiveAllReduce(), [Device("cpu")])
         )
 
 
 def make_default() -> tuple[Strategy, ReplicaContext]:
     """Make the default strategy and its replica context."""
     strategy = DefaultStrategy()
-    return strategy, ReplicaContext(strategy, 0, strategy.extended.cross_device_ops)
+    return strategy, ReplicaContext(strategy, 0, parts_of(strategy).cross_device_ops)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import final
 
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
+from mpidist.options import CommunicationOptions
 from mpidist.replicas import devices_on_one_node
 from mpidist.strategy import Strategy
-from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import Device, Intracomm, SyncGroup
 from mpidist.variables import OncePerNode
 from mpidist.whole_number import require_bool
@@ -29,6 +30,7 @@ class MirroredStrategy(Strategy):
             the GPU of its local rank, or the CPU where there is none. If all devices are named as GPUs, variables and
             symmetric arrays lie in device memory; a GPU that was taken by default holds what was given there.
         cross_device_ops: The algorithm that combines values; by default `CollectiveAllReduce()`.
+        communication_options: The defaults of all calls.
         replicas: Number of replicas, at least the number of ranks, which lie over the ranks in blocks. Sums are then
             the same bits on any number of ranks.
         comm: An intra-communicator of mpi4py whose ranks share a node; by default `MPI.COMM_WORLD`.
@@ -37,8 +39,8 @@ class MirroredStrategy(Strategy):
 
     Raises:
         TopologyError: If the ranks are on several nodes.
-        TypeError: If `devices` is neither a string nor a sequence, `cross_device_ops` is no `CrossDeviceOps`, or
-            `per_node_variables` is no bool.
+        TypeError: If `devices` is neither a string nor a sequence, or `cross_device_ops`, the options or
+            `per_node_variables` are of another type.
         UnavailableError: If there is no MPI, or no such device.
         ValueError: If there are fewer devices or replicas than ranks, if the numbers of devices and replicas differ, or
             if a device string is not understood.
@@ -49,6 +51,7 @@ class MirroredStrategy(Strategy):
         devices: Sequence[str] | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        communication_options: CommunicationOptions | None = None,
         replicas: int | None = None,
         comm: Intracomm | None = None,
         per_node_variables: bool = False,
@@ -62,5 +65,5 @@ class MirroredStrategy(Strategy):
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
-        placement = OncePerNode(group, None) if per_node_variables else None
-        super().__init__(StrategyExtended.assemble(name, group, ops, chosen, None, placement, error, carried))
+        options, placement = communication_options, OncePerNode.maker(group) if per_node_variables else None
+        super().__init__(StrategyParts.assemble(name, group, ops, chosen, options, placement, error, carried))

@@ -6,7 +6,7 @@ from typing import final
 
 from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.strategy import Strategy
-from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import Device, SyncGroup, choose_device
 
 __all__ = ["OneDeviceStrategy"]
@@ -28,4 +28,4 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | None = None) -> None:
         group = SyncGroup.solo()
         chosen = choose_device(group.topology) if device is None else Device.parse(device)
-        super().__init__(StrategyExtended.assemble(type(self).__name__, group, CollectiveAllReduce(), [chosen]))
+        super().__init__(StrategyParts.assemble(type(self).__name__, group, CollectiveAllReduce(), [chosen]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
@@ -10,6 +9,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist import context_stack, nest
+from mpidist.absent_names import explain_absent_members
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from mpidist.collectives import HostOuts
 from mpidist.coordinator import ClusterCoordinator
@@ -31,7 +31,7 @@ from mpidist.parameter_server import (
 )
 from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
-from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import Intracomm, SyncGroup, choose_device
 from mpidist.values import IndexedSlices
 
@@ -64,13 +64,14 @@ class ParameterServerStrategy(Strategy):
         num_ps: The last so many ranks are servers; by default one.
         ps_ranks: These ranks are servers.
         staleness: How many steps a worker may be ahead of the slowest one when it reads a variable; a step ends with
-            `step_done()`. 0 keeps workers in step; `None` lets them run freely.
+            `step_done()`. 0 keeps workers in step; `None` lets them run freely. A worker that pushes and never calls
+            `step_done()` is warned, and `barrier()` and `close()` raise a `RuntimeError`.
         on_worker_lost: What becomes of the others when a worker's program fails, or its process is killed: `"abort"`
             ends the job; `"ignore"` goes on without the worker, and the job's exit status tells of it at the end. Most
             launchers end a job of which a process is killed; Open MPI's does not with `mpirun --with-ft ulfm`.
         placement: `"round_robin"` puts variables on servers in turn, `"bytes"` on the server with the fewest bytes.
         communication_options: Their `timeout_seconds` say how long a worker waits for the answer to a request, and for
-            other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields are of no effect.
+            other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields must have their defaults.
         aggregate_in_node: Whether the workers of a node make their calls of `push` together: what they push is summed
             in shared memory, and one of them sends the sum. Nodes do not wait for each other.
         replicas: Number of replicas of each worker. `run` then calls its function for each of them, and distributed
@@ -79,7 +80,8 @@ class ParameterServerStrategy(Strategy):
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
 
     Raises:
-        ValueError: If the cluster has no worker or no server, or a job of another kind. On every rank.
+        ValueError: If the cluster has no worker or no server, or a job of another kind, or options are given that have
+            no effect. On every rank.
         TopologyError: If the cluster contradicts MPI. On every rank.
         InvalidArgumentError: If workers pass different arguments. On every rank.
         TypeError: If an argument is of a wrong type. On every rank.
@@ -103,8 +105,8 @@ class ParameterServerStrategy(Strategy):
         comm: Intracomm | None = None,
     ) -> None:
         resolver = cluster_resolver
-        if resolver is None and comm is None and num_ps is None and ps_ranks is None and os.environ.get("TF_CONFIG"):
-            resolver = TFConfigClusterResolver()
+        if resolver is None and num_ps is None and ps_ranks is None:
+            resolver = TFConfigClusterResolver.of_job(comm)
         wanted = Wanted(
             staleness,
             on_worker_lost,
@@ -120,17 +122,18 @@ class ParameterServerStrategy(Strategy):
         self._role, self._read_outs = role, HostOuts()
         try:
             device = choose_device(role.topology)
-            places = OnServers(role.servers, role.initialises, variable_partitioner, placement)
+            partitioner, devices_of_servers = variable_partitioner, role.server_devices
+            places = OnServers(role.servers, role.initialises, partitioner, placement, devices_of_servers)
             ops, name, group = CollectiveAllReduce(), type(self).__name__, SyncGroup.solo()
             carried = None if replicas is None else Replicas.in_blocks(replicas, group.topology)
             devices = [device] * (1 if carried is None else carried.num_here)
-            extended = StrategyExtended.assemble(
-                name, group, ops, devices, None, places, replicas=carried, service=role
+            parts = StrategyParts.assemble(
+                name, group, ops, devices, None, lambda _: places, replicas=carried, service=role
             )
         except BaseException as error:
             role.close(error)
             raise
-        super().__init__(extended, role.resolver if resolver is None else resolver)
+        super().__init__(parts, role.resolver if resolver is None else resolver)
 
     @property
     def is_ps(self) -> bool:
@@ -251,13 +254,14 @@ class ParameterServerStrategy(Strategy):
         return Push(locations, arrays, rows, _CHANGES[update], update)
 
     def _servers(self, call: str) -> Servers:
-        self.extended.group.require_open(call)
+        self._parts.group.require_open(call)
         if self._role.servers is None:
-            raise RuntimeError(f"{call} on a parameter server: it is for workers; a server calls serve()")
+            raise RuntimeError(f"{call} on {self._role.why_idle}")
         return self._role.servers
 
 
 @final
+@explain_absent_members
 class Server:
     """What a script of TensorFlow makes on each task of a cluster. `join` serves, on parameter servers.
 
@@ -267,13 +271,14 @@ class Server:
         cluster_or_strategy: A `ClusterSpec`, or what makes one, or a `ParameterServerStrategy`.
         job_name: The job of this rank, with a cluster.
         task_index: The number of this rank within the job, with a cluster.
-        protocol: Of no effect: ranks send messages of MPI.
-        config: Of no effect.
-        start: Of no effect: the server begins with `join`.
+        protocol: Must be `None`: ranks send messages of MPI.
+        config: Must be `None`: there is no session to configure.
+        start: Must be `True`: the server begins with `join`.
 
     Raises:
         TypeError: If the first argument is of another kind.
-        ValueError: If the job or the index is missing, or given although a strategy knows it.
+        ValueError: If the job or the index is missing, or given although a strategy has them; or if one of the last
+            three arguments is given.
     """
 
     def __init__(
@@ -285,6 +290,13 @@ class Server:
         config: Any = None,
         start: bool = True,
     ) -> None:
+        for name, given, default, why in (
+            ("protocol", protocol, None, "ranks send messages of MPI"),
+            ("config", config, None, "there is no session to configure"),
+            ("start", start, True, "the server begins with join()"),
+        ):
+            if given is not default:
+                raise ValueError(f"Server: {name} must be {default}: {why}; leave it out")
         self._strategy: ParameterServerStrategy | None = None
         self._resolver: SimpleClusterResolver | None = None
         if isinstance(cluster_or_strategy, ParameterServerStrategy):

@@ -1,6 +1,7 @@
 """Variables: arrays that a strategy keeps on every rank."""
 
 from mpidist.variables.array_protocol import ReadsAsArray
+from mpidist.variables.assigning import require_no_effect
 from mpidist.variables.casting import cast_for, is_python_number, native_of, require_mean
 from mpidist.variables.mirrored import MirroredVariable
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
@@ -29,5 +30,6 @@ __all__ = [
     "is_python_number",
     "native_of",
     "require_mean",
+    "require_no_effect",
     "update_copies",
 ]

@@ -8,13 +8,13 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import context_stack
-from mpidist.context_stack import CurrentStrategy
+from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.replicas import Replicas
 from mpidist.values import PerReplica, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.casting import cast_for
 
-__all__ = ["Assignable", "store"]
+__all__ = ["Assignable", "require_no_effect", "store"]
 
 
 class Assignable(ABC):
@@ -53,17 +53,19 @@ class Assignable(ABC):
             value: An array of the variable's shape and of the same kind of number (a float is not cast to an integer),
                 or a number; of a distributed value, this rank's component. Outside of `run` a `PerReplica` is refused
                 if the number of replicas was chosen.
-            use_locking: Of no effect: no other thread writes a variable.
-            name: Of no effect.
+            use_locking: Must be `False`: one thread at a time writes a variable, so there is nothing to lock.
+            name: Must be `None`: there is no graph whose operations have names.
             read_value: `False` returns `None`.
 
         Raises:
             ValueError: If the shape or the kind of number differs, if an integer is too large for the dtype, or if a
                 Python number or a mirrored value is assigned with aggregation SUM in `run`, which would add it once
-                for every replica.
+                for every replica; or if `use_locking` or `name` is given.
             TypeError: If the value is neither an array nor a number.
             RuntimeError: If another strategy is current.
         """
+        if use_locking or name is not None:
+            require_no_effect("assign", use_locking, name)
         return self._assign("assign", value, None, read_value)
 
     @final
@@ -71,6 +73,8 @@ class Assignable(ABC):
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Add to the value, and return the variable. As `assign`; in `run` the deltas are aggregated."""
+        if use_locking or name is not None:
+            require_no_effect("assign_add", use_locking, name)
         return self._assign("assign_add", delta, np.add, read_value)
 
     @final
@@ -78,6 +82,8 @@ class Assignable(ABC):
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Subtract from the value, and return the variable. As `assign_add`."""
+        if use_locking or name is not None:
+            require_no_effect("assign_sub", use_locking, name)
         return self._assign("assign_sub", delta, np.subtract, read_value)
 
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
@@ -98,7 +104,7 @@ class Assignable(ABC):
             if self._is_of_default_strategy():
                 what = f"variable {self._name!r} was made outside of strategy.scope(); make it inside"
                 raise RuntimeError(f"{call}: mixing different strategies; {what}")
-            self._strategy.extended.require_not_mixed(call)
+            parts_of(self._strategy).require_not_mixed(call)
         return entry
 
     @final
@@ -145,6 +151,18 @@ class Assignable(ABC):
     @final
     def _is_of_default_strategy(self) -> bool:
         return context_stack.is_default(self._strategy)
+
+
+def require_no_effect(call: str, use_locking: bool = False, name: str | None = None) -> None:
+    """Refuse arguments of tf.distribute that have no effect here, unless they have their defaults.
+
+    Raises:
+        ValueError: If one has another value.
+    """
+    if use_locking:
+        raise ValueError(f"{call}: use_locking must be False: one thread at a time writes a variable; leave it out")
+    if name is not None:
+        raise ValueError(f"{call}: name must be None: there is no graph whose operations have names; leave it out")
 
 
 def store(target: Any, array: Any, ufunc: np.ufunc | None) -> None:

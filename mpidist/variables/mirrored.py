@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from mpidist import context_stack
+from mpidist.context_stack import parts_of
 from mpidist.options import ReduceOp
 from mpidist.transport import arrays
 from mpidist.values import Contributions, require_contributions
@@ -38,12 +39,12 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
     def is_mirrored_over(self, group: SyncGroup) -> bool:
         """Return True for the ranks of its strategy, in cross-replica context."""
         entry = context_stack.innermost()
-        return group is self._strategy.extended.group and (entry is None or entry.replica_context is None)
+        return group is parts_of(self._strategy).group and (entry is None or entry.replica_context is None)
 
     def _place(self, value: Any) -> Any:
-        self._placement = self._strategy.extended.variable_placement.for_value(value)
+        self._placement = parts_of(self._strategy).variable_placement.for_value(value)
         stored = self._placement.store(value)
-        is_on_several = arrays.is_device(stored) and self._strategy.extended.replicas.has_several_gpus
+        is_on_several = arrays.is_device(stored) and parts_of(self._strategy).replicas.has_several_gpus
         self._gpu_copies = GpuCopies(stored) if is_on_several else None
         return stored
 
@@ -58,8 +59,11 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         return self._local_view if self._replicas is None else self.local_value()
 
     def _sharing_context(self) -> context_stack.CurrentReplica | None:
-        """Return the current replica's context in `run`, if the replica shares the rank's copy with others."""
-        if self._replicas is None or self._replicas.num_here == 1:
+        """Return the current replica's context in `run`, if replicas share copies: then assignments wait in it.
+
+        Also on a rank with one replica: what replicas of another rank may yet refuse is written on no rank.
+        """
+        if self._replicas is None or not self._replicas.share_ranks:
             return None
         entry = context_stack.innermost()
         return entry.replica_context if entry is not None and entry.strategy is self._strategy else None
@@ -91,7 +95,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
             ufunc: As in `_assign_in_replica`.
             error: What is wrong on this rank.
         """
-        ops, call = self._strategy.extended.cross_device_ops, self._call_of(ufunc)
+        ops, call = parts_of(self._strategy).cross_device_ops, self._call_of(ufunc)
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             self._write(ops.broadcast(first, "all", call=call, error=error), ufunc)
         else:
@@ -147,7 +151,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
     def _contribution(self, value: Any) -> Any:
         num_replicas = self._strategy.num_replicas_in_sync
         if self._aggregation is VariableAggregation.SUM and num_replicas > 1:
-            require_contributions(ReduceOp.SUM, [value], self._strategy.extended.group, num_replicas)
+            require_contributions(ReduceOp.SUM, [value], parts_of(self._strategy).group, num_replicas)
             if is_python_number(value):
                 raise ValueError(
                     f"a non-DistributedValues value {value!r} cannot be reduced: assigned to variable {self._name!r} "
@@ -194,7 +198,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
 
     def _write_rows(self, call: str, what: str, rows: Any, error: Exception | None) -> None:
         """Gather the rows of all replicas, and change these rows of the copy."""
-        extended = self._strategy.extended
+        extended = parts_of(self._strategy)
         indices, values = extended.all_gather(what, rows, 0, None, error)
         if self._aggregation is VariableAggregation.MEAN:
             values = (values / self._strategy.num_replicas_in_sync).astype(self.dtype, copy=False)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from mpidist.context_stack import CurrentStrategy
+from mpidist.options import CommunicationOptions
 from mpidist.transport import Call, Device, SyncGroup, arrays, raise_together
 
 __all__ = ["OnEachRank", "OncePerNode", "VariablePlacement"]
@@ -18,14 +19,14 @@ class VariablePlacement(ABC):
 
     Attributes:
         is_shared: Whether several ranks hold one array, so that no rank may write it alone.
-        device: The device that holds all variables; `None` for the devices of the ranks.
+        devices: The devices that hold all variables; none for the devices of the ranks.
     """
 
     is_shared: bool
-    device: str | None = None
+    devices: tuple[str, ...] = ()
 
     def __str__(self) -> str:  # ranks compare it
-        return type(self).__name__ if self.device is None else f"{type(self).__name__} on {self.device}"
+        return " on ".join((type(self).__name__, *self.devices))
 
     def make(self, strategy: CurrentStrategy, *args: Any, **kwargs: Any) -> Any:
         """Make a variable of a kind of this placement's own, or return `None`. Arguments are those of `Variable`."""
@@ -106,12 +107,17 @@ class OncePerNode(VariablePlacement):
     is_shared = True
 
     def __init__(self, group: SyncGroup, timeout_seconds: float | None, device: str | None = None) -> None:
-        self.device = device
+        self.devices = () if device is None else (device,)
         self._group = group
         self._timeout_seconds = timeout_seconds
 
+    @classmethod
+    def maker(cls, group: SyncGroup) -> Callable[[CommunicationOptions], VariablePlacement]:
+        """Return a function that makes the placement for a strategy with these defaults of all calls."""
+        return lambda options: cls(group, options.timeout_seconds)
+
     def for_value(self, value: Any) -> VariablePlacement:
-        is_own = self.device is None and arrays.is_device(value)  # device memory is not shared
+        is_own = not self.devices and arrays.is_device(value)  # device memory is not shared
         return OnEachRank() if is_own else self
 
     def store(self, value: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist.transport import arrays, change_rows_of_gpu, library_of
 from mpidist.values import IndexedSlices
+from mpidist.variables.assigning import require_no_effect
 from mpidist.variables.casting import cast_for
 
 if TYPE_CHECKING:
@@ -47,30 +48,35 @@ class SparseUpdates(ABC):
         Args:
             sparse_delta: k rows: values [k, ...] with the variable's dimensions but the first, and indices [k] from 0
                 to the variable's length - 1. k may differ between ranks.
-            use_locking: Of no effect: no other thread writes a variable.
-            name: Of no effect.
+            use_locking: Must be `False`, as in `assign`.
+            name: Must be `None`, as in `assign`.
 
         Raises:
             TypeError: If `sparse_delta` is no `IndexedSlices`.
-            ValueError: If rows have another shape or kind of number, or an index is out of range.
+            ValueError: If rows have another shape or kind of number, or an index is out of range; or if `use_locking`
+                or `name` is given.
             NotImplementedError: If the synchronization is ON_READ.
             RuntimeError: If another strategy is current.
         """
+        require_no_effect("scatter_add", use_locking, name)
         self._scatter("scatter_add", sparse_delta)
         return self
 
     def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Subtract from some rows, and return the variable. As `scatter_add`."""
+        require_no_effect("scatter_sub", use_locking, name)
         self._scatter("scatter_sub", sparse_delta)
         return self
 
     def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Multiply some rows, and return the variable. As `scatter_add`."""
+        require_no_effect("scatter_mul", use_locking, name)
         self._scatter("scatter_mul", sparse_delta)
         return self
 
     def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Divide some rows, and return the variable; integers are rounded down. As `scatter_add`."""
+        require_no_effect("scatter_div", use_locking, name)
         self._scatter("scatter_div", sparse_delta)
         return self
 
@@ -80,16 +86,19 @@ class SparseUpdates(ABC):
         Raises:
             NotImplementedError: Also in `Strategy.run` with aggregation SUM or MEAN.
         """
+        require_no_effect("scatter_max", use_locking, name)
         self._scatter("scatter_max", sparse_delta)
         return self
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Set some rows to the minima of their old and the given numbers, and return the variable. As `scatter_max`."""
+        require_no_effect("scatter_min", use_locking, name)
         self._scatter("scatter_min", sparse_delta)
         return self
 
     def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Set some rows, and return the variable. Of rows with one index the last one is kept. As `scatter_max`."""
+        require_no_effect("scatter_update", use_locking, name)
         self._scatter("scatter_update", sparse_delta)
         return self
 

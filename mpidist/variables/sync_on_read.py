@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from mpidist import context_stack
+from mpidist.context_stack import parts_of
 from mpidist.options import ReduceOp
 from mpidist.transport import arrays, on_device
 from mpidist.values import Contributions
@@ -34,7 +35,7 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
         return False
 
     def _place(self, value: Any) -> Any:
-        copies, devices = [value], self._strategy.extended.devices_here
+        copies, devices = [value], parts_of(self._strategy).devices_here
         for at in range(1, 1 if self._replicas is None else self._replicas.num_here):
             with on_device(devices, at):
                 copies.append(arrays.copied_here(value))
@@ -43,7 +44,7 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
 
     def _store(self, at: int, array: Any, ufunc: np.ufunc | None) -> None:
         """Write the copy of a replica of this rank, on the replica's device."""
-        with on_device(self._strategy.extended.devices_here, at):
+        with on_device(parts_of(self._strategy).devices_here, at):
             store(self._copies[at], arrays.on_current_device(array), ufunc)
 
     def _here(self) -> Any:
@@ -64,7 +65,7 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             entry is not None and (entry.replica_context is not None or entry.is_update)
         ) or self._is_of_default_strategy():
             return self._local_view if self._replicas is None else self.local_value()
-        ops = self._strategy.extended.cross_device_ops
+        ops = parts_of(self._strategy).cross_device_ops
         self._require_aggregation("read")
         call = f"reading of variable {self._name!r}"
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -103,7 +104,7 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             rest = np.fmod(wide, wide.dtype.type(count))
             share = (wide - rest) // wide.dtype.type(count)
             first = share + rest
-        has_first = self._strategy.extended.replicas.has_first
+        has_first = parts_of(self._strategy).replicas.has_first
         for at in range(len(self._copies)):
             self._store(at, first if at == 0 and has_first else share, None)
 

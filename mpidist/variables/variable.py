@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn, final
 import numpy as np
 
 from mpidist import context_stack
-from mpidist.context_stack import CurrentStrategy
+from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays, open_groups
 from mpidist.values import DistributedValues
@@ -27,6 +27,8 @@ logger = logging.getLogger("mpidist.variables")
 
 class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     """An array that a strategy keeps on every rank. Making one is collective over the ranks of the current strategy.
+
+    Made in `Strategy.run`, where a rank carries several replicas, it is one variable for all of them.
 
     Python's operators and NumPy's functions read a variable as an array. Assigning in `Strategy.run` aggregates the
     values of all replicas; assigning in cross-replica context writes this rank's copy, so every rank must write the
@@ -46,7 +48,6 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     Raises:
         ValueError: If `synchronization` is NONE, if one of the two is not known, or if the aggregation of integers is
             MEAN.
-        RuntimeError: In `Strategy.run`, if the number of replicas was chosen.
         InvalidArgumentError: If the ranks' names, shapes, dtypes or rules differ. On every rank.
     """
 
@@ -60,8 +61,11 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         kind: type[Variable] = cls
         if cls is Variable:
+            replica = context_stack.current_replica()
+            if replica is not None and replica.joint_calls is not None:
+                return replica.joint_calls.make_variable(cls, args, kwargs)  # which `__init__` leaves as it is
             strategy = context_stack.current_strategy()
-            own = strategy.extended.variable_placement.make(strategy, *args, **kwargs)
+            own = parts_of(strategy).variable_placement.make(strategy, *args, **kwargs)
             if own is not None:  # no subclass, so `__init__` is not called
                 return own
             kind = cls._kinds[VariableSynchronization.ON_WRITE]
@@ -80,18 +84,20 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> None:
+        if "_strategy" in vars(self):  # of replicas of this rank, which have made it together
+            return
         strategy = context_stack.current_strategy()
         error: Exception | None = None
         array: Any = np.empty(0)
         fields: dict[str, str] = {}
         self._strategy = strategy
         self._replicas = _chosen_replicas(strategy)
-        self._name = name if name is not None else strategy.extended.default_variable_name()
+        self._name = name if name is not None else parts_of(strategy).default_variable_name()
         try:
             self._synchronization = _synchronization(synchronization)
             self._aggregation = VariableAggregation(aggregation)
             value = initial_value() if callable(initial_value) else initial_value
-            array = strategy.extended.variable_placement.moved(_native(value, dtype, f"variable {self._name!r}"))
+            array = parts_of(strategy).variable_placement.moved(_native(value, dtype, f"variable {self._name!r}"))
             if self._aggregation is VariableAggregation.MEAN:
                 require_mean(array.dtype, f"variable {self._name!r}")
             fields = {
@@ -102,8 +108,8 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
             }
         except Exception as problem:  # also of `initial_value`: the other ranks must learn of it
             error = problem
-        strategy.extended.agree_on_variable(fields, name is None, error)
-        value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
+        parts_of(strategy).agree_on_variable(fields, name is None, error)
+        value = parts_of(strategy).cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
         self._value = self._place(value)
         self._local_view = self.local_value()  # read-only
         self._trainable = self._is_trainable_by_default if trainable is None else trainable
@@ -222,16 +228,8 @@ def _native(value: Any, dtype: Any, what: str) -> Any:
 
 def _chosen_replicas(strategy: CurrentStrategy) -> Replicas | None:
     """Return which replicas this rank carries, if their number was chosen."""
-    replicas: Replicas = strategy.extended.replicas
-    if replicas.tree is None:
-        return None
-    entry = context_stack.innermost()
-    if entry is not None and entry.replica_context is not None:
-        raise RuntimeError(
-            "a Variable cannot be made inside the function of strategy.run() if the number of replicas was chosen, as "
-            "each replica would make one: make it in strategy.scope()"
-        )
-    return replicas
+    replicas: Replicas = parts_of(strategy).replicas
+    return None if replicas.tree is None else replicas
 
 
 def _read_only_view(array: Any) -> Any:

@@ -14,6 +14,7 @@ from jobs.failing import PROJECT, Job, job  # noqa: F401
 
 from mpidist import MultiWorkerMirroredStrategy
 from mpidist.checkpoint import Checkpoint, CheckpointManager
+from mpidist.context_stack import parts_of
 from mpidist.experimental import PreemptionCheckpointHandler
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path, placem
         with strategy.scope():
             checkpoint = Checkpoint(step=0)
         handler = PreemptionCheckpointHandler(CheckpointManager(checkpoint, tmp_path), signals=())
-        agreement, num_steps = strategy.extended.group.agreement, 40
+        agreement, num_steps = parts_of(strategy).group.agreement, 40
         before = agreement.sequence
         for _ in range(num_steps):
             assert handler.run(strategy.reduce, "sum", 1) == comm.size

@@ -17,6 +17,7 @@ from transport.failures.clocks import Clock, clock
 import mpidist
 from mpidist import CommunicationOptions, OneDeviceStrategy
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
 
@@ -176,7 +177,7 @@ def test_broadcasts_that_differ_are_refused(comm: Intracomm) -> None:
 
 def test_out_is_for_all_ranks(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
-        ops = strategy.extended.cross_device_ops
+        ops = parts_of(strategy).cross_device_ops
         if comm.size > 1:
             with raises_everywhere(comm, ValueError, "out .*destinations"):
                 ops.broadcast(np.ones(2), 0, out=np.ones(2))

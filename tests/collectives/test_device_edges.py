@@ -17,7 +17,7 @@ from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context
 from mpidist.collectives import reduce_scatter
-from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
+from mpidist.cross_device_ops import BoundOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays, cuda
@@ -55,7 +55,7 @@ class Tensor:
 
 def test_a_library_with_its_own_stream_is_waited_for(group: SyncGroup, comm: Intracomm) -> None:
     """As PyTorch's arrays in `with torch.cuda.stream(...)`, of which the interface of CUDA arrays tells nothing."""
-    ops = NcclAllReduce().bound_to(group)
+    ops = BoundOps(NcclAllReduce(), group)
     for _ in range(2):
         value = Tensor.of(np.full(50, comm.rank + 1.0))
         result = ops.all_reduce("SUM", value)
@@ -68,7 +68,7 @@ def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup,
     if are_emulated():
         pytest.skip("needs a real GPU: emulated ones have no torch")
     torch = pytest.importorskip("torch")
-    ops, work = NcclAllReduce().bound_to(group), torch.ones(4096, 4096, device="cuda")
+    ops, work = BoundOps(NcclAllReduce(), group), torch.ones(4096, 4096, device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         tensor = torch.zeros(1 << 18, dtype=dtype, device="cuda")
         side = torch.cuda.Stream()
@@ -83,7 +83,7 @@ def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup,
 
 
 def test_what_was_waited_for_can_be_used_in_any_stream(group: SyncGroup, comm: Intracomm) -> None:
-    ops = HierarchicalCopyAllReduce().bound_to(group)
+    ops = BoundOps(HierarchicalCopyAllReduce(), group)
     for _ in range(2):
         handle = ops.start_all_reduce("MEAN", [up(np.ones(count)) for count in (5, 700)])
         results = handle.wait()
@@ -112,7 +112,7 @@ def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda,
 def test_overflowed_numbers_are_counted_in_the_log(
     group: SyncGroup, comm: Intracomm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ops = NcclAllReduce().bound_to(group)
+    ops = BoundOps(NcclAllReduce(), group)
     options = CommunicationOptions(compression="fp16", compress_everywhere=True)
     value, out = up(np.full(9, 1e6, np.float32)), up(np.zeros(9, np.float32))
     with caplog.at_level(logging.WARNING, "mpidist.cross_device_ops"):
@@ -124,12 +124,12 @@ def test_overflowed_numbers_are_counted_in_the_log(
 def test_another_byte_order_on_one_gpu_is_everybodys_error(group: SyncGroup, comm: Intracomm) -> None:
     value = up(np.ones(5, np.float32)).view(">f4" if comm.rank else "=f4")
     with raises_everywhere(comm, InvalidArgumentError, "native byte order, got '>f4'"):
-        NcclAllReduce().bound_to(group).all_reduce("SUM", value)
+        BoundOps(NcclAllReduce(), group).all_reduce("SUM", value)
 
 
 def test_outs_of_earlier_calls_are_looked_at_again(group: SyncGroup, comm: Intracomm) -> None:
     """Outs that were checked are known; one that has another shape since, in place, is refused on all ranks."""
-    ops, values = NcclAllReduce().bound_to(group), [up(np.ones(6)), up(np.ones(4))]
+    ops, values = BoundOps(NcclAllReduce(), group), [up(np.ones(6)), up(np.ones(4))]
     outs = [up(np.zeros(6)), up(np.zeros(4))]
     for _ in range(4):
         ops.all_reduce("SUM", values, out=outs)
@@ -142,7 +142,7 @@ def test_outs_of_earlier_calls_are_looked_at_again(group: SyncGroup, comm: Intra
 @pytest.mark.parametrize("is_out", [False, True])
 def test_elements_may_lie_at_any_number(group: SyncGroup, comm: Intracomm, is_out: bool) -> None:
     """A view of float32 as complex64, of rows of three: the first element is aligned, and every second one is not."""
-    ops, rows = NcclAllReduce().bound_to(group), up(np.full((64, 3), 9, np.float32))
+    ops, rows = BoundOps(NcclAllReduce(), group), up(np.full((64, 3), 9, np.float32))
     odd, plain = rows[:, :2].view(np.complex64), up(np.full((64, 1), 2 + 1j, np.complex64))
     result = ops.all_reduce("SUM", plain if is_out else odd, out=odd if is_out else None)
     assert (down(rows)[:, 2] == 9).all()
@@ -164,7 +164,7 @@ def test_results_go_to_no_other_gpu(
     gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm, call: str, is_value: bool
 ) -> None:
     """Kernels that wrote there would lose CUDA's context. Values from there are copied."""
-    ops, other = NcclAllReduce().bound_to(group), comm.size
+    ops, other = BoundOps(NcclAllReduce(), group), comm.size
     require_gpus(other + 1)
     first, value, out = up(np.zeros(5)), up(np.ones(5)), up(np.zeros(5))
     ops.all_reduce("SUM", [value, value], out=[first, out])  # so that the first one is known
@@ -184,7 +184,7 @@ def test_what_another_gpu_still_writes_is_waited_for(
     gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm, is_contiguous: bool
 ) -> None:
     """As of arrays that are made before the strategy; and their memory is used again before it has been read."""
-    ops, other = NcclAllReduce().bound_to(group), comm.size
+    ops, other = BoundOps(NcclAllReduce(), group), comm.size
     require_gpus(other + 1)
     cupy, here = gpus.cupy, arrays.current_gpu()
     for call in (ops.all_reduce, lambda _, value: ops.broadcast(value, "all")):
@@ -272,7 +272,7 @@ def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
     op, dtype, options, kernels = CALLS_WITH_KERNELS[kind]
     options = options.merge(CommunicationOptions(timeout_seconds=DEADLINE))
     sizes = (50, 7) * (100 if kind == "mean of many" else 1)
-    ops, values = NcclAllReduce().bound_to(group), [up(np.ones(size, dtype)) for size in sizes]
+    ops, values = BoundOps(NcclAllReduce(), group), [up(np.ones(size, dtype)) for size in sizes]
     if kind != "first call":
         ops.all_reduce("SUM", up(np.ones(3, np.int32)))
         assert compiler.compiled == {"copy_4"}
@@ -298,14 +298,14 @@ def test_ranks_with_drivers_of_which_one_takes_fewer_arrays_at_once(
     if comm.rank == 1:
         emulated.wish("the driver's version", 12_000)
     values = [up(np.full(3, at, np.float32)) for at in range(200)]
-    results = NcclAllReduce().bound_to(group).all_reduce("MEAN", values)
+    results = BoundOps(NcclAllReduce(), group).all_reduce("MEAN", values)
     assert [down(its).tolist() for its in results] == [[at] * 3 for at in range(200)]
     assert ("copy_4_long" in compiler.compiled) == (comm.rank != 1)
 
 
 @pytest.mark.ranks(min=2)
 def test_kernels_that_one_rank_cannot_compile(compiler: Compiler, group: SyncGroup, comm: Intracomm) -> None:
-    ops, value = NcclAllReduce().bound_to(group), up(np.ones(50))
+    ops, value = BoundOps(NcclAllReduce(), group), up(np.ones(50))
     if comm.rank == 1:
         compiler.error = RuntimeError("libnvrtc.so: cannot open shared object file")
     with raises_everywhere(comm, UnavailableError, r"could not be compiled: rank 1: libnvrtc.*`pip install"):

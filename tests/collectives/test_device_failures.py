@@ -14,7 +14,7 @@ import pytest
 from host_cuda.emulated import UNDER_WAY, Emulated
 from host_cuda.gpus import busy, connected, emulated, gpus, group, is_total, mine, opened, up
 
-from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
+from mpidist.cross_device_ops import BoundOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions
 from mpidist.transport.group import SyncGroup
@@ -42,7 +42,7 @@ MISSES = {  # what rank 1 misses, and the error
 @pytest.fixture
 def start(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> Iterator[Callable[..., Any]]:
     """Starts a call, whatever becomes of it; in the end the ranks begin anew."""
-    ops = NcclAllReduce().bound_to(connected)
+    ops = BoundOps(NcclAllReduce(), connected)
     yield lambda options=None: ops.start_all_reduce("SUM", mine(comm.rank, 9), options)
     start_anew(emulated, connected, comm)
 
@@ -55,7 +55,7 @@ def start_anew(emulated: Emulated, group: SyncGroup, comm: Intracomm) -> None:
 
 
 def assert_right(group: SyncGroup, comm: Intracomm) -> None:
-    ops = NcclAllReduce().bound_to(group)
+    ops = BoundOps(NcclAllReduce(), group)
     assert all(is_total(ops.start_all_reduce("SUM", mine(comm.rank, 9)).wait(), comm.size, 9) for _ in range(2))
     assert is_total(ops.all_reduce("SUM", mine(comm.rank, 9)), comm.size, 9)
 
@@ -82,7 +82,7 @@ def test_a_rank_that_is_late_ends_the_communicators_of_all_groups(
     Also where NCCL first has to connect the ranks, for which it waits before its call returns. NCCL wants the
     communicators of a process aborted together, and each group is reset.
     """
-    ops, value = NcclAllReduce().bound_to(connected), mine(comm.rank, 9, "f2" if "connects" in misses else "f4")
+    ops, value = BoundOps(NcclAllReduce(), connected), mine(comm.rank, 9, "f2" if "connects" in misses else "f4")
     for other in opened(comm):
         assert_right(other, comm)
         with monkeypatch.context() as patch:
@@ -136,7 +136,7 @@ def test_a_kernel_that_runs_past_the_deadline(
 
     What the GPU does later of the call that was given up comes before what the program does next with its arrays.
     """
-    ops, value, out = NcclAllReduce().bound_to(group), mine(comm.rank, 40), up(np.zeros(40, np.float32))
+    ops, value, out = BoundOps(NcclAllReduce(), group), mine(comm.rank, 40), up(np.zeros(40, np.float32))
     assert is_total(ops.all_reduce("SUM", value), comm.size, 40)
 
     def reduce(value: Any, out: Any) -> Any:
@@ -164,7 +164,7 @@ def test_the_host_never_waits_for_a_gpu_without_looking(
     options = SOON if ends == "a deadline" else PATIENT
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
     for made in opened(comm):
-        ops = HierarchicalCopyAllReduce().bound_to(made)
+        ops = BoundOps(HierarchicalCopyAllReduce(), made)
         assert is_total(ops.all_reduce("SUM", mine(comm.rank, count)), comm.size, count)
         emulated.hold()
         emulated.wish("an error of NCCL", 6 * (options is not SOON and comm.rank == 0))

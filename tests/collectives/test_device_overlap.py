@@ -28,7 +28,7 @@ from host_cuda.gpus import (
 )
 from support.contributions import reduction_of
 
-from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
+from mpidist.cross_device_ops import BoundOps, CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.group import SyncGroup, levels
@@ -76,7 +76,7 @@ def test_all_packs_are_launched_and_the_host_waits_once(
 
     monkeypatch.setattr(DeviceQueue, "wait", look)
     before = emulated.count("kernels")
-    results = NcclAllReduce().bound_to(connected).all_reduce("SUM", arrays, PACKS)
+    results = BoundOps(NcclAllReduce(), connected).all_reduce("SUM", arrays, PACKS)
     assert in_flight == [6], "the host waits once"
     assert kernels == [before + 2], "the second pack was packed, and no third: memory is bounded"
     assert all(is_total(result, comm.size, 100) for result in results)
@@ -102,7 +102,7 @@ def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
     """One more where NCCL brings halves of all ranks, which are joined by a kernel."""
     monkeypatch.setattr(levels, "_DIRECT_BYTES_OF_DEVICE", 1 << 12)
     sizes, op, into, options, num_launches = LAUNCHES[what]
-    ops, values = HierarchicalCopyAllReduce().bound_to(group), [mine(comm.rank, size) for size in sizes]
+    ops, values = BoundOps(HierarchicalCopyAllReduce(), group), [mine(comm.rank, size) for size in sizes]
     out = {"out": [up(np.zeros(size, F4)) for size in sizes], "in place": values}.get(into)
     for _ in range(3):
         ops.all_reduce(op, values, options, out=out)
@@ -122,7 +122,7 @@ def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
 @pytest.mark.ranks(min=2)
 def test_packs_of_gpu_arrays_are_padded(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
     """So that each array begins at a multiple of 16 bytes: less than 16 bytes for each array."""
-    NcclAllReduce().bound_to(connected).all_reduce("SUM", [mine(comm.rank, size) for size in (3, 8, 1)])
+    BoundOps(NcclAllReduce(), connected).all_reduce("SUM", [mine(comm.rank, size) for size in (3, 8, 1)])
     assert emulated.calls("allReduce")[-1] == ("allReduce", 16 + 32 + 16)
 
 
@@ -131,8 +131,8 @@ def test_a_stream_made_current_by_use_stays_current(gpus: cuda.Cuda, connected: 
     mine_own, before = gpus.cupy.cuda.Stream(non_blocking=True), gpus.cupy.cuda.get_current_stream()
     mine_own.use()
     arrays = arrays_of_packs(comm.rank, 3)
-    results = NcclAllReduce().bound_to(connected).all_reduce("SUM", arrays, PACKS)
-    handle = NcclAllReduce().bound_to(connected).start_all_reduce("SUM", arrays, PACKS)
+    results = BoundOps(NcclAllReduce(), connected).all_reduce("SUM", arrays, PACKS)
+    handle = BoundOps(NcclAllReduce(), connected).start_all_reduce("SUM", arrays, PACKS)
     assert gpus.cupy.cuda.get_current_stream() == mine_own
     assert all(is_total(result, comm.size, 100) for result in [*results, *handle.wait()])
     before.use()
@@ -166,7 +166,7 @@ def test_started_and_blocking_calls_of_all_kinds_are_waited_for_in_any_order(
         for _ in range(3):
             handles: list[Any] = []
             for _ in range(8):
-                ops, options = all_ops()[chance.integers(3)].bound_to(its), KINDS[chance.integers(len(KINDS))]
+                ops, options = BoundOps(all_ops()[chance.integers(3)], its), KINDS[chance.integers(len(KINDS))]
                 on_gpu, on_host = sorted(chance.choice(4, 2)), chance.random() < 0.5
                 values = [up(np.full(COUNTS[at], 2, ("f4", "i2", "f2", "f8")[at])) for at in on_gpu]
                 values += [np.full(COUNTS[at], 2.0) for at in range(on_host)]
@@ -190,7 +190,7 @@ def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All packs, before anybody waits, and asking never blocks: not even while NCCL is held back."""
-    ops, waits = NcclAllReduce().bound_to(connected), []
+    ops, waits = BoundOps(NcclAllReduce(), connected), []
     monkeypatch.setattr(DeviceQueue, "wait", lambda queue, launched, *_: waits.append(launched))
     arrays = [arrays_of_packs(comm.rank, num_packs) for num_packs in (1, 3, 3)]
     down(arrays[-1][-1])
@@ -227,7 +227,7 @@ def test_one_call_at_a_time_is_waited_for(
         depths.append(depths[-1] - 1)
 
     monkeypatch.setattr(DeviceQueue, "wait", look)
-    ops = NcclAllReduce().bound_to(connected)
+    ops = BoundOps(NcclAllReduce(), connected)
     for waited in (3, 0):
         emulated.hold(comm.rank == 0)
         if comm.rank:  # so that rank 0 launches in `wait`
@@ -247,7 +247,7 @@ def test_one_call_at_a_time_is_waited_for(
 @pytest.mark.ranks(min=2)
 def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
     """Their handles may be collected; the next call, or the end, sees to them."""
-    ops = NcclAllReduce().bound_to(connected)
+    ops = BoundOps(NcclAllReduce(), connected)
     values = [mine(comm.rank, 500) for _ in range(4)]
     for value in values:
         ops.start_all_reduce("SUM", value, out=value)
@@ -270,7 +270,7 @@ def test_mpi_carries_device_memory_when_nccl_is_done(
         transfer(*arguments)
 
     monkeypatch.setattr(MpiCommunicator, "transfer", note)
-    ops, values = NcclAllReduce().bound_to(connected), mine(comm.rank, 300_000)
+    ops, values = BoundOps(NcclAllReduce(), connected), mine(comm.rank, 300_000)
     emulated.wish("NCCL's delay", 200_000)
     by_nccl, by_mpi = (ops.start_all_reduce("SUM", values, options) for options in (None, KINDS[2]))
     assert is_total(by_mpi.wait(), comm.size, 300_000)
@@ -298,7 +298,7 @@ def test_a_barrier_of_the_users_own_may_come_before_wait(gpus: cuda.Cuda, comm: 
     """Also while a rank waits for its whole GPU, which waits for what the ranks in the barrier have yet to launch."""
     options, values = CommunicationOptions(implementation=implementation), [mine(comm.rank, 300_000)]
     for made in opened(comm):
-        ops = HierarchicalCopyAllReduce().bound_to(made)
+        ops = BoundOps(HierarchicalCopyAllReduce(), made)
         assert are_sums(ops.all_reduce("SUM", values, options), comm)
         handle = started_before(comm, ops, values, options)
         if comm.rank == 0:
@@ -323,7 +323,7 @@ def test_started_calls_are_done_while_the_gpu_computes(
     options = CommunicationOptions(implementation="AUTO" if way == "through the host" else implementation)
     values = [mine(comm.rank, count) for count in (300_000, 7)]
     for made in opened(comm):
-        ops = HierarchicalCopyAllReduce().bound_to(made)
+        ops = BoundOps(HierarchicalCopyAllReduce(), made)
         for _ in range(2):
             assert are_sums(started_before(comm, ops, values, options).wait(), comm)
         handles = [started_before(comm, ops, values, options) for _ in range(2)]

@@ -364,3 +364,126 @@ def test_only_the_very_outs_of_an_earlier_call_are_known(strategy: Strategy, com
         change(outs)
         with raises_everywhere(comm, Exception, text):
             into(outs)
+
+
+def test_out_of_reduce_takes_the_result(placed: Strategy) -> None:
+    """Of each kind: without axis, along an axis, as a mean along an axis, in place."""
+    size, rank = placed.size, placed.rank
+    value, out = np.arange(6.0).reshape(2, 3) + rank, np.zeros((2, 3))
+    total = size * np.arange(6.0).reshape(2, 3) + sum(range(size))
+    assert placed.reduce("sum", value, out=out) is out
+    assert (out == total).all()
+    for op, right in (("sum", total.sum(axis=0)), ("mean", total.mean(axis=0) / size)):
+        row = np.zeros(3)
+        assert placed.reduce(op, value, axis=0, out=row) is row
+        assert np.allclose(row, right, rtol=1e-15)
+    assert placed.reduce("sum", value, out=value) is value
+    assert (value == total).all()
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_out_of_reduce_along_an_axis_that_does_not_fit_is_refused(comm: Intracomm, strategy: Strategy, op: str) -> None:
+    with raises_everywhere(comm, InvalidArgumentError, r"out 0 must be an array f64\[3\], got f64\[2\]"):
+        strategy.reduce(op, np.ones((2, 3)), axis=0, out=np.zeros(2))
+    assert strategy.reduce(op, 1.0) == (strategy.size if op == "sum" else 1)
+
+
+def gathered(strategy: Strategy, value: Any, axis: int, out: Any) -> Any:
+    return strategy.run(lambda: mpidist.get_replica_context().all_gather(value, axis, out=out))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_out_of_all_gather_takes_the_result(placed: Strategy, layout: str, axis: int) -> None:
+    size, rank = placed.size, placed.rank
+    shape = (2 * size, 3) if axis == 0 else (2, 3 * size)
+    out, value = LAYOUTS[layout](shape, np.dtype(np.int32)), np.full((2, 3), rank, np.int32)
+    assert gathered(placed, [value], axis, [out])[0] is out
+    assert (out == np.concatenate([np.full((2, 3), other) for other in range(size)], axis)).all()
+
+
+def test_out_of_all_gather_takes_parts_of_unlike_lengths(placed: Strategy) -> None:
+    size, rank = placed.size, placed.rank
+    out = np.zeros(size * (size + 1) // 2)
+    assert gathered(placed, np.full(rank + 1, float(rank)), 0, out) is out
+    assert (out == np.repeat(np.arange(size), np.arange(size) + 1)).all()
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_out_of_all_gather_may_hold_the_value(placed: Strategy, shift: int) -> None:
+    """This rank's own part of it, or another part."""
+    size, rank = placed.size, placed.rank
+    out = np.zeros(3 * size)
+    own = (rank + shift) % size
+    value = out[3 * own : 3 * own + 3]
+    value[:] = rank
+    gathered(placed, value, 0, out)
+    assert (out == np.repeat(np.arange(size), 3)).all()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("lengths", ["like", "unlike"])
+def test_out_of_all_gather_that_does_not_fit_on_one_rank_is_refused_on_all(
+    comm: Intracomm, strategy: Strategy, lengths: str
+) -> None:
+    own = 2 if lengths == "like" else comm.rank + 1
+    total = 2 * comm.size if lengths == "like" else comm.size * (comm.size + 1) // 2
+    out = np.zeros(total + (comm.rank == 1))
+    with raises_everywhere(
+        comm, InvalidArgumentError, f"out 0 of rank 1 has length {total + 1} along axis 0, .* {total}"
+    ):
+        gathered(strategy, np.ones(own), 0, out)
+    assert strategy.reduce("sum", 1.0) == comm.size
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_out_of_reduce_scatter_takes_the_part(placed: Strategy, layout: str, axis: int) -> None:
+    size, rank = placed.size, placed.rank
+    shape, part = ((2 * size, 3), (2, 3)) if axis == 0 else ((3, 2 * size), (3, 2))
+    value = np.arange(6.0 * size).reshape(shape)
+    out, context = LAYOUTS[layout](part, np.dtype(np.float64)), mpidist.get_replica_context
+    for op in ("sum", "mean"):
+        assert placed.run(lambda op=op: context().reduce_scatter(op, value, axis, out=out)) is out  # type: ignore[union-attr]
+        right = np.split(value * (size if op == "sum" else 1), size, axis)[rank]
+        assert np.allclose(out, right, rtol=1e-15)
+
+
+def test_out_of_reduce_scatter_may_be_a_part_of_the_value(placed: Strategy) -> None:
+    size, rank = placed.size, placed.rank
+    value = np.arange(4.0 * size)
+    out = value[4 * rank : 4 * rank + 4]
+    placed.run(lambda: mpidist.get_replica_context().reduce_scatter("sum", value, out=out))  # type: ignore[union-attr]
+    assert (out == size * np.arange(4.0 * rank, 4 * rank + 4)).all()
+
+
+@pytest.mark.parametrize("replicas", [3, 5])
+def test_outs_of_replicas_take_gathers_and_parts(comm: Intracomm, replicas: int) -> None:
+    if comm.size > replicas:
+        replicas = comm.size
+
+    def step() -> Any:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        own = context.replica_id_in_sync_group
+        whole, part = np.zeros(2 * replicas), np.zeros(1)
+        assert context.all_gather(np.full(2, float(own)), 0, out=whole) is whole
+        assert context.reduce_scatter("sum", np.arange(float(replicas)), out=part) is part
+        return whole, part, np.float64(own)
+
+    with Strategy(comm=comm, replicas=replicas) as strategy:
+        for whole, part, own in strategy.experimental_local_results(strategy.run(step)):
+            assert (whole == np.repeat(np.arange(replicas), 2)).all()
+            assert part.tolist() == [replicas * own]
+
+
+def test_per_node_outs_take_gathers_and_means(comm: Intracomm, placed: Strategy) -> None:
+    size = placed.size
+    out, mean = (placed.symmetric_empty(count, "f8", per_node=True) for count in (2 * size, 3))
+    gathered(placed, np.full(2, float(placed.rank)), 0, out)
+    assert (out == np.repeat(np.arange(size), 2)).all()
+    placed.barrier()
+    placed.reduce("mean", np.full(3, float(placed.rank)), weight=1, out=mean)
+    assert np.allclose(mean, (size - 1) / 2)
+    with raises_everywhere(comm, InvalidArgumentError, "out is a per-node array"):
+        placed.run(lambda: mpidist.get_replica_context().reduce_scatter("sum", np.ones(3 * size), out=mean))  # type: ignore[union-attr]

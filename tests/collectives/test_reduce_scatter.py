@@ -12,6 +12,7 @@ from support.everywhere import raises_everywhere
 import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def test_nodes_exchange_no_more_than_they_must(comm: Intracomm, nodes: str, monk
     """S (K - 1) / K bytes per node of two: a quarter of S for each of its two ranks."""
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes)
     with Strategy(comm=comm) as strategy:
-        levels = strategy.extended.group.levels
+        levels = parts_of(strategy).group.levels
         levels.world.traffic.clear()
         levels.across_nodes.traffic.clear()
         value = np.arange(8000.0) + comm.rank

@@ -410,9 +410,9 @@ def test_a_second_strategy_and_other_names_are_apart(strategy: Strategy, comm: I
 def test_a_closed_strategy_says_so(comm: Intracomm) -> None:
     with CollectiveAllReduce().bind(comm) as ops:
         for _ in range(3):
-            assert (ops.all_reduce("SUM", np.ones(5)) == comm.size).all()
+            assert (ops.reduce("SUM", np.ones(5), "all") == comm.size).all()
     with pytest.raises(RuntimeError, match="closed"):
-        ops.all_reduce("SUM", np.ones(5))
+        ops.reduce("SUM", np.ones(5), "all")
 
 
 @several

@@ -17,6 +17,7 @@ from tensors import Tensor
 import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.transport import count_text
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def test_small_values_of_several_dtypes_share_a_barrier(strategy: Strategy, op: 
     given = {"loss": 0.5, "count": 2, "bins": np.arange(7, dtype=np.int16), "rest": [np.ones((3, 3), "f4"), np.ones(0)]}
     values = nest.map_structure(lambda value: np.asarray(value) * np.asarray(rank + 1, np.asarray(value).dtype), given)
     outs = nest.map_structure(np.empty_like, all_reduce(strategy, op, values))
-    fused = strategy.extended.group.levels.fused
+    fused = parts_of(strategy).group.levels.fused
     for step in range(4):
         before = 0 if fused is None else fused.slots.barrier.count
         result = all_reduce(strategy, op, values, out=outs if step % 2 else None)
@@ -139,7 +140,7 @@ def test_results_come_in_the_kinds_of_the_values(strategy: Strategy) -> None:
 @pytest.mark.parametrize("method", ["all_reduce", "reduce", "batch_reduce", "broadcast"])
 def test_results_alias_neither_arguments_nor_later_results(strategy: Strategy, method: str) -> None:
     """On one rank too, where nothing needs to move."""
-    ops = strategy.extended.cross_device_ops
+    ops = parts_of(strategy).cross_device_ops
     call: dict[str, Callable[[Any], Any]] = {
         "all_reduce": lambda values: ops.all_reduce("MEAN", values),
         "reduce": lambda values: ops.reduce("MEAN", values, "all"),
@@ -249,8 +250,8 @@ def test_each_shape_of_call_is_logged_once_on_rank_0(strategy: Strategy, caplog:
     value = [np.ones(6, np.float32), np.ones(2, np.int64), np.ones(4, np.float32)]
     options = CommunicationOptions(1)
     lines = records_of(caplog, lambda: all_reduce(strategy, "SUM", value, options=options))
-    algorithm = type(strategy.extended.cross_device_ops).__name__
-    is_fused = strategy.extended.group.levels.fused is not None
+    algorithm = type(parts_of(strategy).cross_device_ops.algorithm).__name__
+    is_fused = parts_of(strategy).group.levels.fused is not None
     form = "fused" if is_fused else "3 packs in 3 messages"
     wanted = f"r0 | all_reduce: SUM of 3 arrays, {form}, 56 B, {count_text(size, 'rank')}, {algorithm}"
     assert lines == ([wanted] if is_chief else [])

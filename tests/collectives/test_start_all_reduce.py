@@ -121,7 +121,7 @@ def test_mistakes_are_the_error_of_that_reduction_alone(strategy: Strategy, comm
     for _ in range(2):  # also when asked again
         with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
             bad.wait()
-        with raises_everywhere(comm, InvalidArgumentError, "rank 0: TypeError: cannot take a value"):
+        with raises_everywhere(comm, InvalidArgumentError, "rank 0: InvalidTypeError: cannot take a value"):
             ugly.wait()
     assert (good.wait() == comm.size).all()
     assert (after.wait() == comm.size).all()

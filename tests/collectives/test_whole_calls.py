@@ -17,6 +17,7 @@ from support.reductions import all_reduce
 import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.transport import Progress, native
 from mpidist.transport.agreement import MpiAgreement
 from mpidist.transport.failures.flight_recorder import MAX_CALLS, entries_in
@@ -93,7 +94,7 @@ def test_who_comes_early_waits_and_who_comes_late_finds_all(
 
 
 def test_the_flight_recorder_has_these_calls(strategy: Strategy, comm: Intracomm, progress: Counter[int]) -> None:
-    flight = strategy.extended.group.agreement.flight
+    flight = parts_of(strategy).group.agreement.flight
     assert flight is not None
     value, other = np.ones(5), np.ones((3, 3), np.float32)
     for step in range(6):
@@ -114,7 +115,7 @@ def test_the_flight_recorder_has_these_calls(strategy: Strategy, comm: Intracomm
 
 def test_the_flight_recorder_is_as_long_as_ever(strategy: Strategy) -> None:
     """Compiled code begins anew at the same place as Python, and is read so."""
-    value, group = np.ones(5), strategy.extended.group
+    value, group = np.ones(5), parts_of(strategy).group
     for _ in range(MAX_CALLS + 50):
         all_reduce(strategy, "SUM", value, out=value)
         value[...] = 1
@@ -132,7 +133,7 @@ def test_texts_of_calls_that_were_dropped_come_back(strategy: Strategy) -> None:
         for value in values:
             all_reduce(strategy, "MAX", value, out=value)
     all_reduce(strategy, "MAX", values[0], out=values[0])
-    flight = strategy.extended.group.agreement.flight
+    flight = parts_of(strategy).group.agreement.flight
     assert flight is not None
     assert [", 8 B," in entry.details for entry in entries_in(flight)[-2:]] == [False, True]
 
@@ -415,7 +416,7 @@ def test_lists_in_turn_have_their_own_arrays(strategy: Strategy, comm: Intracomm
 
 
 def test_calls_are_counted_as_all_others(strategy: Strategy, comm: Intracomm) -> None:
-    traffic, counted = strategy.extended.group.levels.world.traffic, []
+    traffic, counted = parts_of(strategy).group.levels.world.traffic, []
     for count in (5, 1 << 16):
         value = np.ones(count)
         for _ in range(3):
@@ -441,7 +442,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
                 value[...] = 1
                 assert (all_reduce(strategy, "SUM", value, out=value) == comm.size).all()
             if comm.rank != late:
-                monkeypatch.setattr(strategy.extended.group.agreement, "_timeout_seconds", 1.0)
+                monkeypatch.setattr(parts_of(strategy).group.agreement, "_timeout_seconds", 1.0)
                 named = rf"all_reduce.* waited 1 s, and ranks? .*\b{late}\b|had given up waiting"
                 with pytest.raises(mpidist.errors.DeadlineExceededError, match=named):
                     all_reduce(strategy, "SUM", value, out=value)

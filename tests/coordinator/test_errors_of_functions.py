@@ -59,6 +59,8 @@ FUNCTIONS = {
     "serve": lambda: HERE["coordinator"].serve(),
     "exit": lambda: sys.exit(),
     "exit with 0": lambda: sys.exit(0),
+    "exit with 3": lambda: sys.exit(3),
+    "exit with a text": lambda: sys.exit("no data"),
     "own error": lambda: fail(ShapeError("3 columns")),
     "error of a pair": lambda: fail(PairError(1, 2)),
     "error of a library": lambda: np.linalg.inv(np.zeros((2, 2))),
@@ -117,7 +119,7 @@ def test_functions_do_not_serve(comm: Intracomm) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["exit", "exit with 0"])
+@pytest.mark.parametrize("name", ["exit", "exit with 0", "exit with 3", "exit with a text"])
 def test_functions_do_not_end_the_program(comm: Intracomm, name: str) -> None:
     """Else the chief would let another worker call the function, which has made some of its changes."""
     text = f"'test: {name}' failed on rank .: it called sys.exit.*; return from the function"

@@ -24,6 +24,7 @@ from support.transports import TRANSPORTS, set_sizes
 
 from mpidist import CollectiveAllReduce, CommunicationOptions, CrossDeviceOps, HierarchicalCopyAllReduce
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.transport import Topology, shard_bounds
 from mpidist.transport.shared_memory.schedule import chunk_bounds
 
@@ -90,7 +91,7 @@ def complaints(strategy: Strategy, op: str, dtypes: Sequence[Any], counts: Seque
     rank, size = strategy.topology.rank, strategy.topology.size
     dtypes = [dtype for dtype in dtypes if can(op, dtype)]
     value = {dtype.name: [contributed(op, rank, size, count, dtype) for count in counts] for dtype in dtypes}
-    ops = strategy.extended.cross_device_ops
+    ops = parts_of(strategy).cross_device_ops
     result = ops.all_reduce(op, value, CommunicationOptions(**options))
     wrong = []
     for dtype in dtypes:
@@ -120,7 +121,7 @@ def test_results_are_exact_on_both_sides_of_the_leader_limit(strategy: Strategy)
 @pytest.mark.parametrize("placement", ["one node", "even", "uneven"], indirect=True)
 def test_results_are_exact_on_both_sides_of_the_pack_limits(strategy: Strategy) -> None:
     """Large arrays go by themselves, small ones through a pack buffer, of this machine's sizes."""
-    direct, pack = (nbytes // 4 for nbytes in strategy.extended.group.levels.message_bytes(device=False))
+    direct, pack = (nbytes // 4 for nbytes in parts_of(strategy).group.levels.message_bytes(device=False))
     assert not complaints(strategy, "SUM", [REALS[0]], [direct - 1, 3, direct, 0, direct + 1, 7])
     assert not complaints(strategy, "MEAN", [np.dtype(np.int32)], [pack // 2 + 1])
     assert not complaints(strategy, "SUM", [np.dtype(np.int32)], [pack - 9, 5, 9])
@@ -198,7 +199,7 @@ def fused_cost(algorithm: str, topology: Topology, total: int, chunk_bytes: int)
 
 
 def is_fused(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
-    fused, nodes = strategy.extended.group.levels.fused, strategy.topology.node_of_rank
+    fused, nodes = parts_of(strategy).group.levels.fused, strategy.topology.node_of_rank
     if fused is None or nbytes < LEAST_BYTES * (len(set(nodes)) > 1):
         return False
     in_blocks = list(nodes) == sorted(nodes)
@@ -209,11 +210,11 @@ def is_fused(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
 
 def moved(strategy: Strategy, value: Any, **options: Any) -> dict[str, Any]:
     """All-reduce a value, and return what moved, as `cost` says it."""
-    levels = strategy.extended.group.levels
+    levels = parts_of(strategy).group.levels
     traffics = {name: getattr(levels, name).traffic for name in ("world", "within_node", "across_nodes")}
     for traffic in traffics.values():
         traffic.clear()
-    strategy.extended.cross_device_ops.all_reduce("SUM", value, CommunicationOptions(**options))
+    parts_of(strategy).cross_device_ops.all_reduce("SUM", value, CommunicationOptions(**options))
     return {
         name: {primitive: (calls, traffic.nbytes[primitive]) for primitive, calls in traffic.calls.items()}
         for name, traffic in traffics.items()
@@ -228,7 +229,7 @@ def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorith
     """
     topology, at_limit = strategy.topology, LEADER_BYTES // 4
     around = [] if at_limit % topology.size else [at_limit, at_limit + topology.size]
-    fused = strategy.extended.group.levels.fused
+    fused = parts_of(strategy).group.levels.fused
     assert (fused is not None) == (transport == "shared_memory" and topology.size > 1)
     for count in [topology.size, *around, 5000 * topology.size, 15_000 * topology.size]:
         value = np.ones(count, np.float32)

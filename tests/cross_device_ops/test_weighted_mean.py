@@ -141,3 +141,49 @@ def test_mirrored_values_are_their_own_mean(comm: Intracomm) -> None:
             variable = mpidist.Variable(0.1)
         mean = strategy.reduce("mean", [variable, mpidist.Mirrored((0.3,)), PerReplica((2.0,))], weight=3)
         assert [float(one) for one in mean] == [0.1, 0.3, 2.0]
+
+
+def test_all_reduce_with_weights_is_the_same_mean(comm: Intracomm, placement: str) -> None:
+    """A part without rows has a mean that is not a number, and does not count."""
+    own = comm.rank
+    gradients = {"w": np.full((2, 3), float(own)) if own else np.full((2, 3), np.nan), "b": np.full(1, own, np.float32)}
+    wanted = sum(rank * rank for rank in range(comm.size)) / max(1, sum(range(comm.size)))
+
+    def step() -> Any:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        new = context.all_reduce("mean", gradients, weight=own if comm.size > 1 else 1)
+        assert context.all_reduce("mean", gradients, weight=own if comm.size > 1 else 1, out=gradients) is gradients
+        return new
+
+    with MultiWorker(comm=comm) as strategy:
+        for mean in (strategy.run(step), gradients):
+            assert np.allclose(mean["b"], wanted, rtol=1e-6)
+            assert comm.size == 1 or np.allclose(mean["w"], wanted, rtol=1e-15)
+
+
+@pytest.mark.parametrize("replicas", [None, 5])
+def test_all_reduce_with_weights_writes_outs(comm: Intracomm, replicas: int | None) -> None:
+    with MultiWorker(comm=comm, replicas=replicas) as strategy:
+        count = strategy.num_replicas_in_sync
+
+        def step() -> Any:
+            context = mpidist.get_replica_context()
+            assert context is not None
+            own, out = context.replica_id_in_sync_group + 1, np.zeros((3, 2), np.float32).T
+            value = np.full((2, 3), own, np.float32)
+            assert context.all_reduce("mean", value, weight=own, out=out) is out
+            return out
+
+        wanted = np.float32(sum(own * own for own in range(1, count + 1)) / sum(range(1, count + 1)))
+        for out in strategy.experimental_local_results(strategy.run(step)):
+            assert np.allclose(out, wanted, rtol=1e-6)
+
+
+def test_outs_of_weighted_means_that_do_not_fit_are_refused(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, r"out 0 must be an array f64\[2\], got f64\[3\]"):
+            strategy.reduce("mean", np.ones(2), weight=1, out=np.zeros(3))
+        out = np.zeros(2)
+        assert strategy.reduce("mean", np.ones(2), weight=1, out=out) is out
+        assert out.tolist() == [1, 1]

@@ -13,6 +13,7 @@ from support.everywhere import raises_everywhere
 
 from mpidist import Batches, InputOptions, InputReplicationMode, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, OutOfRangeError
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def test_function_that_fails_on_one_rank_fails_on_all(comm: Intracomm) -> None:
 
 def test_step_costs_one_round(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     with MultiWorker(comm=comm) as strategy:
-        group = strategy.extended.group
+        group = parts_of(strategy).group
         own = strategy.distribute_datasets_from_function(lambda context: [np.ones(2)] * 3)
         for dataset in (strategy.experimental_distribute_dataset([np.ones(4)] * 3), own):
             steps = iter(dataset)

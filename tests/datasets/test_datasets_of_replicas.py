@@ -16,6 +16,7 @@ from support.everywhere import raises_everywhere
 
 from mpidist import InputContext, InputOptions, MirroredStrategy, PerReplica, Variable, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, OutOfRangeError
 from mpidist.transport import arrays
 
@@ -309,7 +310,7 @@ def test_batches_need_not_be_sliced_where_all_replicas_have_as_many(comm: Intrac
 def test_replicas_take_turns_at_the_pipeline_of_their_rank(
     comm: Intracomm, strategy: MultiWorker, num_replicas: int
 ) -> None:
-    num_here = strategy.extended.replicas.num_here
+    num_here = parts_of(strategy).replicas.num_here
     calls: list[InputContext] = []
 
     def make(context: InputContext) -> Any:
@@ -344,7 +345,7 @@ def test_pipelines_of_ranks_are_warned_of_once(
     for text in caplog.messages:
         assert "depend on the number of ranks" in text
         assert f"each of the {num_replicas} replicas" in text
-        assert "experimental_replication_mode='PER_REPLICA'" in text
+        assert "experimental_replication_mode='per_replica'" in text
 
 
 # --- Steps ---
@@ -355,7 +356,7 @@ def test_lengths_and_forms_are_told(comm: Intracomm, strategy: MultiWorker, mode
     batch = {"x": np.ones((4, 3), np.float32), "y": np.arange(4)}
     options = InputOptions(experimental_replication_mode=mode)
     own = strategy.distribute_datasets_from_function(lambda context: [batch] * 4, options)
-    assert len(own) == (4 if mode == "PER_REPLICA" else -(-4 // strategy.extended.replicas.num_here))
+    assert len(own) == (4 if mode == "PER_REPLICA" else -(-4 // parts_of(strategy).replicas.num_here))
     shared = strategy.experimental_distribute_dataset([batch] * 4)
     assert len(shared) == 4
     for dataset in (own, shared):
@@ -397,7 +398,7 @@ def test_get_next_tells_the_end(comm: Intracomm, strategy: MultiWorker, num_repl
 def test_step_costs_one_round(
     comm: Intracomm, strategy: MultiWorker, num_replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = strategy.extended.group
+    group = parts_of(strategy).group
     own = strategy.distribute_datasets_from_function(lambda context: [np.ones(2)] * 3, PER_REPLICA)
     for dataset in (strategy.experimental_distribute_dataset([np.ones(4)] * 3), own):
         steps = iter(dataset)
@@ -430,7 +431,7 @@ def test_steps_are_read_ahead(comm: Intracomm, strategy: MultiWorker, num_replic
     )
     assert [of_all_replicas(comm, part) for part in ahead] == [of_all_replicas(comm, part) for part in now]
     for part in ahead:
-        assert len(part.values) == strategy.extended.replicas.num_here
+        assert len(part.values) == parts_of(strategy).replicas.num_here
         break
     wait_until(lambda: not readers())
     assert len(list(ahead)) == len(list(now))
@@ -479,7 +480,7 @@ def test_a_numpy_program_stays_one_where_the_strategy_finds_gpus(comm: Intracomm
         assert isinstance(weights.local_value(), np.ndarray)
         options = InputOptions(experimental_fetch_to_device=True)
         (part,) = strategy.experimental_distribute_dataset(batches, options)
-        assert isinstance(part, gpus.cupy.ndarray) == strategy.extended.devices_here[0].is_gpu
+        assert isinstance(part, gpus.cupy.ndarray) == parts_of(strategy).devices_here[0].is_gpu
 
 
 # --- Whole programs ---

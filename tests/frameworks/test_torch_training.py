@@ -13,6 +13,7 @@ from support.reductions import all_reduce
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def test_symmetric_gradients_are_tensors(comm: Intracomm, placement: tuple[int, 
             assert all(
                 (parameter.grad == sum(range(comm.size)) + comm.size * step).all() for parameter in model.parameters()
             )
-        shared = strategy.extended.group.shared
+        shared = parts_of(strategy).group.shared
         assert shared.places([parameter.grad.view(torch.uint8).numpy() for parameter in model.parameters()]) is not None
 
 

@@ -18,7 +18,7 @@ from support.contributions import contribution, reduction_of
 
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
-from mpidist.cross_device_ops import NcclAllReduce
+from mpidist.cross_device_ops import BoundOps, NcclAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.group import SyncGroup
@@ -210,7 +210,7 @@ def connected(emulated: Emulated, comm: Intracomm) -> Iterator[SyncGroup]:
 
 def is_working(group: SyncGroup, options: CommunicationOptions | None = None, dtype: str = "f8") -> bool:
     """Add the ones of all ranks; say whether the sum is right. Collective."""
-    result = NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5, dtype)), options)
+    result = BoundOps(NcclAllReduce(), group).all_reduce("SUM", up(np.ones(5, dtype)), options)
     return bool((down(result) == group.topology.size).all())
 
 

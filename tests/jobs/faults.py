@@ -64,6 +64,7 @@ import gc, json, os, resource, signal, subprocess, sys, threading, time
 import numpy as np
 import mpidist
 from mpidist import CommunicationOptions
+from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
 from mpidist.transport.failures import watchdog
 
@@ -80,7 +81,7 @@ def note(what, **more):
         file.write(line + "\\n")
 
 def recorded_seconds():  # of the last call, by the flight recorder
-    last = strategy.extended.group.flights()[rank].entries[-1]
+    last = parts_of(strategy).group.flights()[rank].entries[-1]
     return (abs(last.ended) - last.begun) / 1e9
 
 def await_notes(what, *ranks):  # the job's limit ends a wait in vain

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpidist import CommunicationOptions
+from mpidist.context_stack import parts_of
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server import Role
 
@@ -39,7 +40,7 @@ def on_workers(comm: Intracomm, work: Callable[[ParameterServerStrategy], Any], 
 
 
 def role_of(strategy: ParameterServerStrategy) -> Role:
-    role = strategy.extended.service
+    role = parts_of(strategy).service
     assert isinstance(role, Role)
     return role
 

@@ -140,7 +140,7 @@ rules.register("sleeps")(lambda value, gradient, memory: await_notes("late", 1))
         with strategy.scope():
             variable = mpidist.Variable(0.0)
         if is_faulty:
-            strategy.extended.service.group.timeout_seconds = 0.5
+            mpidist.context_stack.parts_of(strategy).service.group.timeout_seconds = 0.5
             strategy.push(variable, 1.0, rules.Registered("sleeps"))
             try:
                 variable.numpy()

@@ -6,10 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from mpi4py import MPI
 from support.everywhere import raises_everywhere
 
 import mpidist
+from mpidist import CommunicationOptions
 from mpidist.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, TopologyError
 from mpidist.experimental import ParameterServerStrategy, Server
 from mpidist.experimental.coordinator import ClusterCoordinator
@@ -48,7 +51,7 @@ def test_last_rank_serves_by_default(comm: Intracomm) -> None:
 @pytest.mark.core
 def test_nobody_waits_for_a_chief_whose_part_fails_as_it_ends(comm: Intracomm) -> None:
     strategy = ParameterServerStrategy(comm=comm, on_worker_lost="ignore")
-    role = strategy.extended.service
+    role = parts_of(strategy).service
     assert isinstance(role, Role)
 
     def fail(reason: str | None) -> None:
@@ -283,3 +286,56 @@ def test_server_makes_no_requests(comm: Intracomm) -> None:
             with pytest.raises(RuntimeError, match="on a parameter server"):
                 call()
     end(strategy)
+
+
+@pytest.mark.core
+def test_devices_are_those_of_the_servers_and_of_this_worker(comm: Intracomm) -> None:
+    num_ps = 2 if comm.size > 2 else 1
+    strategy = ParameterServerStrategy(comm=comm, num_ps=num_ps)
+    servers = range(comm.size - num_ps, comm.size) if comm.size > 1 else [0]
+    assert strategy.extended.parameter_devices == tuple(f"/rank:{rank}/cpu:0" for rank in servers)
+    own = (f"/rank:{comm.rank}/cpu:0",)
+    assert strategy.extended.worker_devices == (() if strategy.is_ps else own)
+    if not strategy.is_ps:
+        assert strategy.run(lambda: mpidist.get_replica_context().devices) == own  # type: ignore[union-attr]
+    end(strategy)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("call", ["run", "reduce", "gather", "reduce_to"])
+def test_calls_of_a_worker_on_a_server_are_refused(comm: Intracomm, call: str) -> None:
+    strategy = ParameterServerStrategy(comm=comm)
+    if strategy.is_ps:
+        arguments = {"run": (int,), "reduce": ("sum", 1.0), "gather": ([1.0], 0), "reduce_to": ("sum", 1.0, "all")}
+        owner = strategy.extended if call == "reduce_to" else strategy
+        with pytest.raises(
+            RuntimeError, match=f"^{call} on a parameter server: it is for workers; a server calls serve"
+        ):
+            getattr(owner, call)(*arguments[call])
+    end(strategy)
+
+
+@pytest.mark.ranks(min=2)
+def test_tf_config_is_read_for_a_duplicate_of_all_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for a part of them."""
+    tasks = ["ps", *["worker"] * (comm.size - 1)]
+    cluster = {"ps": ["a:1"], "worker": ["b:1"] * (comm.size - 1)}
+    task = {"type": tasks[comm.rank], "index": max(0, comm.rank - 1)}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    strategy = ParameterServerStrategy(comm=comm)
+    is_world = comm.size == MPI.COMM_WORLD.size
+    assert strategy.is_ps == (comm.rank == 0 if is_world else comm.rank == comm.size - 1)
+    end(strategy)
+
+
+def test_options_that_have_no_effect_are_refused(comm: Intracomm) -> None:
+    for name, value in (("bytes_per_pack", 5), ("implementation", "ring"), ("compression", "bf16")):
+        with raises_everywhere(comm, ValueError, "takes timeout_seconds alone"):
+            ParameterServerStrategy(communication_options=CommunicationOptions(**{name: value}), comm=comm)
+
+
+@pytest.mark.no_mpi
+def test_arguments_of_a_server_that_have_no_effect_are_refused() -> None:
+    for name, value in (("protocol", "grpc"), ("config", {}), ("start", False)):
+        with pytest.raises(ValueError, match=f"Server: {name} must be .*; leave it out"):
+            Server({"ps": ["a:1"]}, "ps", 0, **{name: value})  # type: ignore[arg-type]

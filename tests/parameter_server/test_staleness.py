@@ -198,3 +198,52 @@ def test_nobody_gets_ahead_of_a_worker_that_is_slow_to_leave_a_call_of_all_worke
             strategy.step_done()
 
     on_workers(comm, work, staleness=0, num_ps=2, communication_options=PATIENT)
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("end", ["barrier()", "close()"])
+def test_staleness_without_step_done_warns_and_is_an_error_at_the_end(
+    comm: Intracomm, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """All its changes are made, and all ranks end their parts in order."""
+
+    def texts() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "never called step_done()" in record.getMessage()]
+
+    strategy = ParameterServerStrategy(comm=comm, staleness=1)
+    if not strategy.is_ps:
+        with strategy.scope():
+            count = Variable(0.0, name="count")
+        for turn in range(5):
+            assert count.numpy() >= turn
+            count.assign_add(1.0)
+            assert len(texts()) == (turn > 1)  # two steps may be begun
+        if end == "barrier()":
+            with pytest.raises((RuntimeError, InvalidArgumentError), match=r"barrier\(\).*staleness=1 bounds nothing"):
+                strategy.barrier()
+    if strategy.is_ps:
+        strategy.serve()
+        strategy.close()
+    else:
+        with pytest.raises(RuntimeError, match=r"^close\(\): rank . has changed variable 'count' 3 times"):
+            strategy.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        strategy.run(int)
+
+
+@pytest.mark.core
+def test_staleness_with_step_done_is_no_error(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of steps that change a variable for each of several gradients, after the first one."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            counts = [Variable(0.0) for _ in range(3)]
+        for step in range(3):
+            for _ in range(1 + 3 * (step > 0)):
+                strategy.push(counts, [1.0] * 3)
+            strategy.step_done()
+        strategy.barrier()
+
+    on_workers(comm, work, staleness=0)
+    assert "step_done" not in caplog.text

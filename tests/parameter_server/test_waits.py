@@ -14,6 +14,7 @@ from support.deadlines import recorded_seconds
 from support.everywhere import raises_everywhere
 
 from mpidist import CommunicationOptions, Variable
+from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server import Role
@@ -101,7 +102,7 @@ def test_others_see_what_a_server_serves(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
             variable = Variable(0.0)
-        role, server = strategy.extended.service, comm.size - 1
+        role, server = parts_of(strategy).service, comm.size - 1
         assert isinstance(role, Role)
         assert role.group is not None
         text = ""

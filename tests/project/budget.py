@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mpi_session import clean_environment
 from mpi_session.selection import plan, teams_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def _runs() -> int:
         "project.budget",
         "tests",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    environment = {**clean_environment(), "PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     found = re.search(r"^(\d+) runs$", done.stdout, re.MULTILINE)
     assert found, f"the tests could not be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"

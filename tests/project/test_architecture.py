@@ -445,8 +445,10 @@ def test_folders_of_tests_mirror_those_of_the_package() -> None:
 # Tests that touch what is private to another file: nothing public shows it, or makes it happen.
 TOUCH_PRIVATES = {
     "collectives/test_device_overlap.py": {"_DIRECT_BYTES_OF_DEVICE"},
+    "collectives/test_whole_calls.py": {"_timeout_seconds"},
+    "parameter_server/test_programs.py": {"_advance"},
     "replica_context/test_gpus_of_one_process.py": {"_compile_module_with_cache", "_kernel_memo"},
-    "transport/failures/test_deadlines.py": {"_pause"},
+    "transport/failures/test_deadlines.py": {"_ANSWER_SECONDS", "_pause"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},

@@ -15,6 +15,7 @@ from host_cuda.emulated import Emulated
 from host_cuda.gpus import down, emulated, gpus, one_node, require_gpus, up
 
 from mpidist import CommunicationOptions, MirroredStrategy, Variable, get_replica_context
+from mpidist.context_stack import parts_of
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda, shard_bounds
 from mpidist.transport.nccl import handles as nccl_handles
@@ -71,7 +72,7 @@ def ones_added() -> Any:
 
 def assert_right(strategy: Any) -> None:
     total = strategy.num_replicas_in_sync
-    assert [its.values for its in strategy.run(ones_added)] == [(total,) * strategy.extended.replicas.num_here] * 3
+    assert [its.values for its in strategy.run(ones_added)] == [(total,) * parts_of(strategy).replicas.num_here] * 3
 
 
 def bytes_of(results: Sequence[Any]) -> list[bytes]:
@@ -169,7 +170,7 @@ def test_values_of_several_gpus_are_combined_across_replicas(
             return up(np.full(2, float(ctx.replica_id_in_sync_group)))
 
         value = strategy.experimental_distribute_values_from_function(make)
-        strategy.extended.device.use()
+        parts_of(strategy).device.use()
         assert isinstance(value, PerReplica)
         ids = range(len(indices))
         if call == "reduce":
@@ -210,7 +211,7 @@ def test_replica_that_raises_leaves_nothing_behind(emulated: Emulated, comm: Int
 
         with pytest.raises(Exception, match="of replica 1"):
             strategy.run(fail_on_the_second_gpu)
-        assert cuda.current().cupy.cuda.runtime.getDevice() == strategy.extended.device.index
+        assert cuda.current().cupy.cuda.runtime.getDevice() == parts_of(strategy).device.index
         assert_right(strategy)
 
 

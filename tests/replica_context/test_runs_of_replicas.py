@@ -20,6 +20,7 @@ from mpidist import (
     get_replica_context,
     get_strategy,
 )
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def test_ranks_that_choose_other_numbers_are_refused(comm: Intracomm) -> None:
 def test_without_replicas_values_are_bare(comm: Intracomm) -> None:
     with MirroredStrategy() as strategy:
         assert strategy.run(lambda: context().all_reduce("sum", 1.0)) == comm.size
-        assert strategy.extended.replicas.tree is None
+        assert parts_of(strategy).replicas.tree is None
         result = strategy.run(lambda: context().all_reduce("sum", np.ones(2)))
         result += 1  # each rank's own
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context
+from mpidist.context_stack import parts_of
 from mpidist.options import CommunicationOptions
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def test_bytes_are_those_of_the_rows(total: int, comm: Intracomm, monkeypatch: p
     count = 3 * 4 * 1000
 
     def sent(strategy: Any, options: CommunicationOptions | None = None) -> int:
-        traffic = strategy.extended.group.levels.world.traffic
+        traffic = parts_of(strategy).group.levels.world.traffic
         traffic.clear()
         strategy.run(lambda: get_replica_context().all_reduce("sum", np.ones(count), options))
         return comm.allreduce(sum(traffic.nbytes.values()))

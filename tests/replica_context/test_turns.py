@@ -12,6 +12,7 @@ import pytest
 from mpidist import OneDeviceStrategy, context_stack
 from mpidist.context_stack import Entry
 from mpidist.errors import InvalidArgumentError
+from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.turns import Turns
 from mpidist.transport import Device
 
@@ -32,7 +33,7 @@ class Log:
 
 
 def turns_of(*replica_ids: int) -> Turns:
-    return Turns(replica_ids, [Device("cpu")] * len(replica_ids), lambda: None)
+    return Turns(replica_ids, [Device("cpu")] * len(replica_ids), PendingWrites(replica_ids))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -18,12 +18,12 @@ from mpidist import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     Strategy,
-    StrategyExtended,
 )
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, MPIClusterResolver, SimpleClusterResolver
 from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.cluster_resolver.resolver import OwnTask
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import Device, SyncGroup, cuda
 from mpidist.variables import OnEachRank, VariablePlacement
 
@@ -255,7 +255,7 @@ def test_ranks_that_place_variables_differently_are_refused() -> None:
     placement = OnEachRank() if WORLD.rank == 0 else Elsewhere()
     group, algorithm = SyncGroup.from_mpi(None), CollectiveAllReduce()
     with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: OnEachRank; .*: Elsewhere"):
-        StrategyExtended.assemble("Trial", group, algorithm, [Device("cpu")], variable_placement=placement)
+        StrategyParts.assemble("Trial", group, algorithm, [Device("cpu")], make_placement=lambda _: placement)
 
 
 WRONG: dict[str, Callable[[Any], Strategy]] = {

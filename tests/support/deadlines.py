@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpidist import CommunicationOptions
+from mpidist.context_stack import parts_of
 
 if TYPE_CHECKING:
     from mpidist import Strategy
@@ -18,7 +19,7 @@ def options(timeout_seconds: float | None) -> CommunicationOptions:
 
 def recorded_seconds(strategy: Strategy) -> float:
     """Return how long the last call of this rank took, by its flight recorder."""
-    service: Any = strategy.extended.service
-    last = (strategy.extended.group.membership if service is None else service.group).recorder.last()
+    parts: Any = parts_of(strategy)
+    last = (parts.group.membership if parts.service is None else parts.service.group).recorder.last()
     assert last is not None
     return (abs(last.ended) - last.begun) / 1e9

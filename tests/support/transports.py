@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mpidist.context_stack import parts_of
 from mpidist.transport.costs import CostModel
 from mpidist.transport.shared_memory import schedule
 
@@ -60,7 +61,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def force_way_to_write(strategy: Strategy, way: str) -> None:
     """Let the compiled code of a strategy on one node write in this one of `WAYS_TO_WRITE`."""
-    fused = strategy.extended.group.levels.fused
+    fused = parts_of(strategy).group.levels.fused
     assert fused is not None
     barrier: Any = fused.slots.barrier
     if hasattr(barrier, "forced_way"):  # not where NumPy is in the place of compiled code

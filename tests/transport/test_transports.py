@@ -18,6 +18,7 @@ from support.transports import TRANSPORTS
 
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import TopologyError
 from mpidist.transport.communicator import SoloCommunicator
 from mpidist.transport.mpi import MpiCommunicator
@@ -34,7 +35,7 @@ def test_the_environment_chooses(comm: Intracomm, transport: str, placement: tup
     """A rank that is alone needs neither."""
     shares = transport != "mpi" and comm.size > 1
     with Strategy(comm=comm) as strategy:
-        levels, topology = strategy.extended.group.levels, strategy.topology
+        levels, topology = parts_of(strategy).group.levels, strategy.topology
         of_node = SharedMemoryCommunicator if shares else MpiCommunicator
         assert type(levels.within_node) is (of_node if topology.local_size > 1 else SoloCommunicator)
         if topology.num_nodes == 1:
@@ -42,7 +43,7 @@ def test_the_environment_chooses(comm: Intracomm, transport: str, placement: tup
         else:
             assert type(levels.world) is MpiCommunicator
         assert (levels.fused is not None) == shares
-        assert strategy.extended.group.agreement.is_node_barrier == (shares and topology.num_nodes == 1)
+        assert parts_of(strategy).group.agreement.is_node_barrier == (shares and topology.num_nodes == 1)
 
 
 def test_messages_need_no_shared_memory(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ def test_ranks_of_a_node_read_one_memory(comm: Intracomm, placement: tuple[int, 
     with Strategy(comm=comm, per_node_variables=True) as strategy:
         weights = variable(strategy, np.full((3, 2), 1.0 + comm.rank))
         assert (weights.numpy() == 1).all()  # rank 0's
-        strategy.extended.agree("all have looked", {})
+        parts_of(strategy).agree("all have looked", {})
         topology = strategy.topology
         if topology.is_leader:
-            strategy.extended.group.shared.place(weights._value).arrays[0][:] = 7 + topology.node
-        strategy.extended.agree("look", {})
+            parts_of(strategy).group.shared.place(weights._value).arrays[0][:] = 7 + topology.node
+        parts_of(strategy).agree("look", {})
         assert (weights.local_value() == 7 + topology.node).all()
 
 

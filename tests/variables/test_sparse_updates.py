@@ -68,7 +68,7 @@ def test_rows_are_changed_across_replicas_and_in_updates(
         strategy.extended.update(variable, lambda var: getattr(var, method)(slices))
         assert variable.local_value().tolist() == after(method, once, slices).tolist()
     with strategy.scope():
-        variable.scatter_update(IndexedSlices(np.zeros((1, 3), dtype), np.array([1], np.uint8), None), name="n")
+        variable.scatter_update(IndexedSlices(np.zeros((1, 3), dtype), np.array([1], np.uint8), None), False, None)
     assert variable.local_value()[1].tolist() == [0, 0, 0]
 
 

@@ -19,6 +19,7 @@ from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, Strategy, Variable
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.failures import open_groups
 
@@ -435,7 +436,7 @@ def test_reading_makes_one_call_and_no_second_one_for_each_row(strategy: Strateg
         lambda: sum(variable), lambda: list(variable), lambda: 7 in variable, lambda: variable.T, lambda: variable[1:3],
         lambda: variable + 1, lambda: np.asarray(variable), lambda: f"{variable[0]:.1f}",
     ]  # fmt: skip
-    agreement = strategy.extended.group.agreement
+    agreement = parts_of(strategy).group.agreement
     for call in calls:
         before = agreement.sequence
         call()

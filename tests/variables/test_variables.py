@@ -469,9 +469,13 @@ def test_sums_of_small_integers_wrap(make: Callable[..., Variable], strategy: St
 def test_arguments_of_tensorflow_are_taken(
     make: Callable[..., Variable], strategy: Strategy, synchronization: str, method: str
 ) -> None:
-    """T82: without `read_value` nothing is returned; the others change nothing."""
+    """T82: without `read_value` nothing is returned; of the others, which would change nothing, the defaults."""
     variable = make(1.0, "MEAN", synchronization)
-    assert getattr(variable, method)(2.0, True, "name") is variable
+    with pytest.raises(ValueError, match=f"{method}: use_locking must be False: .*; leave it out"):
+        getattr(variable, method)(2.0, True)
+    with pytest.raises(ValueError, match=f"{method}: name must be None: .*; leave it out"):
+        getattr(variable, method)(2.0, name="name")
+    assert getattr(variable, method)(2.0, False, None) is variable
     assert getattr(variable, method)(2.0, use_locking=False, name=None, read_value=True) is variable
     assert getattr(variable, method)(2.0, read_value=False) is None
     assert strategy.run(lambda: getattr(variable, method)(2.0, read_value=False)) is None

@@ -13,6 +13,7 @@ from support.everywhere import raises_everywhere, same_everywhere
 import mpidist
 from mpidist import IndexedSlices, Mirrored, MirroredStrategy, PerReplica, Strategy, Variable
 from mpidist import MultiWorkerMirroredStrategy as WorldStrategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def test_what_all_replicas_assign_is_applied_once(comm: Intracomm, replicas: str
         seen = strategy.run(lambda: (weight.assign_sub(0.1), float(weight), weight.local_value(), +weight)[1:])
         assert float(weight) == 0.9
         for part in seen:
-            assert local(strategy, part) == [0.9] * strategy.extended.replicas.num_here
+            assert local(strategy, part) == [0.9] * parts_of(strategy).replicas.num_here
 
 
 @every_total
@@ -178,10 +179,11 @@ def test_replicas_must_assign_the_same(comm: Intracomm, replicas: str, meets: bo
 
     with strategy_of(comm, replicas) as strategy:
         weight = make(strategy, np.zeros(2), name="w")
-        shares = strategy.extended.replicas
+        shares = parts_of(strategy).replicas
         text = "copies would differ: replica 0 assigned a value to variable 'w', and replica 1 another value"
         has_both = 1 in shares.ids_here and 0 in shares.ids_here
-        if comm.bcast(has_both) and meets:
+        is_refused_by_all = comm.bcast(has_both) and meets
+        if is_refused_by_all:
             with raises_everywhere(comm, (ValueError, InvalidArgumentError), text):
                 strategy.run(step)
         elif has_both:
@@ -190,7 +192,7 @@ def test_replicas_must_assign_the_same(comm: Intracomm, replicas: str, meets: bo
         else:
             strategy.run(step)
             assert weight.local_value().tolist() == [7.0 if shares.ids_here[0] == 1 else 5.0] * 2
-        if has_both:
+        if has_both or is_refused_by_all:  # what one rank refuses in a call is kept on none
             assert weight.numpy().tolist() == [0, 0]
         strategy.run(lambda: weight.assign(np.ones(2)))  # what was refused is forgotten
         assert weight.numpy().tolist() == [1, 1]
@@ -207,7 +209,7 @@ def test_replica_that_assigns_nothing_differs(comm: Intracomm, replicas: str) ->
                     count.assign_add(by)
 
         strategy.run(step, (0,))  # the same bits as those of who assigns nothing
-        ids = strategy.extended.replicas.ids_here
+        ids = parts_of(strategy).replicas.ids_here
         if len(ids) == 1:
             strategy.run(step, (1,))
             assert [int(count) for count in counts] == [3 + (ids[0] % 2 == 0)] * 2
@@ -233,9 +235,9 @@ def test_replica_sees_what_it_assigned_itself(comm: Intracomm, replicas: str) ->
 
     with strategy_of(comm, replicas) as strategy:
         weight = make(strategy, 10.0)
-        assert strategy.extended.replicas.num_here == len(strategy.extended.replicas.ids_here)
+        assert parts_of(strategy).replicas.num_here == len(parts_of(strategy).replicas.ids_here)
         for part, expected in zip(strategy.run(step), (10.0, 13.0, 14.0), strict=True):
-            assert local(strategy, part) == [expected] * strategy.extended.replicas.num_here
+            assert local(strategy, part) == [expected] * parts_of(strategy).replicas.num_here
         assert float(weight) == 14
 
 
@@ -248,7 +250,7 @@ def test_bits_decide_what_is_the_same(comm: Intracomm, replicas: str) -> None:
             strategy.run(variable.assign, (value,))
             assert np.array_equal(variable.numpy(), value, equal_nan=np.asarray(value).dtype.kind == "f")
         zero = make(strategy, 1.0)
-        if strategy.extended.replicas.num_here > 1:
+        if parts_of(strategy).replicas.num_here > 1:
             with pytest.raises(ValueError, match="copies would differ"):
                 strategy.run(lambda: zero.assign(0.0 if replica_id() % 2 else -0.0))
 
@@ -268,7 +270,7 @@ def test_early_return_and_caught_exceptions(comm: Intracomm, replicas: str) -> N
         return "small"
 
     with strategy_of(comm, replicas) as strategy:
-        weight, num_here = make(strategy, np.zeros(2)), strategy.extended.replicas.num_here
+        weight, num_here = make(strategy, np.zeros(2)), parts_of(strategy).replicas.num_here
         for value, said, held in ((np.zeros(3), "refused", 1), (200.0, "large", 200), (5.0, "small", 6)):
             assert list(strategy.experimental_local_results(strategy.run(careful, (value,)))) == [said] * num_here
             assert weight.numpy().tolist() == [held, held]
@@ -287,7 +289,7 @@ def test_difference_may_be_caught_in_run(comm: Intracomm, replicas: str) -> None
         return float(weight)
 
     with strategy_of(comm, replicas) as strategy:
-        weight, shares = make(strategy, 1.0), strategy.extended.replicas
+        weight, shares = make(strategy, 1.0), parts_of(strategy).replicas
         differs = shares.total > comm.size
         found = local(strategy, strategy.run(step))
         assert found == ([5.0] * shares.num_here if differs else [float(shares.ids_here[0])])
@@ -304,7 +306,7 @@ def test_what_all_replicas_wrote_stays_if_some_raise(comm: Intracomm, replicas: 
             raise KeyError("on purpose")
 
     with strategy_of(comm, replicas) as strategy:
-        weight, shares, last = make(strategy, 1.0), strategy.extended.replicas, strategy.num_replicas_in_sync - 1
+        weight, shares, last = make(strategy, 1.0), parts_of(strategy).replicas, strategy.num_replicas_in_sync - 1
         if not {0, last}.isdisjoint(shares.ids_here):
             with pytest.raises(KeyError, match="on purpose"):
                 strategy.run(step)
@@ -329,7 +331,7 @@ def test_assignment_in_merge_call_and_update(comm: Intracomm, replicas: str) -> 
     with strategy_of(comm, replicas) as strategy:
         weight = make(strategy, 0.0)
         expected = 102 - COMBINED["SUM"](strategy.num_replicas_in_sync)
-        assert local(strategy, strategy.run(step)) == [expected] * strategy.extended.replicas.num_here
+        assert local(strategy, strategy.run(step)) == [expected] * parts_of(strategy).replicas.num_here
         assert float(weight) == expected
         with pytest.raises(RuntimeError, match="merge_call"):
             strategy.run(lambda: strategy.extended.update(weight, lambda var: var.assign_add(1.0)))
@@ -383,7 +385,7 @@ def test_rows_are_changed_once_for_all_replicas(comm: Intracomm, replicas: str, 
 @every_combining
 def test_each_replica_has_its_own_copy_of_a_metric(comm: Intracomm, replicas: str, aggregation: str) -> None:
     with strategy_of(comm, replicas) as strategy:
-        shares = strategy.extended.replicas
+        shares = parts_of(strategy).replicas
         metric = make(strategy, [2.0], synchronization="ON_READ", aggregation=aggregation)
         seen = strategy.run(lambda: (metric.assign_add(np.array([float(replica_id())])), metric[0])[1])
         assert local(strategy, seen) == [2.0 + at for at in shares.ids_here]
@@ -404,7 +406,7 @@ def test_metric_with_aggregation_none_is_read_by_replicas_alone(comm: Intracomm,
     with strategy_of(comm, replicas) as strategy:
         metric = make(strategy, 0.0, synchronization="ON_READ")
         strategy.run(lambda: metric.assign(replica_id()))
-        assert local(strategy, metric) == [float(at) for at in strategy.extended.replicas.ids_here]
+        assert local(strategy, metric) == [float(at) for at in parts_of(strategy).replicas.ids_here]
         with pytest.raises(ValueError, match="could not convert"):
             metric.read_value()
 
@@ -413,7 +415,7 @@ def test_metric_with_aggregation_none_is_read_by_replicas_alone(comm: Intracomm,
 @pytest.mark.parametrize(("start", "value"), [(0, 10), (0, -10), (0.0, 10.0)])
 def test_sum_is_dealt_out_to_replicas(comm: Intracomm, replicas: str, start: Any, value: Any) -> None:
     with strategy_of(comm, replicas) as strategy:
-        shares = strategy.extended.replicas
+        shares = parts_of(strategy).replicas
         metric = make(strategy, start, synchronization="ON_READ", aggregation="SUM")
         metric.assign(value)
         assert metric.read_value() == pytest.approx(value)
@@ -431,14 +433,14 @@ def test_metric_set_across_replicas_is_set_on_each(comm: Intracomm, replicas: st
         metric = make(strategy, 1.0, synchronization="ON_READ", aggregation=aggregation)
         metric.assign(6.0)
         metric.assign_add(1.0)
-        assert local(strategy, metric) == [7.0] * strategy.extended.replicas.num_here
+        assert local(strategy, metric) == [7.0] * parts_of(strategy).replicas.num_here
         assert metric.read_value() == 7
 
 
 @every_total
 def test_update_is_called_for_each_copy(comm: Intracomm, replicas: str) -> None:
     with strategy_of(comm, replicas) as strategy:
-        shares, update, calls = strategy.extended.replicas, strategy.extended.update, []
+        shares, update, calls = parts_of(strategy).replicas, strategy.extended.update, []
         ids = PerReplica(tuple(float(at) for at in shares.ids_here))
 
         def add(var: Variable, by: Any) -> Any:
@@ -492,7 +494,7 @@ def test_per_replica_value_must_be_reduced_before_it_is_assigned(
 @every_total
 def test_mirrored_variable_is_a_value_of_all_replicas(comm: Intracomm, replicas: str) -> None:
     with strategy_of(comm, replicas) as strategy:
-        num_here = strategy.extended.replicas.num_here
+        num_here = parts_of(strategy).replicas.num_here
         weight = make(strategy, [1.0, 2.0])
         assert len(weight.values) == num_here
         assert all(np.shares_memory(value, weight.local_value()) for value in weight.values)
@@ -512,10 +514,44 @@ def test_mirrored_variable_is_a_value_of_all_replicas(comm: Intracomm, replicas:
 
 
 @every_total
-def test_variables_are_made_in_the_scope(comm: Intracomm, replicas: str) -> None:
+def test_a_refused_write_waits_for_the_call_in_which_replicas_meet(comm: Intracomm, replicas: str) -> None:
+    """A started call is none: the ranks may agree on it later."""
+
+    def step() -> list[float]:
+        weight.assign(replica_id())
+        started, seen = context().start_all_reduce("sum", 1.0), [float(weight)]
+        weight.assign(7.0)
+        context().all_reduce("sum", 1.0)
+        return [started.wait(), *seen, float(weight)]
+
     with strategy_of(comm, replicas) as strategy:
-        with pytest.raises(RuntimeError, match=r"cannot be made inside the function of strategy\.run"):
-            strategy.run(lambda: Variable(1.0))
+        weight, ids = make(strategy, 1.0), parts_of(strategy).replicas.ids_here
+        found = strategy.experimental_local_results(strategy.run(step))
+        assert [list(of_replica) for of_replica in found] == [[strategy.num_replicas_in_sync, at, 7] for at in ids]
+        assert float(weight) == 7
+
+
+@every_total
+def test_a_variable_made_in_run_is_one_for_all_replicas(comm: Intracomm, replicas: str) -> None:
+    """T89, T139: with the value of replica 0, and a name that all have."""
+    made = []
+
+    def step() -> Any:
+        own = Variable(lambda: np.full(2, 10.0 + replica_id()), name="foo")
+        made.append(own)
+        metric = Variable(0.0, synchronization="on_read", aggregation="sum")
+        metric.assign_add(replica_id())
+        own.assign_add(context().all_reduce("sum", np.ones(2)))
+        return context().merge_call(lambda _, var: var.read_value(), (metric,))
+
+    with strategy_of(comm, replicas) as strategy:
+        total = strategy.num_replicas_in_sync
+        assert local(strategy, strategy.run(step)) == [sum(range(total))] * len(made)
+        assert len(set(map(id, made))) == 1
+        assert (made[0].name, made[0].numpy().tolist()) == ("foo", [10.0 + total] * 2)
+        if total > 1:
+            with raises_everywhere(comm, InvalidArgumentError, "foo.*bar|bar.*foo"):
+                strategy.run(lambda: Variable(1.0, name="foo" if replica_id() else "bar"))
         assert float(make(strategy, 1.0)) == 1
 
 
@@ -528,7 +564,7 @@ def test_replica_cannot_assign_by_itself_to_the_variable_of_a_node(comm: Intraco
         with pytest.raises(ValueError, match="aggregation NONE and is one for all ranks of a node"):
             strategy.run(lambda: weight.scatter_add(IndexedSlices(np.ones(1), [0])))
         weight.assign(np.ones(2))
-        assert local(strategy, strategy.run(lambda: weight + 1)) == [[2, 2]] * strategy.extended.replicas.num_here
+        assert local(strategy, strategy.run(lambda: weight + 1)) == [[2, 2]] * parts_of(strategy).replicas.num_here
 
 
 @pytest.mark.ranks(1)

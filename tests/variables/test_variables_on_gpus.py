@@ -14,6 +14,7 @@ from support.everywhere import raises_everywhere
 from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable
 from mpidist import get_replica_context as context
 from mpidist.checkpoint import Checkpoint
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
 from mpidist.transport import arrays
@@ -73,7 +74,7 @@ def test_named_gpus_hold_variables_and_symmetric_arrays(strategy: Any) -> None:
 @pytest.mark.parametrize("kind", [MirroredStrategy, MultiWorkerMirroredStrategy])
 def test_gpus_that_were_found_hold_what_was_given_there(kind: Any, gpus: Any, comm: Intracomm) -> None:
     with kind(comm=comm) as strategy:
-        assert strategy.extended.device.is_gpu
+        assert parts_of(strategy).device.is_gpu
         assert not is_on_gpu(make(strategy, np.arange(3.0)))
         assert is_on_gpu(make(strategy, lambda: up(np.arange(3.0))))
         assert not arrays.is_device(strategy.symmetric_empty(4, np.float32))
@@ -243,12 +244,12 @@ def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
     value, out = strategy.symmetric_empty(5, np.float32), strategy.symmetric_empty(5, np.float32)
     value[...] = up(np.arange(5, dtype=np.float32))
     expected = [float(total * at) for at in range(5)]
-    if strategy.extended.replicas.tree is None:
+    if parts_of(strategy).replicas.tree is None:
         assert strategy.run(lambda: context().all_reduce("sum", value, out=out)) is out
         assert down(out).tolist() == expected
     else:  # several replicas cannot share one `out`
         sums = strategy.run(lambda: down(context().all_reduce("sum", value)).tolist())
-        assert strategy.experimental_local_results(sums) == (expected,) * len(strategy.extended.replicas.ids_here)
+        assert strategy.experimental_local_results(sums) == (expected,) * len(parts_of(strategy).replicas.ids_here)
 
 
 FEW_RANKS = pytest.mark.ranks(max=2)  # so that 8 GPUs are enough
@@ -271,7 +272,7 @@ def gpu_of_replica() -> int:
 def test_replicas_of_a_rank_read_a_copy_on_their_gpu_that_follows_the_variable(several: Any) -> None:
     weights = make(several, np.zeros(3))
     summed = make(several, np.zeros(3), aggregation="SUM")
-    first = several.extended.device.index
+    first = parts_of(several).device.index
 
     found: list[Any] = []
 
@@ -284,7 +285,7 @@ def test_replicas_of_a_rank_read_a_copy_on_their_gpu_that_follows_the_variable(s
     total = several.num_replicas_in_sync
     for turn in range(3):
         several.run(read)
-        assert found == [([turn + 1.0] * 3, [float(turn * total)] * 3)] * len(several.extended.replicas.ids_here)
+        assert found == [([turn + 1.0] * 3, [float(turn * total)] * 3)] * len(parts_of(several).replicas.ids_here)
         found.clear()
         several.run(lambda: summed.assign_add(up(np.ones(3))))
         if turn == 0:
@@ -308,7 +309,7 @@ def test_checkpoints_of_host_memory_are_restored_on_the_gpu_of_every_replica(
     Checkpoint(weights=weights).restore(path)
     found: list[Any] = []
     several.run(lambda: found.append(down(weights.local_value()).tolist()))
-    assert found == [[0.0, 1.0, 2.0]] * len(several.extended.replicas.ids_here)
+    assert found == [[0.0, 1.0, 2.0]] * len(parts_of(several).replicas.ids_here)
     assert is_on_gpu(weights)
 
 
@@ -328,11 +329,11 @@ def test_replicas_of_a_rank_write(several: Any) -> None:
     several.run(step)
     total = several.num_replicas_in_sync
     assert weights.numpy().tolist() == [5.0, 5.0]
-    assert [down(copy).tolist() for copy in metric.values] == [[at] * 2 for at in several.extended.replicas.ids_here]
+    assert [down(copy).tolist() for copy in metric.values] == [[at] * 2 for at in parts_of(several).replicas.ids_here]
     assert metric.numpy().tolist() == [total * (total - 1) / 2] * 2
     metric.assign(np.full(2, 6.0 * total))
     assert [down(copy).tolist() for copy in several.run(metric.read_value).values] == [[6.0, 6.0]] * len(
-        several.extended.replicas.ids_here
+        parts_of(several).replicas.ids_here
     )
     with pytest.raises(ValueError, match="copies would differ"):
         several.run(lambda: weights.assign(up(np.full(2, float(context().replica_id_in_sync_group)))))

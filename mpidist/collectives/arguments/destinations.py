@@ -43,6 +43,7 @@ __all__ = [
 MirroredLeaves = Mapping[int, Any]  # index of a mirrored leaf in the nest -> this rank's copy of the leaf
 _NO_MIRRORED: Final[MirroredLeaves] = MappingProxyType({})
 
+_MAX_INT64: Final = 2**63 - 1
 _DEVICE: Final = re.compile(r"/rank:(\d+)(/(cpu|gpu):\d+)?", re.IGNORECASE)  # /rank:3  /rank:3/GPU:0
 _KINDS: Final = (
     'a rank, a sequence of ranks, "all", a device string with a rank such as "/rank:3", a distributed value '
@@ -57,7 +58,8 @@ def ranks_of(destinations: Any, size: int, value: Any = None) -> tuple[int, ...]
         destinations: A rank, a sequence of ranks, `"all"`, `"/rank:3"` or `"/rank:3/GPU:0"`, a `DistributedValues`
             such as a variable (all ranks hold their components).
         size: Number of ranks.
-        value: The value to reduce. The same object as `destinations` asks for an all-reduce.
+        value: The value to reduce. The same object as `destinations` asks for an all-reduce, unless it is an `int`:
+            of these Python has one object for all that are equal.
 
     Returns:
         The ranks in ascending order, without repetition.
@@ -65,13 +67,13 @@ def ranks_of(destinations: Any, size: int, value: Any = None) -> tuple[int, ...]
     Raises:
         ValueError: If `destinations` is none of these, or a rank is out of range.
     """
+    if destinations is not None and destinations is value and type(value) is not int:
+        return tuple(range(size))
     if _is_rank(destinations):
         return (_in_range(int(destinations), size),)
     if isinstance(destinations, str):
         return _ranks_of_text(destinations, size)
     if isinstance(destinations, DistributedValues):
-        return tuple(range(size))
-    if destinations is not None and destinations is value:
         return tuple(range(size))
     if isinstance(destinations, (Sequence, set, frozenset)) and destinations and all(map(_is_rank, destinations)):
         return tuple(sorted({_in_range(int(rank), size) for rank in destinations}))
@@ -144,12 +146,13 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
     Raises:
         ValueError: If a leaf that is mirrored over several replicas is to be summed or multiplied; or, if the number of
             replicas was chosen, a leaf that no replica contributes.
-        TypeError: If a leaf is neither an array nor a number.
+        InvalidTypeError: If a leaf is neither an array nor a number.
     """
     if isinstance(value, Contributions):
         of_replicas, structure = value.flatten(replicas.ids_here)
         for leaves, own_nest in zip(of_replicas, value.nests, strict=True):
             require_values(leaves, own_nest)
+            _require_small_ints(op, leaves, replicas.total)
         return FlatContributions(of_replicas[0], structure, others=of_replicas[1:])
     leaves, structure = nest.flatten(value)
     mirrored = _NO_MIRRORED
@@ -160,13 +163,34 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
         leaves = [leaf for at, leaf in enumerate(leaves) if at not in mirrored]
     if replicas.tree is None:
         require_values(leaves, value)
+        _require_small_ints(op, leaves, replicas.total)
         return FlatContributions(leaves, structure, mirrored)
     may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
     components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]  # [leaves][replicas]
     first, *others = of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
     for own_leaves in of_replicas:
         require_values(own_leaves, own_leaves)
+        _require_small_ints(op, own_leaves, replicas.total)
     return FlatContributions(first, structure, mirrored, others)
+
+
+def _require_small_ints(op: ReduceOp, leaves: Sequence[Any], num_replicas: int) -> None:
+    """Refuse a Python int so large that the sum of as large ones of all replicas would not fit in 64 bits.
+
+    Each rank checks its own numbers: if no replica has a larger one, no sum overflows, and no message is needed.
+
+    Raises:
+        ValueError: If a leaf is such an int.
+    """
+    if op is not ReduceOp.SUM or int not in set(map(type, leaves)):
+        return
+    limit = _MAX_INT64 // num_replicas
+    for leaf in leaves:
+        if type(leaf) is int and limit < abs(leaf) <= _MAX_INT64:
+            raise ValueError(
+                f"a Python int counts as int64, in which the sum of {num_replicas} numbers like {leaf} may not fit: "
+                f"the largest that is safe is {limit}; pass a float, or np.int64({leaf}), whose sum wraps"
+            )
 
 
 def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: bool = False) -> tuple[Any, ...]:

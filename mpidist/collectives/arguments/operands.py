@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.errors import InvalidArgumentError
+from mpidist.errors import InvalidArgumentError, InvalidTypeError
 from mpidist.nest import paths
 from mpidist.transport import (
     DeviceLevels,
@@ -227,7 +227,7 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
         value: The nest.
 
     Raises:
-        TypeError: If a leaf is something else. The text has the leaf's path in the nest.
+        InvalidTypeError: If a leaf is something else. The text has the leaf's path in the nest.
     """
     if type(value) is np.ndarray or _KNOWN_TYPES.issuperset(map(type, leaves)):
         return
@@ -298,14 +298,14 @@ def _path_of(leaf: Any, value: Any) -> str:
     return next((path for path, one in zip(paths(structure), leaves, strict=True) if one is leaf), "")
 
 
-def _refusal(leaf: Any, path: str, text: str) -> TypeError:
+def _refusal(leaf: Any, path: str, text: str) -> InvalidTypeError:
     if local_component(leaf) is not None:
-        return TypeError(f"{path}: {text}" if path else text)
+        return InvalidTypeError(f"{path}: {text}" if path else text)
     if path:
-        return TypeError(
+        return InvalidTypeError(
             f"{path} is None, which is neither an array nor a number: leave the place out, on all ranks, or pass zeros"
         )
-    return TypeError(
+    return InvalidTypeError(
         "cannot take None, which a function without `return` gives, for example; needed an array, a number, or a nest "
         "of them"
     )

@@ -13,8 +13,10 @@ from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
+from mpidist.replicas import Replicas
 from mpidist.transport import SharedArrays, library_of
 from mpidist.transport import arrays as native_arrays
+from mpidist.values import Contributions
 
 __all__ = [
     "check_outs",
@@ -23,6 +25,7 @@ __all__ = [
     "is_target",
     "native_outs",
     "owners_of",
+    "result_outs",
     "target_arrays",
     "write_outs",
 ]
@@ -128,6 +131,40 @@ def check_outs(
             )
     if len(outs) > 1:
         _check_apart(outs)
+
+
+def result_outs(
+    out: Any, structure: nest.Structure, specs: Sequence[Spec], replicas: Replicas, has_mirrored: bool = False
+) -> list[Any]:
+    """Check the arrays of `out` for results that a call does not make in place of the values. Local.
+
+    Args:
+        out: The nest of arrays that take results; or the nests of all replicas of this rank.
+        structure: The form of the nest of values.
+        specs: The results.
+        replicas: Which replicas this rank carries.
+        has_mirrored: Whether some values are mirrored.
+
+    Returns:
+        The arrays, of the first replica.
+
+    Raises:
+        InvalidArgumentError: As `flatten_out` and `check_outs`.
+    """
+    nothing: list[Any] = [None] * len(specs)
+    dtypes = [spec.dtype for spec in specs]
+    of_replicas = []
+    for at, own in enumerate(out.nests if isinstance(out, Contributions) else [out]):
+        try:
+            outs = native_outs(flatten_out(structure, has_mirrored, own), nothing, nothing)
+            device = replicas.devices[at] if at else None
+            check_outs(outs, nothing, specs, dtypes, device.index if device is not None and device.is_gpu else None)
+        except Exception as problem:
+            if not at:
+                raise
+            raise InvalidArgumentError(f"replica {replicas.ids_here[at]}: {problem}") from problem
+        of_replicas.append(outs)
+    return of_replicas[0]
 
 
 def _check_spec(index: int, out: Any, want: Spec, dtype: np.dtype[Any]) -> None:

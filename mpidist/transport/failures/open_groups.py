@@ -32,6 +32,7 @@ __all__ = [
     "leave",
     "no_communicators_left",
     "num_open",
+    "num_strategies",
     "record_build_failure",
     "release_signal",
     "remove",
@@ -199,6 +200,11 @@ def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
 def num_open(or_alone: bool = False) -> int:
     """Count the groups of several ranks that this process has made and not closed. `or_alone`: also those of one."""
     return len(_open) + or_alone * len(_alone)
+
+
+def num_strategies() -> int:
+    """Count the strategies of several ranks that this process has made and not closed."""
+    return sum(group.owner == OpenGroup.owner for group in _open)
 
 
 def add_alone(group: object) -> None:

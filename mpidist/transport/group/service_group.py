@@ -46,18 +46,26 @@ class Service(ABC):
     Attributes:
         topology: The ranks that do the same as this one, and their nodes.
         is_chief: Whether this rank writes checkpoints, summaries and progress.
+        rank: This rank's number among all ranks of the strategy.
+        why_idle: What this rank is that has no replica, and where replicas are; "" for a rank that has some.
     """
 
     topology: Topology
     is_chief: bool
+    rank: int
+    why_idle = ""
 
     @abstractmethod
     def reset(self) -> None:
         """Make this rank's part usable again, or raise an error that says why it cannot be. Local."""
 
     @abstractmethod
-    def close(self, error: BaseException | None) -> None:
-        """End this rank's part. `error`: the exception that leaves the strategy."""
+    def close(self, error: BaseException | None) -> Exception | None:
+        """End this rank's part. `error`: the exception that leaves the strategy.
+
+        Returns:
+            What was wrong with the part that has ended in order, to be raised once the strategy is closed.
+        """
 
     @abstractmethod
     def meet_peers(self, call: str, error: Exception | None = None) -> None:
@@ -135,7 +143,7 @@ class ServiceGroup(OpenGroup):
         self.arena: SharedArena | None = None
         self.recorder = membership.recorder
         self.timeout_seconds = settings.timeout_seconds
-        self.end: Callable[[BaseException | None], None] = lambda error: None
+        self.end: Callable[[BaseException | None], object] = lambda error: None
         self.may_miss_ranks = False
         self.is_needed = True
         self._threads = ThreadGuard.of_group()

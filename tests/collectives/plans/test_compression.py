@@ -24,6 +24,7 @@ from mpidist import (
     get_replica_context,
 )
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.reduction import narrow, widen
 
@@ -93,7 +94,7 @@ def test_half_the_bytes_go_between_nodes(comm: Intracomm, placement: tuple[int, 
     sent = {}
     for name in ("none", half):
         with Strategy(cross_device_ops=HierarchicalCopyAllReduce(), comm=comm) as strategy:
-            levels = strategy.extended.group.levels
+            levels = parts_of(strategy).group.levels
             for count in (2000, 60_000, 1_000_000):
                 for level in (levels.across_nodes, levels.world):
                     level.traffic.clear()
@@ -292,7 +293,7 @@ def test_options_say_what_is_wrong() -> None:
     assert CommunicationOptions(compression=None) == CommunicationOptions()
     with pytest.raises(ValueError, match="'int8' is not a valid Compression; it is one of NONE, BF16, FP16"):
         CommunicationOptions(compression="int8")
-    with pytest.raises(ValueError, match="'bf16' cannot be combined with implementation='RING'"):
+    with pytest.raises(ValueError, match="'bf16' cannot be combined with implementation='ring'"):
         options.merge(CommunicationOptions(implementation="RING"))
     merged = options.merge(CommunicationOptions(compress_everywhere=True))
     assert (merged.compression.name, merged.compress_everywhere) == ("BF16", True)

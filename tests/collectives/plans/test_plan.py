@@ -14,10 +14,10 @@ from mpidist import ReduceOp
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.plans import Arithmetic, make_fused_lists, make_messages, wire_and_result_dtypes
 from mpidist.collectives.plans.plan import FusedList, Message, group_by_size
-from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
+from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
-from mpidist.transport import accumulator_dtype
+from mpidist.transport import SyncGroup, accumulator_dtype
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.group import Levels
 from mpidist.transport.node_memory import Slots
@@ -468,7 +468,8 @@ def test_too_few_bytes_for_messages_between_nodes_are_not_fused() -> None:
 
 
 def test_without_shared_memory_nothing_is_fused() -> None:
-    for algorithm in (CollectiveAllReduce(), HierarchicalCopyAllReduce()):
+    for kind in (CollectiveAllReduce, HierarchicalCopyAllReduce):
+        algorithm = BoundOps(kind(), SyncGroup.solo())
         assert algorithm.fused_reducer_for(CommunicationOptions(), Levels.solo()) is None
         shared = replace(Levels.solo(), fused=reducer_of())
         assert algorithm.fused_reducer_for(CommunicationOptions(), shared) is shared.fused

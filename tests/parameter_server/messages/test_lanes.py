@@ -14,6 +14,7 @@ import pytest
 from parameter_server.clusters import num_workers, on_workers
 
 from mpidist import IndexedSlices, Variable
+from mpidist.context_stack import parts_of
 from mpidist.errors import PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server import Role
@@ -259,7 +260,7 @@ def test_ended_strategies_hold_no_shared_memory_and_no_files(comm: Intracomm, wh
         num_files.append(len(os.listdir("/proc/self/fd")))
         file = -1
         with contextlib.suppress(KeyError), ParameterServerStrategy(comm=comm, on_worker_lost=when_lost) as strategy:
-            role = strategy.extended.service
+            role = parts_of(strategy).service
             assert isinstance(role, Role)
             if role.group is not None and role.group.arena is not None:
                 file = os.dup(max(shared_files()))

@@ -15,6 +15,7 @@ from support.everywhere import raises_everywhere
 import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError
 from mpidist.transport.agreement import Call, SoloAgreement
 from mpidist.transport.agreement.fingerprint import fingerprint_of
@@ -116,7 +117,7 @@ DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
         "gather",
     ),
     "name of the call": (
-        lambda s, x: s.extended.cross_device_ops.all_reduce("SUM", 1.0, call=x), "assignment to 'a'",
+        lambda s, x: parts_of(s).cross_device_ops.all_reduce("SUM", 1.0, call=x), "assignment to 'a'",
         "assignment to 'b'", "call", "assignment to 'a'", "assignment to 'b'",
     ),
     "broadcast": (lambda s, x: s.extended.broadcast_to(np.ones(x), 0), 2, 3, "array 0", "f64[2]", "f64[3]"),
@@ -129,7 +130,7 @@ DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
     ),
     # One rank's own mistake: the others passed nothing wrong.
     "bool": (lambda s, x: s.reduce("SUM", x), True, 1.0, "error", "InvalidArgumentError: SUM needs numbers", "-"),
-    "None": (lambda s, x: s.reduce("SUM", x), None, 1.0, "error", "TypeError: cannot take None, which", "-"),
+    "None": (lambda s, x: s.reduce("SUM", x), None, 1.0, "error", "InvalidTypeError: cannot take None, which", "-"),
     "None in a nest": (
         lambda s, x: inside(s, "all_reduce", "SUM", [1.0, {"bias": x}]), None, 1.0, "error",
         "TypeError: [1]['bias'] is None, which is neither", "-",
@@ -280,7 +281,7 @@ def test_without_checks_a_refused_argument_is_an_error_and_no_wrong_number(
 def test_errors_of_one_kind_in_each_ranks_own_words_are_raised_as_they_are(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         with pytest.raises(ValueError, match=f"error {comm.rank}"):
-            strategy.extended.agree("call", {}, ValueError(f"error {comm.rank}"))
+            parts_of(strategy).agree("call", {}, ValueError(f"error {comm.rank}"))
         assert strategy.reduce("SUM", 1) == comm.size
 
 

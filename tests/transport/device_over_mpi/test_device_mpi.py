@@ -15,7 +15,7 @@ from host_cuda.emulated import Emulated
 from host_cuda.gpus import emulated, gpus, is_total, mine, opened
 
 from mpidist.cli.cuda_aware_mpi import Answer, child_command, child_environment, hint, prove, takes_device_memory
-from mpidist.cross_device_ops import HierarchicalCopyAllReduce
+from mpidist.cross_device_ops import BoundOps, HierarchicalCopyAllReduce
 from mpidist.transport import cuda
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def test_where_the_user_says_so_mpi_reads_device_memory(
     monkeypatch.setenv("MPIDIST_DEVICE_MPI", word)
     values = [mine(comm.rank, 100_001, np.dtype(code)) for code in ("i4", "f2", "f8")]
     for group in opened(comm):
-        ops = HierarchicalCopyAllReduce().bound_to(group)
+        ops = BoundOps(HierarchicalCopyAllReduce(), group)
         ops.all_reduce("SUM", values)
         emulated.forget()
         results = ops.all_reduce("SUM", values)

@@ -19,7 +19,7 @@ from host_cuda.gpus import down, emulated, gpus, grown_by, is_total, mine, opene
 from support.everywhere import raises_everywhere
 
 from mpidist.cli.cuda_aware_mpi import hint
-from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
@@ -292,7 +292,7 @@ def test_the_size_that_was_set_is_used(emulated: Emulated, comm: Intracomm, monk
     monkeypatch.setenv("MPIDIST_NCCL", "0")
     for group in opened(comm):
         value = up(np.ones(4 * LEAST_CHUNK_BYTES, np.uint8))
-        result = CollectiveAllReduce().bound_to(group).all_reduce("SUM", value)
+        result = BoundOps(CollectiveAllReduce(), group).all_reduce("SUM", value)
         assert (down(result) == comm.size).all()
         assert emulated.calls("copy down") == [*[("copy down", LEAST_CHUNK_BYTES)] * 4, ("copy down", value.nbytes)]
 
@@ -364,7 +364,7 @@ def test_an_interrupt_in_the_middle_and_a_reset(
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", str(LEAST_CHUNK_BYTES))
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, range(comm.size))))
     group = SyncGroup.from_mpi(comm)
-    ops = CollectiveAllReduce().bound_to(group)
+    ops = BoundOps(CollectiveAllReduce(), group)
     values = up(np.ones(LEAST_CHUNK_BYTES, np.float64))
     for _ in range(2):
         assert (down(ops.all_reduce("SUM", values)) == comm.size).all()

@@ -20,6 +20,7 @@ from transport.failures.clocks import LONG_SECONDS, Clock, clock, come_late, let
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport import waiting
 from mpidist.transport.agreement import Call
@@ -231,7 +232,7 @@ def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm, clock: Clock) -
 @pytest.mark.ranks(min=2)
 def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
     """A program that ends must end: nobody else will come. A rank that has not heard of it yet learns it."""
-    for ends in (Strategy.close, lambda strategy: strategy.extended.group.end_with_program()):
+    for ends in (Strategy.close, lambda strategy: parts_of(strategy).group.end_with_program()):
         strategy = Strategy(comm=comm)
         if comm.rank == 0:
             with pytest.raises(DeadlineExceededError):
@@ -267,12 +268,12 @@ def test_end_of_the_program_waits_for_slow_ranks(
 
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     strategy = Strategy(comm=comm)
-    world = strategy.extended.group.levels.world
+    world = parts_of(strategy).group.levels.world
     if comm.rank == comm.size - 1:
         come_late(comm)
     else:
         wait_for_late_rank(clock, comm, comm.size - 1, lambda: True)
-    strategy.extended.group.end_with_program()
+    parts_of(strategy).group.end_with_program()
     assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
 
 
@@ -318,7 +319,7 @@ def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
         time.sleep(0.05 * comm.rank)  # so that the others wait in the call
         assert strategy.reduce("SUM", 1.0) == comm.size
         clock.go_on()  # the ranks compute
-        devices = strategy.extended.group.devices
+        devices = parts_of(strategy).group.devices
         free = devices.free
 
         def free_slowly() -> None:

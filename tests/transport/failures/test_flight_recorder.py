@@ -14,6 +14,7 @@ import pytest
 from jobs.failing import SIGNS, Job, job
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
 from mpidist.transport.failures.status_board import StatusBoard
 
@@ -85,7 +86,7 @@ def test_a_strategy_records_what_it_calls(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         strategy.reduce("SUM", [np.ones(1000, np.float32), np.ones(3, np.float32)])
         strategy.gather(np.ones(3), 0)
-        (flight,) = strategy.extended.group.flights().values() if comm.size > 1 else (None,)
+        (flight,) = parts_of(strategy).group.flights().values() if comm.size > 1 else (None,)
         if flight is not None:
             calls = [(its.call, its.details, its.state) for its in flight.entries]
             assert calls[0][0] == "MultiWorkerMirroredStrategy"

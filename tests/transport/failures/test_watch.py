@@ -17,6 +17,7 @@ from transport.failures.clocks import Clock, clock, come_late, let_time_pass, wa
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement import MpiAgreement
 from mpidist.transport.failures.call_watchdog import CallWatchdog
@@ -409,7 +410,7 @@ def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(
     clock.in_wait = lambda: None
     if comm.rank < 3:
         comm.send(None, 3)
-    watchdog: Any = strategy.extended.group._watchdog
+    watchdog: Any = parts_of(strategy).group._watchdog
     sent = comm.allgather(watchdog._notes.sent)
     assert sum(sent[0]) > 0
     assert [row[3] for row in sent[1:3]] == [0, 0]

@@ -10,6 +10,7 @@ import pytest
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -43,14 +44,14 @@ def is_filled(array: Any, filling: int, marks: Any) -> bool:
 def test_all_reduce_in_place(strategy: Strategy, memory: Any, implementation: str) -> None:
     memory[...] = 1
     memory[MARKS] = [rank + strategy.topology.rank for rank in range(6)]
-    ops = strategy.extended.cross_device_ops
+    ops = parts_of(strategy).cross_device_ops
     ops.all_reduce("SUM", memory, CommunicationOptions(implementation=implementation), out=memory)
     assert is_filled(memory, 2, [1, 3, 5, 7, 9, 11])
 
 
 def test_every_other_call(strategy: Strategy, memory: Any) -> None:
     """On the transport itself, which works in place."""
-    world, rank = strategy.extended.group.levels.world, strategy.topology.rank
+    world, rank = parts_of(strategy).group.levels.world, strategy.topology.rank
     memory[...] = rank
     memory[MARKS] = range(10 * rank, 10 * rank + 6)
     world.broadcast(memory, 1)

@@ -17,7 +17,7 @@ from support.contributions import COMPLEX, HALVES, UFUNCS
 from support.everywhere import raises_everywhere
 from transport.nccl.made_communicators import connect
 
-from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce, NcclAllReduce
+from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
@@ -151,7 +151,7 @@ def test_other_versions_are_refused_with_a_table(
     for group in opened(comm):
         with raises_everywhere(comm, TopologyError, r"one version of NCCL.*: 2.30.4 on rank 0 .*, 2.28.9 on rank"):
             is_working(group)
-        assert NcclAllReduce().bound_to(group).all_reduce("SUM", 1) == comm.size  # host arrays go on
+        assert BoundOps(NcclAllReduce(), group).all_reduce("SUM", 1) == comm.size  # host arrays go on
 
 
 @pytest.mark.ranks(min=2)
@@ -163,7 +163,7 @@ def test_kernels_and_copies_go_before_the_users(
     monkeypatch.setenv("MPIDIST_NCCL", "1" if way == "NCCL" else "0")
     options = CommunicationOptions(implementation="RING" if way == "RING" else "AUTO")
     for group in opened(comm):
-        for ops in (CollectiveAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
+        for ops in (BoundOps(CollectiveAllReduce(), group), BoundOps(HierarchicalCopyAllReduce(), group)):
             values = [up(np.ones(count)) for count in (5, 7000)]
             ops.all_reduce("SUM", values, options)
             ops.start_all_reduce("SUM", values, options).wait()

@@ -25,6 +25,7 @@ from support.everywhere import raises_everywhere
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import UnavailableError
 from mpidist.transport.node_memory import barrier as barrier_module
 from mpidist.transport.node_memory import window as window_module
@@ -243,7 +244,7 @@ def test_without_shared_memory_ranks_send_messages(
     """On all nodes alike, with one warning, of rank 0; and the results are right."""
     needs_it = placement.count(placement[problem.rank]) > 1  # ranks alone on a node have memory of their own
     with caplog.at_level(logging.WARNING, "mpidist"), Strategy(comm=comm) as strategy:
-        assert (strategy.extended.group.levels.fused is None) == needs_it
+        assert (parts_of(strategy).group.levels.fused is None) == needs_it
         for count in (1, 1000, 200_000):
             assert (strategy.reduce("SUM", np.full(count, comm.rank)) == sum(range(comm.size))).all()
         assert strategy.gather(np.ones(2), 0).size == 2 * comm.size
@@ -311,7 +312,7 @@ def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intrac
     before = resident()
     strategy = Strategy(comm=comm)
     strategy.reduce("SUM", np.ones(1_000_000))
-    held = strategy.extended.group.levels
+    held = parts_of(strategy).group.levels
     assert resident() - before > 256
     comm.Barrier()
     strategy.close()

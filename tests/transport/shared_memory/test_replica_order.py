@@ -20,6 +20,7 @@ from support.contributions import (
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.transport.node_memory import SharedArrays
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
@@ -50,19 +51,19 @@ def strategy(
 
 @pytest.fixture
 def reducer(strategy: Strategy) -> FusedReducer:
-    made = strategy.extended.group.levels.fused
+    made = parts_of(strategy).group.levels.fused
     assert made is not None
     return made
 
 
 @pytest.fixture
 def topology(strategy: Strategy) -> Topology:
-    return strategy.extended.group.topology
+    return parts_of(strategy).group.topology
 
 
 @pytest.fixture
 def shared(strategy: Strategy) -> SharedArrays:
-    return strategy.extended.group.shared
+    return parts_of(strategy).group.shared
 
 
 def folded(op: str, tree: ReplicaTree) -> Reduction:

@@ -23,6 +23,7 @@ from tensors import Tensor
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.transport import SharedArrays, places_digest
 
@@ -624,7 +625,7 @@ def test_arrays_that_lie_side_by_side_are_added_together_and_nothing_else(
 
 def test_many_small_arrays_are_one_run(on_one_node: Strategy) -> None:
     arrays = on_one_node.symmetric_empty_like([np.zeros(index % 40 + 1, np.float32) for index in range(500)])
-    shared = on_one_node.extended.group.shared
+    shared = parts_of(on_one_node).group.shared
     if on_one_node.topology.size > 1:
         places = shared.places(arrays[::-1])
         assert len(shared.runs(places, places, np.dtype(np.float32))) == 1
@@ -693,7 +694,7 @@ def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
 @every_size
 def test_views_of_other_libraries_are_known_by_their_place(on_one_node: Strategy, count: int) -> None:
     """What they share memory with, they do not tell; so they are known by their addresses."""
-    shared = on_one_node.extended.group.shared
+    shared = parts_of(on_one_node).group.shared
     arrays = on_one_node.symmetric_empty_like([np.zeros(count), np.zeros(3)])
     views = [np.from_dlpack(Tensor(array)) for array in arrays]
     assert [view.flags.owndata for view in views] == [False] * 2

@@ -28,6 +28,7 @@ from support.everywhere import same_everywhere
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.transport.node_memory import SharedArrays
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
@@ -55,7 +56,7 @@ def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.Mo
 
 @pytest.fixture
 def reducer(strategy: Strategy) -> FusedReducer:
-    made = strategy.extended.group.levels.fused
+    made = parts_of(strategy).group.levels.fused
     assert made is not None
     assert made.slots.slot_bytes == CHUNK_BYTES
     return made
@@ -63,7 +64,7 @@ def reducer(strategy: Strategy) -> FusedReducer:
 
 @pytest.fixture
 def shared(strategy: Strategy) -> SharedArrays:
-    return strategy.extended.group.shared
+    return parts_of(strategy).group.shared
 
 
 def pieces(op: str, rank: int, lengths: Sequence[int], dtype: Any) -> list[Any]:
@@ -357,7 +358,7 @@ def test_small_and_large_lists_take_turns(comm: Intracomm, monkeypatch: pytest.M
     set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, one_shot_bytes=CHUNK_BYTES, fine_count=FINE_COUNT)
     mine = random.Random(comm.rank)
     with Strategy(comm=comm) as strategy:
-        reducer = strategy.extended.group.levels.fused
+        reducer = parts_of(strategy).group.levels.fused
         assert reducer is not None
         for count in [1, 16, 17, 100, 3, 3, 3, 200, 16, 5] * 5:
             nap(mine, 0.1)

@@ -17,6 +17,7 @@ from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late
 
 from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mpidist.__main__ import run_command
+from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from mpidist.transport.agreement import SoloAgreement
 from mpidist.transport.waiting import observe_waits, tell_wait
@@ -118,10 +119,10 @@ def test_late_rank_is_named(comm: Intracomm, folder: Path, capsys: pytest.Captur
     """In four of the calls the last rank comes when all others wait, whatever else the machine does."""
     late, others = comm.size - 1, range(comm.size - 1)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.trace(folder):
-        membership = strategy.extended.group.membership
+        membership = parts_of(strategy).group.membership
         assert membership is not None
         for _ in range(4):
-            number = strategy.extended.group.agreement.sequence + 1
+            number = parts_of(strategy).group.agreement.sequence + 1
             while comm.rank == late and not all(
                 f"waits in reduce (call {number}), for" in line and "for 0.0 s" not in line
                 for line in membership.status_lines(others)
@@ -277,7 +278,7 @@ def test_strategy_of_one_device_is_traced_too(folder: Path, capsys: pytest.Captu
         strategy.reduce("SUM", np.ones(1000))
         strategy.reset()
         strategy.reduce("SUM", 1.0)
-        agreement = strategy.extended.group.agreement
+        agreement = parts_of(strategy).group.agreement
         assert isinstance(agreement, SoloAgreement)
         assert agreement.recorder is not None
     assert agreement.recorder is None
@@ -293,7 +294,7 @@ def test_forked_process_writes_in_no_file_of_its_parent(comm: Intracomm, folder:
         before = path.read_bytes()
         child = os.fork()
         if child == 0:
-            strategy.extended.group.trace.write()  # type: ignore[union-attr]
+            parts_of(strategy).group.trace.write()  # type: ignore[union-attr]
             os._exit(path.read_bytes() != before)
         assert os.waitpid(child, 0)[1] == 0
     assert len(calls_of(read(path))) == 2
