@@ -79,9 +79,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         subparser.set_defaults(run=command.run)
         subparsers[command.NAME] = subparser
     chosen, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        (hint,) = (getattr(command, "UNKNOWN", "") for command in _COMMANDS if chosen.command == command.NAME)
-        subparsers[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    (command,) = (command for command in _COMMANDS if chosen.command == command.NAME)
+    if unknown and not getattr(command, "TAKES_UNKNOWN", False):
+        subparsers[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    chosen.unknown = unknown
     return chosen
 
 

@@ -43,6 +43,7 @@ _INSTEAD_IN_RUN: Final[Mapping[str, str]] = {
     "batch_reduce": _ALL_REDUCE,
     "batch_reduce_to": _ALL_REDUCE,
     "gather": "call mpidist.get_replica_context().all_gather there",
+    "barrier()": "leave it out, as each all_reduce() there waits for all ranks",
     "run": "call the function itself there",
     "scope": "leave it out: the strategy is current there",
 }

@@ -62,6 +62,7 @@ class StrategyParts:
         self._strategy: CurrentStrategy | None = None
         self._num_variables = 0
         self._num_datasets = 0
+        self._num_runs = 0
 
     @classmethod
     def assemble(
@@ -156,12 +157,18 @@ class StrategyParts:
         self.require_cross_replica("run")
         if self.service is not None:
             self.require_computing("run")
-        if self.replicas.tree is not None:
-            return call_for_replicas(self.strategy, self.cross_device_ops, self.replicas, fn, args, kwargs or {})
-        context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self.cross_device_ops)
-        entry = context_stack.Entry(self.strategy, context)
-        given = local_components(list(args)) if args else ()
-        return context_stack.call(entry, fn, *given, **(local_components(dict(kwargs)) if kwargs else {}))
+        self._num_runs += 1
+        try:
+            if self.replicas.tree is not None:
+                return call_for_replicas(self.strategy, self.cross_device_ops, self.replicas, fn, args, kwargs or {})
+            context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self.cross_device_ops)
+            entry = context_stack.Entry(self.strategy, context)
+            given = local_components(list(args)) if args else ()
+            return context_stack.call(entry, fn, *given, **(local_components(dict(kwargs)) if kwargs else {}))
+        except BaseException as error:
+            if self.service is None:  # workers of parameter servers are not in step
+                self.group.record_step_exit(self._num_runs, error)
+            raise
 
     def default_variable_name(self) -> str:
         """Return the name of the next variable without a name, equal on all ranks, until `agree_on_variable`. Local."""
@@ -215,9 +222,9 @@ class StrategyParts:
         self.group.agreement.end()
         return has_same_variant
 
-    def raise_together(self, what: str) -> AbstractContextManager[None]:
-        """Raise an exception of one rank on all ranks: `Strategy.raise_together`. Collective."""
-        return raise_together(self.group, what, self.options.timeout_seconds)
+    def raise_together(self, call: str, what: str = "", advice: str = "") -> AbstractContextManager[None]:
+        """Raise an exception of one rank on all ranks: `transport.raise_together`. Collective."""
+        return raise_together(self.group, call, self.options.timeout_seconds, what, advice)
 
     def all_gather(
         self,

@@ -16,6 +16,8 @@ import numpy as np
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.files import recover_all, remove_leftovers, withdraw
 from mpidist.checkpoint.saving import (
+    ADVICE,
+    CALL,
     BackgroundWriting,
     CopyMemory,
     capture,
@@ -201,7 +203,7 @@ class CheckpointManager:
         return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
 
     def _next_number(self) -> int:
-        newest = self._newest(None, "save of a checkpoint")
+        newest = self._newest(None, CALL)
         return 1 if newest is None else newest + 1
 
     def _newest(self, before: int | None, what: str = "restore of a checkpoint") -> int | None:
@@ -209,7 +211,7 @@ class CheckpointManager:
         extended: Any = parts_of(self.checkpoint.strategy)
         extended.require_cross_replica(what)
         newest = -1
-        with extended.raise_together(f"{what} in {self.directory!r}"):
+        with extended.raise_together(f"{what} in {self.directory!r}", advice=ADVICE if what == CALL else ""):
             if extended.group.topology.rank == 0:
                 recover_all(Path(self.directory), self._name)
                 numbers = [number for number in self._numbers() if before is None or number < before]

@@ -32,7 +32,9 @@ from mpidist.errors import DeadlineExceededError
 from mpidist.transport import bytes_of, text_of
 
 __all__ = [
+    "ADVICE",
     "BackgroundWriting",
+    "CALL",
     "CopyMemory",
     "Snapshot",
     "capture",
@@ -46,6 +48,7 @@ __all__ = [
 logger = logging.getLogger("mpidist.checkpoint")
 
 CALL: Final = "save of a checkpoint"
+ADVICE: Final = "all ranks call save; rank 0 alone writes"
 _PARTS_SECONDS: Final = 600.0  # in which the other ranks write their parts, in the background
 _under_way: Final[set[Path]] = set()  # the folders that threads of this process write
 
@@ -161,7 +164,8 @@ def capture(
         }
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
-    extended.agree(CALL, {"path": str(place)} | {f"names, {name}": "here" for name in leaves}, error)
+    fields = {"path": str(place), "advice": ADVICE} | {f"names, {name}": "here" for name in leaves}
+    extended.agree(CALL, fields, error)
     place = place.resolve()  # a thread writes there also after a change of the current folder
     with extended.raise_together(f"{CALL} {str(place)!r}"):
         if topology.rank == 0:

@@ -3,8 +3,8 @@
     mpidist sbatch --nodes 8 --ntasks-per-node 4 --time 02:00:00 train.py --epochs 10
 
 The job script is train.sbatch; with --gpus-per-node train_gpu.sbatch, with --ps roles.sbatch, with --requeue
-requeue.sbatch. What is not said is as there. An account or a partition is for the variables of sbatch: SBATCH_ACCOUNT,
-SBATCH_PARTITION. `mpidist sbatch --write-scripts slurm` copies all job scripts, to be edited.
+requeue.sbatch. What is not said is as there. Other options of Slurm's sbatch come before the program, too, written
+--mem=64G or --exclusive. `mpidist sbatch --write-scripts slurm` copies all job scripts, to be edited.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = ["HELP", "NAME", "UNKNOWN", "add_arguments", "run"]
+__all__ = ["HELP", "NAME", "TAKES_UNKNOWN", "add_arguments", "run"]
 
 NAME: Final = "sbatch"
 HELP: Final = "submit a training to Slurm, with the job script that fits"
-UNKNOWN: Final = (  # ends the error of options that are not here
-    "; other options of Slurm's sbatch are set by its variables, as in SBATCH_PARTITION=gpu mpidist sbatch ..., or in "
-    "a job script that --write-scripts has written"
-)
+TAKES_UNKNOWN: Final = True  # options that are not here are those of Slurm's sbatch
 
 _SCRIPTS: Final = Path(__file__).parents[1] / "slurm"
 _ASK_SECONDS: Final = 60.0
@@ -40,12 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ntasks-per-node", type=_count, metavar="K", help="ranks per node; with GPUs one for each")
     parser.add_argument("--gpus-per-node", type=_count, metavar="G", help="GPUs per node")
     parser.add_argument("--time", type=_time, metavar="T", help="how long at most, as for sbatch: 30, 02:00:00, 1-12")
+    parser.add_argument("-p", "--partition", metavar="NAME", help="the partition")
+    parser.add_argument("-A", "--account", metavar="NAME", help="the account that pays")
+    parser.add_argument("--qos", metavar="NAME", help="the quality of service")
     parser.add_argument("--ps", type=_count, metavar="P", help="parameter servers, on a node of their own")
     parser.add_argument("--requeue", action="store_true", help="go on after exit code 75, in the same job")
     parser.add_argument("--dry-run", action="store_true", help="print the command, and submit nothing")
     parser.add_argument("--write-scripts", metavar="FOLDER", help="write all job scripts there, and submit nothing")
     parser.add_argument("script", nargs="?", help="the program of all ranks")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.set_defaults(own_options=frozenset(parser._option_string_actions))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.write_scripts is not None:
             return _write_scripts(Path(arguments.write_scripts))
         command = _command(arguments)
+        _warn_of_options_of_the_program(arguments)
         variables = _variables(os.environ)
         if arguments.dry_run:
             print(
@@ -76,21 +78,41 @@ class _RefusedError(Exception):
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
+    short = [option for option in arguments.unknown if not option.startswith("--")]
+    if short:
+        raise _RefusedError(f"{short[0]}: options of Slurm's sbatch are written as in --mem=64G")
     if arguments.script is None:
         raise _RefusedError("needed is the program of the ranks, as in `mpidist sbatch --nodes 2 train.py`")
     if not Path(arguments.script).is_file():
-        raise _RefusedError(f"there is no file {arguments.script} in {Path.cwd()}; options come before the program")
+        raise _RefusedError(
+            f"there is no file {arguments.script} in {Path.cwd()}; options come before the program, and those that "
+            "mpidist sbatch does not have itself are written with a =, as in --mem=64G"
+        )
     gpus, ranks = arguments.gpus_per_node, arguments.ntasks_per_node
     if gpus is not None and ranks is not None and ranks > gpus:
         raise _RefusedError(f"{ranks} ranks and {gpus} GPUs per node: needed is a GPU for each rank")
     if arguments.ps is not None and arguments.requeue:
         raise _RefusedError("--requeue is for ranks in lock step, and --ps for others: take one of them")
-    per_job = _options(time=arguments.time)
+    per_job = [
+        *_options(time=arguments.time, partition=arguments.partition, account=arguments.account, qos=arguments.qos),
+        *arguments.unknown,
+    ]
     command = ["sbatch", *_options(nodes=arguments.nodes, ntasks_per_node=ranks or gpus, gpus_per_node=gpus), *per_job]
     if arguments.ps is not None:
         command += [":", *_options(nodes=1, ntasks_per_node=arguments.ps), *per_job]
     name = "roles" if arguments.ps else "requeue" if arguments.requeue else "train_gpu" if gpus else "train"
     return [*command, str(_SCRIPTS / f"{name}.sbatch"), arguments.script, *arguments.arguments]
+
+
+def _warn_of_options_of_the_program(arguments: argparse.Namespace) -> None:
+    """Warn of options behind the program that this command has, too."""
+    behind = [one for one in arguments.arguments if one.partition("=")[0] in arguments.own_options]
+    if behind:
+        print(
+            f"mpidist sbatch: {', '.join(behind)} behind {arguments.script} goes to the program; what is meant for the "
+            "job comes before the program",
+            file=sys.stderr,
+        )
 
 
 def _options(**values: object) -> list[str]:

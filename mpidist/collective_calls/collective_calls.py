@@ -227,7 +227,7 @@ class CollectiveCalls(ABC):
             InvalidArgumentError: If other ranks make another call meanwhile.
             DeadlineExceededError: If not all ranks reach the end of the block within the strategy's `timeout_seconds`.
         """
-        return self._parts.raise_together(what)
+        return self._parts.raise_together("raise_together", what)
 
     def _require_lock_step(self, call: str) -> None:
         self._parts.require_cross_replica(call)
@@ -236,3 +236,7 @@ class CollectiveCalls(ABC):
                 f"{call} of a {type(self).__name__}: its workers are not in step, and make no call together but "
                 "barrier(); let them share what they need in variables"
             )
+
+
+for _method in filter(callable, vars(CollectiveCalls).values()):  # Python names methods so in errors of its own
+    _method.__qualname__ = _method.__qualname__.replace(CollectiveCalls.__name__, "Strategy")

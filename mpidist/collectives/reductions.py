@@ -132,6 +132,7 @@ class Reductions:
         """
         group = self.group
         group.enter(call.name)
+        call.is_started, call.step_exit = True, group.agreement.take_step_exit()
         if call.error is None:
             self._open(call, is_started=True)
 

@@ -12,7 +12,7 @@ from mpidist.transport import SyncGroup, arrays
 __all__ = ["SymmetricSpec", "symmetric_empty"]
 
 Agree = Callable[[str, Mapping[str, str], "Exception | None"], Any]
-RaiseTogether = Callable[[str], "AbstractContextManager[None]"]
+RaiseTogether = Callable[[str, str], "AbstractContextManager[None]"]
 
 
 @final
@@ -45,7 +45,7 @@ def symmetric_empty(
         specs: The arrays, the same on every rank.
         per_node: Whether to make one array for all ranks of a node, which is then in host memory: ranks share no other.
         agree: Compares a call and its fields on all ranks, and raises an error of one rank on all of them.
-        raise_together: See `Strategy.raise_together`; takes the name of the `with` statement.
+        raise_together: See `transport.raise_together`; takes the name of the call, and what the block does.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
     Returns:
@@ -73,6 +73,6 @@ def symmetric_empty(
     shared: Iterator[Any] = iter(())
     if on_host:
         # The ranks of a node fail together already; the ranks of other nodes must learn of the failure.
-        with raise_together("allocating arrays") if len(group.topology.nodes) > 1 else nullcontext():
+        with raise_together("symmetric_empty", "allocation") if len(group.topology.nodes) > 1 else nullcontext():
             shared = iter(group.shared.empty(on_host, per_node, f"symmetric_empty on {group.topology.node_name}"))
     return [next(shared) if array is None else array for array in made]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, final
@@ -15,7 +14,7 @@ from mpidist.coordinator.functions import PerWorkerDatasets, function_named
 from mpidist.errors import OutOfRangeError
 from mpidist.nest import decode, encode
 from mpidist.parameter_server import Servers
-from mpidist.transport import text_of
+from mpidist.transport import text_of, traceback_text
 
 __all__ = ["ADVICE", "Caller", "result_of"]
 
@@ -89,7 +88,7 @@ class Caller:
     def _failed(self, name: str, error: BaseException, text: str) -> Array:
         with suppress(Exception):  # of this function's changes: the next function would raise it
             self._servers.flush()
-        trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
+        trace = traceback_text(error)[-_MAX_TRACE:]
         kinds = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
         return encode((False, kinds, f"{name!r} failed on {self._who}: {text}", trace), "an error")
 

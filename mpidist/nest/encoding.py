@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import struct
+from argparse import Namespace
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -89,9 +91,10 @@ def _tree_of(item: Any, what: str, arrays: list[Array], handle_of: Callable[[Any
     handle = handle_of(item)
     if handle is not None:
         return {"handle": handle}
+    hint = ": vars(...) makes a dict of it" if isinstance(item, (Namespace, SimpleNamespace)) else ""
     raise TypeError(
         f"{what} has an item of type {type(item).__name__}, and needs arrays of NumPy, numbers, texts, and lists, "
-        "tuples and dicts of them"
+        f"tuples and dicts of them{hint}"
     )
 
 

@@ -82,6 +82,7 @@ from mpidist.transport.shared_memory import (
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, time_text, value_text
 from mpidist.transport.topology import Topology
 from mpidist.transport.trace import TRACE_VERSION, ClockSample
+from mpidist.transport.tracebacks import traceback_text
 from mpidist.transport.tree import Fold, ReplicaTree
 from mpidist.transport.waiting import complete, never_free, poll
 
@@ -196,6 +197,7 @@ __all__ = [
     "text_of",
     "time_text",
     "unknown_settings",
+    "traceback_text",
     "traced",
     "tuning_path",
     "value_text",

@@ -24,6 +24,7 @@ _LOG_LEVELS: Final[dict[str, str | None]] = {
 
 # All variables that the library reads, here and elsewhere.
 _KNOWN: Final = (
+    "MPIDIST_ALONE",
     "MPIDIST_CHECK",
     "MPIDIST_DEVICE_MPI",
     "MPIDIST_EXIT_CODE_FILE",
@@ -39,6 +40,7 @@ _KNOWN: Final = (
     "MPIDIST_STALL_SECONDS",
     "MPIDIST_TIMEOUT_SECONDS",
     "MPIDIST_TRACE",
+    "MPIDIST_TRACEBACK",
     "MPIDIST_TRANSPORT",
     "MPIDIST_TUNE_DIR",
 )

@@ -121,11 +121,12 @@ class OncePerNode(VariablePlacement):
         return OnEachRank() if is_own else self
 
     def store(self, value: Any) -> Any:
-        with self._group.call(self._record("placing of a variable")):
+        what = "placing of a variable"
+        with self._group.call(self._record(what)):
             pass  # agreed on before the allocation, which may fail and leave the group usable
         is_one_node = len(self._group.topology.nodes) == 1  # whose ranks fail together
-        with nullcontext() if is_one_node else raise_together(self._group, "allocating", self._timeout_seconds):
-            call = f"placing of a variable on {self._group.topology.node_name}"
+        with nullcontext() if is_one_node else raise_together(self._group, what, self._timeout_seconds):
+            call = f"{what} on {self._group.topology.node_name}"
             (array,) = self._group.shared.empty([(value.shape, value.dtype)], True, call)
         self._group.shared.write(array, arrays.on_host(value))
         return array

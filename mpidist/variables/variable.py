@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any, ClassVar, NoReturn, final
@@ -12,7 +13,7 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, open_groups
+from mpidist.transport import arrays, open_groups, rank_from_environment
 from mpidist.values import DistributedValues
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable
@@ -115,8 +116,9 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         self._trainable = self._is_trainable_by_default if trainable is None else trainable
         if context_stack.current() is None and open_groups.num_open():
             logger.warning(
-                "variable %r was made outside of strategy.scope(): it belongs to the default strategy, of this process "
-                "alone, so its value is this rank's own, and may differ from that of other ranks; make it inside",
+                "r%d | variable %r was made outside of strategy.scope(): it belongs to the default strategy, of this "
+                "process alone, so its value is this rank's own, and may differ from other ranks'; make it inside",
+                rank_from_environment(os.environ) or 0,
                 self._name,
             )
 

@@ -48,6 +48,8 @@ def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[st
         ("--gpus-per-node 4", "--ntasks-per-node=4 --gpus-per-node=4", "train_gpu"),
         ("--gpus-per-node 4 --requeue", "--ntasks-per-node=4 --gpus-per-node=4", "requeue"),
         ("--nodes 3 --ps 2 --time 5", "--nodes=3 --time=5 : --nodes=1 --ntasks-per-node=2 --time=5", "roles"),
+        ("-p gpu -A ab12 --qos=high", "--partition=gpu --account=ab12 --qos=high", "train"),
+        ("--nodes 2 --mem=64G --exclusive", "--nodes=2 --mem=64G --exclusive", "train"),
     ],
 )
 def test_which_job_script(capsys: pytest.CaptureFixture[str], arguments: str, options: str, script: str) -> None:
@@ -90,6 +92,8 @@ def test_it_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
     [
         ("", "needed is the program of the ranks"),
         ("missing.py", "there is no file missing.py in "),
+        ("--mem 64G train.py", "there is no file 64G in "),
+        ("-w node7 train.py", "options of Slurm's sbatch are written as in --mem=64G"),
         (
             "--gpus-per-node 2 --ntasks-per-node 4 train.py",
             "4 ranks and 2 GPUs per node: needed is a GPU for each rank",
@@ -110,11 +114,12 @@ def test_numbers_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: s
     assert arguments.split()[1] in capsys.readouterr().err
 
 
-def test_other_options_of_slurm_are_told_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run_command(["sbatch", "--partition", "gpu", "train.py"])
-    error = capsys.readouterr().err
-    assert "unrecognized arguments: --partition; other options of Slurm's sbatch are set by its variables" in error
+@pytest.mark.usefixtures("tools")
+def test_option_behind_the_program_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sbatch", "--dry-run", "train.py", "--epochs", "3", "--nodes=8", "-p", "x"]) == 0
+    assert "--nodes=8, -p behind train.py goes to the program" in capsys.readouterr().err
+    assert run_command(["sbatch", "--dry-run", "--nodes", "8", "train.py", "--epochs", "3"]) == 0
+    assert not capsys.readouterr().err
 
 
 def test_slurm_that_cannot_start_the_library(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def test_a_finding_that_fails_ends_all_ranks_with_1_and_colours_are_for_terminal
 
 
 @pytest.mark.no_mpi
-@pytest.mark.parametrize("name", ["doctor", "tune", "flight", "trace", "sbatch"])
+@pytest.mark.parametrize("name", ["doctor", "tune", "flight", "trace"])
 def test_the_usage_is_that_of_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ["merge", "x"] if name == "trace" else []
     with pytest.raises(SystemExit) as end:

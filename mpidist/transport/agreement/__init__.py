@@ -5,6 +5,7 @@ from mpidist.transport.agreement.comparison_rounds import NodeRounds
 from mpidist.transport.agreement.fingerprint import fingerprint_of, name_digest
 from mpidist.transport.agreement.mismatch_report import mismatch_error
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.agreement.stop_notice import StopNotice
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "NodeRounds",
     "Progress",
     "SoloAgreement",
+    "StepExit",
     "StopNotice",
     "fingerprint_of",
     "mismatch_error",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, final
 
 from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.agreement.stop_notice import StopNotice
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures import FlightRecorder
@@ -50,6 +51,8 @@ class CallRecord(ABC):
         is_last: Whether the rank leaves the group with this call, so that the other ranks must leave with it.
         timeout: `timeout_seconds`, or the group's own deadline; set when the rank joins the call.
         is_compared: Whether the ranks compare the call. False only where `Agreement.compares_all_calls` is.
+        is_started: Whether the rank joins the call later than it makes the call.
+        step_exit: Of such a call, what `Agreement.take_step_exit` returned when the rank made the call.
     """
 
     name = ""
@@ -61,6 +64,8 @@ class CallRecord(ABC):
     is_last = False
     timeout: float | None = None
     is_compared = True
+    is_started = False
+    step_exit: StepExit | None = None
 
     @abstractmethod
     def describe(self) -> Mapping[str, str]:
@@ -106,6 +111,8 @@ class Agreement(ABC):
         ranks: The ranks of the group, as they are numbered in the whole job.
         run: The number of the last `Strategy.run` of a chosen number of replicas, which ranks compare; 0 for none.
         notice: Before which step all ranks stop together. Compared calls carry it to the other ranks.
+        step_exit: How this rank has left a step by an exception since its last call; `None` if it has not. Ranks
+            compare it.
         flight: The memory of this rank's flight recorder, if all calls are recorded; else `None`.
         compares_all_calls: Whether the ranks compare every call. If not, they compare calls that have a deadline or a
             `variant`, and the last call.
@@ -113,6 +120,7 @@ class Agreement(ABC):
 
     compares_all_calls = True
     flight: Array | None = None
+    step_exit: StepExit | None = None
 
     def __init__(self, end: Callable[[], None], check_peers: Callable[[], None], ranks: frozenset[int]) -> None:
         self.sequence = self.run = 0
@@ -196,6 +204,12 @@ class Agreement(ABC):
     @abstractmethod
     def all_gather_object(self, item: Any) -> list[Any]:
         """Gather every rank's picklable `item` on all ranks, in rank order. Collective; after `join`."""
+
+    @final
+    def take_step_exit(self) -> StepExit | None:
+        """Return `step_exit`, which the call that this rank makes now compares, and reset it. Local."""
+        taken, self.step_exit = self.step_exit, None
+        return taken
 
     def mark_started(self, is_started: bool = True) -> None:  # noqa: B027  no other rank reads it of a single rank
         """Record whether the last call is only started: this rank does other work, and waits for it later. Local."""

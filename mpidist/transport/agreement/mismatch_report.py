@@ -2,57 +2,120 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, final
 
 from mpidist.errors import InvalidArgumentError, PeerFailedError
 from mpidist.transport.agreement.agreement import CLOSE, END
+from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.text import name_ranks
 
-__all__ = ["mismatch_error", "have_same_kind_of_error", "peer_left_error"]
+__all__ = [
+    "CallReport",
+    "have_same_kind_of_error",
+    "is_step_left_by_some",
+    "mismatch_error",
+    "peer_left_error",
+    "step_exit_error",
+]
 
 _MAX_LINES: Final = 8
+_ALL_OR_NONE: Final = """\
+  all ranks leave a step by an exception, or none: put what may fail on one rank into `with strategy.raise_together():`
+  in the step, or catch the exception there and skip the batch on all ranks. The strategy is unusable until
+  strategy.reset() is called on all ranks, each before the same step"""
 
 
-def peer_left_error(everyone: list[dict[str, str]], leavers: list[int], sequence: int) -> PeerFailedError:
+@final
+class CallReport(NamedTuple):
+    """What a rank reports of its call where calls differ.
+
+    Attributes:
+        fields: What the call passes, as name and text. All have a "call". A field "advice" says what people can do
+            about a difference.
+        is_last: As in `CallRecord`.
+        posted: The fingerprint.
+        notice: `StopNotice.own`.
+        step_exit: How the rank left a step by an exception since its last call; `None` if it did not.
+    """
+
+    fields: Mapping[str, str]
+    is_last: bool
+    posted: int
+    notice: tuple[int, str]
+    step_exit: StepExit | None
+
+    @property
+    def call(self) -> str:
+        """The name of the call."""
+        return self.fields["call"]
+
+
+def is_step_left_by_some(reports: Sequence[CallReport]) -> bool:
+    """Whether some ranks left a step by an exception of their own, and others left none, and go on."""
+    has_own = any(report.step_exit is not None and report.step_exit.is_own for report in reports)
+    return has_own and any(report.step_exit is None for report in reports) and not any(one.is_last for one in reports)
+
+
+def step_exit_error(reports: Sequence[CallReport], sequence: int) -> InvalidArgumentError:
+    """Make the error of ranks of which some left a step by an exception, to be raised on all of them."""
+    groups: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        if report.step_exit is not None:
+            groups.setdefault(f"left {report.step_exit}, and then called {report.call}", []).append(rank)
+    for rank, report in enumerate(reports):
+        if report.step_exit is None:
+            groups.setdefault(f"left none, and called {report.call}", []).append(rank)
+    who = "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in groups.items())
+    return InvalidArgumentError(f"call {sequence}: {who}, so nothing was sent\n{_ALL_OR_NONE}")
+
+
+def peer_left_error(reports: Sequence[CallReport], sequence: int) -> PeerFailedError:
     """Make the error of ranks that call while other ranks leave the group."""
-    others = [rank for rank in range(len(everyone)) if rank not in leavers]
-    calls = sorted({everyone[rank]["call"] for rank in others})
-    ways = {everyone[rank]["call"] for rank in leavers}
+    leavers = [rank for rank, report in enumerate(reports) if report.is_last]
+    others = [rank for rank, report in enumerate(reports) if not report.is_last]
+    ways = frozenset(reports[rank].call for rank in leavers)
     how = {frozenset({CLOSE}): "closed the strategy", frozenset({END}): "ended the program"}
-    why = dict.fromkeys(everyone[rank]["exception"] for rank in leavers if "exception" in everyone[rank])
-    because = f", because of an exception: {'; '.join(why)}," if why else ""
+    why = dict.fromkeys(reports[rank].fields.get("exception", "") for rank in leavers)
+    causes = [f"because of an exception: {'; '.join(filter(None, why))}"] if any(why) else []
+    exits = dict.fromkeys(str(one) for rank in leavers if (one := reports[rank].step_exit) is not None)
+    causes += [f"after an exception was caught that had left {'; '.join(exits)}"] if exits else []
+    calls = sorted({reports[rank].call for rank in others})
+    advice = _advice_if_chief_alone([report.fields for report in reports])
     return PeerFailedError(
-        f"{name_ranks(leavers)} {how.get(frozenset(ways), 'closed the strategy or ended the program')}"
-        f"{because} while {name_ranks(others)} called "
-        f"{' and '.join(calls)} (call {sequence}). Every rank must make the same calls; see what the program did "
-        f"differently on {name_ranks(leavers)}"
+        f"{name_ranks(leavers)} {how.get(ways, 'closed the strategy or ended the program')}"
+        f"{''.join(f', {cause},' for cause in causes)} while {name_ranks(others)} called "
+        f"{' and '.join(calls)} (call {sequence}). Every rank must make the same calls; "
+        f"{advice or f'see what the program did differently on {name_ranks(leavers)}'}"
     )
 
 
-def have_same_kind_of_error(everyone: list[dict[str, str]]) -> bool:
+def have_same_kind_of_error(reports: Sequence[CallReport]) -> bool:
     """Whether every rank has an error of its own in one call, and all these errors are of one type."""
-    kinds = {fields.get("error", "").partition(":")[0] for fields in everyone}
-    return len(kinds) == 1 and "" not in kinds and len({fields["call"] for fields in everyone}) == 1
+    kinds = {report.fields.get("error", "").partition(":")[0] for report in reports}
+    return len(kinds) == 1 and "" not in kinds and len({report.call for report in reports}) == 1
 
 
-def mismatch_error(everyone: list[dict[str, str]], sequence: int) -> InvalidArgumentError:
+def mismatch_error(everyone: Sequence[Mapping[str, str]], sequence: int) -> InvalidArgumentError:
     """Make the error of ranks that did not pass the same arguments, to be raised on all of them.
 
-    The text has only the fields that differ, each with the ranks that passed the same in one group.
+    The text has only the fields that differ, each with the ranks that passed the same in one group. The last line is
+    the advice that all ranks have, if they have one.
 
     Args:
-        everyone: Each rank's fields, by name. All have a "call". A field "advice" says what people can do about the
-            difference; it is the last line, if all ranks have the same.
+        everyone: `CallReport.fields` of each rank.
         sequence: The number of the call.
     """
     calls = {fields["call"] for fields in everyone}
     names = list(dict.fromkeys(name for fields in everyone for name in fields if name != "advice"))
     what = "the ranks did not pass the same arguments"
+    advice = {fields.get("advice", "") for fields in everyone}
     if "error" in names:  # a rank that has an error describes nothing else, so other fields would only seem to differ
         names = ["call", "error"]
         what = f"an error on {name_ranks([rank for rank, fields in enumerate(everyone) if 'error' in fields])}"
     elif len(calls) > 1:  # arguments of different calls cannot be compared; "exception" says why a rank makes another
         names = ["call", "exception"]
+        advice = {_advice_if_chief_alone(everyone)}
     head = f"{calls.pop()} (call {sequence}): " if len(calls) == 1 else f"call {sequence}: "
     lines = [f"{head}{what}, so nothing was sent"]
     for name in names:
@@ -64,7 +127,14 @@ def mismatch_error(everyone: list[dict[str, str]], sequence: int) -> InvalidArgu
                 lines.append("  ... and more")
                 break
             lines.append(f"  {name}: " + "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items()))
-    advice = {fields.get("advice", "") for fields in everyone}
     if len(advice) == 1:
         lines += [f"  {text}" for text in advice if text]
     return InvalidArgumentError("\n".join(lines))
+
+
+def _advice_if_chief_alone(everyone: Sequence[Mapping[str, str]]) -> str:
+    """Say what to do about a call that rank 0 alone makes; "" if another rank makes it, too."""
+    chief, *others = everyone
+    if any(fields["call"] == chief["call"] for fields in others) or chief["call"] in (CLOSE, END):
+        return ""
+    return chief.get("advice") or "all ranks make the call of rank 0, or none: is it below `if strategy.is_chief:`?"

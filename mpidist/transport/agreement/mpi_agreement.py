@@ -13,7 +13,15 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.agreement import Agreement, CallRecord, Progress
 from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
 from mpidist.transport.agreement.fingerprint import fingerprint_of
-from mpidist.transport.agreement.mismatch_report import have_same_kind_of_error, mismatch_error, peer_left_error
+from mpidist.transport.agreement.mismatch_report import (
+    CallReport,
+    have_same_kind_of_error,
+    is_step_left_by_some,
+    mismatch_error,
+    peer_left_error,
+    step_exit_error,
+)
+from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.failures import BROKE_OFF, CallWatchdog
 from mpidist.transport.mpi import Intracomm, failed_ranks, load_mpi, ranks_in_world
 from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
@@ -53,6 +61,7 @@ class MpiAgreement(Agreement):
         self._rounds = MpiRounds(comm) if rounds is None else rounds
         self.compares_all_calls = check or self.is_node_barrier
         self._posted = self._notice_bit = 0  # of this call: the fingerprint, and the bit that a notice changes in it
+        self._step_exit: StepExit | None = None  # of this call: `step_exit`, which changes another bit
         self._timeout_seconds = timeout_seconds
         self.sequence = sequence
         self._has_second_round = False  # whether this call has a deadline
@@ -80,14 +89,19 @@ class MpiAgreement(Agreement):
             self._watchdog.require_no_notes()  # a note that is never received would keep MPI from ending
         self._compared, self._has_second_round = None, bool(timeout)
         posted, bit = fingerprint ^ bool(timeout), 0
+        step_exit = record.step_exit if record.is_started else self.take_step_exit()
         if not record.is_last:
             posted, bit = posted ^ (self.run << 1), self.notice.bit
-        self._posted, self._notice_bit = posted, bit
+        self._posted, self._notice_bit, self._step_exit = posted, bit, step_exit
+        if step_exit is not None and not record.is_last:
+            posted ^= step_exit.bit
         self._rounds.start(posted ^ bit, record.variant)
 
     def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
         call_watchdog = self._call_watchdog
-        if self.notice.bit or call_watchdog.recorder.after_begin is not None or not self.is_node_barrier:
+        if self.notice.bit or self.step_exit is not None:
+            return Progress.NOT_JOINED
+        if call_watchdog.recorder.after_begin is not None or not self.is_node_barrier:
             return Progress.NOT_JOINED
         if self._watchdog.broken is not None:
             raise self._repeated(self._watchdog.broken)
@@ -98,7 +112,8 @@ class MpiAgreement(Agreement):
         self.sequence += 1
         call_watchdog.note(self.sequence, record.name, timeout)
         record.timeout, self._compared, self._has_second_round = timeout, None, has_second_round
-        self._posted, self._notice_bit = record.fingerprint ^ has_second_round ^ (self.run << 1), 0
+        self._posted = record.fingerprint ^ has_second_round ^ (self.run << 1)
+        self._notice_bit, self._step_exit = 0, None
         text = call_watchdog.recorder.number_of(record.name, record.details)
         progress = run(*given, self.sequence, text, self._posted, record.variant, has_second_round)
         if progress == Progress.JOINED_AGAIN:
@@ -149,7 +164,7 @@ class MpiAgreement(Agreement):
             if self._watchdog.broken is not None:  # by an earlier call, in which this rank has waited since `arrive`
                 raise self._repeated(self._watchdog.broken)
             self._call_watchdog.timeout = record.timeout
-            self._wait(have_arrived, lambda: self._rounds.memory, record.name)
+            self._wait(have_arrived, lambda: self._rounds.memory)
         are_equal, has_same_variant = self._compared or self._rounds.compare()
         if not are_equal or self._notice_bit:  # fingerprints are equal, too, if every rank gives a notice
             self._take_notice_or_raise(record)
@@ -180,7 +195,7 @@ class MpiAgreement(Agreement):
     def all_reduce_or(self, flags: int) -> int:
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
         request = self._comm.Iallreduce(mine, united, load_mpi().BOR)
-        self._wait(request.Test, lambda: (request, mine, united), "all_reduce_or")
+        self._wait(request.Test, lambda: (request, mine, united))
         return int(united[0])
 
     def all_gather_object(self, item: Any) -> list[Any]:
@@ -188,11 +203,11 @@ class MpiAgreement(Agreement):
         text = np.frombuffer(pickle.dumps(item), np.uint8)
         length, lengths = np.array([text.size]), np.empty(self._comm.size, np.int64)
         request = self._comm.Iallgather(length, lengths)
-        self._wait(request.Test, lambda: (request, length, lengths), "all_gather_object")
+        self._wait(request.Test, lambda: (request, length, lengths))
         sent, received = np.zeros(lengths.max(), np.uint8), np.empty((lengths.size, lengths.max()), np.uint8)
         sent[: text.size] = text
         second = self._comm.Iallgather(sent, received)
-        self._wait(second.Test, lambda: (second, sent, received), "all_gather_object")
+        self._wait(second.Test, lambda: (second, sent, received))
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
 
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
@@ -210,7 +225,7 @@ class MpiAgreement(Agreement):
             notes.drain(self.all_gather_object(notes.sent), self._call_watchdog.check_peers)
         self._comm.Free()
 
-    def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:
+    def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]]) -> None:
         """Poll until all ranks have taken part. If one does not, the group is broken, and `memory` is never freed."""
         try:
             poll(test, self._call_watchdog.check_peers)
@@ -222,7 +237,7 @@ class MpiAgreement(Agreement):
             # Ctrl-C, for example: the other ranks may complete this call
             self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watchdog.broken = RuntimeError(
-                f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
+                f"{self._call_watchdog.name} was interrupted by {type(error).__name__}"
             )
             raise
 
@@ -253,24 +268,28 @@ class MpiAgreement(Agreement):
             fields.update(record.describe())
         if (handled := sys.exc_info()[1]) is not None:  # why a `finally` clause calls, perhaps, what no other rank does
             fields.setdefault("exception", text_of(handled))
-        gathered = self.all_gather_object((record.is_last, fields, self._posted, self.notice.own))
-        if all(posted == self._posted for _, _, posted, _ in gathered):
-            self.notice.decide(own for _, _, _, own in gathered)
+        own = CallReport(fields, record.is_last, self._posted, self.notice.own, self._step_exit)
+        reports: list[CallReport] = self.all_gather_object(own)
+        has_left_alone = is_step_left_by_some(reports)
+        if not has_left_alone and all(report.posted == self._posted for report in reports):
+            self.notice.decide(report.notice for report in reports)
             return
-        everyone = [fields for _, fields, _, _ in gathered]
-        leavers = [rank for rank, (is_last, *_) in enumerate(gathered) if is_last]
-        if leavers and len(leavers) < len(everyone):
-            self._watchdog.broken = peer_left_error(everyone, leavers, self.sequence)
+        num_leavers = sum(report.is_last for report in reports)
+        if 0 < num_leavers < len(reports):
+            self._watchdog.broken = peer_left_error(reports, self.sequence)
             if not record.is_last:
                 raise self._watchdog.broken
         if record.is_last:
             return
         self._call_watchdog.recorder.fail()
-        if error is not None and have_same_kind_of_error(everyone):
+        if error is not None and not has_left_alone and have_same_kind_of_error(reports):
             mark_shared(error, self.ranks)  # each rank has a text of its own, of which one is printed
             raise error
-        problem = mismatch_error(everyone, self.sequence)
-        self._note_refusal(problem)
+        if has_left_alone:  # ranks that go on are not in the same step: no later call may pair theirs
+            problem = self._watchdog.broken = step_exit_error(reports, self.sequence)
+        else:
+            problem = mismatch_error([report.fields for report in reports], self.sequence)
+            self._note_refusal(problem)
         mark_shared(problem, self.ranks)
         raise problem
 

@@ -130,6 +130,6 @@ class CallWatchdog(Awaited):
             }
             is_agreed = is_agreed or bool(late)
         if is_agreed:
-            return Stragglers(late, unheard, hostnames, ("does not get on", "do not get on"))
+            return Stragglers(late, unheard, hostnames, ("makes no progress", "make no progress"))
         advice = "Every rank must make the same calls in the same order"
         return Stragglers(late, unheard, hostnames, advice=advice)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import builtins
 import ctypes
 import gc
+import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-__all__ = ["ends_normally", "status_of", "watch_exits", "where_raised"]
+from mpidist.transport.tracebacks import stack_text
 
+__all__ = ["end_at_once", "ends_normally", "status_of", "watch_exits", "watch_immediate_exits", "where_raised"]
+
+end_at_once: Final = os._exit  # also while `watch_immediate_exits` has replaced it
 _CODE: Final = SystemExit.__dict__["code"]
 _WHERE: Final = "raised_at"  # in `vars` of an exception: the stack, as text
 
@@ -51,6 +54,29 @@ def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
     return put_back
 
 
+def watch_immediate_exits(is_ending: Callable[[int], None]) -> Callable[[], None]:
+    """Call a function when this process is about to end by `os._exit`, and so without any other end. Local.
+
+    Args:
+        is_ending: The function; gets the exit status.
+
+    Returns:
+        A function that undoes this one.
+    """
+    own = os.getpid()
+
+    def exit_at_once(status: int) -> NoReturn:
+        if os.getpid() == own:  # processes that were forked end so
+            is_ending(status)
+        end_at_once(status)
+
+    def put_back() -> None:
+        os._exit = end_at_once
+
+    os._exit = exit_at_once
+    return put_back
+
+
 def status_of(error: SystemExit) -> int:
     """Return the exit status of a program that ends with this exception, 0 to 255."""
     code = _CODE.__get__(error)
@@ -68,14 +94,14 @@ def where_raised(error: SystemExit) -> str:
     """Return the lines of the exception's traceback, or of the stack that `_exit` stored."""
     if _WHERE in vars(error):
         return str(vars(error)[_WHERE])
-    return "".join(traceback.format_tb(error.__traceback__))
+    return stack_text(error.__traceback__)
 
 
 def _exit(code: Any = None, /) -> NoReturn:
     """Do what `sys.exit` does, and store the stack in the exception."""
     error = SystemExit(code)
     if status_of(error):
-        vars(error)[_WHERE] = "".join(traceback.format_stack(sys._getframe(1)))
+        vars(error)[_WHERE] = stack_text(sys._getframe(1))
     raise error
 
 

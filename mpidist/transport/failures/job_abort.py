@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import os
@@ -10,17 +9,16 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
-from mpidist import errors
-from mpidist.transport.failures.exit_code import status_of, watch_exits, where_raised
+from mpidist.transport.failures.exit_code import status_of, watch_exits, watch_immediate_exits, where_raised
 from mpidist.transport.mpi import FORWARD_SECONDS, rank_prefix, store_code, write_lines
 from mpidist.transport.shared_errors import following_of, has_left
 from mpidist.transport.text import text_of
+from mpidist.transport.tracebacks import traceback_text
 
 __all__ = [
     "EXIT_CODE_AFTER_FAILURE",
@@ -28,6 +26,7 @@ __all__ = [
     "end_job",
     "install",
     "install_before_start",
+    "is_of_first_rank",
     "register_job",
     "release_signal",
     "report",
@@ -38,8 +37,6 @@ __all__ = [
 logger = logging.getLogger("mpidist.transport")
 
 EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a failed call, when other ranks cannot end with it
-# The files of internal frames: this package's, and that of the `with` statements between them.
-_INTERNAL: Final = (os.path.dirname(errors.__file__), contextlib.__file__)
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
@@ -89,12 +86,20 @@ def register_job(job: Job) -> None:
 
 
 def write_line(text: str) -> None:
-    """Write a line to standard error, with this rank's name in front."""
-    if _jobs:
-        write_lines(f"{text}\n", _jobs[0].prefix)
+    """Write a line to standard error, with this rank's name in front, if there are several."""
+    write_lines(f"{text}\n", _jobs[0].prefix if _jobs else "")
 
 
-def install(job: Job, flight_signal: str | None = "SIGUSR1") -> None:
+def is_of_first_rank() -> bool:
+    """Whether this process is rank 0 of the job, or no job."""
+    return not _jobs or _jobs[0].rank == 0
+
+
+def install(
+    job: Job,
+    flight_signal: str | None = "SIGUSR1",
+    tell_of_immediate_exit: Callable[[int], None] = lambda status: None,
+) -> None:
     """Make an uncaught exception of this process end the whole job. Once; later calls do nothing.
 
     `SystemExit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
@@ -103,6 +108,7 @@ def install(job: Job, flight_signal: str | None = "SIGUSR1") -> None:
     Args:
         job: The callbacks.
         flight_signal: The signal that writes the flight recorders to files, unless the program handles it; or `None`.
+        tell_of_immediate_exit: Called with the status before `os._exit` ends the process.
     """
     register_job(job)
     if _undo or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
@@ -114,6 +120,7 @@ def install(job: Job, flight_signal: str | None = "SIGUSR1") -> None:
 
     _undo.append(put_back)
     _undo.append(watch_exits(_end_with_code))
+    _undo.append(watch_immediate_exits(tell_of_immediate_exit))
     sys.excepthook = _fail
     threading.excepthook = lambda arguments: _fail_in_thread(arguments, thread_hook)
     is_main = threading.current_thread() is threading.main_thread()
@@ -170,35 +177,26 @@ def end_job(reason: str) -> None:
         _abort(_jobs[0], EXIT_CODE_AFTER_FAILURE)
 
 
-def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, prefix: str) -> None:
-    """Write a traceback to standard error in one piece, `prefix` before every line.
-
-    Of an error that this package raises on purpose, the frames within the package are left out.
-    """
-    is_deliberate = kind.__module__ == errors.__name__ or getattr(error, "raised_on_all_ranks", False)
-    if is_deliberate or kind is KeyboardInterrupt:
-        frames = [frame.filename.startswith(_INTERNAL) for frame in traceback.extract_tb(trace)]
-        limit = max((at for at, is_ours in enumerate(frames) if not is_ours), default=len(frames)) + 2
-        write_lines("".join(traceback.format_exception(kind, error, trace, limit=limit)), prefix)
-    else:
-        write_lines("".join(traceback.format_exception(kind, error, trace)), prefix)
+def report(error: BaseException, prefix: str) -> None:
+    """Write an exception with its traceback to standard error in one piece, `prefix` before every line."""
+    write_lines(traceback_text(error), prefix)
 
 
-def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _fail(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
     """End the job because of an exception that nobody caught."""
     job = _jobs[0]
     if _has_left(job, error):
-        report(kind, error, trace, job.prefix)
+        report(error, job.prefix)
         return
     try:
-        _report_failure(job, kind, error, trace)
+        _report_failure(job, kind, error)
     except BaseException as problem:  # no memory, for example: the job must end nevertheless
         write_lines(f"{kind.__name__}; to say more of it failed with {type(problem).__name__}\n", job.prefix)
     finally:
         _abort(job, _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
 
 
-def _report_failure(job: Job, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -> None:
     following = following_of(error)
     if following is not None:  # the other rank prints the whole error, and ends this one
         write_lines(f"{kind.__name__}: {following.summary}\n", job.prefix)
@@ -211,7 +209,7 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException, t
         if issubclass(kind, Exception):
             job.save_flights(text_of(error))
     _wait_for_lower_rank(job)
-    report(kind, error, trace, job.prefix)
+    report(error, job.prefix)
 
 
 def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[threading.ExceptHookArgs], Any]) -> None:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.failures import job_abort
+from mpidist.transport.failures.exit_code import end_at_once
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
 from mpidist.transport.failures.job_abort import release_signal
-from mpidist.transport.mpi import Intracomm, ask_launcher_to_abort, load_mpi, rank_before_start
+from mpidist.transport.mpi import (
+    FORWARD_SECONDS,
+    Intracomm,
+    ask_launcher_to_abort,
+    load_mpi,
+    rank_before_start,
+    rank_from_environment,
+)
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import count_text, last_line, text_of
+from mpidist.transport.tracebacks import shorten_printed
 
 __all__ = [
     "OpenGroup",
@@ -26,6 +38,7 @@ __all__ = [
     "add_alone",
     "advance_others",
     "end_job_before_start",
+    "explain_failures",
     "has_lower_rank_ended",
     "install_job_abort",
     "is_thread_of_a_group",
@@ -107,7 +120,7 @@ _open: Final[list[OpenGroup]] = []
 _failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some ranks may never finalize MPI
 _alone: Final[WeakSet[Any]] = WeakSet()  # of this process alone; forgotten, if the program forgets them
 _unbuilt: Final[list[str]] = []  # why groups could not be built
-_savers: Final[list[Callable[[], None]]] = []  # write files before this process ends
+_savers: Final[list[Callable[[], str]]] = []  # write files, and return how to read them, for people; "" for none
 
 
 def add(group: OpenGroup) -> None:
@@ -153,15 +166,33 @@ def install_job_abort(world: Intracomm, aborts: bool, flight_signal: str | None)
         return
 
     def abort(code: int) -> None:
-        _save()
+        if _save_at_end():
+            time.sleep(FORWARD_SECONDS)
         if not load_mpi().Is_finalized():
             world.Abort(code)
-        os._exit(code)  # MPICH's MPI_Abort may come back
+        end_at_once(code)  # MPICH's MPI_Abort may come back
 
     job = _job_of(world.Get_rank(), abort)
     job_abort.register_job(job)
     if aborts:
-        job_abort.install(job, flight_signal)
+        job_abort.install(job, flight_signal, _tell_of_immediate_exit)
+
+
+def explain_failures(environ: Mapping[str, str]) -> None:
+    """Print exceptions of this process in short, and where a rank's process crashed. Local; starts no MPI."""
+    shorten_printed()
+    if rank_from_environment(environ) is not None and not faulthandler.is_enabled():
+        with suppress(OSError):  # the program has closed standard error
+            faulthandler.enable(2)
+
+
+def _tell_of_immediate_exit(status: int) -> None:
+    """Write that `os._exit` ends this rank in the middle of its work, which launchers may take for the job's end."""
+    if _open:
+        job_abort.write_line(
+            f"os._exit({status}) ends this rank with a strategy that is not closed: the job is not complete"
+        )
+        time.sleep(FORWARD_SECONDS)
 
 
 def end_job_before_start(environ: Mapping[str, str]) -> None:
@@ -177,7 +208,7 @@ def end_job_before_start(environ: Mapping[str, str]) -> None:
 
     def abort(code: int) -> None:
         ask_launcher_to_abort(environ, code)
-        os._exit(code)
+        end_at_once(code)
 
     job = _job_of(rank.rank, abort)
     job_abort.install_before_start(job, lambda: os.getpid() == own and rank_before_start(environ) is not None)
@@ -271,8 +302,12 @@ def has_lower_rank_ended() -> bool:
     return any(group.has_lower_rank_ended() for group in (*_open, *_failed))
 
 
-def save_with(saver: Callable[[], None]) -> None:
-    """Register a function that is called when flight recorders are written, and before this process ends."""
+def save_with(saver: Callable[[], str]) -> None:
+    """Register a function that is called when flight recorders are written, and before this process ends.
+
+    Args:
+        saver: Returns how to read what it has written, for people; "" for nothing.
+    """
     _savers.append(saver)
 
 
@@ -303,9 +338,16 @@ def save_flights(reason: str) -> str:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"
 
 
-def _save() -> None:
-    for saver in _savers:
-        saver()
+def _save() -> list[str]:
+    return [saver() for saver in _savers]
+
+
+def _save_at_end() -> list[str]:
+    """Save, write how to read what was saved to standard error, and return that."""
+    texts = [text for text in _save() if text]
+    for text in texts:
+        job_abort.write_line(text)
+    return texts
 
 
 def _leave_to_parent() -> None:
@@ -327,7 +369,10 @@ def _leave_groups_at_exit() -> None:
 
     After a call that failed, other ranks may never finalize MPI, and MPI_Finalize of this rank would wait for ever.
     """
-    _save()
+    if job_abort.is_of_first_rank():
+        _save_at_end()
+    else:
+        _save()
     while _open and not load_mpi().Is_finalized():
         group = _open[0]
         try:

@@ -18,6 +18,7 @@ from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport.costs import CostModel, TuningKey, load_tuned
 from mpidist.transport.failures import open_groups
 from mpidist.transport.mpi import (
+    INHERITS_FROM_RANK,
     Intracomm,
     check_launch,
     command_line,
@@ -66,7 +67,8 @@ def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
     mpi = load_mpi()
     mark_rank(os.environ)
     world: Intracomm = mpi.COMM_WORLD
-    check_launch(os.environ, world.Get_size(), mpi.Get_library_version(), command_line())
+    version = mpi.Get_library_version()
+    check_launch(os.environ, world.Get_size(), version, command_line(), INHERITS_FROM_RANK)
     comm = world if comm is None else comm
     if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
@@ -13,6 +12,7 @@ from mpidist.transport.agreement import Call
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import name_ranks, text_of
+from mpidist.transport.tracebacks import traceback_text
 
 __all__ = ["ErrorReport", "raise_reported", "raise_together"]
 
@@ -34,29 +34,34 @@ class ErrorReport(NamedTuple):
     @classmethod
     def of(cls, error: Exception) -> ErrorReport:
         """Report an exception of this rank."""
-        return cls(_pickled(error), text_of(error), "".join(traceback.format_exception(error)))
+        return cls(_pickled(error), text_of(error), traceback_text(error))
 
 
-def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -> AbstractContextManager[None]:
-    """See `Strategy.raise_together`."""
-    return _LocalWork(group, what, timeout_seconds)
+def raise_together(
+    group: SyncGroup, call: str, timeout_seconds: float | None, what: str = "", advice: str = ""
+) -> AbstractContextManager[None]:
+    """Raise an exception of one rank on all ranks, at the end of a block: `Strategy.raise_together`. Collective.
+
+    Args:
+        group: The ranks.
+        call: The name of the user's call that the block is a part of, for errors; equal on all ranks.
+        timeout_seconds: How long to wait for all ranks; `None` is the group's own deadline.
+        what: What the block does, if `call` does not say it; equal on all ranks.
+        advice: What to do if rank 0 alone makes the call.
+    """
+    return _LocalWork(group, call, timeout_seconds, what, advice)
 
 
 @final
 class _LocalWork(AbstractContextManager[None]):
-    """The block of `raise_together`. Not made by a generator, as none can raise the `StopIteration` of another rank.
+    """The block of `raise_together`. Not made by a generator, as none can raise the `StopIteration` of another rank."""
 
-    Args:
-        group: The ranks.
-        what: What the block does.
-        timeout_seconds: How long to wait for all ranks; `None` is the group's own deadline.
-    """
-
-    def __init__(self, group: SyncGroup, what: str, timeout_seconds: float | None) -> None:
-        self._group, self._what, self._timeout_seconds = group, what, timeout_seconds
+    def __init__(self, group: SyncGroup, call: str, timeout_seconds: float | None, what: str, advice: str) -> None:
+        self._group, self._call, self._timeout_seconds = group, call, timeout_seconds
+        self._what, self._advice = what, advice
 
     def __enter__(self) -> None:
-        self._group.enter("raise_together")
+        self._group.enter(self._call)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         group, what = self._group, self._what
@@ -64,15 +69,17 @@ class _LocalWork(AbstractContextManager[None]):
             return
         own = None if error is None else ErrorReport.of(error)
         try:
-            group.enter("raise_together")
+            group.enter(self._call)
         except RuntimeError as closed:  # the block closed the strategy
             raise closed from error
+        if own is not None:  # the other ranks learn here of an exception that has left a step in the block
+            group.agreement.take_step_exit()
 
         def describe() -> dict[str, str]:
-            return {"what": what, "exception": "none" if own is None else own.text}
+            return {"what": what, "advice": self._advice} | ({} if own is None else {"exception": own.text})
 
-        fingerprint = group.agreement.fingerprint("raise_together", what, lambda: {"what": what})
-        call = Call("raise_together", fingerprint, describe, timeout_seconds=self._timeout_seconds, details=what)
+        fingerprint = group.agreement.fingerprint(self._call, what, lambda: {"what": what})
+        call = Call(self._call, fingerprint, describe, timeout_seconds=self._timeout_seconds, details=what)
         reports: list[ErrorReport | None] = []
         with group.call(call):
             if group.agreement.all_reduce_or(own is not None):

@@ -13,7 +13,17 @@ from threading import get_ident
 from typing import final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
-from mpidist.transport.agreement import CLOSE, END, Agreement, Call, CallRecord, MpiAgreement, NodeRounds, SoloAgreement
+from mpidist.transport.agreement import (
+    CLOSE,
+    END,
+    Agreement,
+    Call,
+    CallRecord,
+    MpiAgreement,
+    NodeRounds,
+    SoloAgreement,
+    StepExit,
+)
 from mpidist.transport.costs import CostModel
 from mpidist.transport.failures import GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
 from mpidist.transport.group.device_levels import DeviceLevels
@@ -289,6 +299,16 @@ class SyncGroup(OpenGroup):
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of local work left."""
         with suppress(DeadlineExceededError):  # other ranks have given up waiting
             self._close(Call(END, timeout_seconds=0.0, is_last=True))
+
+    def record_step_exit(self, step: int, error: BaseException) -> None:
+        """Record that an exception left a step on this rank, for this rank's next call to compare. Local.
+
+        Args:
+            step: The number of the step.
+            error: The exception.
+        """
+        is_own = not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
+        self.agreement.step_exit = StepExit(step, text_of(error), is_own)
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether an exception is a failure of this rank alone, of which the other ranks must be told."""

@@ -70,11 +70,11 @@ class ThreadGuard:
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
         if self._owner.is_alive() and not self._may_be_taken_over:
-            share = "a strategy is one thread's" if level == "MULTIPLE" else f"with THREAD_{level} all strategies are"
+            what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
             raise RuntimeError(
-                f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: "
-                f"{share}, because calls of two threads come in another order on every rank. Build one strategy for "
-                "each thread, in the same order on all ranks"
+                f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: only one "
+                f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
+                "Build one strategy for each thread, in the same order on all ranks"
             )
         self._may_be_taken_over = not self._owner.is_alive()
         self._owner, self.ident = new, threading.get_ident()

@@ -1,6 +1,12 @@
 """Messages between ranks: MPI loaded, started and used on host memory."""
 
-from mpidist.transport.mpi.child_process import is_forked_from_rank, launcher_here, mark_rank, require_no_child
+from mpidist.transport.mpi.child_process import (
+    INHERITS_FROM_RANK,
+    is_forked_from_rank,
+    launcher_here,
+    mark_rank,
+    require_no_child,
+)
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launch import check_launch
@@ -21,6 +27,7 @@ from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
 
 __all__ = [
     "FORWARD_SECONDS",
+    "INHERITS_FROM_RANK",
     "Intracomm",
     "LAUNCHER_PREFIXES",
     "MAX_CHUNK_BYTES",

@@ -16,10 +16,12 @@ from typing import Any, Final, final
 from mpidist.errors import TopologyError
 from mpidist.transport.mpi.launcher_variables import OF_LAUNCHED_PROCESSES, PMI_FD
 
-__all__ = ["is_forked_from_rank", "launcher_here", "mark_rank", "require_no_child"]
+__all__ = ["INHERITS_FROM_RANK", "is_forked_from_rank", "launcher_here", "mark_rank", "require_no_child"]
 
 # A variable, which children inherit, with the id of the process that started MPI.
 _MARK: Final = "_MPIDIST_RANK_PID"
+# Whether this program's environment is that of a rank which started it, in several steps perhaps.
+INHERITS_FROM_RANK: Final = os.environ.get(_MARK, "") not in ("", str(os.getpid()))
 # Programs that start ranks: a process that they start is a rank of its own, also below another rank.
 _LAUNCHERS: Final = (
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prted", "prterun", "slurmstepd",

@@ -1,8 +1,9 @@
 """Whether a launcher started one world of N ranks, or N worlds of one rank each.
 
 A launcher and an MPI library that do not speak the same protocol (PMI-1, PMI-2 or PMIx) start N programs that
-each have a world of one rank: all of them train the whole model and exit with 0. What the launcher said is still in
-the environment; this module compares it with the size of the world.
+each have a world of one rank: all of them train the whole model and exit with 0. So does a launcher of another library,
+such as torchrun. What the launcher said is still in the environment; this module compares it with the size of the
+world.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os.path
 import shlex
+import shutil
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -22,9 +24,12 @@ from mpidist.transport.mpi.launcher_variables import (
     PMI_FD,
     PMIX_NAMESPACE,
     PMIX_RANK,
+    RAY,
     SIZE_VARIABLES,
     STEP_SIZE,
     UNSET_TO_BE_ALONE,
+    OtherLaunch,
+    other_launch,
     speaks_pmi,
 )
 
@@ -32,6 +37,7 @@ __all__ = ["check_before_init", "check_launch", "choose_netmod"]
 
 logger = logging.getLogger("mpidist.transport")
 
+_ALONE: Final = "MPIDIST_ALONE"
 _NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"  # the network library that MPICH uses between nodes: "ucx" or "ofi"
 
 # Slurm numbers the steps that it makes for itself, such as the shell of a batch script, from here on.
@@ -86,29 +92,43 @@ class _Launch:
     by_srun: bool
 
 
-def check_launch(environ: Mapping[str, str], world_size: int, library_version: str, command: Sequence[str]) -> None:
-    """Refuse a world of one rank where the launcher started several.
+def check_launch(
+    environ: Mapping[str, str],
+    world_size: int,
+    library_version: str,
+    command: Sequence[str],
+    inherits_from_rank: bool = False,
+) -> None:
+    """Refuse a world of one rank where the launcher started several, or that another library's launcher has split.
 
-    A world of more than one rank is accepted, whatever the environment says: a step may hold several programs. One rank
+    A world of more than one rank is accepted, whatever launchers of MPI say: a step may hold several programs. One rank
     is accepted if the launcher says one. Plain `python` in a batch job of several tasks is legal, and logs a warning. A
     program that a rank starts with another MPI library looks just like the wrong launcher; the error says which
     variables to unset for it.
 
     Args:
-        environ: The environment.
+        environ: The environment. `MPIDIST_ALONE=1` in it accepts every world.
         world_size: Ranks in MPI.COMM_WORLD.
         library_version: What `MPI.Get_library_version()` says.
         command: The command line, interpreter first: `[sys.executable, *sys.orig_argv[1:]]`.
+        inherits_from_rank: Whether a rank has started this program: then the variables of other libraries are that
+            rank's.
 
     Raises:
-        TopologyError: If each rank is alone in its world. The text holds the command to use instead.
+        TopologyError: If each rank is alone in its world, or with fewer than were started. The text holds the command
+            to use instead.
     """
-    if world_size > 1:
+    if environ.get(_ALONE, "").strip() == "1":
         return
     library = _recognise(library_version)
-    launch = _find_launch(environ, library)
+    launch = None if world_size > 1 else _find_launch(environ, library)
     if launch is not None:
         raise TopologyError(_wrong_launch(launch, library, environ, command))
+    other = None if inherits_from_rank else other_launch(environ, world_size)
+    if other is not None:
+        raise TopologyError(_launch_of_other_library(other, world_size, library, command))
+    if world_size > 1:
+        return
     if "SLURM_JOB_ID" in environ and not _is_in_step(environ) and library.size_variable not in environ:
         num_tasks = _number(environ, "SLURM_NTASKS")
         if num_tasks > 1:
@@ -223,6 +243,18 @@ def _wrong_launch(launch: _Launch, library: _Library, environ: Mapping[str, str]
     )
 
 
+def _launch_of_other_library(launch: OtherLaunch, world_size: int, library: _Library, command: Sequence[str]) -> str:
+    count = launch.num_processes
+    if launch.launcher == RAY:  # which runs a program of its own, that calls the user's functions
+        command = [command[0], "train.py"]
+    world = f"a world of {world_size}"
+    return (
+        f"{launch.launcher} started {count} processes ({launch.variable}), but {library.name} does not see them: "
+        f"each would be in {world}. Needed is one world of {count}, which only a launcher of MPI makes: start with "
+        f"{_mpiexec_line(library, count, command)}. (If {world} is meant, set {_ALONE}=1.)"
+    )
+
+
 def _srun_line(library: _Library, num_tasks: int, num_nodes: str | None, command: Sequence[str]) -> str:
     nodes = f" -N {num_nodes}" if num_nodes else ""
     return f"srun --mpi={library.slurm_plugin}{nodes} -n {num_tasks} {_python_line(command)}"
@@ -235,6 +267,9 @@ def _mpiexec_line(library: _Library, num_ranks: int, command: Sequence[str]) -> 
     companion = os.path.join(folder, library.companion)
     if folder and library.companion and os.path.exists(beside) and os.path.exists(companion):
         return f"`{beside} -n {num_ranks} {_python_line(command)}`"
+    of_debian = f"mpiexec.{library.name.replace(' ', '').lower()}"  # mpiexec.openmpi, mpiexec.mpich
+    if shutil.which(of_debian):
+        return f"`{of_debian} -n {num_ranks} {_python_line(command)}`"
     return f"`mpiexec -n {num_ranks} {_python_line(command)}`, where mpiexec is that of {library.name}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import methodcaller
 from typing import Final, NamedTuple, final
 
 __all__ = [
@@ -14,12 +15,15 @@ __all__ = [
     "PMIX_NAMESPACE",
     "PMIX_RANK",
     "PMI_FD",
+    "RAY",
     "SIZE_VARIABLES",
     "STEP_SIZE",
     "UNSET_TO_BE_ALONE",
     "LaunchedNumbers",
+    "OtherLaunch",
     "launcher_text",
     "numbers_of",
+    "other_launch",
     "rank_from_environment",
     "speaks_pmi",
 ]
@@ -61,6 +65,18 @@ _LAUNCHERS: Final = (
     _Variables("SLURM_PROCID", STEP_SIZE, ""),
 )
 
+# Launchers of other libraries than MPI, by what the names of their variables begin with. First present wins: Accelerate
+# starts the launcher of PyTorch, and Ray sets a variable of Accelerate. All set a rank and the number of processes.
+_OTHER_RANK: Final = "RANK"
+_OTHER_SIZE: Final = "WORLD_SIZE"
+RAY: Final = "Ray"
+_OTHER_LAUNCHERS: Final = {
+    RAY: "RAY_",
+    "accelerate launch": "ACCELERATE_",
+    "torchrun": "TORCHELASTIC_",
+    "deepspeed": "CROSS_SIZE",
+}
+
 # To find ranks that do not know of each other: what launchers of MPI libraries, and srun's pmi2 plugin, say.
 SIZE_VARIABLES: Final = (_OPEN_MPI.size, _MVAPICH.size, _PMI.size, _PMI.local_size)
 # To find children of ranks: what a launched process has, and so its children.
@@ -96,6 +112,34 @@ def numbers_of(environ: Mapping[str, str]) -> LaunchedNumbers | None:
         rank, size, local_size = (environ.get(name, "") for name in variables)
         if rank.isdecimal() and size.isdecimal():
             return LaunchedNumbers(int(rank), int(size), int(local_size) if local_size.isdecimal() else 0)
+    return None
+
+
+@final
+class OtherLaunch(NamedTuple):
+    """What a launcher of another library than MPI says of the processes that it started.
+
+    Attributes:
+        launcher: The launcher's name; "another launcher" for those that are not listed here.
+        num_processes: How many processes there are, at least.
+        variable: The variable that says so, with its value.
+    """
+
+    launcher: str
+    num_processes: int
+    variable: str
+
+
+def other_launch(environ: Mapping[str, str], world_size: int) -> OtherLaunch | None:
+    """Find a launcher of another library that started more processes than MPI has ranks; `None` where none did."""
+    rank, size = environ.get(_OTHER_RANK, ""), environ.get(_OTHER_SIZE, "")
+    signs = _OTHER_LAUNCHERS.items()
+    launcher = next((name for name, sign in signs if any(map(methodcaller("startswith", sign), environ))), "")
+    launcher = launcher or "another launcher"
+    if size.isdecimal() and int(size) > world_size:
+        return OtherLaunch(launcher, int(size), f"{_OTHER_SIZE}={size}")
+    if rank.isdecimal() and int(rank) >= world_size:
+        return OtherLaunch(launcher, int(rank) + 1, f"at least, as {_OTHER_RANK}={rank}")
     return None
 
 

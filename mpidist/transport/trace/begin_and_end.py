@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
@@ -11,17 +12,17 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.failures import FlightRecorder
+from mpidist.transport.failures import FlightRecorder, open_groups
 from mpidist.transport.mpi import Intracomm, ranks_in_world
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.trace.clocks import compare_clocks, name_clock
-from mpidist.transport.trace.trace import Trace
+from mpidist.transport.trace.trace import Trace, write_all
 
 __all__ = ["Gather", "Seat", "begin_trace", "end_trace"]
 
 Gather = Callable[[Any], list[Any]]
 
-_names: Final[list[str]] = []  # of the trace of the whole job; at most one
+_of_job: Final[list[Path]] = []  # the folder of the trace of the whole job; at most one
 
 
 @final
@@ -65,11 +66,9 @@ def begin_trace(
     if gather is None:
         gather = _alone if comm is None else comm.allgather
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    if is_of_job and _names:
-        name = _names[0]
+    if is_of_job and _of_job:
+        name = _of_job[0].name
     name = gather(name)[0]
-    if is_of_job:
-        _names[:] = [name]
     path = folder / name / f"rank-{seat.world_rank}-{seat.group}.jsonl"
     trace, problem = None, ""
     try:
@@ -90,6 +89,8 @@ def begin_trace(
         if comm is not None and isinstance(refusal, UnavailableError):
             mark_shared(refusal, ranks_in_world(comm))
         raise
+    if is_of_job:
+        _of_job[:] = [path.parent]
     clock = name_clock()
     header = {"trace": name, **seat._asdict(), "host": socket.gethostname(), "clock": clock}
     trace.begin(header, compare_clocks(comm, clock))
@@ -101,5 +102,14 @@ def end_trace(comm: Intracomm | None, trace: Trace) -> None:
     trace.end(compare_clocks(comm, name_clock()))
 
 
+def _save() -> str:
+    write_all()
+    return f"what calls waited for: python -m mpidist trace merge {os.path.relpath(_of_job[0])}" if _of_job else ""
+
+
 def _alone(item: Any) -> list[Any]:
     return [item]
+
+
+open_groups.save_with(_save)
+os.register_at_fork(after_in_child=_of_job.clear)

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
-from mpidist.transport.failures import FlightRecorder, open_groups
+from mpidist.transport.failures import FlightRecorder
 from mpidist.transport.trace.clocks import ClockSample
 from mpidist.transport.waiting import observe_waits
 
-__all__ = ["TRACE_VERSION", "Trace"]
+__all__ = ["TRACE_VERSION", "Trace", "write_all"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -148,7 +148,8 @@ def _add_wait(begun: int, ended: int) -> None:
         trace.add_wait(begun, ended)
 
 
-def _write_all() -> None:
+def write_all() -> None:
+    """Write what all open traces of this process have recorded since their last pieces. Local."""
     for trace in tuple(_open):
         trace.write()
 
@@ -159,5 +160,4 @@ def _leave_to_parent() -> None:
         trace._stop()
 
 
-open_groups.save_with(_write_all)
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -189,7 +189,7 @@ def test_loss_of_a_whole_node_is_seen_at_the_deadline(job: Job, death: str, plac
     ended = job(program, placement, is_blind=True)
     assert ended.status == 1
     unheard = rf"\n  rank {placement.faulty}: nothing was heard from host {socket.gethostname()}"
-    what = "(did not join it|do(es)? not get on)"
+    what = "(did not join it|makes? no progress)"
     named = rf"(: |, and )rank {placement.faulty} of {placement.size} ranks {what}(.|\n)*{unheard}"
     require_deadline(of_others(ended, "error", placement), named)
     assert ended.err.count("Traceback (most recent call last):") == 1

@@ -83,7 +83,7 @@ def unheard(hosts: Hosts, ranks: Sequence[int]) -> str:
     """Return how an error names ranks of hosts that are silent, as a pattern."""
     size = len(hosts.names) * hosts.slots
     lines = [rf"\n  ranks? [\d-]+: nothing was heard from host {hosts.names[rank // hosts.slots]}" for rank in ranks]
-    named = rf"{name_ranks(ranks)} of {size} ranks (did not join it|do(es)? not get on)"
+    named = rf"{name_ranks(ranks)} of {size} ranks (did not join it|makes? no progress)"
     return f"{named}(.|\n)*" + "".join(dict.fromkeys(lines))
 
 

@@ -1,4 +1,4 @@
-"""What ranks notice while they wait: long waits, calls that do not get on, resets that not all make."""
+"""What ranks notice while they wait: long waits, calls that make no progress, resets that not all make."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def started_by(rank: int, size: int) -> str:
     Beside others that have not noticed yet that all have joined.
     """
     doing = r"started start_all_reduce \(call 2\) \d+\.\d s ago, and has not called wait\(\) or another call since"
-    return rf"ranks? [^\n]*\b{rank}\b[^\n]* of {size} ranks do(es)? not get on.*rank {rank}: {doing}"
+    return rf"ranks? [^\n]*\b{rank}\b[^\n]* of {size} ranks makes? no progress.*rank {rank}: {doing}"
 
 
 @several
@@ -230,7 +230,7 @@ def test_a_deadline_holds_while_data_move(
     value = np.ones(1_000_000)
     all_reduce(strategy, "SUM", value)
     comm.Barrier()
-    stuck = f"all {comm.size} ranks joined it, but its data did not come in time|ranks? .* do(es)? not get on"
+    stuck = f"all {comm.size} ranks joined it, but its data did not come in time|ranks? .* makes? no progress"
     pattern = f"waited 600 s, and ({stuck})|had given up waiting"
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == last:

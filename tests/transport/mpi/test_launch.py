@@ -6,11 +6,14 @@ import json
 import logging
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from jobs.failing import PROJECT
+from mpi_session import clean_environment
 
 from mpidist.errors import TopologyError
 from mpidist.transport.mpi.launch import check_before_init, check_launch, choose_netmod
@@ -300,3 +303,90 @@ def test_netmod_that_stays(environ: dict[str, str], library: str) -> None:
     before = dict(environ)
     choose_netmod(environ, library)
     assert environ == before
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "text"),
+    [
+        (TORCHRUN, 1, "torchrun started 4 processes (WORLD_SIZE=4), but MPICH does not see them"),
+        (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, 1, "accelerate launch started 4 processes"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "CROSS_SIZE": "1"}, 1, "deepspeed started 2 processes (WORLD_SIZE=2)"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_TORCH_DEVICE": "cpu", "RAY_JOB_ID": "1"},
+            1,
+            "Ray started 2 proc",
+        ),
+        ({"RANK": "3"}, 1, "another launcher started 4 processes (at least, as RANK=3)"),
+        (TORCHRUN, 2, "each would be in a world of 2. Needed is one world of 4"),
+    ],
+)
+def test_launcher_of_another_library_is_refused_with_the_command(environ: dict[str, str], size: int, text: str) -> None:
+    with pytest.raises(TopologyError) as error:
+        check_launch(environ, size, MPICH, COMMAND)
+    assert text in str(error.value)
+    line = "/env/bin/python train.py`" if "Ray" in text else f"{LINE}`"
+    assert f"start with `mpiexec -n {environ.get('WORLD_SIZE', 4)} {line}, where mpiexec is that of MPICH" in str(
+        error.value
+    )
+    assert "set MPIDIST_ALONE=1" in str(error.value)
+    check_launch(environ | {"MPIDIST_ALONE": "1"}, size, MPICH, COMMAND)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_launcher_of_another_library_that_agrees_with_mpi_passes(size: int) -> None:
+    """A script may set the variables of PyTorch from those of MPI."""
+    check_launch(TORCHRUN, size, MPICH, COMMAND)
+    check_launch({"RANK": "0", "WORLD_SIZE": "1"}, 1, MPICH, COMMAND)
+    check_launch({"RANK": "none", "WORLD_SIZE": ""}, 1, MPICH, COMMAND)
+
+
+BUILD = "import mpidist; print('world of', mpidist.MultiWorkerMirroredStrategy().topology.size)"
+
+
+@pytest.mark.parametrize(
+    ("program", "variables", "said"),
+    [
+        (BUILD, {}, "torchrun started 4 processes"),
+        (BUILD, {"MPIDIST_ALONE": "1"}, "world of 1"),
+        (BUILD.replace("MultiWorkerMirrored", "OneDevice"), {}, "world of 1"),
+        (BUILD, {"_MPIDIST_RANK_PID": "1"}, "world of 1"),  # a program that a rank has started, with its environment
+    ],
+)
+def test_launcher_of_another_library_and_a_strategy(program: str, variables: dict[str, str], said: str) -> None:
+    environment = {**clean_environment(), **TORCHRUN, **variables, "PYTHONPATH": PROJECT}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert said in done.stdout + done.stderr
+    assert done.returncode == (said != "world of 1")
+
+
+NO_MPI = """
+import shutil, sys
+from mpidist.transport.mpi import library
+sys.modules["mpi4py"] = None
+library.find_library = lambda name: {found!r}
+library.shutil.which = lambda name: name if name in {programs!r} else None
+library.load_mpi()
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "programs", "hint"),
+    [
+        (None, (), "names a library that mpi4py does not find\n"),
+        (
+            "libmpich.so.12",
+            ("mpicc.mpich", "mpicc"),
+            "To use libmpich.so.12, .*, and `MPICC=mpicc.mpich pip install .*`\n",
+        ),
+        (None, ("mpicc",), "To use the MPI of mpicc, compile mpi4py: `pip install .*--no-binary mpi4py mpi4py`\n"),
+    ],
+)
+def test_absent_mpi_says_how_to_use_what_is_installed(found: str | None, programs: tuple[str, ...], hint: str) -> None:
+    environment = {**clean_environment(), "PYTHONPATH": PROJECT}
+    command = [sys.executable, "-c", NO_MPI.format(found=found, programs=programs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert re.search(f"none could be loaded: .*{hint}$", done.stderr), done.stderr

@@ -1,0 +1,209 @@
+"""Steps that an exception leaves: on one rank, so that the ranks are in different steps, or on all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.everywhere import raises_everywhere
+
+from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist import Strategy, Variable, VariableSynchronization, get_replica_context
+from mpidist.checkpoint import Checkpoint
+from mpidist.errors import InvalidArgumentError, PeerFailedError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+several = pytest.mark.ranks(min=2)
+
+NUM_STEPS = 4  # after the first, repeated calls are carried out in compiled code
+
+
+def all_reduce(value: Any = 1.0) -> Any:
+    return get_replica_context().all_reduce("sum", value)
+
+
+def leave_step(strategy: Strategy, leaves: bool = True) -> None:
+    """Leave a step that makes no call by an exception, and catch that outside, if `leaves`."""
+
+    def step() -> None:
+        if leaves:
+            raise FloatingPointError("loss is NaN")
+
+    with suppress(FloatingPointError):
+        strategy.run(step)
+
+
+def next_batch(strategy: Strategy) -> Callable[[], Any]:
+    steps = iter(strategy.experimental_distribute_dataset([np.ones((8, 2))] * 3))
+    return lambda: next(steps)
+
+
+def read(strategy: Strategy) -> Callable[[], Any]:
+    with strategy.scope():
+        seen = Variable(0.0, synchronization=VariableSynchronization.ON_READ, aggregation="sum", name="seen")
+    return lambda: np.asarray(seen)
+
+
+def write_checkpoint(strategy: Strategy, folder: Path) -> Callable[[], Any]:
+    with strategy.scope():
+        checkpoint = Checkpoint(w=np.ones(2))
+    return lambda: checkpoint.write(folder / "w")
+
+
+@several
+@pytest.mark.usefixtures("placement")
+@pytest.mark.parametrize("traced", [False, True])
+def test_step_that_one_rank_leaves_is_an_error_of_all_until_a_reset(
+    comm: Intracomm, tmp_path: Path, traced: bool
+) -> None:
+    leaver = comm.size - 1
+    with MultiWorker(comm=comm) as strategy:
+        trace = strategy.trace(comm.bcast(str(tmp_path))) if traced else None
+        if trace is not None:
+            trace.__enter__()
+
+        def step(batch: int) -> Any:
+            if comm.rank == leaver and batch == NUM_STEPS:
+                raise FloatingPointError("loss is NaN")
+            return all_reduce(np.full(3, batch))
+
+        for batch in range(NUM_STEPS):
+            assert (strategy.run(step, args=(batch,)) == batch * comm.size).all()
+        if comm.rank == leaver:
+            with pytest.raises(FloatingPointError):
+                strategy.run(step, args=(NUM_STEPS,))
+        how = r"by FloatingPointError \(loss is NaN\), and then called all_reduce"
+        who = rf"rank {leaver} left step {NUM_STEPS + 1} {how}"
+        for again in ("^call", "^an earlier call failed.*call"):
+            with raises_everywhere(comm, InvalidArgumentError, rf"{again} \d+: {who}; ranks? 0.* left none.*raise_tog"):
+                strategy.run(step, args=(NUM_STEPS + (comm.rank == leaver),))
+        strategy.reset()
+        assert (strategy.run(step, args=(7,)) == 7 * comm.size).all()
+
+
+@several
+@pytest.mark.usefixtures("placement")
+@pytest.mark.parametrize(
+    "name",
+    ["reduce", r"barrier\(\)", "next of data set 0", "reading of variable 'seen'", "save of a checkpoint", "Variable",
+     "start_all_reduce", "gather_object", "broadcast", "symmetric_empty", "merge_call", "raise_together"],
+)  # fmt: skip
+def test_step_that_one_rank_leaves_is_found_by_every_call(comm: Intracomm, tmp_path: Path, name: str) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        run, folder = strategy.run, Path(comm.bcast(str(tmp_path)))
+        calls: dict[str, Callable[[], Any]] = {
+            "reduce": lambda: strategy.reduce("sum", np.ones(3)),
+            r"barrier\(\)": strategy.barrier,
+            "next of data set 0": next_batch(strategy),
+            "reading of variable 'seen'": read(strategy),
+            "save of a checkpoint": write_checkpoint(strategy, folder),
+            "start_all_reduce": lambda: run(lambda: get_replica_context().start_all_reduce("sum", 1.0)).wait(),
+            "gather_object": lambda: strategy.gather_object(1),
+            "broadcast": lambda: strategy.broadcast(1),
+            "symmetric_empty": lambda: strategy.symmetric_empty(3, "f4"),
+            "merge_call": lambda: run(lambda: get_replica_context().merge_call(lambda _: None)),
+            "raise_together": lambda: strategy.raise_together("x").__exit__(None, None, None),
+            "Variable": lambda: read(strategy),
+        }
+        calls[name]()
+        leave_step(strategy, comm.rank == 1)
+        with raises_everywhere(comm, InvalidArgumentError, rf"rank 1 left step \d .*, and then called {name}"):
+            calls[name]()
+
+
+@several
+@pytest.mark.usefixtures("placement")
+def test_step_that_all_ranks_leave_goes_on(comm: Intracomm) -> None:
+    def step(is_bad: bool) -> Any:
+        started = [get_replica_context().start_all_reduce("sum", np.full(count, 1.0)) for count in (3, 20_000)]
+        if is_bad:
+            raise ValueError(f"a text of rank {comm.rank}")
+        return started[0].wait()
+
+    with MultiWorker(comm=comm) as strategy:
+        for batch in range(6):
+            try:
+                assert (strategy.run(step, args=(batch % 2 == 1,)) == comm.size).all()
+            except ValueError:
+                assert batch % 2
+        assert strategy.reduce("sum", 1.0) == comm.size
+
+
+@several
+@pytest.mark.usefixtures("placement")
+def test_step_whose_exception_is_caught_or_told_goes_on(comm: Intracomm) -> None:
+    def step(how: str) -> Any:
+        with strategy.raise_together("a step") if how == "told" else pytest.raises(KeyError):
+            if comm.rank == 0 or how != "told":
+                raise KeyError("mine")
+        return all_reduce()
+
+    with MultiWorker(comm=comm) as strategy:
+        for _ in range(NUM_STEPS):
+            assert strategy.run(step, args=("caught",)) == comm.size
+            with raises_everywhere(comm, KeyError):
+                strategy.run(step, args=("told",))
+            with raises_everywhere(comm, KeyError), strategy.raise_together("a step without calls"):
+                strategy.run(lambda: {}["mine"] if comm.rank == 1 else None)
+            if strategy.is_chief:  # alone, without a collective call
+                assert strategy.run(lambda: 3) == 3
+
+
+@several
+def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm: Intracomm) -> None:
+    """One of them made it in a step, and the others outside."""
+    with MultiWorker(comm=comm) as strategy:
+        for _ in range(2):
+            with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
+                strategy.run(all_reduce) if comm.rank else strategy.barrier()
+        assert strategy.reduce("sum", 1.0) == comm.size
+
+
+@several
+def test_close_after_a_step_that_one_rank_left_says_so(comm: Intracomm) -> None:
+    strategy = MultiWorker(comm=comm)
+    leave_step(strategy, comm.rank == 1)
+    text = "rank 1 closed the strategy, after an exception was caught that had left step 1 by FloatingPointError"
+    if comm.rank != 1:
+        with pytest.raises(PeerFailedError, match=re.escape(text)):
+            strategy.run(all_reduce)
+    strategy.close()
+
+
+def step_of_replicas(strategy: Strategy, leavers: range, all_call: bool = False) -> Any:
+    """Make a step that some replicas leave by an exception; the others call only if `all_call`, or none leaves."""
+
+    def step() -> Any:
+        if get_replica_context().replica_id_in_sync_group in leavers:
+            raise FloatingPointError("loss is NaN")
+        return all_reduce() if all_call or not leavers else None
+
+    return strategy.run(step)
+
+
+@several
+def test_step_that_all_replicas_of_one_rank_leave_is_an_error_of_all(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:
+        step_of_replicas(strategy, range(0))
+        with suppress(FloatingPointError):
+            step_of_replicas(strategy, range(2, 4))
+        with raises_everywhere(comm, InvalidArgumentError, "rank 1 left step 2 by FloatingPointError"):
+            step_of_replicas(strategy, range(0))
+
+
+@several
+def test_step_that_a_replica_leaves_while_others_call_goes_on(comm: Intracomm) -> None:
+    """All ranks raise an error then."""
+    with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:
+        for _ in range(2):
+            with pytest.raises(FloatingPointError if comm.rank == 1 else InvalidArgumentError):
+                step_of_replicas(strategy, range(3, 4), all_call=True)
+            assert step_of_replicas(strategy, range(0)).values == (2 * comm.size,) * 2
