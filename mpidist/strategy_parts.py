@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from mpidist.replica_context import ReplicaContext, call_for_replicas
 from mpidist.replicas import Replicas
 from mpidist.transport import Call, Device, Service, SyncGroup, Topology, fingerprint_of, raise_together
 from mpidist.values import local_components
-from mpidist.variables import OnEachRank, VariablePlacement
+from mpidist.variables import OnEachRank, Variable, VariablePlacement
 
 __all__ = ["StrategyParts"]
 
@@ -42,6 +43,8 @@ class StrategyParts:
     Attributes:
         replicas: Which replicas this rank carries.
         options: The defaults of all calls.
+        at_close: Called on this rank when the strategy is closed, before other ranks go on.
+        mirrored: The mirrored variables in the order of all ranks, if the environment asks to compare them.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class StrategyParts:
         self._num_variables = 0
         self._num_datasets = 0
         self._num_runs = 0
+        self.at_close: list[Callable[[], None]] = []
+        self.mirrored: list[weakref.ref[Variable]] = []
 
     @classmethod
     def assemble(
@@ -194,6 +199,8 @@ class StrategyParts:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given."""
+        while self.at_close:
+            self.at_close.pop()()
         problem = None if self.service is None else self.service.close(error)
         self.group.close(self.options.timeout_seconds, error)
         if problem is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from mpidist import context_stack, nest
+from mpidist.checkpoint.places import OnePlace
 from mpidist.checkpoint.restoring import restore
 from mpidist.checkpoint.saving import capture, write_together
 from mpidist.context_stack import CurrentStrategy, parts_of
@@ -17,6 +18,10 @@ from mpidist.variables import Variable
 
 __all__ = ["Checkpoint"]
 
+_ELSEWHERE: Final = {  # names of TensorFlow's Checkpoint
+    "save": "write(path) writes one checkpoint, and CheckpointManager(checkpoint, folder).save() numbers them",
+    "read": "restore(path) reads one",
+}
 _OF_A_STRATEGY: Final = (Variable, ServerVariable, ShardedVariable, DistributedDataset, DistributedIterator)
 
 
@@ -33,9 +38,9 @@ class Checkpoint:
     iterator, the position is saved: the next pass goes on there, so that no sample is skipped and none is seen twice,
     where the data come in the same order.
 
-    What is equal on all ranks is written once, by rank 0: variables whose copies are equal, and whatever else is found
-    to be equal. Where ranks differ, each rank writes its own. A variable with `ON_READ` is written for each replica,
-    and is restored to another number of replicas by its aggregation.
+    What is equal on all ranks is written once, by rank 0. Copies of a variable must be equal, and so must positions in
+    data; of arrays, generators, numbers and texts that differ each rank writes its own. A variable with `ON_READ` is
+    written for each replica, and is restored to another number of replicas by its aggregation.
 
     Make it in the strategy's scope, or pass a variable or a data set of the strategy.
 
@@ -60,6 +65,8 @@ class Checkpoint:
     def __getattr__(self, name: str) -> Any:
         items = self.__dict__.get("_items", {})
         if name not in items:
+            if name in _ELSEWHERE:
+                raise AttributeError(f"a Checkpoint has no {name}(): {_ELSEWHERE[name]}")
             raise AttributeError(f"the checkpoint has no {name!r}; it has {', '.join(items) or 'nothing'}")
         return items[name]
 
@@ -78,25 +85,31 @@ class Checkpoint:
         """Return the nests by name."""
         return dict(self._items)
 
-    def write(self, path: str | os.PathLike[str]) -> str:
+    def write(self, path: str | os.PathLike[str], *, on_difference: str = "raise") -> str:
         """Write a checkpoint. Collective; of parameter servers, local to the chief.
 
-        All of it is written beside `path` and renamed at the end, so that `path` is always a whole checkpoint, the
-        old one or the new one. Cost: three small rounds of all ranks, and the files.
+        All ranks call it, and rank 0 alone writes what is equal on all ranks. All is written beside `path` and renamed
+        at the end, so that `path` is always a whole checkpoint, the old one or the new one.
+
+        Ranks compare checksums of what is equal by its kind: the copies of variables (but for `ON_READ`), and positions
+        in data. Cost: four small rounds of all ranks, the bytes read once on every rank (0.4 s a GiB), and the files.
 
         Args:
             path: A folder, equal on all ranks. A checkpoint that is there is replaced; nothing else is.
+            on_difference: If copies differ, `"raise"` raises an error that names them, and `"rank 0"` saves those of
+                rank 0, with a warning.
 
         Returns:
             The path.
 
         Raises:
-            InvalidArgumentError: If ranks save different things, or one cannot read its state. On every rank.
-            OSError: If a rank cannot write, or the path is a file or a folder that holds other things. On every rank;
-                what was in the place is there still.
+            InvalidArgumentError: If ranks save different things, if copies differ that should be equal, or if a rank
+                cannot read its state. On every rank.
+            OSError: If a rank cannot write, another job writes there at the same time, or the path is a file or a
+                folder that holds other things. On every rank; what was in the place is there still.
         """
-        snapshot = capture(self.strategy, Path(path), self._items, None, {})
-        write_together(self.strategy, snapshot, lambda: None)
+        snapshot = capture(self.strategy, OnePlace(Path(path)), self._items, None, on_difference)
+        write_together(self.strategy, snapshot)
         return str(path)
 
     def restore(self, path: str | os.PathLike[str], *, partial: bool = False) -> None:

@@ -1,43 +1,45 @@
 """The files of a checkpoint: arrays in safetensors files, and beside each a JSON file that describes them.
 
 A checkpoint is a folder. `manifest.json` lists its parts: `all`, which one rank writes, and `rank-3`, what only rank 3
-has. A part is `all.safetensors` and `all.json`. The folder is written beside its place, and renamed when it is whole.
+has. A part is `all.safetensors` and `all.json`. The folder is written beside its place, under a name of its own, and
+renamed when it is whole. The manifest has a checksum of itself and those of the JSON files, which have those of arrays.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import secrets
 import shutil
 import zlib
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from mpidist.checksums import checksum
 from mpidist.errors import DataLossError
 from mpidist.transport import bytes_of
 
 __all__ = [
     "COMMON",
+    "MANIFEST",
     "Part",
     "PartFile",
+    "clean_up",
+    "existing",
+    "find",
+    "make_unfinished",
     "part_of_rank",
     "publish",
     "read_manifest",
-    "recover",
-    "recover_all",
     "remove",
-    "remove_leftovers",
-    "require_replaceable",
-    "unfinished",
     "withdraw",
     "write_part",
 ]
@@ -45,8 +47,10 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 COMMON: Final = "all"
-_FORMAT: Final = {"format": "mpidist checkpoint", "version": 1}
-_MANIFEST: Final = "manifest.json"
+MANIFEST: Final = "manifest.json"
+_FORMAT: Final = {"format": "mpidist checkpoint", "version": 2}
+_FIRST_FORMAT: Final = {**_FORMAT, "version": 1}  # its manifest has no checksum, and does not say which save it was
+_CHECKSUM: Final = b', "checksum": '
 _ABOUT: Final = {"ranks": int, "replicas": int, "owners": dict, "parts": dict}  # what a manifest says besides
 _FILES: Final = re.compile(r"manifest\.json|(all|rank-\d+)\.(json|safetensors)")
 _KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are written as their bytes
@@ -61,15 +65,17 @@ class Part(NamedTuple):
     Attributes:
         arrays: Arrays by name.
         values: What JSON can hold, by name.
+        checksums: The checksums of the arrays.
     """
 
     arrays: dict[str, Array]
     values: dict[str, Any]
+    checksums: dict[str, int]
 
-    def put(self, name: str, state: Any) -> None:
+    def put(self, name: str, state: Any, its_checksum: int) -> None:
         """Add a state: an array, or what JSON can hold."""
         if isinstance(state, np.ndarray):
-            self.arrays[name] = state
+            self.arrays[name], self.checksums[name] = state, its_checksum
         else:
             self.values[name] = state
 
@@ -83,92 +89,99 @@ def write_part(folder: Path, name: str, part: Part) -> None:
     """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
     plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
     file = folder / f"{name}.safetensors"
-    checksums: Future[list[int]] = Future()
-
-    def add() -> None:
-        try:
-            checksums.set_result(list(map(_checksum, plain.values())))
-        except BaseException as error:
-            checksums.set_exception(error)
-
-    # While the disk writes. No pool of threads, which takes no more work once the program has come to its end.
-    Thread(target=add, name="mpidist.checksums").start()
     try:
         save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
         file.chmod(folder.stat().st_mode & 0o666)  # `save_file` makes it for its owner alone
         _sync(file)
     except SafetensorError as error:
         raise OSError(f"{str(file)!r} cannot be written: {error}") from error
-    finally:
-        wait([checksums])
-    about = {
-        key: [array.dtype.name, list(array.shape), checksum]
-        for (key, array), checksum in zip(plain.items(), checksums.result(), strict=True)
-    }
-    _write_json(folder / f"{name}.json", {"arrays": about, "values": part.values})
+    about = {key: [one.dtype.name, list(one.shape), part.checksums[key]] for key, one in plain.items()}
+    _write(folder / f"{name}.json", json.dumps({"arrays": about, "values": part.values}).encode())
 
 
-def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str]) -> None:
+def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str], replaces: bool) -> None:
     """Write the manifest of a folder whose parts are whole, and move the folder to its place.
 
     Args:
         folder: The folder.
-        place: Its place. A checkpoint that is there is replaced.
+        place: Its place.
         about: What the manifest says.
         parts: The names of the parts.
+        replaces: Whether a checkpoint that is there is replaced.
 
     Raises:
         DataLossError: If a part is not there.
+        FileExistsError: If there is something in the place, and is not to be replaced.
     """
     checksums = {name: zlib.crc32(_read_file(folder / f"{name}.json")) for name in parts}
-    _write_json(folder / _MANIFEST, {**_FORMAT, **about, "parts": checksums})
-    old = _replaced(place)
-    if place.exists():
-        remove(old)
-        place.rename(old)
+    _write(folder / MANIFEST, _with_checksum(json.dumps({**_FORMAT, **about, "parts": checksums})[:-1].encode()))
     _sync(folder)
-    folder.rename(place)
+    old = folder.with_suffix(".old")
+    if replaces and place.exists():
+        place.rename(old)
+    try:
+        folder.rename(place)
+    except OSError as error:
+        if old.exists() and not place.exists():
+            old.rename(place)
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise FileExistsError(f"{str(place)!r} was made by another save meanwhile") from error
     _sync(place.parent)
     remove(old)
 
 
-def unfinished(place: Path) -> Path:
-    """Name the folder that is to be a checkpoint, or was one: what lies there is never read."""
-    return place.with_name(f".{place.name}.new")
+def make_unfinished(place: Path) -> Path:
+    """Make the folder that is to be a checkpoint, under a name that no other save has; what lies in it is never read.
+
+    Args:
+        place: The place of the checkpoint.
+
+    Raises:
+        FileExistsError: If the place is a file, or a folder that holds other things.
+    """
+    _require_replaceable(place)
+    folder = _hidden(place, "new")
+    folder.mkdir()
+    return folder
 
 
-def recover(place: Path) -> None:
-    """Move a checkpoint back whose job was killed just when the checkpoint was replaced."""
-    if not place.exists() and _replaced(place).exists():
-        _replaced(place).rename(place)
+def existing(place: Path) -> Path:
+    """Return where a checkpoint is: beside its place, if its job was killed just when the checkpoint was replaced."""
+    if place.exists():
+        return place
+    return next((old for old, _ in _find_hidden(place.parent, re.escape(place.name), "old")), place)
 
 
-def recover_all(directory: Path, name: str) -> None:
-    """Do so for all numbered checkpoints with a name in a folder, if there is such a folder."""
-    for old in _hidden(directory, name, "old"):
-        recover(_place_of(old))
+def find(directory: Path, names: str) -> set[str]:
+    """Return the names of the checkpoints in a folder, if there is one, that match a regular expression."""
+    pattern = re.compile(names)
+    found = {path.name for path in directory.glob("*") if pattern.fullmatch(path.name)}
+    return found | {place.name for _, place in _find_hidden(directory, names, "old")}
 
 
-def remove_leftovers(directory: Path, name: str, but: Collection[Path]) -> None:
-    """Remove what jobs that were killed while they saved have left of numbered checkpoints with a name.
+def clean_up(directory: Path, names: str, but: Collection[Path]) -> None:
+    """Put back checkpoints that were about to be replaced, and remove what killed jobs have left. Under a lock.
 
     Args:
         directory: The folder of the checkpoints.
-        name: How their names begin.
+        names: Their names: a regular expression.
         but: What is being written.
     """
-    recover_all(directory, name)
-    for folder in (*_hidden(directory, name, "new"), *_hidden(directory, name, "old")):
+    for old, place in _find_hidden(directory, names, "old"):
+        if not place.exists():
+            old.rename(place)
+    for folder, _ in _find_hidden(directory, names, "(new|old)"):
         if folder not in but:
             remove(folder)
 
 
 def withdraw(place: Path) -> None:
     """Remove a checkpoint at once, so that a part of it is never taken for one."""
-    remove(unfinished(place))
-    with suppress(FileNotFoundError):  # another job of the same folder has removed it
-        place.rename(unfinished(place))
-    remove(unfinished(place))
+    hidden = _hidden(place, "new")
+    with suppress(FileNotFoundError):  # the user has removed it
+        place.rename(hidden)
+    remove(hidden)
 
 
 def remove(folder: Path) -> None:
@@ -179,7 +192,7 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def require_replaceable(place: Path) -> None:
+def _require_replaceable(place: Path) -> None:
     """Require that a checkpoint replaces nothing but a checkpoint, whole or damaged.
 
     Raises:
@@ -204,17 +217,21 @@ def read_manifest(place: Path) -> dict[str, Any]:
         FileNotFoundError: If there is no such folder.
         DataLossError: If the folder is no checkpoint, or not whole.
     """
+    path = place / MANIFEST
     if not place.exists():
-        raise FileNotFoundError(f"there is no checkpoint {str(place)!r}")
-    if not (place / _MANIFEST).is_file():
-        raise DataLossError(f"{str(place)!r} is no checkpoint of mpidist: it has no {_MANIFEST}")
-    manifest = _parse(place / _MANIFEST, _read_file(place / _MANIFEST))
+        raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}")
+    if not path.is_file():
+        raise DataLossError(f"{str(place)!r} is no checkpoint of mpidist: it has no {MANIFEST}")
+    text = _read_file(path)
+    manifest = _parse(path, text)
     found = {key: manifest.get(key) for key in _FORMAT}
-    if found != _FORMAT:
+    if found not in (_FORMAT, _FIRST_FORMAT):
         raise DataLossError(f"{str(place)!r} is of another format: needed {_FORMAT}, got {found}")
+    if found == _FORMAT and text != _with_checksum(text.rpartition(_CHECKSUM)[0]):
+        raise DataLossError(f"{str(path)!r} is damaged: it has another checksum than it says")
     lacking = [name for name, kind in _ABOUT.items() if not isinstance(manifest.get(name), kind)]
     if lacking:
-        raise DataLossError(f"{str(place / _MANIFEST)!r} is damaged: it does not say {', '.join(lacking)}")
+        raise DataLossError(f"{str(path)!r} is damaged: it does not say {', '.join(lacking)}")
     return manifest
 
 
@@ -256,37 +273,37 @@ class PartFile:
 
     def array(self, key: str, dtype: np.dtype[Any]) -> Array:
         """Read an array, whose dtype has the name that `form` returns, and compare its checksum."""
-        _, shape, checksum = self._about[key]
+        _, shape, its_checksum = self._about[key]
         try:
             array: Array = self._file.get_tensor(key)  # type: ignore[no-untyped-call]
-        except (OSError, SafetensorError) as error:
+            array = array if array.dtype == dtype else array.view(dtype).reshape(shape)
+        except (OSError, SafetensorError, ValueError) as error:
             raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: {error}") from None
-        if _checksum(array) != checksum:
+        if checksum(array) != its_checksum or list(array.shape) != shape:
             raise DataLossError(f"{key} in {str(self._path)!r} is damaged: another checksum was written")
-        return array if array.dtype == dtype else array.view(dtype).reshape(shape)
+        return array
 
 
-def _checksum(array: Array) -> int:
-    return zlib.crc32(bytes_of(array).data) if array.size else 0
+def _hidden(place: Path, ending: str) -> Path:
+    """Return a new name beside a place."""
+    return place.with_name(f".{place.name}.{secrets.token_hex(8)}.{ending}")
 
 
-def _replaced(place: Path) -> Path:
-    return place.with_name(f".{place.name}.old")
+def _find_hidden(directory: Path, names: str, ending: str) -> list[tuple[Path, Path]]:
+    """Find what `_hidden` has named, each with its place. Earlier versions used no random part."""
+    pattern = re.compile(rf"\.(?P<name>{names})(\.[0-9a-f]{{16}})?\.{ending}")
+    found = [(path, pattern.fullmatch(path.name)) for path in sorted(directory.glob(".*"))]
+    return [(path, path.with_name(match["name"])) for path, match in found if match is not None]
 
 
-def _hidden(directory: Path, name: str, ending: str) -> list[Path]:
-    """Find the folders that are not at their place, or not any more."""
-    pattern = re.compile(rf"\.{re.escape(name)}-\d+\.{ending}")
-    return [path for path in directory.glob(f".*.{ending}") if pattern.fullmatch(path.name)]
+def _with_checksum(text: bytes) -> bytes:
+    """Add the checksum of a text of JSON, whose last brace lacks."""
+    return b"%s%s%d}" % (text, _CHECKSUM, zlib.crc32(text))
 
 
-def _place_of(hidden: Path) -> Path:
-    return hidden.with_name(hidden.stem.removeprefix("."))
-
-
-def _write_json(path: Path, item: Any) -> None:
+def _write(path: Path, text: bytes) -> None:
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(item))
+    new.write_bytes(text)
     _sync(new)
     new.rename(path)
 

@@ -40,6 +40,7 @@ class Leaf(ABC):
 
     Attributes:
         name: The leaf's name in the checkpoint: `weights['kernel']`.
+        label: The name for people.
         owner: Whose state it is.
         form: What a state must be like: `float32[3, 2]`.
         dtype: The dtype of an array; `None` of what JSON holds.
@@ -51,7 +52,8 @@ class Leaf(ABC):
     is_on_servers = False
 
     def __init__(self, name: str, value: Any) -> None:
-        self.name, self.form = name, form_of(value)
+        self.name = self.label = name
+        self.form = form_of(value)
         is_array = hasattr(value, "shape") and not _is_plain(value)
         self.dtype: np.dtype[Any] | None = _native(value.dtype) if is_array else None
         self.shape: tuple[int, ...] = tuple(value.shape) if is_array else ()
@@ -97,6 +99,7 @@ class _MirroredLeaf(Leaf):
     def __init__(self, name: str, variable: Variable | ServerVariable | ShardedVariable, owner: Owner) -> None:
         super().__init__(name, variable)
         self._variable, self.owner = variable, owner
+        self.label = f"{name} (variable {variable.name!r})"
         self.is_on_servers = isinstance(variable, _OF_SERVERS)
 
     def states(self) -> list[State]:
@@ -202,7 +205,9 @@ class _GeneratorLeaf(Leaf):
 
 @final
 class _PositionLeaf(Leaf):
-    """The position in a distributed data set, or in one pass over it."""
+    """The position in a distributed data set, or in one pass over it: equal on all ranks, which step together."""
+
+    owner = Owner.ALL
 
     def __init__(self, name: str, dataset: DistributedDataset | DistributedIterator) -> None:
         super().__init__(name, dataset.state_dict())

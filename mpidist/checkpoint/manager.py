@@ -7,24 +7,20 @@ import operator
 import os
 import re
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 
+from mpidist.checkpoint.background import BackgroundWriting
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.files import recover_all, remove_leftovers, withdraw
-from mpidist.checkpoint.saving import (
-    ADVICE,
-    CALL,
-    BackgroundWriting,
-    CopyMemory,
-    capture,
-    discard,
-    folders_under_way,
-    write_together,
-)
+from mpidist.checkpoint.folder_lock import FolderLock
+from mpidist.checkpoint.numbered import MAX_DIGITS, NumberedCheckpoints
+from mpidist.checkpoint.places import NumberedPlace
+from mpidist.checkpoint.rank_0 import on_rank_0
+from mpidist.checkpoint.restoring import ADVICE
+from mpidist.checkpoint.restoring import CALL as RESTORE
+from mpidist.checkpoint.saving import CopyMemory, capture, require_on_difference, write_together
 from mpidist.context_stack import parts_of
 from mpidist.errors import DataLossError
 from mpidist.whole_number import require_bool, whole_number
@@ -32,8 +28,6 @@ from mpidist.whole_number import require_bool, whole_number
 __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger("mpidist.checkpoint")
-
-_MAX_DIGITS: Final = 18  # of a number, which is sent as 64 bits
 
 
 @final
@@ -47,13 +41,22 @@ class CheckpointManager:
             checkpoint.epoch += 1
             manager.save(checkpoint.epoch)
 
+    The newest checkpoint is the one that was saved last, whatever its number.
+
+    From the first `save` until the strategy is closed, or the program ends, rank 0 holds a lock of the folder: the file
+    `.ckpt.lock`, which names the job. Another job that saves there meanwhile gets an error. The lock of a job that is
+    gone is taken over, with a warning: at once on the same machine, and on another one after two minutes without a sign
+    of life. Reading needs no lock.
+
     Args:
         checkpoint: What is saved.
         directory: The folder; made when it is needed. Equal on all ranks.
-        max_to_keep: How many checkpoints are kept; `None` for all.
+        max_to_keep: How many checkpoints are kept, of those that were saved last; `None` for all.
         checkpoint_name: How the names of the checkpoints begin.
         background: Whether `save` returns as soon as it has copied the state, and a thread writes the copy. The thread
             makes no call of MPI. The manager keeps the memory of the copy for the next one.
+        on_difference: What `save` does if copies differ that should be equal, as in `Checkpoint.write`.
+        grace_seconds: How long a job that an error ends waits until the thread has written what `save` has returned.
 
     Attributes:
         checkpoint: As given.
@@ -61,7 +64,8 @@ class CheckpointManager:
 
     Raises:
         TypeError: If an argument is of another kind.
-        ValueError: If `max_to_keep` is less than 1, or the name is no name of a folder.
+        ValueError: If `max_to_keep` is less than 1, the name is no name of a folder, or another argument is out of its
+            range.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class CheckpointManager:
         *,
         checkpoint_name: str = "ckpt",
         background: bool = False,
+        on_difference: str = "raise",
+        grace_seconds: float = 30.0,
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"CheckpointManager takes a Checkpoint, got {checkpoint!r}")
@@ -82,20 +88,24 @@ class CheckpointManager:
             raise TypeError(f"checkpoint_name must be a text, got {checkpoint_name!r}")
         if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):
             raise ValueError(f"checkpoint_name is for letters, digits, '_', '-' and '.', got {checkpoint_name!r}")
+        require_on_difference(on_difference)
+        if not grace_seconds >= 0:
+            raise ValueError(f"grace_seconds must be at least 0, got {grace_seconds}")
         self.checkpoint, self.directory = checkpoint, str(directory)
         self._max_to_keep, self._name = max_to_keep, checkpoint_name
+        self._on_difference, self._grace_seconds = on_difference, grace_seconds
         self._copies = CopyMemory() if background else None
         self._writing: BackgroundWriting | None = None
-        self._has_removed_leftovers = False
+        self._lock: FolderLock | None = None  # on rank 0, from the first save on
 
     @property
     def checkpoints(self) -> list[str]:
-        """The checkpoints that this rank sees in the folder, oldest first. Local."""
-        return [str(self._place(number)) for number in self._numbers()]
+        """The checkpoints that this rank sees in the folder, that which was saved last at the end. Local."""
+        return [str(self._place(number)) for number in self._numbered().numbers()]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The newest checkpoint that this rank sees in the folder, or `None`. Local."""
+        """The checkpoint that was saved last, of those that this rank sees in the folder, or `None`. Local."""
         return next(reversed(self.checkpoints), None)
 
     latest = latest_checkpoint
@@ -103,9 +113,12 @@ class CheckpointManager:
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save a checkpoint, and remove what is too old. Collective; of parameter servers, local to the chief.
 
+        All ranks call it, and rank 0 alone writes what is equal on all ranks. A warning tells once of checkpoints with
+        larger numbers that another run has saved: they are older from now on.
+
         Args:
             checkpoint_number: The number, such as the step, at least 0, below 10**18 and equal on all ranks; by default
-                one more than that of the newest.
+                one more than the largest in the folder.
 
         Returns:
             The path of the checkpoint.
@@ -113,26 +126,28 @@ class CheckpointManager:
         Raises:
             TypeError: If the number is no whole number. On every rank that passes it.
             ValueError: If the number is out of these bounds. On every rank that passes it.
-            InvalidArgumentError: If another rank passes such a number, if ranks save different things, or if one cannot
-                read its state. On every rank.
-            OSError: If a rank cannot write, or could not write the checkpoint before, in the background. On every rank.
+            InvalidArgumentError: If another rank passes such a number, if ranks save different things, if copies differ
+                that should be equal, or if a rank cannot read its state. On every rank.
+            OSError: If another job saves there, or a rank cannot write, or could not write the checkpoint before, in
+                the background. On every rank.
         """
         self.wait()
-        given = self._next_number() if checkpoint_number is None else checkpoint_number
-        number, error = 0, None
+        number, error = None, None
         try:
-            number = _checked(given)
+            number = None if checkpoint_number is None else _checked(checkpoint_number)
         except (TypeError, ValueError) as problem:  # the other ranks must learn of it
             error = problem
-        place, strategy = self._place(number), self.checkpoint.strategy
-        snapshot = capture(strategy, place, self.checkpoint.items(), self._copies, {"number": number}, error)
-        finish = partial(self._remove_old, snapshot.place.parent, number)
+        strategy = self.checkpoint.strategy
+        text = str(self._place("<next>" if number is None else number))
+        save_place = NumberedPlace(self._numbered(), number, self._max_to_keep, text, self._keep_lock)
+        items = self.checkpoint.items()
+        snapshot = capture(strategy, save_place, items, self._copies, self._on_difference, error)
         if self._copies is not None:
-            self._writing = BackgroundWriting(snapshot, finish)
+            self._writing = BackgroundWriting(snapshot, self._grace_seconds)
             self._writing.start()
         else:
-            write_together(strategy, snapshot, finish)
-        return str(place)
+            write_together(strategy, snapshot)
+        return str(self._place(snapshot.number))
 
     def wait(self) -> None:
         """Wait until this rank's files of the last `save` are written. Collective if `background` is true.
@@ -147,21 +162,23 @@ class CheckpointManager:
             return
         extended: Any = parts_of(self.checkpoint.strategy)
         try:
-            together = extended.raise_together("writing a checkpoint in the background")
+            together = extended.raise_together("wait for a checkpoint", "writing it in the background")
             with together if _is_open(extended) else nullcontext():
                 writing.join()
                 if writing.error is not None:
                     raise writing.error
         except Exception:
             if _is_open(extended):  # else other ranks may still write
-                discard(writing.snapshot)
+                writing.snapshot.save_place.discard()
             raise
         finally:
-            if not writing.is_done:  # the wait was interrupted, and the thread still writes the copy
+            if writing.is_done:
+                writing.forget()
+            else:  # the wait was interrupted, and the thread still writes the copy
                 self._copies = CopyMemory()
 
     def restore_or_initialize(self, *, skip_broken: bool = False) -> str | None:
-        """Restore the newest checkpoint, if there is one. Collective.
+        """Restore the checkpoint that was saved last, if there is one. Collective.
 
         Args:
             skip_broken: Whether to take the one before where files are missing or damaged, with a warning.
@@ -171,11 +188,13 @@ class CheckpointManager:
 
         Raises:
             DataLossError: If files are missing or damaged. On every rank.
+            FileNotFoundError: If a rank does not see what rank 0 sees. On every rank.
             ValueError: As `Checkpoint.restore` does.
         """
         self.wait()
-        before: int | None = None
-        while (number := self._newest(before)) is not None:
+        extended: Any = parts_of(self.checkpoint.strategy)
+        extended.require_cross_replica(RESTORE)
+        for number in reversed(on_rank_0(extended, RESTORE, ADVICE, self._numbered().numbers)):
             place = self._place(number)
             try:
                 self.checkpoint.restore(place)
@@ -183,56 +202,23 @@ class CheckpointManager:
                 if not skip_broken:
                     hint = "restore_or_initialize(skip_broken=True) takes the one before, if there is one"
                     raise _with_text(error, f"{error}; {hint}") from error.__cause__
-                extended: Any = parts_of(self.checkpoint.strategy)
                 if extended.group.topology.rank == 0:
                     logger.warning("mpidist: the checkpoint %s is passed over: %s", place, error)
-                before = number
             else:
                 return str(place)
         return None
 
-    def _place(self, number: int) -> Path:
+    def _place(self, number: object) -> Path:
         return Path(self.directory) / f"{self._name}-{number}"
 
-    def _numbers(self, directory: Path | None = None) -> list[int]:
-        pattern = re.compile(rf"{re.escape(self._name)}-(0|[1-9]\d{{0,{_MAX_DIGITS - 1}}})")
-        try:
-            names = os.listdir(self.directory if directory is None else directory)
-        except FileNotFoundError:
-            return []
-        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+    def _numbered(self) -> NumberedCheckpoints:
+        return NumberedCheckpoints(Path(self.directory).resolve(), self._name)
 
-    def _next_number(self) -> int:
-        newest = self._newest(None, CALL)
-        return 1 if newest is None else newest + 1
-
-    def _newest(self, before: int | None, what: str = "restore of a checkpoint") -> int | None:
-        """Return the largest number that rank 0 sees, or the largest one before another. Collective."""
-        extended: Any = parts_of(self.checkpoint.strategy)
-        extended.require_cross_replica(what)
-        newest = -1
-        with extended.raise_together(f"{what} in {self.directory!r}", advice=ADVICE if what == CALL else ""):
-            if extended.group.topology.rank == 0:
-                recover_all(Path(self.directory), self._name)
-                numbers = [number for number in self._numbers() if before is None or number < before]
-                newest = max(numbers, default=-1)
-        newest = int(extended.cross_device_ops.broadcast(np.int64(newest), "all", call=what))
-        return None if newest < 0 else newest
-
-    def _remove_old(self, directory: Path, newest: int) -> None:
-        """Remove checkpoints that are too many, but not the one that was just saved, and what killed jobs have left.
-
-        Args:
-            directory: The folder; absolute, as the program may be in another one by now.
-            newest: The number of the checkpoint that was just saved.
-        """
-        if not self._has_removed_leftovers:  # later ones are of a job that still runs
-            remove_leftovers(directory, self._name, folders_under_way())
-            self._has_removed_leftovers = True
-        if self._max_to_keep is not None:
-            kept = [number for number in self._numbers(directory) if number != newest]
-            for number in kept[: max(len(kept) + 1 - self._max_to_keep, 0)]:
-                withdraw(directory / self._place(number).name)
+    def _keep_lock(self, path: Path) -> None:
+        """Hold the lock of the folder until the strategy is closed."""
+        if self._lock is None or self._lock.path != path:
+            self._lock = FolderLock.hold(path)
+            parts_of(self.checkpoint.strategy).at_close.append(self._lock.release)
 
 
 def _with_text(error: DataLossError, text: str) -> DataLossError:
@@ -245,8 +231,8 @@ def _with_text(error: DataLossError, text: str) -> DataLossError:
 def _checked(number: Any) -> int:
     """Return what a program passes as the number of a checkpoint as an int; raise if it is none."""
     checked = whole_number("checkpoint_number", _indexed(number), 0)
-    if checked >= 10**_MAX_DIGITS:
-        raise ValueError(f"checkpoint_number must be below 10**{_MAX_DIGITS}, got {checked}")
+    if checked >= 10**MAX_DIGITS:
+        raise ValueError(f"checkpoint_number must be below 10**{MAX_DIGITS}, got {checked}")
     return checked
 
 

@@ -22,6 +22,7 @@ logger = logging.getLogger("mpidist.checkpoint")
 
 _T = TypeVar("_T")
 _CALL: Final = "check for preemption"
+_END_OF_JOB: Final = "SLURM_JOB_END_TIME"
 _TRY_AGAIN: Final = 75  # EX_TEMPFAIL
 _STEPS_PER_ROUND: Final = 16  # where the calls of a step carry no notice
 _MOST_GRACE: Final = 0.1  # of the time that is left, so that a short job makes steps, too
@@ -51,9 +52,9 @@ class PreemptionCheckpointHandler:
         signals: The signals that announce the end, such as those of `sbatch --signal`.
         exit_code: The program's exit code; 75 is EX_TEMPFAIL, "try again".
         time_limit_seconds: How long this object lives before the ranks leave; by default until the end of the Slurm
-            job, `SLURM_JOB_END_TIME`, if there is one, less `grace_seconds`.
+            job, `SLURM_JOB_END_TIME`, if there is one that has not passed, less `grace_seconds`.
         grace_seconds: How long before the end of the Slurm job the ranks leave; at most a tenth of what is left now.
-        checkpoint_number: Returns the number of the checkpoint; by default it is one more than that of the newest.
+        checkpoint_number: Returns the number of the checkpoint; by default it is one more than the largest.
 
     Attributes:
         total_run_calls: How often `run` was called by this process.
@@ -80,7 +81,7 @@ class PreemptionCheckpointHandler:
         self._manager, self._signals, self._exit_code = manager, _checked(signals), exit_code
         self._checkpoint_number = checkpoint_number
         self._extended: Any = parts_of(manager.checkpoint.strategy)
-        self._end = _end_of_time(time_limit_seconds, grace_seconds)
+        self._end = _end_of_time(time_limit_seconds, grace_seconds, warns=self._rank == 0)
         self._reason = ""
         self._handlers_before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         for number in self._signals:
@@ -202,12 +203,24 @@ def _name_of(number: int) -> str:
         return f"signal {number}"
 
 
-def _end_of_time(time_limit_seconds: float | None, grace_seconds: float) -> float | None:
-    """Return when to leave, in seconds of the monotonic clock; `None` for never."""
+def _end_of_time(time_limit_seconds: float | None, grace_seconds: float, warns: bool) -> float | None:
+    """Return when to leave, in seconds of the monotonic clock; `None` for never.
+
+    An end of the Slurm job that has passed is none: the variable is that of an old allocation, or the limit was raised.
+    """
     if time_limit_seconds is not None:
         return time.monotonic() + time_limit_seconds
-    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    text = os.environ.get(_END_OF_JOB, "")
     if not text.isdecimal():
         return None
     left = int(text) - time.time()
-    return time.monotonic() + left - min(grace_seconds, _MOST_GRACE * max(left, 0.0))
+    if left <= 0:
+        if warns:
+            logger.warning(
+                "mpidist: %s=%s has passed, so it is no time limit: it is that of an old allocation, or the limit was "
+                "raised since; time_limit_seconds= sets one",
+                _END_OF_JOB,
+                text,
+            )
+        return None
+    return time.monotonic() + left - min(grace_seconds, _MOST_GRACE * left)

@@ -11,16 +11,18 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import COMMON, PartFile, part_of_rank, read_manifest, recover
+from mpidist.checkpoint.files import COMMON, PartFile, existing, part_of_rank, read_manifest
 from mpidist.checkpoint.leaves import Leaf, Owner, State, form_of
 from mpidist.checkpoint.saving import leaves_in, replica_key
 from mpidist.context_stack import parts_of
+from mpidist.errors import DataLossError
 from mpidist.transport import bytes_of, shard_bounds
 
-__all__ = ["restore"]
+__all__ = ["ADVICE", "CALL", "restore"]
 
 Array = np.ndarray[Any, Any]
-_CALL: Final = "restore of a checkpoint"
+CALL: Final = "restore of a checkpoint"
+ADVICE: Final = "all ranks call restore; rank 0 alone reads what is equal on all ranks"
 
 
 @final
@@ -53,7 +55,7 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
         The nests; another one where a leaf could not be written, such as a number.
     """
     extended = parts_of(strategy)
-    extended.require_cross_replica(_CALL)
+    extended.require_cross_replica(CALL)
     common: _Common | None = None
     leaves: dict[str, Leaf] = {}
     own: dict[str, list[State]] = {}
@@ -62,12 +64,12 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
         leaves = leaves_in(items, strategy)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    extended.agree(_CALL, {"path": str(place)} | {f"names, {name}": "here" for name in leaves}, error)
-    with _together(strategy, f"{_CALL} {str(place)!r}"):
+    extended.agree(CALL, {"path": str(place), "advice": ADVICE} | {f"names, {name}": "here" for name in leaves}, error)
+    with _together(strategy, f"{CALL} {str(place)!r}"):
         if extended.group.topology.rank == 0:
             common = _read_common(strategy, place, leaves, partial)
     common = _share(extended, leaves, common)
-    with _together(strategy, f"{_CALL} {str(place)!r}: parts of the ranks"):
+    with _together(strategy, f"{CALL} {str(place)!r}: parts of the ranks"):
         own = _read_own(extended, place, leaves, common)
     restored = {}
     for name, leaf in leaves.items():
@@ -76,15 +78,17 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
         elif (name in own or name in common.states) and (strategy.is_chief or not leaf.is_on_servers):
             restored[name] = leaf.restore(own[name][0] if name in own else common.states[name])
     if extended.service is not None:
-        extended.service.meet_peers(_CALL, None)
+        extended.service.meet_peers(CALL, None)
     return {item: _rebuilt(item, value, restored) for item, value in items.items()}
 
 
 def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial: bool) -> _Common:
     """Read the states that rank 0 sends to all ranks."""
-    recover(place.resolve())
+    place = existing(place)
+    if not place.exists() and parts_of(strategy).group.topology.size > 1:
+        raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}: rank 0, which reads it, sees none")
     manifest = read_manifest(place)
-    saved = {name: Owner(owner) for name, owner in manifest["owners"].items()}
+    saved = _owners(place, manifest)
     owners = {name: owner for name, owner in saved.items() if name in leaves}
     if not partial:
         _require_same_names(place, set(leaves), set(saved))
@@ -101,8 +105,8 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
             )
         if owner is Owner.RANK and leaf.owner is Owner.ALL:
             raise ValueError(
-                f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and is a variable "
-                "with equal copies here: restore it to an array, or restore without it"
+                f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and has equal copies "
+                "here: restore it to an array, or restore without it"
             )
         if owner is Owner.ALL:
             common.states[name] = _state(place, part, name, leaf)
@@ -120,14 +124,28 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
     return common
 
 
+def _owners(place: Path, manifest: Mapping[str, Any]) -> dict[str, Owner]:
+    try:
+        return {name: Owner(owner) for name, owner in manifest["owners"].items()}
+    except ValueError as error:  # of the first format, whose manifest has no checksum
+        raise DataLossError(f"{str(place)!r} is damaged: {error}") from None
+
+
 def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _Common) -> dict[str, list[State]]:
     """Read what belongs to this rank, or to its replicas."""
     names = [name for name in common.owners if name not in common.states]
     if not names:
         return {}
+    place, rank = existing(place), extended.group.topology.rank
+    if rank and not place.exists():
+        raise FileNotFoundError(
+            f"rank {rank} does not see the checkpoint {str(place.absolute())!r}, which rank 0 sees: what ranks or "
+            "replicas have for themselves must be on a file system that all ranks share, and a relative path begins at "
+            "the current folder of each rank"
+        )
     manifest = read_manifest(place)
     bounds = shard_bounds(common.num_replicas, common.num_ranks)
-    ids, rank = extended.replicas.ids_here, extended.group.topology.rank
+    ids = extended.replicas.ids_here
     ranks = {rank, *(_rank_of(bounds, replica_id) for replica_id in ids)} & set(range(common.num_ranks))
     parts = {one: PartFile(place, part_of_rank(one), manifest) for one in sorted(ranks)}
     own = {}
@@ -195,14 +213,14 @@ def _share(extended: Any, leaves: Mapping[str, Leaf], common: _Common | None) ->
         plain = {name: state for name, state in common.states.items() if not isinstance(state, np.ndarray)}
         arrays = [name for name in common.states if name not in plain]
         about = json.dumps([owners, common.num_ranks, common.num_replicas, plain, arrays]).encode()
-    size = int(ops.broadcast(np.int64(len(about)), "all", call=_CALL))
+    size = int(ops.broadcast(np.int64(len(about)), "all", call=CALL))
     text = np.frombuffer(about, np.uint8) if common is not None else np.empty(size, np.uint8)
-    owners, num_ranks, num_replicas, plain, arrays = json.loads(bytes(ops.broadcast(text, "all", call=_CALL)))
-    extended.agree(_CALL, {name: leaves[name].form for name in [*plain, *arrays]})
+    owners, num_ranks, num_replicas, plain, arrays = json.loads(bytes(ops.broadcast(text, "all", call=CALL)))
+    extended.agree(CALL, {name: leaves[name].form for name in [*plain, *arrays]})
     raw = [
         np.empty(leaves[name].nbytes, np.uint8) if common is None else bytes_of(common.states[name]) for name in arrays
     ]
-    sent = ops.broadcast(raw, "all", call=_CALL) if raw else []
+    sent = ops.broadcast(raw, "all", call=CALL) if raw else []
     states = {name: leaves[name].array(data) for name, data in zip(arrays, sent, strict=True)}
     return _Common({name: Owner(owner) for name, owner in owners.items()}, num_ranks, num_replicas, plain | states)
 
@@ -219,7 +237,7 @@ def _together(strategy: Any, what: str) -> Iterator[None]:
     """Raise an exception in the `with` body on all ranks that do the same as this one. Collective."""
     service = parts_of(strategy).service
     if service is None:
-        with parts_of(strategy).raise_together(what):
+        with parts_of(strategy).raise_together(CALL, what, ADVICE):
             yield
         return
     error: Exception | None = None

@@ -58,6 +58,7 @@ class DistributedDataset:
         self._num_ahead = options.experimental_per_replica_buffer_size - 1
         self._number = strategy_parts.next_dataset_number()
         self._progress = Progress(source)
+        self._has_warned = False
 
     @classmethod
     def from_batches(
@@ -142,19 +143,32 @@ class DistributedDataset:
     def epoch(self) -> int:
         """The number of the pass, from 0: of the one that goes on, or of the next one when that is over. Local.
 
-        A pass that the program has left, by `break` or because of an error, goes on until the next one begins.
+        A pass that the program has left, by `break` or because of an error, goes on until the next one begins. A pass
+        inside another one does not count once it is over, or its iterator is dropped, as by `next(iter(dataset))`.
         """
         epoch: int = self.state_dict()["epoch"]
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the last pass that was begun, as JSON can hold it. Local, and equal on all ranks.
+        """Return the position in the pass that has made the last step, as JSON can hold it. Local, equal on all ranks.
+
+        After a pass inside another one, whose iterator the program still has, it is the position in that one; a warning
+        says so once.
 
         Of global batches it is the number of samples that all ranks have had together; of batches that are dealt out in
         turn, of batches; if ranks have files, or make batches, of their own, the number of steps. What a thread has
         read ahead does not count.
         """
-        return self._progress.state_at(self._progress.position)
+        state = self._progress.state_at(self._progress.position)
+        if self._progress.is_back and self._strategy_parts.topology.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "mpidist: the position in data set %d is %s, that of a pass whose iterator the program still has, and "
+                "not that of a later pass inside it; if that pass is over, drop its iterator, as by del",
+                self._number,
+                state,
+            )
+        return state
 
     def require_fitting(self, state: Mapping[str, Any]) -> None:
         """Refuse a state from which `load_state_dict` could not go on. Local.

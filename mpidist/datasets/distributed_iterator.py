@@ -140,6 +140,8 @@ class DistributedIterator(Iterator[Any]):
         finally:
             if part is _END:
                 self._is_over, self._steps = True, None  # which ends the thread that reads ahead, and closes files
+                if self._position is not None:
+                    self._position.close()
         if self._is_over:
             raise StopIteration
         return put_on_devices(part, self._strategy_parts.devices_here) if self._fetches_to_device else part
@@ -200,8 +202,8 @@ class DistributedIterator(Iterator[Any]):
         has_same_variant = self._strategy_parts.agree(self._call, fields, variant=step.digest)
         if not self._num_steps:
             self._first_call = self._strategy_parts.group.agreement.sequence
-            self._progress.begin(position)  # on all ranks, as the ranks have agreed
             self._position = position
+        self._progress.note_step(position, self)  # on all ranks, as the ranks have agreed
         self._num_steps += 1
         part = step.part
         if not has_same_variant or step.error is not None:

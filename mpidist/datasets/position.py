@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 from mpidist.datasets.batches import BatchSource
@@ -23,16 +24,33 @@ class Position:
     Attributes:
         is_begun: Whether ranks have made a step of the pass in this process.
         is_over: Whether the pass has come to its end.
+        outer: The pass that was open when this one began, and had made the last step; `None` if there was none.
     """
 
     def __init__(self, epoch: int = 0, num_seen: int = 0) -> None:
         self.epoch, self.num_seen = epoch, num_seen
         self.is_begun = self.is_over = False
+        self.outer: Position | None = None
+        self._iterator: Callable[[], object] = lambda: None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the pass can make another step in this process: the program has its iterator."""
+        return self._iterator() is not None
+
+    def open(self, iterator: object, last: Position) -> None:
+        """Note that all ranks have begun the pass. `last`: the pass that has made the last step before."""
+        self.is_begun, self._iterator = True, weakref.ref(iterator)
+        self.outer = last if last.is_open else None
+
+    def close(self) -> None:
+        """Note that the pass makes no step any more."""
+        self._iterator = lambda: None
 
 
 @final
 class Progress:
-    """The passes over a distributed data set: which one is the last that was begun, and how far it is.
+    """The passes over a distributed data set: which one has made the last step, and how far it is.
 
     Args:
         source: The batches.
@@ -44,16 +62,25 @@ class Progress:
 
     @property
     def position(self) -> Position:
-        """The position in the last pass that was begun."""
-        return self._last
+        """The position in the pass that has made the last step; after a pass inside another one, in that one."""
+        position = self._last
+        while not position.is_open and position.outer is not None and position.outer.is_open:
+            position = position.outer
+        return position
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the position is that of an open pass, because the last one, inside it, is not open any more."""
+        return self.position is not self._last
 
     def next_pass(self) -> Position:
         """Return where the next pass begins: what was restored, or the pass after the last one. Begins nothing."""
         return Position(self._last.epoch + 1) if self._last.is_begun else self._last
 
-    def begin(self, position: Position) -> None:
-        """Note that all ranks have begun a pass."""
-        position.is_begun = True
+    def note_step(self, position: Position, iterator: object) -> None:
+        """Note that all ranks make a step of a pass."""
+        if not position.is_begun:
+            position.open(iterator, self._last)
         self._last = position
 
     def state_at(self, position: Position) -> dict[str, Any]:

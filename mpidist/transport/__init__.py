@@ -29,7 +29,16 @@ from mpidist.transport.costs import (
 )
 from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.devices import Device, are_several_gpus, choose_device, on_device, wait_for_devices
-from mpidist.transport.failures import FILE_VERSION, AwaitedPeers, ends_normally, open_groups
+from mpidist.transport.failures import (
+    FILE_VERSION,
+    GONE,
+    RUNNING,
+    UNKNOWN,
+    AwaitedPeers,
+    Process,
+    ends_normally,
+    open_groups,
+)
 from mpidist.transport.gpu import Launched, NewArrays, PackLayout, change_rows_of_gpu, record_event
 from mpidist.transport.group import (
     DeviceLevels,
@@ -105,6 +114,7 @@ __all__ = [
     "ErrorReport",
     "FILE_VERSION",
     "Fold",
+    "GONE",
     "GpuFacts",
     "InPlace",
     "Intracomm",
@@ -120,8 +130,10 @@ __all__ = [
     "Pending",
     "OneShot",
     "Place",
+    "Process",
     "Progress",
     "Placement",
+    "RUNNING",
     "Reduction",
     "ReplicaTree",
     "Schedule",
@@ -139,6 +151,7 @@ __all__ = [
     "Topology",
     "TwoShot",
     "TuningKey",
+    "UNKNOWN",
     "Workplace",
     "accumulator_dtype",
     "all_reduce_rows",

@@ -26,6 +26,7 @@ _LOG_LEVELS: Final[dict[str, str | None]] = {
 _KNOWN: Final = (
     "MPIDIST_ALONE",
     "MPIDIST_CHECK",
+    "MPIDIST_CHECK_VALUES",
     "MPIDIST_DEVICE_MPI",
     "MPIDIST_EXIT_CODE_FILE",
     "MPIDIST_FLIGHT_DIR",
@@ -70,6 +71,7 @@ class Settings:
             the node's memory.
         device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
         native: Whether the compiled part of the library may be used; read when the library is imported.
+        check_values: In which runs of a strategy its variables are compared over ranks, each so many-th; 0 for none.
     """
 
     pretend_nodes: tuple[int, ...] | None = None
@@ -86,6 +88,7 @@ class Settings:
     result_bytes: int | None = None
     device_mpi: bool = False
     native: bool = True
+    check_values: int = 0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -108,6 +111,7 @@ class Settings:
             trace=os.path.expanduser(environ.get("MPIDIST_TRACE", "").strip()),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             native=_choice(environ, "MPIDIST_NATIVE", {"1": True, "0": False}, default=True),
+            check_values=_count(environ, "MPIDIST_CHECK_VALUES", "runs"),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 
@@ -172,6 +176,13 @@ def _seconds(environ: Mapping[str, str], name: str, default: _T) -> float | _T:
 def _finite(seconds: float) -> float:
     """Return a time, or 0, which is never, if threads cannot wait for so long."""
     return seconds if seconds < threading.TIMEOUT_MAX else 0.0
+
+
+def _count(environ: Mapping[str, str], name: str, what: str) -> int:
+    text = environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of {what}, 0 for none")
+    return int(text or 0)
 
 
 def _bytes(environ: Mapping[str, str], name: str, least: int, most: float = math.inf) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -46,6 +47,8 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         stored = self._placement.store(value)
         is_on_several = arrays.is_device(stored) and parts_of(self._strategy).replicas.has_several_gpus
         self._gpu_copies = GpuCopies(stored) if is_on_several else None
+        if parts_of(self._strategy).group.settings.check_values:
+            parts_of(self._strategy).mirrored.append(weakref.ref(self))
         return stored
 
     def _here(self) -> Any:

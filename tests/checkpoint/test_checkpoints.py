@@ -16,7 +16,7 @@ from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
 from mpidist import MirroredStrategy, MultiWorkerMirroredStrategy, Variable
-from mpidist.checkpoint import Checkpoint
+from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import CentralStorageStrategy, partitioners
 
@@ -200,6 +200,58 @@ def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm: Intracomm, fold
     comm.Barrier()
 
 
+CHIEFS = {  # what the chief calls alone, and what the error says of it
+    "save": (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).save(), "save"),
+    "save of a number": (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).save(3), "save"),
+    "write": (lambda checkpoint, folder: checkpoint.write(folder / "one"), "save"),
+    "restore": (lambda checkpoint, folder: checkpoint.restore(folder / "one"), "restore"),
+    "restore of the newest": (
+        lambda checkpoint, folder: CheckpointManager(checkpoint, folder).restore_or_initialize(),
+        "restore",
+    ),
+}
+
+
+@several
+@pytest.mark.parametrize("what", CHIEFS)
+def test_save_or_restore_by_the_chief_alone_is_named(
+    comm: Intracomm, placement: object, folder: Path, what: str
+) -> None:
+    call, name = CHIEFS[what]
+    last = "save; rank 0 alone writes" if name == "save" else "restore; rank 0 alone reads what is equal on all ranks"
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        with strategy.scope():
+            checkpoint = Checkpoint(v=Variable(np.zeros(3)))
+        with raises_everywhere(
+            comm, InvalidArgumentError, rf"rank 0: {name} of a checkpoint; .*reduce\n  all ranks call {last}$"
+        ):
+            if comm.rank == 0:
+                call(checkpoint, folder)  # type: ignore[no-untyped-call]
+            strategy.reduce("sum", 1.0)
+        assert list(folder.iterdir()) == []
+
+
+@several
+def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / f"{comm.rank}").mkdir()
+    comm.Barrier()
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        monkeypatch.chdir(folder / "0")
+        with strategy.scope():
+            manager = CheckpointManager(Checkpoint(own=np.array([comm.rank])), "saved")
+        manager.save()
+        monkeypatch.chdir(folder / f"{comm.rank}")
+        with raises_everywhere(
+            comm, FileNotFoundError, f"rank 1 does not see .*'{folder}/1/saved/ckpt-1', which rank 0"
+        ):
+            manager.restore_or_initialize()
+        monkeypatch.chdir(folder / "1")
+        with raises_everywhere(comm, FileNotFoundError, f"there is no checkpoint '{folder}/1/absent'"):
+            manager.checkpoint.restore("absent")
+
+
 @several
 def test_what_differs_by_rank_needs_as_many_ranks(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
@@ -293,6 +345,10 @@ def test_wrong_use(comm: Intracomm, folder: Path) -> None:
             checkpoint = Checkpoint(a=np.zeros(3), v=Variable(1.0))
         with other.scope():
             foreign = Variable(1.0)
+        with pytest.raises(AttributeError, match=r"a Checkpoint has no save\(\): write\(path\) writes one .*Manager"):
+            checkpoint.save("one")
+        with pytest.raises(AttributeError, match=r"a Checkpoint has no read\(\): restore\(path\) reads one"):
+            checkpoint.read("one")
         with pytest.raises(AttributeError, match=r"has no 'b'; it has a, v"):
             _ = checkpoint.b
         with pytest.raises(AttributeError, match=r"pass it to Checkpoint\(b=\.\.\.\)"):
@@ -417,6 +473,6 @@ def test_ranks_that_restore_to_different_things_are_told(comm: Intracomm, folder
             array.restore(path, partial=True)
         assert np.all(np.asarray(number.n) == 1)
         variable = Variable(np.zeros(3))
-        with raises_everywhere(comm, ValueError, r"own differed between .* is a variable with equal copies here"):
+        with raises_everywhere(comm, ValueError, r"own differed between .* has equal copies here"):
             Checkpoint(own=variable).restore(path, partial=True)
         assert not variable.numpy().any()

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from jobs.failing import Job, job  # noqa: F401
+from jobs.failing import SIGNS, Job, job  # noqa: F401
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
+from mpidist.checkpoint import background as background_module
 from mpidist.checkpoint import saving as saving_module
 from mpidist.errors import DataLossError
 
@@ -41,9 +42,35 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
 """
 
 
+RAISES_AFTER_A_SAVE = """
+import sys, time
+import numpy as np
+import mpidist
+from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
+really = saving.write_part
+def write_part(*arguments):
+    await_signs({awaited!r})
+    time.sleep(2)  # the job would end meanwhile
+    really(*arguments)
+saving.write_part = write_part
+strategy = mpidist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    checkpoint = Checkpoint(weights=mpidist.Variable(np.zeros(3)))
+CheckpointManager(checkpoint, sys.argv[0] + ".saved", background=True, grace_seconds={grace}).save()
+if strategy.topology.rank == {rank}:
+    leave_sign("raises")
+    raise KeyError("labels")
+strategy.barrier()
+"""
+
+
 @pytest.fixture
 def folder(comm: Intracomm, tmp_path: Path) -> Path:
     return Path(comm.bcast(str(tmp_path)))
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def made(strategy: Any, own: int) -> Checkpoint:
@@ -87,7 +114,7 @@ def test_numbers(comm: Intracomm, folder: Path) -> None:
         names = [Path(manager.save(number)).name for number in (None, None, 10, None, 5, 10)]
         assert names == [f"model.v1-{number}" for number in (1, 2, 10, 11, 5, 10)]
         comm.Barrier()
-        assert [Path(path).name for path in manager.checkpoints] == [f"model.v1-{at}" for at in (1, 2, 5, 10, 11)]
+        assert [Path(path).name for path in manager.checkpoints] == [f"model.v1-{at}" for at in (1, 2, 11, 5, 10)]
         other = CheckpointManager(checkpoint, folder / "a" / "b", 1)
         assert other.checkpoints == []
         other.save(np.int64(3))
@@ -120,6 +147,8 @@ def test_wrong_arguments(comm: Intracomm, folder: Path) -> None:
                 CheckpointManager(*arguments)
         with pytest.raises(TypeError, match="checkpoint_name must be a text, got 3"):
             CheckpointManager(checkpoint, folder, checkpoint_name=3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="grace_seconds must be at least 0, got -1"):
+            CheckpointManager(checkpoint, folder, grace_seconds=-1)
         with pytest.raises(TypeError, match="background must be True or False, got 'no'"):
             CheckpointManager(checkpoint, folder, background="no")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="checkpoint_name is for letters"):
@@ -164,9 +193,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "part cut": ("all.json", cut, "all.json.* is damaged: its checksum is not that of the manifest"),
     "part gone": ("all.json", Path.unlink, "all.json.* is missing"),
     "manifest cut": ("manifest.json", cut, "manifest.json.* is damaged"),
+    "manifest flipped": ("manifest.json", flip, "manifest.json.* is damaged"),
     "manifest gone": ("manifest.json", Path.unlink, "is no checkpoint of mpidist: it has no manifest.json"),
     "manifest of others": ("manifest.json", lambda path: path.write_text('{"format": "x"}') and None, "another format"),
-    "manifest without owners": ("manifest.json", without_owners, "manifest.json' is damaged: it does not say owners"),
+    "manifest without owners": ("manifest.json", without_owners, "manifest.json' is damaged: it has another checksum"),
     "own arrays": ("rank-{last}.safetensors", flip, "own in .* is damaged"),
 }
 
@@ -238,12 +268,10 @@ def test_waiting_after_the_strategy_is_closed_is_local(
 def test_error_of_a_checksum_is_the_error_of_the_save(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checksums are added in a thread of their own, while the disk writes."""
-
     def fail(array: Any) -> int:
         raise MemoryError("no room for a checksum")
 
-    monkeypatch.setattr("mpidist.checkpoint.files._checksum", fail)
+    monkeypatch.setattr(saving_module, "checksum", fail)
     with (
         MultiWorkerMirroredStrategy(comm=comm) as strategy,
         pytest.raises(MemoryError, match="no room for a checksum"),
@@ -279,7 +307,7 @@ def test_rank_that_cannot_write_is_told_on_all_ranks(
         assert bool(told) == (background and comm.rank in (0, comm.size - 1)), "who never waits must learn of it, too"
         assert manager.checkpoints == [str(folder / "ckpt-1")]
         comm.Barrier()
-        assert [one.name for one in folder.iterdir()] == ["ckpt-1"], "what was written takes no room of the next one"
+        assert names_in(folder) == {"ckpt-1", ".ckpt.lock"}, "what was written takes no room of the next one"
         comm.Barrier()
         manager.save(3)
         manager.wait()
@@ -349,14 +377,14 @@ def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
 ) -> None:
     """By Ctrl-C on all ranks: the next save takes other memory, and both checkpoints are right."""
     go_on = threading.Event()
-    really_write, really_join = saving_module.write_part, saving_module.BackgroundWriting.join
+    really_write, really_join = saving_module.write_part, background_module.BackgroundWriting.join
 
     def write_part(place: Path, name: str, part: Any) -> None:
         assert "2" in place.name or go_on.wait()
         really_write(place, name, part)
 
     def join(self: Any, timeout: float | None = None) -> None:
-        monkeypatch.setattr(saving_module.BackgroundWriting, "join", really_join)
+        monkeypatch.setattr(background_module.BackgroundWriting, "join", really_join)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(saving_module, "write_part", write_part)
@@ -365,7 +393,7 @@ def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
         manager = CheckpointManager(checkpoint, folder, background=True)
         checkpoint.weights.assign(np.full(1000, 1.0))
         manager.save(1)
-        monkeypatch.setattr(saving_module.BackgroundWriting, "join", join)
+        monkeypatch.setattr(background_module.BackgroundWriting, "join", join)
         with pytest.raises(KeyboardInterrupt):
             manager.wait()
         comm.Barrier()
@@ -409,6 +437,25 @@ def test_background_writes_what_a_program_saved_last_also_after_its_end(job: Job
     assert (tmp_path / "program.py.saved/ckpt-1/manifest.json").exists()
 
 
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_background_save_is_finished_before_an_error_ends_the_job(job: Job, tmp_path: Path, rank: int) -> None:  # noqa: F811
+    program = RAISES_AFTER_A_SAVE.format(awaited="raises", grace=300, rank=rank)
+    ended = job("", ranks=2, head=SIGNS + program)
+    assert ended.status == 1, ended.err
+    assert "KeyError: 'labels'" in ended.err
+    assert names_in(tmp_path / "program.py.saved") - {".ckpt.lock"} == {"ckpt-1"}
+
+
+@pytest.mark.no_mpi
+def test_background_save_that_hangs_keeps_the_job_for_the_grace_alone(job: Job, tmp_path: Path) -> None:  # noqa: F811
+    program = RAISES_AFTER_A_SAVE.format(awaited="never", grace=2, rank=1)
+    ended = job("", ranks=2, head=SIGNS + program)
+    assert ended.status == 1, ended.err
+    assert "the job ends when" in ended.err
+    assert not (tmp_path / "program.py.saved" / "ckpt-1").exists()
+
+
 def test_background_removes_in_the_folder_in_which_the_program_was(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,7 +481,7 @@ def test_background_removes_in_the_folder_in_which_the_program_was(
         manager.wait()
         comm.Barrier()
         assert (folder / "a/saved/ckpt-1").is_dir()
-        assert {path.name for path in (folder / "b/saved").iterdir()} == {"ckpt-0", ".ckpt-4.new"}
+        assert names_in(folder / "b/saved") == {"ckpt-0", ".ckpt-4.new"}
         comm.Barrier()
 
 
@@ -451,7 +498,7 @@ def test_old_checkpoints_of_other_names_and_links_are_no_error(comm: Intracomm, 
         manager.save(2)
         manager.save(3)
         if comm.rank == 0:
-            assert sorted(path.name for path in (folder / "saved").iterdir()) == ["ckpt-0001", "ckpt-3"]
+            assert names_in(folder / "saved") == {"ckpt-0001", "ckpt-3", ".ckpt.lock"}
             assert (folder / "elsewhere" / "manifest.json").exists()
         comm.Barrier()
 
@@ -460,19 +507,20 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
     """And moves back what was about to be replaced; what has another name is left alone."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
-        manager = CheckpointManager(checkpoint, folder)
-        manager.save(5)
+        CheckpointManager(checkpoint, folder).save(5)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
         if comm.rank == 0:
             (folder / "ckpt-5").rename(folder / ".ckpt-5.old")
-            for name in (".ckpt-4.new", ".ckpt-6.old", ".other-3.new", ".ckpt-x.old"):
+            for name in (".ckpt-4.new", f".ckpt-4.{16 * 'a'}.new", ".ckpt-6.old", ".other-3.new", ".ckpt-x.old"):
                 (folder / name).mkdir()
                 (folder / name / "all.json").touch()
             (folder / ".notes.old").touch()
         comm.Barrier()
         manager = CheckpointManager(checkpoint, folder)  # of the next job
+        checkpoint.restore(folder / "ckpt-5")
         assert manager.save(6) == str(folder / "ckpt-6")
-        found = {one.name for one in folder.iterdir()}
-        assert found == {"ckpt-5", "ckpt-6", ".other-3.new", ".ckpt-x.old", ".notes.old"}
+        assert names_in(folder) == {"ckpt-5", "ckpt-6", ".ckpt.lock", ".other-3.new", ".ckpt-x.old", ".notes.old"}
         assert manager.restore_or_initialize() == str(folder / "ckpt-6")
         assert (folder / ".notes.old").exists()
         checkpoint.restore(folder / "ckpt-5")

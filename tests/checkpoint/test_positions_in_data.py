@@ -98,6 +98,46 @@ def test_iterator_goes_on_in_place(comm: Intracomm, folder: Path) -> None:
             steps = checkpoint.steps
 
 
+@pytest.mark.parametrize("inner", ["a whole pass", "a pass left by break", "one batch"])
+@pytest.mark.parametrize("saves", ["after the inner pass", "after the next step"])
+def test_position_after_pass_inside_a_pass_is_that_of_the_outer_one(
+    comm: Intracomm, inner: str, saves: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        dataset = strategy.experimental_distribute_dataset(shuffled(4))
+        seen, state = [], {}
+        for step, part in enumerate(dataset):
+            seen += strategy.gather(part, axis=0).tolist()
+            if step == 1:
+                for _ in dataset if inner != "one batch" else [next(iter(dataset))]:
+                    if inner == "a pass left by break":
+                        break
+            if step == (1 if saves == "after the inner pass" else 2):
+                state = dataset.state_dict()
+                break
+        assert (state["epoch"], state["samples"]) == (0, len(seen))
+        assert ("the position in data set 0 is" in caplog.text) == (saves == "after the inner pass" and comm.rank == 0)
+        resumed = strategy.experimental_distribute_dataset(shuffled(4))
+        resumed.load_state_dict(state)
+        assert sorted(seen + rows_of(strategy, resumed)) == list(range(NUM_SAMPLES))
+
+
+def test_pass_that_nothing_goes_on_with_keeps_no_later_pass_from_counting(comm: Intracomm) -> None:
+    """A batch was looked at, and the program still has the iterator: only the first pass after it counts as inside."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        dataset = strategy.experimental_distribute_dataset(shuffled(4))
+        looked_at = iter(dataset)
+        next(looked_at)
+        epochs = []
+        for _ in range(3):
+            for _ in dataset:
+                epochs.append(dataset.epoch)
+        assert epochs == [number for number in (1, 2, 3) for _ in range(len(dataset))]
+        assert dataset.epoch == 4
+        del looked_at
+        assert dataset.epoch == 4
+
+
 def test_position_counts_what_the_program_has_had(comm: Intracomm) -> None:
     """Neither what a thread has read ahead, nor a pass that did not begin, nor a step that failed."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:

@@ -34,6 +34,8 @@ def test_an_empty_environment_means_the_defaults() -> None:
         ("CHECK", "0", "check", False),
         ("CHECK", " 0 ", "check", False),
         ("CHECK", "", "check", True),
+        ("CHECK_VALUES", "100", "check_values", 100),
+        ("CHECK_VALUES", "", "check_values", 0),
         ("TIMEOUT_SECONDS", "2.5", "timeout_seconds", 2.5),
         ("TIMEOUT_SECONDS", "1e3", "timeout_seconds", 1000.0),
         ("TIMEOUT_SECONDS", "inf", "timeout_seconds", None),
@@ -77,6 +79,8 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, attribute: str, v
         ("PRETEND_NODES", "0.5,1"),
         ("CHECK", "yes"),
         ("CHECK", "2"),
+        ("CHECK_VALUES", "-1"),
+        ("CHECK_VALUES", "often"),
         ("TIMEOUT_SECONDS", "-1"),  # X26
         ("TIMEOUT_SECONDS", "nan"),
         ("TIMEOUT_SECONDS", "soon"),

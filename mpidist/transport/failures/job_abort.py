@@ -58,6 +58,7 @@ class Job(NamedTuple):
         has_lower_rank_ended: Whether a lower rank has failed, too, and has told this rank so.
         leave: Leaves all groups because of an exception, if the other ranks go on without this rank. Returns whether
             they do.
+        finish: Finishes what must not be lost, such as files that a thread writes.
     """
 
     abort: Callable[[int], None]
@@ -68,6 +69,7 @@ class Job(NamedTuple):
     is_thread_of_a_group: Callable[[], bool]
     has_lower_rank_ended: Callable[[], bool]
     leave: Callable[[BaseException], bool]
+    finish: Callable[[], None]
 
     @property
     def prefix(self) -> str:
@@ -274,6 +276,10 @@ def _save_on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _abort(job: Job, code: int) -> None:
+    try:
+        job.finish()
+    except BaseException as problem:  # Ctrl-C, for example: the job must end nevertheless
+        write_lines(f"{text_of(problem)}, while the job ended\n", job.prefix)
     time.sleep(FORWARD_SECONDS)
     # MPI_Abort may hang while the launcher handles that of another rank. `faulthandler` then ends the process, in a
     # thread that needs no Python lock.

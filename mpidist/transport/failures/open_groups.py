@@ -37,6 +37,7 @@ __all__ = [
     "add",
     "add_alone",
     "advance_others",
+    "call_before_abort",
     "end_job_before_start",
     "explain_failures",
     "has_lower_rank_ended",
@@ -120,6 +121,7 @@ _open: Final[list[OpenGroup]] = []
 _failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some ranks may never finalize MPI
 _alone: Final[WeakSet[Any]] = WeakSet()  # of this process alone; forgotten, if the program forgets them
 _unbuilt: Final[list[str]] = []  # why groups could not be built
+_before_abort: Final[list[Callable[[], None]]] = []  # finish what a job that an error ends should not lose
 _savers: Final[list[Callable[[], str]]] = []  # write files, and return how to read them, for people; "" for none
 
 
@@ -225,6 +227,7 @@ def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
         is_thread_of_a_group,
         has_lower_rank_ended,
         leave,
+        _finish,
     )
 
 
@@ -302,6 +305,11 @@ def has_lower_rank_ended() -> bool:
     return any(group.has_lower_rank_ended() for group in (*_open, *_failed))
 
 
+def call_before_abort(function: Callable[[], None]) -> None:
+    """Register a function that is called before an error of this process ends the whole job."""
+    _before_abort.append(function)
+
+
 def save_with(saver: Callable[[], str]) -> None:
     """Register a function that is called when flight recorders are written, and before this process ends.
 
@@ -336,6 +344,11 @@ def save_flights(reason: str) -> str:
         return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
     except OSError as error:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"
+
+
+def _finish() -> None:
+    for function in _before_abort:
+        function()
 
 
 def _save() -> list[str]:

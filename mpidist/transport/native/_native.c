@@ -12,6 +12,7 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     if (PyModule_AddFunctions(module, combining_functions) < 0 || PyModule_AddFunctions(module, known_arrays_functions) < 0 ||
+        PyModule_AddFunctions(module, checksum_functions) < 0 ||
         PyModule_AddObjectRef(module, "Barrier", (PyObject *)&BarrierType) < 0 ||
         PyModule_AddObjectRef(module, "TwoShot", (PyObject *)&TwoShotType) < 0 ||
         PyModule_AddObjectRef(module, "WholeCall", (PyObject *)&WholeCallType) < 0) {

@@ -160,4 +160,8 @@ void two_shot_let_go(TwoShot *self);
 extern PyTypeObject WholeCallType;
 extern PyMethodDef known_arrays_functions[];
 
+/* ----------------------------------------------------------------------------------------------- checksum.c */
+
+extern PyMethodDef checksum_functions[];
+
 #endif

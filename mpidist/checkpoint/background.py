@@ -1,0 +1,117 @@
+"""Writes a checkpoint in a thread, which makes no call of MPI: ranks see each other's files."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from threading import Thread
+from typing import Final, final
+
+from mpidist.checkpoint.files import part_of_rank
+from mpidist.checkpoint.folder_lock import release_all
+from mpidist.checkpoint.saving import Snapshot, publish_folder, write_parts
+from mpidist.errors import DeadlineExceededError
+from mpidist.transport import open_groups, text_of
+
+__all__ = ["BackgroundWriting"]
+
+logger = logging.getLogger("mpidist.checkpoint")
+
+_FAILED: Final = ".failed"  # how the file ends that tells of a rank's failure
+_TELL_SECONDS: Final = 1.0  # of waiting before the job ends, after which a warning says why
+_PARTS_SECONDS: Final = 600.0  # in which the other ranks write their parts
+
+
+@final
+class BackgroundWriting(Thread):
+    """Writes a snapshot without MPI: rank 0 waits for the files of the other ranks, and publishes.
+
+    Args:
+        snapshot: What this rank writes.
+        grace_seconds: How long an error that ends the job waits for the writing, at most.
+
+    Attributes:
+        snapshot: As given.
+        error: What went wrong, or `None`.
+        is_done: Whether it has written or failed; `is_alive` may be wrong after a `join` that was interrupted.
+    """
+
+    def __init__(self, snapshot: Snapshot, grace_seconds: float) -> None:
+        super().__init__(name="mpidist.checkpoint")
+        self.error: Exception | None = None
+        self.is_done = False
+        self.snapshot, self._grace_seconds = snapshot, grace_seconds
+        _under_way.add(self)
+
+    def run(self) -> None:
+        """Write; see `Thread`."""
+        snapshot = self.snapshot
+        try:
+            write_parts(snapshot)
+            _wait_for_parts(snapshot)
+            publish_folder(snapshot)
+        except Exception as problem:  # of any kind: `CheckpointManager.wait` raises it
+            self.error = problem
+            logger.error("mpidist: the checkpoint %s is not written: %s", snapshot.place, text_of(problem))
+            _tell_failure(snapshot, problem)
+        finally:
+            snapshot.save_place.release()
+            self.snapshot = snapshot._replace(parts={})  # whose memory is needed no longer
+            self.is_done = True
+
+    def is_under_way(self) -> bool:
+        """Whether ranks still write, as far as this one sees."""
+        folder = self.snapshot.folder
+        return not self.is_done or (folder.is_dir() and not any(folder.glob(f"*{_FAILED}")))
+
+    def forget(self) -> None:
+        """Note that all ranks have waited for the writing."""
+        _under_way.discard(self)
+
+    def wait_before_abort(self) -> None:
+        """Wait until the checkpoint is in its place, for a while."""
+        begun = time.monotonic()
+        has_told = False
+        while self.is_under_way() and (waited := time.monotonic() - begun) < self._grace_seconds:
+            if waited > _TELL_SECONDS and not has_told:
+                has_told = True
+                place, left = self.snapshot.place, self._grace_seconds - waited
+                logger.warning("mpidist: the job ends when %s is written, or in %.0f s", place, left)
+            time.sleep(0.05)
+
+
+_under_way: Final[set[BackgroundWriting]] = set()  # writings that not all ranks have waited for
+
+
+def _finish_before_abort() -> None:
+    """Let threads write what `save` has returned, and leave no lock to the next job."""
+    for writing in tuple(_under_way):
+        writing.wait_before_abort()
+    release_all()
+
+
+open_groups.call_before_abort(_finish_before_abort)
+
+
+def _wait_for_parts(snapshot: Snapshot) -> None:
+    """Wait for the files of all ranks, on rank 0."""
+    if snapshot.rank != 0:
+        return
+    until = time.monotonic() + _PARTS_SECONDS
+    for name in snapshot.all_parts:
+        while not (snapshot.folder / f"{name}.json").exists():
+            failed = snapshot.folder / f"{name}{_FAILED}"
+            if failed.exists():
+                raise OSError(f"{name} could not write its part: {failed.read_text()}")
+            if not snapshot.folder.is_dir():
+                raise FileNotFoundError(f"{str(snapshot.folder)!r} was removed while ranks wrote into it")
+            if time.monotonic() > until:
+                raise DeadlineExceededError(f"the part {name} did not come within {_PARTS_SECONDS:.0f} s")
+            time.sleep(0.01)
+
+
+def _tell_failure(snapshot: Snapshot, error: Exception) -> None:
+    """Let rank 0 know, which waits for this rank's files."""
+    with suppress(OSError):  # then rank 0 waits until its deadline
+        (snapshot.folder / f"{part_of_rank(snapshot.rank)}{_FAILED}").write_text(text_of(error))

@@ -1,0 +1,191 @@
+"""Checksums of values, compared over ranks: copies that should be equal, and are not, are found and named."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist import nest
+from mpidist.errors import InvalidArgumentError
+from mpidist.transport import arrays, bytes_of, fingerprint_of, library_of, mark_shared, name_ranks, native
+from mpidist.values import DistributedValues
+from mpidist.variables import Variable
+
+__all__ = ["CheckedVariables", "check_equal", "checksum", "difference_error", "difference_text", "differences"]
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_ADVICE: Final = "was an all_reduce left out, or a variable assigned other values on each rank?"
+_ALL_RUN: Final = "with MPIDIST_CHECK_VALUES all ranks call run equally often"
+_BLOCK_BYTES: Final = 64  # which `native.fold_crc32` folds
+_NO_INITIAL_ONES: Final = 0xFFFFFFFF
+_MAX_LINES: Final = 8
+_MAX_GROUPS: Final = 4  # of ranks with one checksum, in a line
+
+
+def checksum(state: Any) -> int:
+    """Return the CRC-32 of a host array's bytes, or of what JSON can hold. Local; reads all bytes."""
+    if isinstance(state, np.ndarray):
+        return _crc32(bytes_of(np.ascontiguousarray(state))) if state.size else 0
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+def _crc32(data: np.ndarray[Any, Any]) -> int:
+    """Return what `zlib.crc32` returns, of most processors four times as fast."""
+    folded = b"" if native is None else native.fold_crc32(data)
+    if not folded:
+        return zlib.crc32(data.data)
+    return zlib.crc32(data[data.size // _BLOCK_BYTES * _BLOCK_BYTES :].data, zlib.crc32(folded, _NO_INITIAL_ONES))
+
+
+def differences(
+    extended: Any,
+    call: str,
+    fields: Mapping[str, str],
+    checksums: Mapping[str, int],
+    error: Exception | None = None,
+) -> dict[str, list[int]]:
+    """Compare checksums of all ranks. Collective: one small round, and two messages more if any checksum differs.
+
+    Args:
+        extended: The strategy's ranks.
+        call: The name of the call.
+        fields: What must be equal on all ranks, by name: else all ranks raise an error.
+        checksums: This rank's checksums, by name.
+        error: What is wrong with this rank's arguments; raised on all ranks.
+
+    Returns:
+        The checksums of all ranks, in rank order, of each name that all ranks have and whose checksums differ.
+    """
+    variant = fingerprint_of(sorted(checksums.items())) | 1  # never 0, so that ranks always compare
+    if extended.agree(call, fields, error, variant):
+        return {}
+    everyone = extended.group.agreement.all_gather_object(dict(checksums))
+    shared = [name for name in checksums if all(name in of_rank for of_rank in everyone)]
+    gathered = {name: [of_rank[name] for of_rank in everyone] for name in shared}
+    return {name: of_ranks for name, of_ranks in gathered.items() if len(set(of_ranks)) > 1}
+
+
+def difference_error(
+    extended: Any, call: str, what: str, found: Mapping[str, Sequence[int]], advice: str
+) -> InvalidArgumentError:
+    """Make the error that all ranks raise because values differ: it names the values and the ranks. Local.
+
+    Args:
+        extended: The strategy's ranks.
+        call: The name of the call.
+        what: What happened.
+        found: What `differences` returned, by names for people.
+        advice: What people can do about it.
+    """
+    agreement = extended.group.agreement
+    error = InvalidArgumentError(f"{call} (call {agreement.sequence}): {what}\n{difference_text(found)}\n  {advice}")
+    mark_shared(error, agreement.ranks)
+    return error
+
+
+def difference_text(found: Mapping[str, Sequence[int]]) -> str:
+    """List values that differ, a line for each: which ranks have which checksum."""
+    lines = [f"  {name}: {_groups_text(of_ranks)}" for name, of_ranks in list(found.items())[:_MAX_LINES]]
+    return "\n".join(lines + [f"  ... and {len(found) - _MAX_LINES} more"] * (len(found) > _MAX_LINES))
+
+
+def _groups_text(of_ranks: Sequence[int]) -> str:
+    groups: dict[int, list[int]] = {}
+    for rank, own in enumerate(of_ranks):
+        groups.setdefault(own, []).append(rank)
+    texts = [f"{name_ranks(ranks)}: checksum {own:08x}" for own, ranks in list(groups.items())[:_MAX_GROUPS]]
+    return "; ".join(texts + ["others differ, too"] * (len(groups) > _MAX_GROUPS))
+
+
+def check_equal(extended: Any, values: Any, what: str) -> None:
+    """Compare all leaves of a nest over ranks: `Strategy.check_equal`. Collective."""
+    fields: dict[str, str] = {"what": what}
+    checksums: dict[str, int] = {}
+    error: Exception | None = None
+    try:
+        leaves, structure = nest.flatten(values)
+        for path, leaf in zip(nest.paths(structure), leaves, strict=True):
+            name = path or "the value"
+            form, checksums[name] = _form_and_checksum(name, leaf, extended.group)
+            fields[f"form of {name}"] = form
+    except Exception as problem:  # of any array library: the other ranks must learn of it
+        error = problem
+    found = differences(extended, "check_equal", fields, checksums, error)
+    if found:
+        raise difference_error(
+            extended,
+            "check_equal",
+            f"{what}: {len(found)} of {len(checksums)} leaves differ between ranks, compared bit by bit",
+            found,
+            "was an all_reduce left out, or a seed? strategy.broadcast() gives all ranks the values of rank 0",
+        )
+
+
+def _form_and_checksum(name: str, leaf: Any, group: Any) -> tuple[str, int]:
+    """Return what a leaf is, and its checksum."""
+    if isinstance(leaf, DistributedValues):
+        is_one = isinstance(leaf, Variable) and leaf.is_mirrored_over(group)  # replicas of a rank share the copy
+        found = {_form_and_checksum(name, component, group) for component in leaf.values[: 1 if is_one else None]}
+        if len(found) > 1:
+            raise ValueError(f"check_equal: {name} differs between the replicas of one rank")
+        return found.pop()
+    if isinstance(leaf, _PLAIN):
+        return type(leaf).__name__, checksum(repr(leaf))
+    try:
+        array = arrays.on_host(library_of(leaf).to_native(leaf))
+    except TypeError as error:
+        raise TypeError(f"check_equal: {name}: {error}") from None
+    if array.dtype.hasobject:
+        raise TypeError(f"check_equal: {name} is an array of objects of Python: compare arrays of numbers")
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return f"{native.dtype}{list(native.shape)}", checksum(native)
+
+
+@final
+class CheckedVariables:
+    """The mirrored variables of a strategy, which are compared over ranks now and then: `MPIDIST_CHECK_VALUES`.
+
+    Args:
+        extended: The strategy's ranks.
+        period: In which runs the variables are compared: in each so many-th.
+    """
+
+    def __init__(self, extended: Any, period: int) -> None:
+        self._extended, self._period = extended, period
+        self._num_runs = 0
+
+    @classmethod
+    def of_strategy(cls, extended: Any) -> CheckedVariables | None:
+        """Make one, if the environment asks for it and the ranks are several, in lock step."""
+        period: int = extended.group.settings.check_values
+        is_needed = period and extended.service is None and extended.topology.size > 1
+        return cls(extended, period) if is_needed else None
+
+    def count_run(self) -> None:
+        """Count a run that is over, and compare the variables if it is time. Collective then.
+
+        Raises:
+            InvalidArgumentError: If variables differ. On every rank.
+        """
+        self._num_runs += 1
+        if self._num_runs % self._period:
+            return
+        call = f"comparison of variables (MPIDIST_CHECK_VALUES={self._period})"
+        made = {f"{number}": reference() for number, reference in enumerate(self._extended.mirrored)}
+        variables = {number: variable for number, variable in made.items() if variable is not None}
+        sums: dict[str, int] = {}
+        error: Exception | None = None
+        try:
+            group = self._extended.group
+            sums = {number: _form_and_checksum(number, variable, group)[1] for number, variable in variables.items()}
+        except Exception as problem:  # of a GPU, for example: the other ranks must learn of it
+            error = problem
+        found = differences(self._extended, call, {"run": f"{self._num_runs}", "advice": _ALL_RUN}, sums, error)
+        if found:
+            named = {f"variable {variables[number].name!r}": of_ranks for number, of_ranks in found.items()}
+            what = f"{len(named)} of {len(sums)} variables differ between ranks, bit by bit, after run {self._num_runs}"
+            raise difference_error(self._extended, call, what, named, _ADVICE)

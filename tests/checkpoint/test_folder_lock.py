@@ -1,0 +1,236 @@
+"""Who writes to a folder of checkpoints: one job at a time; the lock of a job that is gone is taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from jobs.failing import PROJECT, Job, clean_environment, job  # noqa: F401
+from support.everywhere import raises_everywhere
+
+from mpidist import MultiWorkerMirroredStrategy
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+from mpidist.checkpoint import saving as saving_module
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+# A program that does what it reads, and answers: the test and its other jobs run between two steps of it.
+OBEYS = """
+import os, sys
+import numpy as np
+from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
+really, is_in_save = saving.write_part, False
+def write_part(folder, name, part):
+    if is_in_save:
+        print(folder.name, flush=True)
+        sys.stdin.readline()
+    really(folder, name, part)
+saving.write_part = write_part
+manager = CheckpointManager(Checkpoint(weights=np.zeros(3)), sys.argv[1])
+for line in sys.stdin:
+    if line == "fork and save\\n" and os.fork() == 0:
+        sys.exit()  # the child ends as a program does, and the lock stays
+    is_in_save = line == "stop in save\\n"
+    print(os.path.basename(manager.save()), flush=True)
+"""
+SAVES = """
+import numpy as np
+import mpidist
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+with mpidist.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+    manager = CheckpointManager(Checkpoint(own=np.array(strategy.topology.rank)), {folder!r})
+    try:
+        print("saved " + manager.save() + "\\n", end="", flush=True)
+    except OSError as error:
+        print(f"refused {{error}}\\n", end="", flush=True)
+"""
+REFUSED = r"another job \(.*host .*, process \d+, since [-0-9]+ [:0-9]+\) writes to this folder, '.*', so nothing was "
+
+
+@pytest.fixture
+def folder(comm: Intracomm, tmp_path: Path) -> Path:
+    return Path(comm.bcast(str(tmp_path)))
+
+
+@contextmanager
+def other_job(folder: Path) -> Iterator[tuple[Callable[[str], str], subprocess.Popen[str]]]:
+    """Run `OBEYS`, and give what lets it make one step."""
+    environment = {**clean_environment(), "PYTHONPATH": PROJECT}
+    command = [sys.executable, "-c", OBEYS, str(folder)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def step(line: str) -> str:
+            print(line, file=process.stdin, flush=True)
+            return str(process.stdout.readline()).strip()  # type: ignore[union-attr]
+
+        yield step, process
+        process.stdin.close()
+
+
+def made(strategy: Any) -> Checkpoint:
+    with strategy.scope():
+        return Checkpoint(weights=np.zeros(3))
+
+
+def leave_lock(folder: Path, comm: Intracomm, **changes: Any) -> Path:
+    """Leave the lock of a process that is not on this machine, or differs in something else."""
+    path = folder / ".ckpt.lock"
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        CheckpointManager(made(strategy), folder).save(1)
+        text = json.loads(path.read_text())
+        comm.Barrier()
+    if comm.rank == 0:
+        path.write_text(json.dumps({**text, "boot": "another", "host": "elsewhere", "token": "another", **changes}))
+    comm.Barrier()
+    return path
+
+
+@pytest.mark.no_mpi
+def test_save_of_a_second_job_raises_on_all_ranks(job: Job, tmp_path: Path) -> None:  # noqa: F811
+    folder = tmp_path / "saved"
+    with other_job(folder) as (step, process):
+        assert step("save") == "ckpt-1"
+        ended = job("", ranks=2, head=SAVES.format(folder=f"{folder}"))
+        assert ended.out.count(f"process {process.pid}, since") == ended.out.count("refused another job (") == 2
+        assert step("fork and save") == "ckpt-2"
+        unfinished = step("stop in save")
+        ended = job("", ranks=1, head=SAVES.format(folder=f"{folder}"))
+        assert "refused another job (" in ended.out
+        assert (folder / unfinished).is_dir(), "the folder of a job that lives is no leftover"
+        assert step("go on") == "ckpt-3"
+    ended = job("", ranks=2, head=SAVES.format(folder=f"{folder}"))
+    assert (ended.out, ended.err) == (f"saved {folder}/ckpt-4\n" * 2, "")
+    assert {path.name for path in folder.iterdir()} == {f"ckpt-{number}" for number in (1, 2, 3, 4)}
+
+
+@pytest.mark.no_mpi
+def test_lock_of_a_job_that_was_killed_is_taken_over(job: Job, tmp_path: Path) -> None:  # noqa: F811
+    folder = tmp_path / "saved"
+    with other_job(folder) as (step, process):
+        assert step("save") == "ckpt-1"
+        unfinished = step("stop in save")
+        process.kill()
+        process.wait()
+    assert (folder / unfinished).is_dir()
+    ended = job("", ranks=2, head=SAVES.format(folder=f"{folder}"))
+    assert ended.out == f"saved {folder}/ckpt-2\n" * 2
+    assert f"takes over the lock {folder}/.ckpt.lock of another job (" in ended.err
+    assert f"process {process.pid}" in ended.err
+    assert {path.name for path in folder.iterdir()} == {"ckpt-1", "ckpt-2"}
+
+
+def test_lock_of_another_machine_with_signs_of_life_is_respected(comm: Intracomm, folder: Path) -> None:
+    path = leave_lock(folder, comm)
+    is_over = threading.Event()
+
+    def live() -> None:
+        while not is_over.wait(0.02):
+            os.utime(path)
+
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        beating = threading.Thread(target=live)
+        beating.start()
+        try:
+            with raises_everywhere(comm, OSError, REFUSED):
+                CheckpointManager(made(strategy), folder).save()
+            CheckpointManager(made(strategy), folder, checkpoint_name="other").save()
+            CheckpointManager(made(strategy), folder).restore_or_initialize()  # which needs no lock
+        finally:
+            is_over.set()
+            beating.join()
+        comm.Barrier()
+        assert "elsewhere" in path.read_text()
+
+
+@pytest.mark.parametrize("what", ["old", "without signs of life", "empty"])
+def test_lock_of_another_machine_that_is_gone_is_taken_over(
+    comm: Intracomm, folder: Path, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = leave_lock(folder, comm)
+    if what == "empty" and comm.rank == 0:
+        path.write_text("")
+    if what == "without signs of life":
+        monkeypatch.setattr("mpidist.checkpoint.folder_lock._GONE_SECONDS", 0.5)
+    elif comm.rank == 0:
+        os.utime(path, (1, 1))
+    comm.Barrier()
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        assert CheckpointManager(made(strategy), folder).save() == str(folder / "ckpt-2")
+    text = "of another job that was killed while" if what == "empty" else r"of another job (host elsewhere, process"
+    told = [record.getMessage() for record in caplog.records if "takes over the lock" in record.getMessage()]
+    assert [text.replace("\\", "") in line for line in told] == [True] * (comm.rank == 0)
+    assert not path.exists()
+
+
+def test_lock_that_was_taken_over_keeps_the_first_job_from_publishing(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process was stopped for minutes on another machine."""
+    really = saving_module.write_part
+    text = leave_lock(folder, comm).read_text()
+    comm.Barrier()
+    if comm.rank == 0:
+        (folder / ".ckpt.lock").unlink()
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        really(place, name, part)
+        (folder / ".ckpt.lock").write_text(text)
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    monkeypatch.setattr("mpidist.checkpoint.folder_lock._is_gone", refuse)
+    comm.Barrier()
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        with raises_everywhere(comm, OSError, "it lives"):
+            CheckpointManager(made(strategy), folder).save(2)
+        assert {path.name for path in folder.iterdir()} == {".ckpt.lock", "ckpt-1"}
+        comm.Barrier()
+
+
+def refuse(*_: object) -> None:
+    raise OSError("it lives")
+
+
+@pytest.mark.ranks(min=2)
+def test_strategies_of_other_ranks_save_one_after_another_but_not_at_once(comm: Intracomm, folder: Path) -> None:
+    backwards, alone = comm.Split(0, -comm.rank), comm.Split(comm.rank, 0)
+    for ranks in (comm, backwards):  # another rank is rank 0
+        with MultiWorkerMirroredStrategy(comm=ranks) as strategy:
+            CheckpointManager(made(strategy), folder).save()
+    with MultiWorkerMirroredStrategy(comm=alone) as strategy:
+        manager = CheckpointManager(made(strategy), folder)
+        if comm.rank == 0:
+            manager.save()
+        comm.Barrier()
+        if comm.rank > 0:
+            with pytest.raises(OSError, match=REFUSED):
+                manager.save()
+        comm.Barrier()
+    assert len(manager.checkpoints) == 3
+
+
+def test_folder_that_was_removed_between_saves_is_made_again(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        manager = CheckpointManager(made(strategy), folder / "saved")
+        manager.save()
+        if comm.rank == 0:
+            subprocess.run(["rm", "-r", folder / "saved"], check=True)
+        comm.Barrier()
+        assert manager.save() == str(folder / "saved" / "ckpt-1")
+        assert (folder / "saved" / ".ckpt.lock").exists()
+        comm.Barrier()

@@ -1,0 +1,151 @@
+"""Which checkpoint is the newest: the one that was saved last, whatever its number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mpidist import MultiWorkerMirroredStrategy
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def folder(comm: Intracomm, tmp_path: Path) -> Path:
+    return Path(comm.bcast(str(tmp_path)))
+
+
+def made(strategy: Any) -> Checkpoint:
+    with strategy.scope():
+        return Checkpoint(step=0, own=np.array([strategy.topology.rank]))
+
+
+def save(manager: CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        manager.checkpoint.step = step
+        manager.save(step)
+
+
+def numbers(manager: CheckpointManager) -> list[int]:
+    return [int(path.rpartition("-")[2]) for path in manager.checkpoints]
+
+
+def make_first_format(place: Path) -> None:
+    """Give a checkpoint a manifest of the first format, which has no order and no checksum."""
+    about = json.loads((place / "manifest.json").read_text())
+    del about["order"], about["checksum"]
+    (place / "manifest.json").write_text(json.dumps({**about, "version": 1}))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_rollback_checkpoints_saved_last_are_kept_and_restored(
+    comm: Intracomm, folder: Path, background: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        save(CheckpointManager(made(strategy), folder, 5), 10, 20, 30, 40, 50)
+    assert not caplog.records
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:  # the next job, which goes back
+        manager = CheckpointManager(made(strategy), folder, 5, background=background)
+        manager.checkpoint.restore(folder / "ckpt-20")
+        save(manager, 21, 22, 23)
+        manager.wait()
+        comm.Barrier()
+        assert numbers(manager) == [40, 50, 21, 22, 23]
+        assert manager.latest == str(folder / "ckpt-23")
+        told = [record.getMessage() for record in caplog.records]
+        assert [f"{folder}/ckpt-21 is saved below ckpt-50, which this run has not" in text for text in told] == (
+            [True] if comm.rank == 0 else []
+        )
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:  # the one after it
+        manager = CheckpointManager(made(strategy), folder, 5)
+        assert manager.restore_or_initialize() == str(folder / "ckpt-23")
+        assert manager.checkpoint.step == 23
+        assert manager.save() == str(folder / "ckpt-51"), "no number that is there"
+        save(manager, 40)
+        comm.Barrier()
+        assert numbers(manager) == [21, 22, 23, 51, 40]
+        comm.Barrier()
+
+
+def test_first_format_checkpoints_are_restored_and_older_than_others(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        manager = CheckpointManager(made(strategy), folder, None)
+        save(manager, 9, 10, 100)
+        if comm.rank == 0:
+            for number in (9, 10, 100):
+                make_first_format(folder / f"ckpt-{number}")
+        comm.Barrier()
+        assert numbers(manager) == [9, 10, 100]
+        assert manager.restore_or_initialize() == str(folder / "ckpt-100")
+        assert (manager.checkpoint.step, manager.checkpoint.own.tolist()) == (100, [comm.rank])
+        comm.Barrier()
+        save(manager, 11)
+        comm.Barrier()
+        assert numbers(manager) == [9, 10, 100, 11]
+        assert manager.restore_or_initialize() == str(folder / "ckpt-11")
+
+
+def test_manifest_that_is_damaged_stands_behind_the_number_before_it(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        manager = CheckpointManager(made(strategy), folder, None)
+        save(manager, 30, 40, 21, 22, 23)
+        if comm.rank == 0:
+            (folder / "ckpt-22" / "manifest.json").write_text("{")
+        comm.Barrier()
+        assert numbers(manager) == [30, 40, 21, 22, 23]
+        if comm.rank == 0:
+            (folder / "ckpt-23" / "manifest.json").unlink()
+        comm.Barrier()
+        assert numbers(manager) == [30, 40, 21, 22, 23]
+        assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-21")
+
+
+def test_checkpoint_that_was_about_to_be_replaced_is_read_where_it_is(comm: Intracomm, folder: Path) -> None:
+    """Its job was killed between two renames, or is between them now: who reads changes nothing."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        manager = CheckpointManager(made(strategy), folder)
+        save(manager, 1, 2)
+        aside = f".ckpt-2.{16 * '0'}.old"
+        if comm.rank == 0:
+            (folder / "ckpt-2").rename(folder / aside)
+        comm.Barrier()
+        manager.checkpoint.step = 0
+        assert manager.restore_or_initialize() == str(folder / "ckpt-2")
+        assert manager.checkpoint.step == 2
+        assert (folder / aside).is_dir()
+        comm.Barrier()
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:  # the next job puts it back
+        manager = CheckpointManager(made(strategy), folder)
+        save(manager, 3)
+        comm.Barrier()
+        assert numbers(manager) == [1, 2, 3]
+        assert not (folder / aside).exists()
+        comm.Barrier()
+
+
+@pytest.mark.ranks(1)
+def test_restore_any_flipped_bit_is_data_loss_and_passed_over_if_asked(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        arrays = {"a": np.arange(3.0), "half": np.ones(2, "f2"), "empty": np.zeros((0, 3)), "on": np.ones(1, "?")}
+        manager = CheckpointManager(Checkpoint(**arrays, text="x", z=np.array([1j])), folder)
+        for number in (1, 2):
+            arrays["a"][...] = number
+            place = Path(manager.save())
+        for file in sorted(place.iterdir()):
+            whole = file.read_bytes()
+            for at in range(len(whole)):
+                damaged = bytearray(whole)
+                damaged[at] ^= 1 << at % 8
+                file.write_bytes(damaged)
+                assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-1"), (file.name, at)
+            file.write_bytes(whole)
+        assert manager.restore_or_initialize() == str(place)
+        assert arrays["a"].tolist() == [2, 2, 2]
