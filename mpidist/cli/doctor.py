@@ -4,8 +4,9 @@ Start it as you start your jobs, with as many ranks on as many nodes, or alone:
 
     mpirun -n 4 python -m mpidist doctor
 
-It changes nothing. The exit status is 0, and 1 if jobs cannot run: without MPI, with a launcher that does not belong to
-it, with sums that are wrong, and where ranks see something else than `--expect` says.
+It changes nothing, but for `--clean`, which removes what ended jobs of yours have left in /dev/shm and /tmp, and never
+what a process uses. The exit status is 0, and 1 if jobs cannot run: without MPI, with a launcher that does not belong
+to it, with sums that are wrong, and where ranks see something else than `--expect` says.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Final
 
 from mpidist.cli.doctor_page import as_json, print_page
 from mpidist.cli.findings import Mark, compare_nodes, find
+from mpidist.cli.leftovers import remove
 from mpidist.cli.rank_facts import RankFacts, gpus_text
 from mpidist.errors import UnavailableError
 from mpidist.transport import SyncGroup, cuda, load_mpi, rank_from_environment
@@ -31,6 +33,7 @@ HELP: Final = "say what mpidist sees here, and what is wrong"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument("--clean", action="store_true", help="remove what ended jobs of yours have left on the nodes")
     parser.add_argument(
         "--expect",
         metavar="FILE",
@@ -51,8 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     group = SyncGroup.from_mpi(None)
     try:
         comm, topology = load_mpi().COMM_WORLD, group.topology
-        facts = comm.allgather(RankFacts.here(group))
-        found, status = find(group, facts), 0
+        own = RankFacts.here(group)
+        if arguments.clean:
+            remove(own.leftovers)
+        facts = comm.allgather(own)
+        found, status = find(group, facts, arguments.clean), 0
         if topology.rank == 0:
             try:
                 found += compare_nodes(topology, facts, _expected(arguments.expect)) if arguments.expect else []

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, final
 
 import numpy as np
 
+from mpidist.cli.leftovers import Leftover, leftovers_text
 from mpidist.cli.rank_facts import THREAD_VARIABLES, RankFacts
 from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce
 from mpidist.errors import TopologyError, UnavailableError
@@ -54,12 +55,13 @@ class Finding(NamedTuple):
     text: str
 
 
-def find(group: SyncGroup, facts: Sequence[RankFacts]) -> list[Finding]:
+def find(group: SyncGroup, facts: Sequence[RankFacts], is_clean: bool = False) -> list[Finding]:
     """Check what the ranks see, and make an all-reduce. Collective; the result is for the first rank.
 
     Args:
         group: The ranks.
         facts: What each rank sees.
+        is_clean: Whether what ended jobs had left has been removed.
     """
     found = _all_reduces(group)
     found += [Finding(Mark.WARN, text) for text in unknown_settings(os.environ)]
@@ -67,6 +69,7 @@ def find(group: SyncGroup, facts: Sequence[RankFacts]) -> list[Finding]:
     for ranks in group.topology.nodes:
         found += _cores(ranks, [facts[rank] for rank in ranks])
         found += _shared_memory(group, ranks, facts[ranks[0]])
+        found += _leftovers(facts[ranks[0]].leftovers, is_clean)
     found += _gpus(group, facts)
     return _once(found)
 
@@ -162,6 +165,15 @@ def _shared_memory(group: SyncGroup, ranks: Sequence[int], facts: RankFacts) -> 
             "for large arrays of several ranks. In a container: --shm-size=1g",
         )
     ]
+
+
+def _leftovers(leftovers: Sequence[Leftover], is_clean: bool) -> list[Finding]:
+    if not leftovers:
+        return []
+    text = leftovers_text(leftovers)
+    if is_clean:
+        return [Finding(Mark.OK, f"removed what ended jobs had left: {text}")]
+    return [Finding(Mark.WARN, f"ended jobs have left {text}; `mpidist doctor --clean` removes them")]
 
 
 def _gpus(group: SyncGroup, facts: Sequence[RankFacts]) -> list[Finding]:

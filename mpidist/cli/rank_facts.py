@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy
 
 import mpidist
 from mpidist.cli.cuda_aware_mpi import child_command, hint, prove
+from mpidist.cli.leftovers import Leftover, find_leftovers
 from mpidist.cluster_resolver import TFConfigClusterResolver
 from mpidist.transport import (
     GpuFacts,
@@ -52,6 +53,7 @@ class RankFacts:
         shared_bytes: Size of the node's shared memory in bytes.
         mpi_packages: The MPI libraries of the rank's Python environment.
         gpu: The facts about the rank's GPU that decide on NCCL.
+        leftovers: What ended jobs have left on the node, on its first rank.
     """
 
     texts: Mapping[str, str]
@@ -60,6 +62,7 @@ class RankFacts:
     shared_bytes: int
     mpi_packages: tuple[str, ...]
     gpu: GpuFacts
+    leftovers: Sequence[Leftover]
 
     @classmethod
     def here(cls, group: SyncGroup) -> RankFacts:
@@ -87,6 +90,7 @@ class RankFacts:
             shared_bytes,
             tuple(name for name in _MPI_PACKAGES if _is_installed(name)),
             gpu,
+            find_leftovers() if topology.is_leader else [],
         )
 
 

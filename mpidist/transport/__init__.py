@@ -64,6 +64,7 @@ from mpidist.transport.half import bfloat16, dtype_named, is_of_numpy
 from mpidist.transport.host_memory import LentArrays, RecycledResults, ResultMemory, SumMemory, node_bytes
 from mpidist.transport.mpi import (
     LAUNCHER_PREFIXES,
+    SHARED_MEMORY,
     Intracomm,
     is_process_failure,
     launcher_here,
@@ -136,6 +137,7 @@ __all__ = [
     "RUNNING",
     "Reduction",
     "ReplicaTree",
+    "SHARED_MEMORY",
     "Schedule",
     "Service",
     "ServiceGroup",

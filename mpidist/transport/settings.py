@@ -44,6 +44,7 @@ _KNOWN: Final = (
     "MPIDIST_TRACEBACK",
     "MPIDIST_TRANSPORT",
     "MPIDIST_TUNE_DIR",
+    "MPIDIST_UNLINK_MPI_FILES",
 )
 
 _FLIGHT_SIGNALS: Final[dict[str, str | None]] = {"USR1": "SIGUSR1", "USR2": "SIGUSR2", "OFF": None}
@@ -71,6 +72,7 @@ class Settings:
             the node's memory.
         device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
         native: Whether the compiled part of the library may be used; read when the library is imported.
+        unlink_mpi_files: Whether the files in which MPI shares memory lose their names after the start.
         check_values: In which runs of a strategy its variables are compared over ranks, each so many-th; 0 for none.
     """
 
@@ -88,6 +90,7 @@ class Settings:
     result_bytes: int | None = None
     device_mpi: bool = False
     native: bool = True
+    unlink_mpi_files: bool = True
     check_values: int = 0
 
     @classmethod
@@ -111,6 +114,7 @@ class Settings:
             trace=os.path.expanduser(environ.get("MPIDIST_TRACE", "").strip()),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             native=_choice(environ, "MPIDIST_NATIVE", {"1": True, "0": False}, default=True),
+            unlink_mpi_files=_choice(environ, "MPIDIST_UNLINK_MPI_FILES", {"1": True, "0": False}, default=True),
             check_values=_count(environ, "MPIDIST_CHECK_VALUES", "runs"),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )

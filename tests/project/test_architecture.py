@@ -398,6 +398,7 @@ LOOK_INTO = {
     },
     "support/reductions.py": {"mpidist.collectives.repeated_calls"},
     "support/transports.py": {"mpidist.transport.shared_memory.schedule"},
+    "transport/mpi/test_shared_files.py": {"mpidist.cli.leftovers"},
     "transport/device_over_mpi/test_device_mpi.py": {"mpidist.cli.cuda_aware_mpi"},
     "transport/device_over_mpi/test_host_staging.py": {
         "mpidist.cli.cuda_aware_mpi",

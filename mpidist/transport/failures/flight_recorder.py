@@ -17,8 +17,8 @@ MAX_CALLS: Final = 2048
 _NUM_TEXTS: Final = 256
 _TEXT_BYTES: Final = 128
 
-# Words of 8 bytes: the number of calls; the rank's process; at `_STARTED` the number of calls, if the last one is only
-# started; then a ring buffer of calls; then a ring buffer of texts, each after its number.
+# Words of 8 bytes: the number of calls; at `_STARTED` the number of calls, if the last one is only started; then a ring
+# buffer of calls; then a ring buffer of texts, each after its number.
 _STARTED: Final = 4
 _RING: Final = 16
 _WORDS: Final = 5  # of a call: sequence, text, and when it began, was agreed on, and ended (< 0: with an error)

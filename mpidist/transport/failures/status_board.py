@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
@@ -12,14 +11,17 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightEntry, FlightRecorder, entries_in, last_in
-from mpidist.transport.failures.process_state import GONE, STOPPED, UNKNOWN, Process
+from mpidist.transport.failures.process_state import GONE, STOPPED, Process
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_memory import SharedWindow
 
 __all__ = ["RESET", "StatusBoard", "Status", "name_call"]
 
 RESET: Final = 1 << 40  # the sequence number of a reset, which is higher than those of all calls
-_PROCESS_AT: Final = 8  # where pid, begin and namespace of the process are in the recorder's memory, in bytes
+_PROCESS_BYTES: Final = 32  # of each rank, behind the recorder of the node's first rank: `Process`, and `_FOUND_ALIVE`
+_FOUND_ALIVE: Final = 3  # the place of the time at which any rank found the process alive, or of `_FOUND_GONE`
+_CHECKED_NS: Final = 200_000_000  # for how long a process counts as alive that one rank of the node has found alive
+_FOUND_GONE: Final = -1
 
 
 def name_call(call: str, sequence: int) -> str:
@@ -115,14 +117,15 @@ class StatusBoard:
         own = 0 if comm is None else comm.Get_rank()
         self.ranks = tuple(ranks)
         try:
-            self._window = SharedWindow(comm, FLIGHT_BYTES)
+            self._window = SharedWindow(comm, FLIGHT_BYTES + _PROCESS_BYTES * len(self.ranks))
         except UnavailableError:
             self.ranks = (ranks[own],)
-            self._window, own = SharedWindow(None, FLIGHT_BYTES), 0
-        self._parts: list[Array] = self._window.parts
-        self.rank = self.ranks[own]
+            self._window, own = SharedWindow(None, FLIGHT_BYTES + _PROCESS_BYTES), 0
+        self._parts: list[Array] = [part[:FLIGHT_BYTES] for part in self._window.parts]
+        self._processes: Array = self._window.parts[0][FLIGHT_BYTES:].view(np.int64).reshape(len(self.ranks), -1)
+        self.rank, self._own = self.ranks[own], own
         self._process = Process.own()
-        self._parts[own][_PROCESS_AT : _PROCESS_AT + 24] = np.frombuffer(struct.pack("=3q", *self._process), np.uint8)
+        self._processes[own, :_FOUND_ALIVE] = self._process
         self.recorder = FlightRecorder(self._parts[own])
 
     def free(self) -> None:
@@ -130,19 +133,36 @@ class StatusBoard:
         self._window.discard()
 
     def gone(self) -> tuple[int, ...]:
-        """List the ranks of this node whose processes are gone. Local."""
-        processes = zip(self.ranks, self._processes(), strict=True)
-        return tuple(rank for rank, process in processes if process.pid and process.state(self._process) == GONE)
+        """List the ranks of this node whose processes are gone. Local; reads the state of each."""
+        return tuple(rank for place, rank in enumerate(self.ranks) if self._state(place) == GONE)
+
+    def found_gone(self) -> tuple[int, ...]:
+        """List the ranks of this node that any of them has found gone; a rank calls it again and again while it waits.
+
+        Local. A call reads the state of one process at most: that of the next rank that neither calls this nor was
+        found alive lately. So the ranks that wait share the reading, and for each it costs the same, however many there
+        are.
+        """
+        now, found = time.monotonic_ns(), self._processes[:, _FOUND_ALIVE]
+        found[self._own] = now
+        is_visible = self._processes[:, 2] == self._process.namespace
+        due = np.flatnonzero(is_visible & (found != _FOUND_GONE) & (abs(now - found) > _CHECKED_NS))
+        if due.size:
+            place = due[np.searchsorted(due, self._own) % due.size]
+            found[place] = now  # before the reading, so that other ranks read other processes meanwhile
+            if self._state(place) == GONE:
+                found[place] = _FOUND_GONE
+        return tuple(self.ranks[place] for place in np.flatnonzero(found == _FOUND_GONE))
 
     def status(self, rank: int) -> Status:
         """Return the status of a rank of this node. Local."""
         place = self.ranks.index(rank)
-        last, process = last_in(self._parts[place]), self._processes()[place]
+        last = last_in(self._parts[place])
         since = 0 if last is None else max(last.begun, last.agreed, abs(last.ended))
         if last is not None and last.state == "started":
             since = last.begun
-        state = process.state(self._process) if process.pid else UNKNOWN
-        return Status(rank, last, (time.monotonic_ns() - since) / 1e9, state, process.pid)
+        seconds = (time.monotonic_ns() - since) / 1e9
+        return Status(rank, last, seconds, self._state(place), int(self._processes[place, 0]))
 
     def statuses(self) -> dict[int, Status]:
         """Return the status of each rank of this node. Local."""
@@ -152,5 +172,5 @@ class StatusBoard:
         """List the last calls of a rank of this node. Local."""
         return entries_in(self._parts[self.ranks.index(rank)])
 
-    def _processes(self) -> list[Process]:
-        return [Process(*struct.unpack_from("=3q", memory, _PROCESS_AT)) for memory in self._parts]
+    def _state(self, place: int) -> str:
+        return Process(*self._processes[place, :_FOUND_ALIVE].tolist()).state(seen_from=self._process)

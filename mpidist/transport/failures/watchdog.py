@@ -28,6 +28,7 @@ from mpidist.transport.failures.failure_notes import (
     FailureNote,
     FailureNotes,
 )
+from mpidist.transport.failures.process_state import GONE
 from mpidist.transport.failures.status_board import Status, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.mpi import Intracomm
@@ -38,7 +39,9 @@ __all__ = ["PROBES", "Watchdog"]
 
 logger = logging.getLogger("mpidist.transport")
 
-_CHECK_SECONDS: Final = 0.1  # between two checks of the clock and of processes
+_CHECK_SECONDS: Final = 0.005  # between two checks of the clock, and of one process
+_FIRST_PROCESS_SECONDS: Final = 0.1  # how long a rank waits before it checks processes
+_LAST_MESSAGE_SECONDS: Final = 0.1  # how long a message may be under way whose sender is gone
 _ANSWER_SECONDS: Final = 0.3  # how long to wait for the notes of other nodes
 _FIRST_NOTE_SECONDS: Final = 0.05  # how long to wait for the note of the rank that gave up first
 PROBES: Final = 20  # of MPI, which may need several calls to find a message, after work without any
@@ -97,7 +100,8 @@ class Watchdog:
         self._since = 0.0
         self._next_check = 0.0
         self._stall_at, self._warn_at = stall_seconds, math.inf
-        self._gone: tuple[int, ...] = ()
+        self._gone: tuple[int, ...] = ()  # the awaited ranks that were found gone, since `_gone_since`
+        self._gone_since = 0.0
         self._may_answer = True
 
     def begin(self, since: float | None = None) -> None:
@@ -199,11 +203,13 @@ class Watchdog:
         Args:
             tag: Which kind of `FailureNote`.
             text: What happened, for people.
-            is_lost: Whether some rank never takes part again: this one, for example.
+            is_lost: Whether some rank never takes part again: this one, for example. An awaited rank of this node whose
+                process is gone is found anyway.
             to: The ranks; by default all others.
             sequence: That of the `FailureNote`; `None` for the number of the call that this rank joined last.
         """
-        statuses = self._board.statuses()
+        statuses = here = self._board.statuses()
+        is_lost |= any(one.process == GONE and rank in self._awaited.ranks for rank, one in here.items())
         if any(status.is_resetting for status in statuses.values()):
             for _ in range(PROBES):  # the rank's note, sent before the reset, says in which call it was
                 self._read()
@@ -215,7 +221,7 @@ class Watchdog:
         note = FailureNote(tag, number, text, is_lost, lost, seen, (own, *others))
         if to is None:
             # All ranks of a node find out the same, so one of them tells other nodes: not every pair needs a note.
-            is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._is_speaker()
+            is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._is_speaker(here)
             to = range(self._size) if is_for_all else self._board.ranks
         self._notes.send(note, to)
 
@@ -230,29 +236,32 @@ class Watchdog:
 
     def _check_clock_and_processes(self, now: float) -> None:
         waited, timeout = now - self._since, self._awaited.timeout
-        lost = self._awaited.go_on_without(self._board.gone())
-        if lost:
-            self._tell_lost(lost)
-        gone = self._gone_and_awaited()
-        is_gone = bool(gone) and gone == self._gone  # twice in a row: a last message may have arrived in between
-        self._gone = gone
+        is_gone = waited >= _FIRST_PROCESS_SECONDS and self._is_any_gone(now)
         if is_gone or (timeout and waited >= timeout):
             self.require_no_notes(PROBES, is_waiting=True)  # if another rank has told it already, follow that rank
             self._fail_by_own_finding()
         if self._stall_seconds and not timeout:
             self._warn_of_stall(now, waited)
-        self._next_check = now + _CHECK_SECONDS
+        self._next_check = max(now + _CHECK_SECONDS, self._since + _FIRST_PROCESS_SECONDS)
         if timeout:
             self._next_check = min(self._next_check, self._since + timeout)
+
+    def _is_any_gone(self, now: float) -> bool:
+        """Whether the process of an awaited rank is gone, and was for long enough that no message is under way."""
+        gone: tuple[int, ...] = self._board.found_gone()
+        lost = self._awaited.go_on_without(gone)
+        if lost:
+            self._tell_lost(lost)
+        gone = tuple(rank for rank in gone if rank in self._awaited.ranks)
+        if gone != self._gone:
+            self._gone, self._gone_since = gone, now
+        return bool(gone) and now - self._gone_since >= _LAST_MESSAGE_SECONDS
 
     def _tell_lost(self, ranks: Collection[int]) -> None:
         """Tell the other nodes which processes are gone, if the group goes on without them. Local."""
         own = self._board.status(self._rank)
         note = FailureNote(LOST, self._awaited.sequence, "", False, tuple(ranks), self._board.ranks, (own,))
         self._notes.send(note, range(self._size))
-
-    def _gone_and_awaited(self) -> tuple[int, ...]:
-        return tuple(rank for rank in self._board.gone() if rank in self._awaited.ranks)
 
     def _check_notes(self, is_waiting: bool) -> None:
         """Read the notes, and raise if one of them ends the wait."""
@@ -283,7 +292,7 @@ class Watchdog:
             elif note.tag != STALLED:
                 self._received[rank] = note
             elif note.text == _QUESTION:
-                if self._may_answer and self.broken is None and self._is_speaker():
+                if self._may_answer and self.broken is None and self._is_speaker(self._board.statuses()):
                     self.tell(STALLED, "", to=[rank])
             else:
                 self._answers[rank] = note
@@ -306,7 +315,7 @@ class Watchdog:
 
     def _fail_by_own_finding(self) -> NoReturn:
         """Fail because the deadline has passed, or a process is gone."""
-        self.tell(GAVE_UP, "", bool(self._gone_and_awaited()))
+        self.tell(GAVE_UP, "")
         late = self._stragglers()
         # If a lower rank has given up, too, that rank prints the whole text.
         follows = any(note.tag == GAVE_UP and rank < self._rank for rank, note in self._received.items())
@@ -357,7 +366,7 @@ class Watchdog:
     def _warn_of_stall(self, now: float, waited: float) -> None:
         """Warn, once in a wait and on one rank of a node, that the wait is long. Asks the other nodes before."""
         if self._warn_at == math.inf:  # not asked yet
-            if waited >= self._stall_at and self._is_speaker():
+            if waited >= self._stall_at and self._is_speaker(self._board.statuses()):
                 self._answers.clear()
                 if self._may_answer:
                     self.tell(STALLED, _QUESTION)
@@ -373,9 +382,9 @@ class Watchdog:
             reason, name = "; ".join([late.sentence(), *late.lines()]), self._awaited.name
             logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 
-    def _is_speaker(self) -> bool:
+    def _is_speaker(self, statuses: Mapping[int, Status]) -> bool:
         """Whether this rank is the first of its node's ranks that wait for the same: it speaks for all of them."""
-        waiting = [rank for rank, status in self._board.statuses().items() if self._awaited.is_shared_with(status)]
+        waiting = [rank for rank, status in statuses.items() if self._awaited.is_shared_with(status)]
         return not waiting or self._rank == min(waiting)
 
 

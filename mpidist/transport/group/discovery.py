@@ -9,10 +9,11 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Hashable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
 
-import numpy
+import numpy as np
 
 from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport.costs import CostModel, TuningKey, load_tuned
@@ -24,9 +25,12 @@ from mpidist.transport.mpi import (
     command_line,
     launcher_here,
     load_mpi,
+    mapped_mpi_files,
     mark_rank,
+    numbers_in_world,
     ranks_in_world,
     require_no_child,
+    unlink_files_of_all,
 )
 from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.text import count_text, name_ranks
@@ -35,7 +39,6 @@ from mpidist.transport.waiting import poll_or_keep
 
 __all__ = [
     "agreed_cost_model",
-    "agreed_token",
     "communicators",
     "discover",
     "wait_for_all_ranks",
@@ -140,36 +143,53 @@ def own_settings() -> Settings:
     return settings
 
 
-def agreed_token(comm: Intracomm) -> str:
-    """Choose a random name for a group, equal on all ranks. Collective."""
-    token: str = comm.bcast(secrets.token_hex(4) if comm.rank == 0 else None, 0)
-    return token
+@final
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells the others before they form a group.
+
+    Attributes:
+        error: What is wrong with the rank's settings, or `None`.
+        variables: Its `MPIDIST_` variables.
+        versions: Its versions, by name.
+        first_here: The first rank with which it shares memory.
+        hostname: Its host.
+        token: A random name for the group; that of the first rank counts.
+        mpi_files: The files in which MPI shares memory with the rank.
+    """
+
+    error: str | None
+    variables: Mapping[str, str]
+    versions: Mapping[str, str]
+    first_here: int
+    hostname: str
+    token: str
+    mpi_files: frozenset[tuple[str, int]]
+
+    @classmethod
+    def own(cls, error: str | None, first_here: int) -> _Report:
+        """Describe this rank."""
+        variables = {name: value for name, value in os.environ.items() if name.startswith("MPIDIST_")}
+        versions = {"Python": sys.version.split()[0], "NumPy": np.__version__}
+        hostname, token = socket.gethostname(), secrets.token_hex(4)
+        return cls(error, variables, versions, first_here, hostname, token, mapped_mpi_files())
 
 
-def _agreed_settings(comm: Intracomm) -> Settings:
-    """Read the settings, and check that settings and versions are equal on all ranks. Collective."""
-    try:
-        settings, error = Settings.from_environment(os.environ), None
-    except ValueError as problem:
-        settings, error = Settings(), str(problem)
-    variables = {name: value for name, value in os.environ.items() if name.startswith("MPIDIST_")}
-    versions = {"Python": sys.version.split()[0], "NumPy": numpy.__version__}
-    everyone = comm.allgather((error, variables, versions))
-    for rank, (rank_error, _, _) in enumerate(everyone):
-        if rank_error:
-            raise ValueError(f"rank {rank}: {rank_error}")
-    for what, reports, advice in (("environment variable", 1, _SET), ("version of", 2, _START)):
-        for name in sorted({name for report in everyone for name in report[reports]}):
+def _require_equal_settings(everyone: Sequence[_Report]) -> None:
+    """Check that settings and versions are equal on all ranks. Local."""
+    for rank, report in enumerate(everyone):
+        if report.error:
+            raise ValueError(f"rank {rank}: {report.error}")
+    variables, versions = [report.variables for report in everyone], [report.versions for report in everyone]
+    for what, of_rank, advice in (("environment variable", variables, _SET), ("version of", versions, _START)):
+        for name in sorted({name for texts in of_rank for name in texts}):
             values: dict[Any, list[int]] = {}
-            for rank, report in enumerate(everyone):
-                values.setdefault(report[reports].get(name), []).append(rank)
+            for rank, own in enumerate(of_rank):
+                values.setdefault(own.get(name), []).append(rank)
             if len(values) > 1:
-                texts = {value: "not set" if value is None else repr(value) for value in values}
-                who = "; ".join(f"{name_ranks(ranks)}: {texts[value]}" for value, ranks in values.items())
+                shown = {value: "not set" if value is None else repr(value) for value in values}
+                who = "; ".join(f"{name_ranks(ranks)}: {shown[value]}" for value, ranks in values.items())
                 raise TopologyError(f"the {what} {name} must be the same on all ranks: {who}; {advice}")
-    if comm.rank == 0:
-        _warn_of_unknown(variables)
-    return settings
 
 
 def _warn_of_unknown(variables: Mapping[str, str]) -> None:
@@ -187,55 +207,71 @@ def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
     return agreed
 
 
-def discover(comm: Intracomm, world: Intracomm) -> tuple[Settings, Topology]:
+def discover(comm: Intracomm) -> tuple[Settings, Topology, str]:
     """Read the settings, which must be equal on all ranks, and find the node of each rank. Collective.
 
     Args:
         comm: The ranks. Freed if an error is raised.
-        world: All ranks of the job.
+
+    Returns:
+        The settings, the nodes, and a random name for the group, equal on all ranks.
 
     Raises:
         ValueError: If a rank's environment variable is invalid. On every rank.
         TopologyError: If settings or versions differ, or `MPIDIST_PRETEND_NODES` does not fit. On every rank.
     """
     try:
-        settings = _agreed_settings(comm)
-        topology = _topology(comm, settings.pretend_nodes, world)
+        settings, error = Settings.from_environment(os.environ), None
+    except ValueError as problem:
+        settings, error = Settings(), str(problem)
+    everyone: list[_Report] = comm.allgather(_Report.own(error, _first_sharing_memory(comm)))
+    try:
+        _require_equal_settings(everyone)
+        if comm.rank == 0:
+            _warn_of_unknown(everyone[0].variables)
+        topology = _topology(comm, everyone, settings.pretend_nodes)
     except (ValueError, TopologyError):
         comm.Free()
         raise
     settings.apply_log_level()
-    return settings, topology
+    first_here = everyone[comm.rank].first_here
+    if settings.unlink_mpi_files and comm.rank == first_here and comm.size == load_mpi().COMM_WORLD.Get_size():
+        unlink_files_of_all([report.mpi_files for report in everyone if report.first_here == first_here])
+    return settings, topology, everyone[0].token
 
 
-def _topology(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Intracomm) -> Topology:
-    """Find the ranks that share memory. Collective."""
-    mpi = load_mpi()
-    rank, hostname = comm.Get_rank(), socket.gethostname()
-    sharing = comm.Split_type(mpi.COMM_TYPE_SHARED, rank)
-    first_here = sharing.bcast(rank, root=0)
+def _first_sharing_memory(comm: Intracomm) -> int:
+    """Find the first rank with which this one shares memory. Collective."""
+    sharing = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
+    first = np.array(comm.rank)
+    sharing.Bcast(first, root=0)
     sharing.Free()
-    label: Hashable = first_here
+    return int(first)
+
+
+def _topology(comm: Intracomm, everyone: Sequence[_Report], pretend_nodes: tuple[int, ...] | None) -> Topology:
+    """Find the node of each rank. Local."""
+    first_here = [report.first_here for report in everyone]
+    labels: Sequence[int] = first_here
     if pretend_nodes is not None:
-        if len(pretend_nodes) != world.Get_size():
+        in_job = load_mpi().COMM_WORLD.Get_size()
+        if len(pretend_nodes) != in_job:
             raise TopologyError(
                 f"MPIDIST_PRETEND_NODES names the nodes of {count_text(len(pretend_nodes), 'rank')}, and the world has "
-                f"{world.Get_size()}; give one number per rank, for example 0,0,1,1 for 4 ranks"
+                f"{in_job}; give one number per rank, for example 0,0,1,1 for 4 ranks"
             )
-        label = pretend_nodes[world.Get_rank()]
-    everyone = comm.allgather((label, first_here, hostname))
-    labels = [label for label, _, _ in everyone]
+        labels = [pretend_nodes[number] for number in numbers_in_world(comm)]
     for label, ranks in _group_by_label(labels).items():
-        if len({everyone[other][1] for other in ranks}) > 1:
+        if len({first_here[other] for other in ranks}) > 1:
             raise TopologyError(
                 f"MPIDIST_PRETEND_NODES puts {name_ranks(ranks)} on node {label}, but they do not share memory; "
                 "it can split real nodes, not join them"
             )
-    return Topology.from_labels(rank, labels, [hostname for _, _, hostname in everyone])
+    return Topology.from_labels(comm.rank, labels, [report.hostname for report in everyone])
 
 
-def _group_by_label(labels: list[Hashable]) -> dict[Hashable, list[int]]:
-    groups: dict[Hashable, list[int]] = {}
+def _group_by_label(labels: Sequence[int]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
     for rank, label in enumerate(labels):
         groups.setdefault(label, []).append(rank)
     return groups

@@ -16,7 +16,7 @@ from mpidist.transport.waiting import never_free, poll
 __all__ = ["ExitBarrier"]
 
 _GONE: Final = 1  # in a message: that a rank is gone
-_CHECK_SECONDS: Final = 0.1
+_CHECK_SECONDS: Final = 0.005
 _LOWEST_FIRST_SECONDS: Final = 0.5  # how long the lowest rank may take to end the job, if it knows of the loss as well
 
 
@@ -28,22 +28,24 @@ class ExitBarrier:
 
     Args:
         comm: The ranks. Messages from rank to rank in `comm` are this object's alone.
-        gone: Lists the ranks whose processes this rank finds gone. Local.
+        found_gone: Lists the ranks whose processes were found gone, in repeated calls. Local.
         stall_seconds: After which time the lowest rank that waits tells which ranks it waits for; 0 for never.
         write_line: Writes a line for people.
+        lost: Ranks that are gone now.
     """
 
     def __init__(
         self,
         comm: Intracomm,
-        gone: Callable[[], Collection[int]],
+        found_gone: Callable[[], Collection[int]],
         stall_seconds: float = 0.0,
         write_line: Callable[[str], None] = lambda line: None,
+        lost: Collection[int] = (),
     ) -> None:
-        self._comm, self._gone, self._write_line = comm, gone, write_line
+        self._comm, self._found_gone, self._write_line = comm, found_gone, write_line
         self._stall_seconds = stall_seconds
         self._warn_at = time.monotonic() + (stall_seconds or math.inf)
-        self._lost = set(gone())
+        self._lost = {*found_gone(), *lost}
         self._told = set(self._lost)  # the lost ranks that some message names, so that all other ranks know of them
         self._awaited: dict[int, tuple[Any, Any]] = {}  # by rank: the request and the memory of its message
         self._next_check = 0.0
@@ -82,7 +84,8 @@ class ExitBarrier:
     def _have_all_arrived(self) -> bool:
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + _CHECK_SECONDS
-            self._lost.update(self._gone())  # before messages are tested: a rank whose message has arrived is not lost
+            # Before messages are tested: a rank whose message has arrived is not lost.
+            self._lost.update(self._found_gone())
         for rank, (request, memory) in list(self._awaited.items()):
             try:
                 if request is not None and request.Test():

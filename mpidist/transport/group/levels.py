@@ -17,8 +17,9 @@ from mpidist.transport.communicator import Array, Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
 from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
+from mpidist.transport.group.splits import across_nodes, within_node
 from mpidist.transport.host_memory import most_result_bytes
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, eager_limit_bytes
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, eager_limit_bytes, greatest
 from mpidist.transport.native import native
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
 from mpidist.transport.node_memory import SharedArena, Slots, file_system_bytes
@@ -125,10 +126,10 @@ class Levels:
         """
         eager = MAX_CHUNK_BYTES
         if topology.num_nodes > 1:
-            eager = min(comm.allgather(eager_limit_bytes() or eager))  # limits may differ from node to node
+            eager = -greatest(comm, -(eager_limit_bytes() or eager))  # limits may differ from node to node
         world = _make_level(comm.Dup(), "world", max_chunk_bytes, eager)
-        within = _make_level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
-        across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes, eager)
+        within = _make_level(within_node(comm, topology), "within_node", max_chunk_bytes)
+        across = _make_level(across_nodes(comm, topology), "across_nodes", max_chunk_bytes, eager)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
         if transport != "mpi":
@@ -285,6 +286,8 @@ def _make_slots(
         slots = Slots(node, model.chunk_bytes(topology.node_sizes), model.depth(topology.node_sizes))
     except UnavailableError as error:
         reason = f"rank {topology.rank}: {error}"
+    if reason is None and topology.num_nodes == 1:  # a reason would be that of all ranks of the node
+        return slots, None
     reasons = [text for text in comm.allgather(reason) if text is not None]
     if not reasons:
         return slots, None
@@ -295,7 +298,7 @@ def _make_slots(
 
 def _make_result_arena(world: Communicator) -> SharedArena | None:
     """Make the shared memory of results, if the compiled code of all ranks can write there. Collective."""
-    if not isinstance(world, MpiCommunicator) or not all(world.comm.allgather(native is not None)):
+    if not isinstance(world, MpiCommunicator) or greatest(world.comm, native is None):
         return None
     most = most_result_bytes(world.size)
     try:
@@ -305,13 +308,7 @@ def _make_result_arena(world: Communicator) -> SharedArena | None:
         return None
 
 
-def _split(comm: Intracomm, color: int, key: int) -> Intracomm:
-    part: Any = comm.Split(color, key)  # mpi4py's stubs call it a Comm
-    return cast("Intracomm", part)
-
-
-def _make_level(part: Intracomm, name: str, max_chunk_bytes: int, message_bytes: int = MAX_CHUNK_BYTES) -> Communicator:
-    if part.Get_size() > 1:
-        return MpiCommunicator(part, name, max_chunk_bytes, message_bytes)
-    part.Free()
-    return SoloCommunicator(name)
+def _make_level(
+    part: Intracomm | None, name: str, max_chunk_bytes: int, message_bytes: int = MAX_CHUNK_BYTES
+) -> Communicator:
+    return SoloCommunicator(name) if part is None else MpiCommunicator(part, name, max_chunk_bytes, message_bytes)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, cast, final
+from typing import Final, final
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from mpidist.transport.failures import (
     open_groups,
 )
 from mpidist.transport.group.exit_barrier import ExitBarrier
-from mpidist.transport.mpi import Intracomm, failed_ranks, is_process_failure, load_mpi
+from mpidist.transport.group.splits import on_node
+from mpidist.transport.mpi import Intracomm, failed_ranks, is_process_failure, load_mpi, numbers_in_world
 from mpidist.transport.settings import Settings
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
@@ -37,6 +38,7 @@ __all__ = ["Membership"]
 
 _EXIT_SECONDS: Final = 30.0  # how long a rank waits for others to end their work, after a call that failed
 _LOST_SECONDS: Final = 1.0  # the same, if a rank is known to have ended
+_LOST_CHECK_SECONDS: Final = 0.5  # between two checks of the processes of all ranks of the node
 
 
 @final
@@ -46,7 +48,6 @@ class Membership:
     Args:
         comm: The ranks. This object owns and frees the communicator.
         topology: The nodes of the ranks.
-        world: All ranks of the job.
         token: A name of the group, the same on all ranks.
         settings: The settings that were read from the environment.
 
@@ -56,16 +57,15 @@ class Membership:
         folder: The folder of the flight recorders; `None` if none are kept.
     """
 
-    def __init__(self, comm: Intracomm, topology: Topology, world: Intracomm, token: str, settings: Settings) -> None:
+    def __init__(self, comm: Intracomm, topology: Topology, token: str, settings: Settings) -> None:
         self.comm = comm
         self.folder: Path | None = flight_folder(os.environ, token)
         self._topology = topology
         self._stall_seconds = settings.stall_seconds
         self._token = token
-        self._world_ranks = comm.Get_group().Translate_ranks(list(range(comm.size)), world.Get_group())
-        node = cast("Intracomm", comm.Split(topology.node, topology.rank))
-        self._board = StatusBoard(node if node.size > 1 else None, topology.nodes[topology.node])
-        node.Free()
+        self._world_ranks = numbers_in_world(comm)
+        with on_node(comm, topology) as node:
+            self._board = StatusBoard(node, topology.nodes[topology.node])
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
         if topology.size == 1:
             open_groups.add_alone(self)
@@ -144,12 +144,14 @@ class Membership:
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`."""
         start, has_told = time.monotonic(), False
+        next_check = _LOST_SECONDS
 
         def check_peers() -> None:
-            nonlocal has_told
+            nonlocal has_told, next_check
             waited = time.monotonic() - start
-            if waited < _LOST_SECONDS:
+            if waited < next_check:
                 return
+            next_check = waited + _LOST_CHECK_SECONDS
             lost = self._lost_ranks()
             if lost.known:
                 raise PeerFailedError(f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}")
@@ -176,7 +178,8 @@ class Membership:
 
     def wait_for_live_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`. Waits for ever, but not for ranks that are lost."""
-        return ExitBarrier(self._exit_comm, self.gone, self._stall_seconds, job_abort.write_line).wait()
+        board, write_line = self._board, job_abort.write_line
+        return ExitBarrier(self._exit_comm, board.found_gone, self._stall_seconds, write_line, board.gone()).wait()
 
     def flights(self) -> dict[int, GroupFlight]:
         """See `OpenGroup.flights`."""

@@ -18,7 +18,6 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, UnavailableError
 from mpidist.transport.failures import AwaitedPeers, GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
 from mpidist.transport.group.discovery import (
-    agreed_token,
     communicators,
     discover,
     own_settings,
@@ -26,6 +25,7 @@ from mpidist.transport.group.discovery import (
 )
 from mpidist.transport.group.levels import report_no_shared_memory
 from mpidist.transport.group.membership import Membership
+from mpidist.transport.group.splits import on_node
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.node_memory import SharedArena
@@ -173,10 +173,8 @@ class ServiceGroup(OpenGroup):
         if not is_member:
             return None
         own = cast("Intracomm", own)
-        world = mpi.COMM_WORLD
-        settings, topology = discover(own, world)
-        token = agreed_token(own)
-        return cls(Membership(own, topology, world, token, settings), topology, settings, awaited)
+        settings, topology, token = discover(own)
+        return cls(Membership(own, topology, token, settings), topology, settings, awaited)
 
     def in_world(self, ranks: Iterable[int]) -> frozenset[int]:
         """Number some ranks as they are numbered in the whole job. Local."""
@@ -194,14 +192,13 @@ class ServiceGroup(OpenGroup):
         topology, transport = self.topology, self.settings.transport
         if transport == "mpi" or max(topology.node_sizes) == 1:
             return
-        node = cast("Intracomm", self._membership.comm.Split(topology.node, topology.rank))
-        reason = None
+        comm, reason = self._membership.comm, None
         try:
-            self.arena = SharedArena(node, nbytes) if node.size > 1 else None
+            with on_node(comm, topology) as node:
+                self.arena = None if node is None else SharedArena(node, nbytes)
         except UnavailableError as error:
             reason = f"rank {topology.rank}: {error}"
-        node.Free()
-        reasons = [text for text in self._membership.comm.allgather(reason) if text is not None]
+        reasons = [text for text in comm.allgather(reason) if text is not None]
         if not reasons:
             return
         if self.arena is not None:

@@ -29,7 +29,6 @@ from mpidist.transport.failures import GroupFlight, OpenGroup, Watchdog, ends_no
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.discovery import (
     agreed_cost_model,
-    agreed_token,
     communicators,
     discover,
     own_settings,
@@ -122,7 +121,7 @@ class SyncGroup(OpenGroup):
         wait_for_all_ranks(comm, settings)
         ranks = ranks_in_world(comm)
         try:
-            return cls._of_duplicate(comm.Dup(), world, max_chunk_bytes)
+            return cls._of_duplicate(comm.Dup(), max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
             raise open_groups.no_communicators_left(error, ranks) from error
         except (ValueError, TopologyError, UnavailableError) as error:
@@ -130,11 +129,11 @@ class SyncGroup(OpenGroup):
             raise
 
     @classmethod
-    def _of_duplicate(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
+    def _of_duplicate(cls, comm: Intracomm, max_chunk_bytes: int) -> SyncGroup:
         """Make the group of all ranks of a communicator, which the group will own and free. Collective."""
-        settings, topology = discover(comm, world)
-        token, model = agreed_token(comm), agreed_cost_model(comm, topology)
-        membership = Membership(comm, topology, world, token, settings)
+        settings, topology, token = discover(comm)
+        model = agreed_cost_model(comm, topology)
+        membership = Membership(comm, topology, token, settings)
         try:
             return cls(membership, topology, settings, max_chunk_bytes, model)
         except UnavailableError:

@@ -17,13 +17,16 @@ from mpidist.transport.mpi.library import (
     Intracomm,
     command_line,
     failed_ranks,
+    greatest,
     is_process_failure,
     load_mpi,
+    numbers_in_world,
     ranks_in_world,
 )
 from mpidist.transport.mpi.open_mpi import eager_limit_bytes
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
+from mpidist.transport.mpi.shared_files import SHARED_MEMORY, mapped_mpi_files, unlink_files_of_all
 
 __all__ = [
     "FORWARD_SECONDS",
@@ -32,18 +35,22 @@ __all__ = [
     "LAUNCHER_PREFIXES",
     "MAX_CHUNK_BYTES",
     "MpiCommunicator",
+    "SHARED_MEMORY",
     "all_reduce_rows",
     "ask_launcher_to_abort",
     "check_launch",
     "command_line",
     "is_forked_from_rank",
     "failed_ranks",
+    "greatest",
     "is_process_failure",
     "launcher_here",
     "launcher_text",
     "let_first_rank_end",
     "load_mpi",
+    "mapped_mpi_files",
     "mark_rank",
+    "numbers_in_world",
     "rank_before_start",
     "rank_prefix",
     "rank_from_environment",
@@ -53,5 +60,6 @@ __all__ = [
     "row_traffic",
     "store_code",
     "eager_limit_bytes",
+    "unlink_files_of_all",
     "write_lines",
 ]

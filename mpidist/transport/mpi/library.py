@@ -10,6 +10,8 @@ from ctypes.util import find_library
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi.launch import check_before_init, choose_netmod
 from mpidist.transport.mpi.start import start_mpi
@@ -19,7 +21,17 @@ if TYPE_CHECKING:
 else:  # at run time there is no such class before MPI was started
     Intracomm = Request = object
 
-__all__ = ["Intracomm", "Request", "command_line", "failed_ranks", "is_process_failure", "load_mpi", "ranks_in_world"]
+__all__ = [
+    "Intracomm",
+    "Request",
+    "command_line",
+    "failed_ranks",
+    "greatest",
+    "is_process_failure",
+    "load_mpi",
+    "numbers_in_world",
+    "ranks_in_world",
+]
 
 _COMPILE: Final = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py"
 
@@ -69,13 +81,25 @@ def _explain_absence(error: Exception) -> str:
     return text
 
 
-def ranks_in_world(comm: Intracomm) -> frozenset[int]:
-    """Return the ranks of a communicator, as they are numbered in the whole job. Local."""
+def numbers_in_world(comm: Intracomm) -> tuple[int, ...]:
+    """Return the number of each rank of a communicator in the whole job. Local."""
     own, world = comm.Get_group(), load_mpi().COMM_WORLD.Get_group()
-    ranks = frozenset(own.Translate_ranks(list(range(own.size)), world))
+    numbers = tuple(own.Translate_ranks(list(range(own.size)), world))
     own.Free()
     world.Free()
-    return ranks
+    return numbers
+
+
+def ranks_in_world(comm: Intracomm) -> frozenset[int]:
+    """Return the ranks of a communicator, as they are numbered in the whole job. Local."""
+    return frozenset(numbers_in_world(comm))
+
+
+def greatest(comm: Intracomm, number: int) -> int:
+    """Return the greatest of the ranks' numbers: half the messages of an exchange of objects. Collective."""
+    own, found = np.array(number, np.int64), np.empty((), np.int64)
+    comm.Allreduce(own, found, load_mpi().MAX)
+    return int(found)
 
 
 def is_process_failure(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi import Intracomm, greatest
 from mpidist.transport.node_memory.barrier import Fence
 from mpidist.transport.node_memory.window import (
     LINE_BYTES,
@@ -53,7 +53,7 @@ class SharedArena:
         whole = _size()
         self._left_to_others = int(whole * left_to_others)
         most = whole if most_bytes is None else min(whole, most_bytes)
-        span: int = max(comm.allgather(part_stride(max(most, nbytes))))
+        span: int = greatest(comm, part_stride(max(most, nbytes)))
         self._start, self._end = span * rank, span * (rank + 1)
         self._next = self._start + nbytes
         self._taken = self._start + whole_pages(nbytes)

@@ -9,13 +9,12 @@ import os
 import secrets
 import sys
 import weakref
-from collections.abc import Sequence
 from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi import Intracomm, greatest
 from mpidist.transport.text import size_text
 
 __all__ = [
@@ -91,44 +90,46 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int, needed: int =
             f"{size_text(needed or taken or nbytes)} cannot be had in {_DIRECTORY} ({error.strerror}); ask for less, "
             "or give containers more of it, docker run --shm-size=1g"
         )
-    _require_no_problems(comm.allgather(problem), file)
+    _require_no_problem(comm, problem, file)
     return file, np.asarray(memory)
 
 
 def _open_nameless(comm: Intracomm, nbytes: int) -> int:
     """Open one new file on all ranks of a node. Collective over the node.
 
-    A job that is killed leaves no file behind: the file has a name only for the moment in which all ranks open it.
+    A job that is killed leaves no file behind: the file has a name only for the moment in which all ranks open it. They
+    come here together, from a collective call.
     """
-    path = comm.allgather(f"{_DIRECTORY}/mpidist-{secrets.token_hex(8)}")[0]  # all ranks are here
-    file, problem, is_first = -1, None, comm.Get_rank() == 0
+    path, file, problem = f"{_DIRECTORY}/mpidist-{secrets.token_hex(8)}", -1, None
+    is_first = comm.Get_rank() == 0
     try:
         if is_first:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             os.ftruncate(file, nbytes)
     except OSError as error:
         problem = f"{_DIRECTORY} cannot be used ({error.strerror}); mount a file system of type tmpfs there"
-    comm.Barrier()
+    path = comm.bcast(path)
     try:
         if not is_first:
             file = os.open(path, os.O_RDWR)
     except OSError as error:
         why = f"ranks of one node do not share {_DIRECTORY} ({error.strerror})"
         problem = f"{why}; let containers share it, docker run --ipc=host"
-    problems = comm.allgather(problem)
-    if is_first and file >= 0:
-        os.unlink(path)
-    _require_no_problems(problems, file)
+    try:
+        _require_no_problem(comm, problem, file)
+    finally:
+        if is_first and file >= 0:
+            os.unlink(path)
     return file
 
 
-def _require_no_problems(problems: Sequence[str | None], file: int) -> None:
-    """Close a file and raise, if a rank of the node has a problem. Local."""
-    for problem in problems:
-        if problem is not None:
-            if file >= 0:
-                os.close(file)
-            raise UnavailableError(problem)
+def _require_no_problem(comm: Intracomm, problem: str | None, file: int) -> None:
+    """Close a file and raise, if a rank of the node has a problem. Collective over the node."""
+    if not greatest(comm, problem is not None):
+        return
+    if file >= 0:
+        os.close(file)
+    raise UnavailableError(next(text for text in comm.allgather(problem) if text is not None))
 
 
 def whole_pages(nbytes: int) -> int:
