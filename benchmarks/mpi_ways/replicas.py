@@ -130,7 +130,8 @@ def _sent(strategy: mpidist.Strategy) -> Callable[[], list[int]]:
 
 def _turns() -> dict[str, Way]:
     """List meetings of replicas of one rank, at which nothing is exchanged."""
-    from mpidist.replica_context.turns import Turns  # not in older commits
+    from mpidist.replica_context.pending_writes import PendingWrites  # not in older commits
+    from mpidist.replica_context.turns import Turns
 
     def way(count: int) -> Way:
         def replica(turns: Turns) -> None:
@@ -138,7 +139,7 @@ def _turns() -> dict[str, Way]:
                 turns.meet("a meeting", lambda given, _: given, None)
 
         def call(_: int) -> Any:
-            turns = Turns(range(count), ["cpu"] * count, lambda: None)
+            turns = Turns(range(count), ["cpu"] * count, PendingWrites(range(count)))
             return turns.run([partial(replica, turns)] * count)
 
         return Way([], call, "")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -182,12 +183,8 @@ def capture(
         parts = _parts(owners, states, checksums, replicas.ids_here, topology.rank)
     except Exception as problem:  # such as a lack of memory
         error = problem
-    try:
+    with _given_up_on_error(save_place):
         chosen = on_rank_0(extended, CALL, ADVICE, save_place.choose, error)
-    except BaseException:
-        save_place.discard()
-        save_place.release()
-        raise
     place = save_place.path(chosen.number)  # a thread writes there also after a change of the current folder
     about = {**chosen.about, "ranks": topology.size, "replicas": replicas.total}
     about["owners"] = {name: owner.value for name, owner in owners.items()}
@@ -206,16 +203,23 @@ def write_together(strategy: Any, snapshot: Snapshot) -> None:
     Raises:
         OSError: If a rank cannot write. On every rank; what was in the place is there still.
     """
-    extended = parts_of(strategy)
-    try:
-        with extended.raise_together(CALL, "writing the files"):
+    parts = parts_of(strategy)
+    with _given_up_on_error(snapshot.save_place):
+        with parts.raise_together(CALL, "writing the files"):
             write_parts(snapshot)
-        with extended.raise_together(CALL, "publishing the files"):
+        with parts.raise_together(CALL, "publishing the files"):
             publish_folder(snapshot)
             snapshot.save_place.release()  # before any rank goes on
+
+
+@contextmanager
+def _given_up_on_error(save_place: SavePlace) -> Iterator[None]:
+    """Remove what was written, and free the place for other saves, if the block raises an exception."""
+    try:
+        yield
     except BaseException:
-        snapshot.save_place.discard()
-        snapshot.save_place.release()
+        save_place.discard()
+        save_place.release()
         raise
 
 
