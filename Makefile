@@ -71,7 +71,7 @@ format: $(MPICH)/.installed-dev  ## Format Python and C, and mend what linters c
 test-all: test-frameworks test-cuda test-impi test-rest  ## The four below: all that `make test` leaves out
 
 test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
-	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax"
+	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax or horovod"
 
 # A sample of all tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine with a
 # GPU, small. Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
@@ -107,16 +107,14 @@ mutants: $(MPICH)/.installed-test  ## Which seeded faults do the tests notice? h
 train-ps: $(MPICH)/.installed  ## Train with parameter servers: 2 workers and 2 servers
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/hidden_pixels.py --plot results/hidden_pixels.png
 
-bench: $(MPICH)/.installed $(MPICH)/.installed-dev  ## All-reduce beside raw MPI
+bench: $(MPICH)/.installed  ## All-reduce, compared with raw MPI
 	$(MPICH)/bin/python benchmarks all_reduce --peers mpich --out results
-	$(MPICH)/bin/python benchmarks plot results
 
 # benchmarks/README.md says where the libraries are looked for.
-bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev  ## The same, beside all installed libraries
+bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed  ## The same, compared with all installed libraries
 	$(MPICH)/bin/python benchmarks all_reduce --out results
-	$(MPICH)/bin/python benchmarks plot results
 
-performance: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev  ## Measure, and write docs/performance.md
+performance: $(MPICH)/.installed $(OPENMPI)/.installed  ## Measure, and write docs/performance.md
 	$(MPICH)/bin/python benchmarks performance
 
 # On a machine with a GPU, in at most eight minutes; needs CuPy and NCCL in the environment of GPU_PYTHON, and no network.

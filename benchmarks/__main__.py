@@ -1,15 +1,15 @@
-"""Measure mpidist beside raw mpi4py, other libraries and older commits, in one run and in turns.
+"""Measure mpidist, raw mpi4py, other libraries and older commits, in one run and in turns.
 
+python benchmarks performance            # the numbers and the page docs/performance.md: ten minutes
+python benchmarks page                   # the page alone, from benchmarks/results/*/latest.csv
 python benchmarks NAME --out results     # names: see below
-python benchmarks plot results           # pictures of what was written there
-python benchmarks predict --out results  # what the cost model says of clusters; measures nothing
+python benchmarks predict                # what the cost model says of clusters; measures nothing
 python benchmarks servers --out results  # parameter servers, beside those of TensorFlow and of plain mpi4py
 python benchmarks checkpoints --out results  # checkpoints, beside numpy.save
 python benchmarks prefetch --out results     # reading ahead, beside none
 python benchmarks tracing --out results      # calls with a trace, beside calls without
 python benchmarks torch_steps --out results  # training steps in PyTorch, beside DDP over gloo
 python benchmarks torch_lists --out results  # calls with lists of tensors, beside lists of NumPy's arrays
-python benchmarks tables results/FILE.csv    # what all_reduce and torch_steps have written, in Markdown
 
 README.md beside this file says what the columns mean and how to be fair.
 """
@@ -31,22 +31,22 @@ from pathlib import Path
 sys.path[:1] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import checkpoints  # noqa: E402
+import page  # noqa: E402
 import parameter_servers  # noqa: E402
-import plot  # noqa: E402
+import performance  # noqa: E402
 import predict  # noqa: E402
 import prefetch  # noqa: E402
 import torch_lists  # noqa: E402
 import torch_steps  # noqa: E402
 import tracing  # noqa: E402
-from contest import pages  # noqa: E402
 from contest.benchmarks import BENCHMARKS, works_of  # noqa: E402
 from contest.bounds import SIZES, Bound, Link, Prediction, Roofline  # noqa: E402
-from contest.environments import MEMORY, MPIS, PEERS, ROOT, Peer, missing  # noqa: E402
+from contest.environments import MEMORY, MPIS, PEERS, ROOT, TUNED, Peer, missing  # noqa: E402
 from contest.group import Group, GroupError  # noqa: E402
 from contest.measuring import Timing, fitting, measure  # noqa: E402
 from contest.tables import lines_of, row_of  # noqa: E402
 from hosts import Hosts, HostsError, bits_per_second  # noqa: E402
-from record import commit_of, export, stolen_seconds, write_rows  # noqa: E402
+from record import commit_of, export, parse_size, stolen_seconds, write_rows  # noqa: E402
 
 from mpidist.transport.costs.cost_model import CostModel  # noqa: E402
 
@@ -58,7 +58,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "benchmarks", description=f"{__doc__}\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    peers = ", ".join(peer.name for peer in PEERS)
+    peers = ", ".join(peer.name for peer in (*PEERS, *TUNED))
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
     parser.add_argument("--peers", help=f"measure only these of {peers}")
     parser.add_argument("--env", action="append", default=[], metavar="PEER=PYTHON", help="the Python of a library")
@@ -70,6 +70,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--in-job", action="store_true", help="measure the ranks of the job that this is started in")
     parser.add_argument("--sizes", help="of float32 arrays, as 4,64K; '' for none")
     parser.add_argument("--lists", help="of gradients, as resnet50,1000x1K; '' for none")
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(","), default=(), help="measure only these, as 'raw,mpidist'"
+    )
+    parser.add_argument(
+        "--after",
+        type=parse_size,
+        default=0,
+        metavar="SIZE",
+        help="one call a step, after other work: each rank writes so much memory of its own",
+    )
     parser.add_argument("--rounds", type=int, help="turns of each way")
     parser.add_argument("--seconds", type=float, help="of a turn of one way, about")
     parser.add_argument("--out", type=Path, help="folder for the CSV file; without, none is written")
@@ -86,14 +96,17 @@ def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> ar
             setattr(given, name, _QUICK[name] if quick else getattr(benchmark, name))
     given.ranks = given.ranks or 2 * max(1, given.hosts)
     given.peers = given.peers.split(",") if given.peers else list(benchmark.peers)
-    unknown = {*given.peers, *(text.partition("=")[0] for text in given.env)} - {peer.name for peer in PEERS}
+    known = [peer.name for peer in (*PEERS, *TUNED)]
+    unknown = {*given.peers, *(text.partition("=")[0] for text in given.env)} - set(known)
     if unknown:
-        parser.error(f"no library is called {', '.join(sorted(unknown))}: there are {', '.join(p.name for p in PEERS)}")
+        parser.error(f"no library is called {', '.join(sorted(unknown))}: there are {', '.join(known)}")
     if (given.hosts or given.name == "model") and (given.hosts < 2 or given.ranks % given.hosts):
         parser.error(f"{given.ranks} ranks on {given.hosts} hosts: give 2 hosts or more, and as many ranks for each")
     try:
         bits_per_second(given.rate)
         given.works = list(works_of(given.name, given.sizes, given.lists))
+        if given.after:
+            given.works = [replace(work, calls=1, other_bytes=given.after) for work in given.works]
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
     return given
@@ -102,9 +115,9 @@ def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> ar
 def _installed(given: argparse.Namespace) -> list[tuple[Peer, Path]]:
     """List the libraries that can be measured with their Pythons, and say why the others cannot."""
     named, found = dict(text.split("=", 1) for text in given.env), []
-    for peer in (peer for peer in PEERS if peer.name in given.peers):
+    for peer in (peer for peer in (*PEERS, *TUNED) if peer.name in given.peers):
         # Not resolved: the Python of a virtual environment is a link.
-        python = Path(named.get(peer.name) or ROOT / peer.folder / "bin/python").absolute()
+        python = Path(named.get(peer.name.split()[0]) or ROOT / peer.folder / "bin/python").absolute()
         lack = missing(peer, python, given.ranks)
         print(f"{peer.name}: not installed: {lack}" if lack else f"{peer.name}: installed", flush=True)
         found += [] if lack else [(peer, python)]
@@ -171,11 +184,11 @@ def _run(given: argparse.Namespace, groups: Sequence[Group], bound: Bound | None
     """Measure work by work; print and save what is there."""
     where, stolen, rows = _where(given), stolen_seconds(), []
     print(", ".join(f"{name} {text}" for name, text in where.items()), flush=True)
-    versions = {group.peer.name: " ".join(map(" ".join, group.versions.items())) for group in groups}
+    versions = {group.peer.name: ", ".join(map(" ".join, group.versions.items())) for group in groups}
     for work in given.works:
         chosen, began = fitting(groups, work), time.monotonic()
         left_out = [group.peer.name for group in groups if group not in chosen and not group.failure]
-        timings: list[Timing] = measure(chosen, work, given.rounds, given.seconds)
+        timings: list[Timing] = measure(chosen, work, given.rounds, given.seconds, given.ways)
         lost = {"stolen_seconds": f"{stolen_seconds() - stolen:.2f}"}
         new = [row_of(one, timings, bound) for one in timings]
         rows += [where | lost | {"versions": versions[row["peer"]]} | row for row in new]
@@ -194,6 +207,7 @@ def _run(given: argparse.Namespace, groups: Sequence[Group], bound: Bound | None
 def _file_name(given: argparse.Namespace) -> str:
     parts = [given.name, f"{given.ranks}-ranks"]
     parts += [f"{given.hosts}-hosts-{given.rate}"] if given.hosts else []
+    parts += ["after-other-work"] if given.after else []
     parts += ["pretended"] if "MPIDIST_PRETEND_NODES" in os.environ else []
     return "-".join([*parts, *([f"beside-{given.beside}"] if given.beside else [])])
 
@@ -220,11 +234,11 @@ def main() -> None:
     """Measure, print and save."""
     others = {
         "checkpoints": checkpoints.main,
-        "plot": plot.main,
+        "page": page.main,
+        "performance": performance.main,
         "predict": predict.main,
         "prefetch": prefetch.main,
         "servers": parameter_servers.main,
-        "tables": pages.main,
         "torch_steps": torch_steps.main,
         "torch_lists": torch_lists.main,
         "tracing": tracing.main,

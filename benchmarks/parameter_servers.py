@@ -2,7 +2,6 @@
 
 python benchmarks servers --out results                            # 1 and 2 servers, 1 to 3 workers: ten minutes
 python benchmarks servers --workers 2 --servers 1 --out results --add     # one cluster, behind what is there
-python benchmarks servers --tables results/parameter-servers-mpich.csv     # what was measured, in Markdown
 python benchmarks servers --quick                                  # seconds: does it run?
 
 Each cluster is measured by itself: all kinds of servers are resident, and take turns. Of every push it is waited until
@@ -27,7 +26,7 @@ from contest.group import Group, GroupError
 from contest.measuring import measure
 from ranks.work import Work
 from record import commit_of, parse_size, shapes_of_list, stolen_seconds, write_rows
-from servers.tables import Row, lines_of, pages_of, rows_of, targets_of
+from servers.tables import Row, lines_of, rows_of, targets_of
 
 __all__ = ["main"]
 
@@ -58,7 +57,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.15, help="of a turn of one way, about")
     parser.add_argument("--out", type=Path, help="folder for the CSV file; without, none is written")
     parser.add_argument("--add", action="store_true", help="keep what the file holds of other clusters")
-    parser.add_argument("--tables", type=Path, metavar="CSV", help="measure nothing, and print what the file holds")
     parser.add_argument("--quick", action="store_true", help="few of each: does it run?")
     given = parser.parse_args()
     if given.quick:
@@ -153,7 +151,7 @@ def _measure(given: argparse.Namespace, names: Row, workers: int, servers: int) 
     print("\n" + ", ".join(f"{name} {text}" for name, text in where.items()), flush=True)
     rows: list[Row] = []
     with _Cluster(given, workers, servers) as groups:
-        versions = {group.peer.name: " ".join(map(" ".join, group.versions.items())) for group in groups}
+        versions = {group.peer.name: ", ".join(map(" ".join, group.versions.items())) for group in groups}
         print("\n".join(f"{name}: {text}" for name, text in versions.items()))
         for work in given.works:
             stolen, began = stolen_seconds(), time.monotonic()
@@ -173,9 +171,4 @@ def _end(*_: object) -> None:
 def main() -> None:
     """Measure, print and save."""
     signal.signal(signal.SIGTERM, _end)  # so that all groups are ended, too
-    given = _parse()
-    if given.tables:
-        rows = _read(given.tables)
-        print("\n".join([*pages_of(rows), *targets_of(rows)]))
-    else:
-        _run(given)
+    _run(_parse())

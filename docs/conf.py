@@ -11,18 +11,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import mpidist
 
 project = "mpidist"
-author = "the mpidist authors"
+author = "mpidist developers"
 release = version = mpidist.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"mpidist {release}"
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_copy_source = False
 html_show_copyright = False
 
 myst_heading_anchors = 3
+
+# The button copies commands without the prompt, and without their output.
+copybutton_prompt_text = "$ "
 
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

@@ -7,13 +7,14 @@ import os
 import shutil
 import socket
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from hosts import Hosts
 
-__all__ = ["MEMORY", "MPIS", "PEERS", "ROOT", "Peer", "commands", "environment_of", "missing", "write_ports"]
+__all__ = ["MEMORY", "MPIS", "PEERS", "ROOT", "TUNED", "Peer", "commands", "environment_of", "missing", "write_ports"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,9 @@ class Peer:
         source: The folder that `mpidist` is imported from.
         program: The module that a rank runs.
         arguments: What the module gets behind the kind and the folder.
+        options: Options of mpiexec.
+        variables: Environment variables of its ranks.
+        ways: The only ways to measure; all, if there are none.
     """
 
     name: str
@@ -45,13 +49,22 @@ class Peer:
     source: Path = ROOT
     program: str = "ranks.rank"
     arguments: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    ways: tuple[str, ...] = ()
 
 
 MEMORY: Final = Peer("memory", "memory", ("numpy",), "", by_mpiexec=False)
+# Its ranks share cores with those of other libraries, and a node with nobody else.
+_SHARED: Final = {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}
+_INTEL: Final = Peer(
+    "intel", "mpi", ("mpi4py", "mpidist"), ".venv-impi", by_mpiexec=True, copies=2.6, variables=_SHARED
+)
 # The heaviest last: where memory is short, the last are left out of a work.
 PEERS: Final = (
     Peer("mpich", "mpi", ("mpi4py", "mpidist"), ".venv", by_mpiexec=True, copies=2.6),
     Peer("openmpi", "mpi", ("mpi4py", "mpidist"), ".venv-openmpi", by_mpiexec=True, copies=2.6),
+    _INTEL,
     Peer("gloo", "gloo", ("torch",), ".venv-peers", by_mpiexec=False),
     Peer("horovod", "horovod", ("horovod", "torch"), ".venv-peers-horovod", by_mpiexec=True, copies=1.3),
     Peer("chainermn", "chainermn", ("chainermn", "mpi4py"), ".venv-peers-chainermn", by_mpiexec=True, copies=1.1),
@@ -59,6 +72,37 @@ PEERS: Final = (
     Peer("tensorflow", "tensorflow", ("tensorflow",), ".venv-peers-tensorflow", by_mpiexec=False, stops=False),
 )
 MPIS: Final = tuple(peer.name for peer in PEERS if peer.kind == "mpi")
+
+
+def _tuned(of: str, name: str, options: Sequence[str] = (), **variables: str) -> Peer:
+    """Take the raw calls of an MPI library, with settings that a careful user chooses for one node."""
+    plain = next(peer for peer in PEERS if peer.name == of)
+    return replace(
+        plain,
+        name=f"{of} {name}",
+        options=tuple(options),
+        variables={**plain.variables, **variables},
+        ways=("raw in place",),
+        copies=1.3,
+    )
+
+
+TUNED: Final = (
+    # A tree in shared memory, with room for 1 MiB in place of 32 KiB, from the first call on.
+    _tuned(
+        "mpich",
+        "release-gather",
+        MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM="release_gather",
+        MPIR_CVAR_POSIX_NUM_COLLS_THRESHOLD="1",
+        MPIR_CVAR_REDUCE_INTRANODE_BUFFER_TOTAL_SIZE="1048576",
+        MPIR_CVAR_BCAST_INTRANODE_BUFFER_TOTAL_SIZE="1048576",
+        MPIR_CVAR_COLL_SHM_LIMIT_PER_NODE="65536",
+    ),
+    # The component for shared memory, which Open MPI does not choose by itself, with fragments of 128 KiB, not 8.
+    _tuned("openmpi", "coll-sm", ["--mca", "coll_sm_priority", "90", "--mca", "coll_sm_fragment_size", "131072"]),
+    # Messages between pairs of ranks, which are faster than its shared memory for some sizes.
+    _tuned("intel", "pt2pt", I_MPI_COLL_INTRANODE="pt2pt"),
+)
 
 _FIND: Final = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -99,7 +143,7 @@ def commands(peer: Peer, python: Path, ranks: int, folder: Path, hosts: Hosts | 
     assert mpiexec is not None  # `missing` said nothing
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
     options = ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version else []
-    return [[mpiexec, *options, "-n", str(ranks), *program]]
+    return [[mpiexec, *options, *peer.options, "-n", str(ranks), *program]]
 
 
 def environment_of(peer: Peer, ranks: int, link: str = "") -> dict[str, str]:
@@ -116,7 +160,7 @@ def environment_of(peer: Peer, ranks: int, link: str = "") -> dict[str, str]:
         environment |= _YIELDING
     paths = [str(peer.source), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": link or "lo"}
-    return environment | {"BENCHMARK_LINK": link, "MPIDIST_FLIGHT_DIR": "off"}
+    return environment | {"BENCHMARK_LINK": link, "MPIDIST_FLIGHT_DIR": "off"} | peer.variables
 
 
 def write_ports(folder: Path, ranks: int) -> None:

@@ -111,13 +111,17 @@ def _available_bytes() -> float:
         return float("inf")
 
 
-def measure(groups: Sequence[Group | Job], work: Work, num_rounds: int, seconds: float) -> list[Timing]:
-    """Time all ways of all groups side by side. A group that fails is ended, and the others go on."""
+def measure(
+    groups: Sequence[Group | Job], work: Work, num_rounds: int, seconds: float, ways: Sequence[str] = ()
+) -> list[Timing]:
+    """Time the named ways of all groups, or all ways, in turns. A group that fails is ended."""
     fields = {**asdict(work), "shapes": [list(map(int, shape)) for shape in work.shapes]}
     turns: list[_Turns] = []
     for group in groups:
         answers = _attempt(group, group.ask, "prepare", **fields)
-        turns += [_Turns(group, *way) for way in answers[0]["ways"].items()] if answers else []
+        chosen = [set(only) for only in (ways, group.peer.ways) if only]
+        found = answers[0]["ways"].items() if answers else []
+        turns += [_Turns(group, *way) for way in found if all(way[0] in only for only in chosen)]
     for one in turns:
         _attempt(one.group, one.take_first, seconds)
     for _ in range(num_rounds):

@@ -20,6 +20,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ranks.meeting import Meeting
 from ranks.way import check
 from ranks.work import Work, write_number, write_pattern
@@ -56,6 +58,7 @@ class Rank:
         self._library, self._meet = library, meet
         self._work = Work("size", "", ())
         self._ways: dict[str, Way] = {}
+        self._others = np.zeros(0)
         self._number = 0
 
     @property
@@ -74,6 +77,7 @@ class Rank:
         """Allocate a work's arrays. Collective."""
         self._work = Work(shapes=tuple(tuple(shape) for shape in shapes), **fields)
         self._ways = self._library.ways(self._work)
+        self._others = np.zeros(self._work.other_bytes // 8)
         return {"ways": {name: way.baseline for name, way in self._ways.items()}}
 
     def _first(self, way: str) -> dict[str, Any]:
@@ -108,7 +112,7 @@ class Rank:
 
     def _forget(self) -> dict[str, Any]:
         """Free a work's arrays. Collective."""
-        self._ways = {}
+        self._ways, self._others = {}, np.zeros(0)
         self._library.forget()
         gc.collect()
         return {}
@@ -119,6 +123,7 @@ class Rank:
 
     def _step(self, way: Way) -> tuple[float, list[Any]]:
         way.load()
+        self._others += 1
         meet, call, calls = self._meet, way.call, range(self._work.calls)
 
         def timed() -> tuple[float, list[Any]]:

@@ -26,6 +26,7 @@ class Work:
         shapes: The shape of each array.
         calls: How many calls are timed together, each with arrays of its own.
         benchmark: Whose ways are wanted.
+        other_bytes: Memory that each rank writes before each step, as the rest of a training step does.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Work:
     shapes: tuple[tuple[int, ...], ...]
     calls: int = 1
     benchmark: str = "all_reduce"
+    other_bytes: int = 0
 
     @property
     def nbytes(self) -> int:

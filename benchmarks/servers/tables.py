@@ -9,7 +9,7 @@ import numpy as np
 from contest.measuring import Timing
 from record import text_of, text_of_bytes
 
-__all__ = ["Row", "lines_of", "pages_of", "rows_of", "targets_of"]
+__all__ = ["Row", "lines_of", "rows_of", "targets_of"]
 
 Row = dict[str, str]
 
@@ -57,26 +57,6 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [" | ".join(f"{text:<{width}}" for text, width in zip(one, widths, strict=True)) for one in cells]
     return ["", _title(rows[0]), *lines]
-
-
-def pages_of(rows: Sequence[Row]) -> list[str]:
-    """Make a table in Markdown of each work: a line for each cluster and way."""
-    lines = []
-    for work in dict.fromkeys(row["work"] for row in rows):
-        of_work = [row for row in rows if row["work"] == work]
-        kinds = list(dict.fromkeys(row["kind"] for row in of_work))
-        heads = ["workers", "servers", "", *_heads(kinds)]
-        lines += ["", f"## {_title(of_work[0])}", "", *map(_in_markdown, (heads, ["---"] * len(heads)))]
-        places = dict.fromkeys((row["servers"], row["workers"], row["way"]) for row in of_work)
-        for servers, workers, way in sorted(places, key=lambda place: place[:2]):
-            of = [row for row in of_work if (row["servers"], row["workers"], row["way"]) == (servers, workers, way)]
-            cells = _cells({row["kind"]: row for row in of}, kinds)
-            lines.append(_in_markdown([workers, servers, way, *cells]))
-    return lines
-
-
-def _in_markdown(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _title(row: Row) -> str:

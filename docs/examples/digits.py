@@ -5,8 +5,8 @@
     mpiexec -n 4 python digits.py --device gpu
 
 Every rank holds the whole network, and carries some of the replicas, whose number is chosen. At each step a replica
-computes the gradients of its part of the batch, the gradients are summed over all replicas in one order, whatever the
-number of ranks, and every rank takes the same step.
+computes the gradients of its part of the batch, the gradients are summed over all replicas in an order that does not
+depend on the number of ranks, and every rank takes the same step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,20 +23,6 @@ from sklearn.model_selection import train_test_split
 import mpidist
 
 HIDDEN, CLASSES = 128, 10
-
-
-class Batches:
-    """Global batches of the training images, in an order that seed and epoch give; the same on every rank."""
-
-    def __init__(self, images: Any, labels: Any, batch_size: int, seed: int) -> None:
-        self._images, self._labels, self._batch_size, self._seed = images, labels, batch_size, seed
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        order = np.random.default_rng([self._seed, self.epoch]).permutation(len(self._images))
-        for start in range(0, len(order), self._batch_size):
-            rows = order[start : start + self._batch_size]
-            yield self._images[rows], self._labels[rows]
 
 
 def make_network(xp: Any, seed: int, num_inputs: int) -> list[mpidist.Variable]:
@@ -121,10 +106,10 @@ def main() -> None:
     with strategy.scope():
         network = make_network(xp, options.seed, images.shape[1])
         velocity = [xp.zeros(variable.shape, np.float32) for variable in network]
-        batches = Batches(images, labels, options.batch_size, options.seed)
+        batches = mpidist.Batches((images, labels), options.batch_size, seed=options.seed)
         dataset = strategy.experimental_distribute_dataset(batches)
         for epoch in range(1, options.epochs + 1):
-            batches.epoch, loss, count = epoch, 0.0, 0
+            loss, count = 0.0, 0
             for batch in dataset:
                 step = train_step(strategy, xp, network, velocity, batch, options.learning_rate)
                 loss, count = loss + step[0], count + step[1]
@@ -138,7 +123,7 @@ def main() -> None:
         print(f"{correct:.1%} of {len(test_labels)} held-out digits, {seconds:.1f} s, {strategy.topology}")
     everyone = strategy.experimental_distribute_values_from_function(lambda _: own)
     if (strategy.reduce("min", everyone) != strategy.reduce("max", everyone)).any():
-        raise SystemExit(f"the ranks hold different weights; those of rank {strategy.topology.rank} are {own}")
+        raise SystemExit(f"the ranks hold different weights; those of rank {strategy.rank} are {own}")
     if strategy.is_chief:
         print(
             f"weights {bytes(own).hex()} of {strategy.num_replicas_in_sync} replicas, the same on any number of ranks"

@@ -24,7 +24,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import mpidist
-from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
+from mpidist import ParameterServerStrategy, partitioners, server_rules
 
 FACTORS, RIDGE, BATCH, POINTS = 12, 0.3, 32, 25  # POINTS: of a curve of the plot
 WAYS = {"in step": 0, "at most 8 steps ahead": 8, "free": None}
@@ -73,7 +73,7 @@ def held_out_error(factors: Any, images: Images) -> float:
 
 def train(strategy: ParameterServerStrategy, images: Images, options: argparse.Namespace) -> list[Point]:
     """Take steps until all workers together have taken enough, and return points on the way. On workers."""
-    worker = strategy.topology.rank
+    worker = strategy.rank
     start_values = np.random.default_rng(options.seed).normal(0, 0.1, (images.pixels.shape[1], FACTORS))
     with strategy.scope():
         factors = mpidist.Variable(start_values, name="factors")
@@ -169,7 +169,7 @@ def main() -> None:
                 strategy.serve()
                 continue
             found[name] = train(strategy, images, options)
-            title = f"workers: {strategy.topology.size}, servers: {strategy.num_ps}"
+            title = f"workers: {strategy.size}, servers: {strategy.num_ps}"
     if found and strategy.is_chief:
         report(found, images, options, title)
 

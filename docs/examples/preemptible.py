@@ -1,9 +1,9 @@
-"""A training that may be ended at any step, and goes on from there: least squares, with its data from a generator.
+"""A training that may be ended at any step, and continues from there: least squares, with data from a generator.
 
 mpiexec -n 2 python preemptible.py checkpoints
 
 `kill -USR1` to one of the ranks, or to Open MPI's or MPICH's mpiexec, makes all ranks save and end with exit code 75.
-Started again, the training ends with the same bits as one that was never disturbed.
+Started again, the training ends with the same bits as one without interruptions.
 """
 
 import sys
@@ -18,14 +18,14 @@ NUM_STEPS, SIZE, RATE = 200, 20, 0.05
 PAUSE = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0  # seconds a step, to have time to disturb it
 
 strategy = mpidist.MultiWorkerMirroredStrategy()
-rank = strategy.topology.rank
+rank = strategy.rank
 truth = np.arange(SIZE, dtype=float)
 rng = np.random.default_rng([7, rank])  # data of this rank
 with strategy.scope():
     weights = mpidist.Variable(np.zeros(SIZE))
     checkpoint = Checkpoint(weights=weights, rng=rng, step=0)
 manager = CheckpointManager(checkpoint, sys.argv[1], max_to_keep=2)
-handler = mpidist.experimental.PreemptionCheckpointHandler(manager)
+handler = mpidist.checkpoint.PreemptionCheckpointHandler(manager)
 manager.restore_or_initialize()
 
 

@@ -18,18 +18,17 @@ from mpi_session.launch import Launcher
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from contest import pages  # noqa: E402
+import page  # noqa: E402
 from contest.benchmarks import BENCHMARKS as NAMES  # noqa: E402
 from contest.benchmarks import works_of  # noqa: E402
 from contest.bounds import Link, traffic_bytes  # noqa: E402
-from contest.environments import MEMORY, PEERS  # noqa: E402
+from contest.environments import MEMORY, PEERS, TUNED, environment_of  # noqa: E402
 from contest.group import Group, GroupError  # noqa: E402
 from contest.measuring import Timing  # noqa: E402
 from contest.tables import lines_of, row_of  # noqa: E402
 from ranks import work  # noqa: E402
 from ranks.meeting import Meeting  # noqa: E402
 from ranks.way import Way, check, runs  # noqa: E402
-from record import text_of  # noqa: E402
 from servers import tables  # noqa: E402
 from servers.contestant import Contestant, place_parts  # noqa: E402
 
@@ -199,35 +198,67 @@ def test_what_hosts_send_is_held_against_the_least() -> None:
     assert (row["bound_us"], row["share_of_bound"], row["net_sent_to_least"]) == ("1000000.00", "0.500", "1.0000")
 
 
-def test_file_is_written_as_tables(quick: Any) -> None:
-    command = [sys.executable, str(BENCHMARKS), "tables", str(quick[2] / "all_reduce-2-ranks.csv")]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| 1 MiB | MPICH")]
-    row = next(row for row in quick[1] if (row["work"], row["way"]) == ("1M", "mpidist in place"))
-    assert len(cells) == 2  # times, and ratios
-    assert cells[0][7] == text_of(float(row["us"]))
-    assert cells[1][3].startswith(f"{float(row['ratio']):.2f} (")
-
-
-def test_other_libraries_are_held_against_the_faster_mpi() -> None:
-    rows = [
-        row_of(timing(peer, way, "", seconds), [], None)
-        for peer, way, seconds in [
-            ("mpich", "mpidist in place", [2e-6, 4e-6]),
-            ("openmpi", "mpidist in place", [3e-6, 4e-6]),
-            ("gloo", "gloo", [6e-6, 20e-6]),
-        ]
-    ]
-    assert pages.of_all_reduce(rows)[-1] == "| 1 KiB | 3 us (MPICH) | 13 us, 4 x |"
-
-
 def test_every_library_has_a_place_to_be_looked_for() -> None:
     assert all(peer.folder.startswith(".venv") for peer in PEERS)
 
 
 def test_all_reduce_is_asked_of_every_library() -> None:
     assert set(NAMES["all_reduce"].peers) == {peer.name for peer in PEERS}
+
+
+def test_named_ways_are_measured_after_other_work(tmp_path: Path) -> None:
+    options = ["--peers=mpich,mpich release-gather", "--sizes=4,64K", "--lists=", "--ways=mpidist,raw in place"]
+    measured(tmp_path, "all_reduce", *options, "--after=64K", "--rounds=1", "--seconds=0.01")
+    rows = rows_in(tmp_path / "all_reduce-2-ranks-after-other-work.csv")
+    ways = [("mpich", "mpidist"), ("mpich", "raw in place"), ("mpich release-gather", "raw in place")]
+    assert sorted((row["work"], row["peer"], row["way"]) for row in rows) == sorted(
+        (work, *way) for work in ("4", "64K") for way in ways
+    )
+    assert {row["calls"] for row in rows} == {"1"}
+
+
+def test_tuned_library_is_started_with_its_settings_for_raw_calls() -> None:
+    tuned = {peer.name: peer for peer in TUNED}
+    assert environment_of(tuned["intel pt2pt"], 2)["I_MPI_COLL_INTRANODE"] == "pt2pt"
+    assert tuned["openmpi coll-sm"].options[:3] == ("--mca", "coll_sm_priority", "90")
+    assert {peer.ways for peer in TUNED} == {("raw in place",)}
+
+
+def test_performance_writes_a_row_for_each_number_and_keeps_other_runs(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS), "performance", "--quick", "--machine=m", f"--results={tmp_path}"]
+    nobody = [f"--env={name}={tmp_path / 'python'}" for name in ("openmpi", "intel", "gloo", "horovod", "tensorflow")]
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "latest.csv").write_text("run,work\nafter,old\ngpu,kept\n")
+    for run in ("after", "servers"):
+        done = subprocess.run(
+            [*command, f"--runs={run}", f"--env=mpich={sys.executable}", *nobody],
+            env=clean_environment(), capture_output=True, text=True, timeout=170, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_in(tmp_path / "m" / "latest.csv")
+    assert [row["work"] for row in rows if row["run"] == "gpu"] == ["kept"]
+    assert {row["work"] for row in rows if row["run"] == "after"} == {"4", "64K"}
+    assert {row["peer"] for row in rows if row["run"] == "servers"} >= {"mpidist", "messages"}
+    measured_rows = [row for row in rows if row["run"] != "gpu"]
+    assert all(0 < float(row["low"]) <= float(row["median"]) <= float(row["high"]) for row in measured_rows)
+
+
+NUMBERS = """run,machine,work,bytes,peer,way,unit,median,date,version,setting,versions
+node,m,64K,65536,mpich,mpidist in place,us,20,d,v,2 ranks,mpi MPICH 5
+node,m,64K,65536,openmpi,mpidist in place,us,25,d,v,2 ranks,mpi Open MPI 5
+node,m,64K,65536,mpich,raw in place,us,30,d,v,2 ranks,mpi MPICH 5
+node,m,64K,65536,openmpi coll-sm,raw in place,us,10,d,v,2 ranks,mpi Open MPI 5
+"""
+
+
+def test_page_compares_with_the_fastest_tuned_library(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "latest.csv").write_text(NUMBERS)
+    text = page.text_of_page(tmp_path).replace("\u00a0", " ")
+    assert "| 64 KiB | 20 us (MPICH) | 30 us (MPICH) | 10 us (Open MPI, coll/sm) | 0.50 |" in text
+    assert "* MPI, tuned, in a loop of calls: 64 KiB." in text
+    assert "* MPI, defaults" not in text
+    assert "MPICH 5, Open MPI 5" in text
 
 
 def test_every_benchmark_has_ways_over_mpi() -> None:
@@ -273,16 +304,6 @@ def test_ways_take_turns_in_a_job(tmp_path: Path, name: str, options: list[str],
     for row in rows:
         assert 0 < float(row["us_low"]) <= float(row["us"]) <= float(row["us_high"])
         assert len(row["us_rounds"].split()) == int(row["rounds"]) == 2
-
-
-def test_times_of_turns_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    data = BENCHMARKS.parent / "docs" / "benchmarks" / "data"
-    files = [str(data / f"{name}.csv") for name in ("checkpoints", "prefetch", "tracing")]
-    command = [sys.executable, str(BENCHMARKS), "plot", *files, "--out", str(tmp_path)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints.png", "prefetch.png", "tracing.png"]
 
 
 @pytest.mark.long
@@ -349,7 +370,6 @@ def test_servers_are_held_against_each_other_and_against_what_is_wanted() -> Non
     assert "TensorFlow / ours at least 5: 6.00 (1, 1)" in said
     assert "two copies / ours at least 0.6: 0.75 (2, 1)" in said
     assert "at least 1.6 times as much as one worker: 2.00 (2, 1)" in said
-    assert "| 2 | 1 | push, pull | 2 s | 12 s |  | 6.00 |  | 0.75 |" in tables.pages_of([*one, *two])
 
 
 def test_parts_of_a_work_hold_all_its_numbers() -> None:

@@ -1,4 +1,4 @@
-"""The pages: programs run and print what the pages show, links lead somewhere, and the reference names everything."""
+"""The pages: programs run and print what the pages show, links lead somewhere, and words stay within their budget."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ pytestmark = pytest.mark.no_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if "_build" not in page.parts)
+PAGES = sorted((ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")))
+NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 AT_ONCE = 3  # jobs that run at the same time: each waits now and then
 # What the pages say of blocks that are not run, and how many there are of each.
 NOT_RUN = {
-    "a part of a program": 7,
+    "a part of a program": 2,
     "changes the library": 14,
-    "for any program": 5,
+    "for any program": 2,
     "installs packages": 8,
     "measures the machine": 4,
-    "needs a GPU": 4,
-    "needs a running job": 3,
+    "needs a GPU": 3,
+    "needs a running job": 2,
     "needs h5py": 2,
     "needs jax": 2,
     "needs Slurm": 4,
     "needs TensorFlow": 1,
-    "needs torch": 7,
-    "needs zarr": 1,
+    "needs torch": 8,
+    "needs torchrun": 1,
     "prints bits of one machine": 1,
-    "takes minutes": 33,
+    "takes minutes": 3,
 }
 
 
@@ -149,7 +150,7 @@ def problem_of(block: Block, ended: list[Ran]) -> str:
 
 @pytest.mark.timeout(5 * HANG_SECONDS)
 @pytest.mark.parametrize("block", RUN, ids=place)
-def test_block_does_what_it_shows(block: Block, jobs: Mapping[Block, Future[list[Ran]]]) -> None:
+def test_block_prints_what_it_shows(block: Block, jobs: Mapping[Block, Future[list[Ran]]]) -> None:
     problem = problem_of(block, jobs[block].result())
     assert problem == "", problem
 
@@ -191,7 +192,7 @@ OF_OPEN_MPI = "{0}\nMPI_ABORT was invoked on\n[1]\n{0}\n{0}\nprterun has exited\
         (MANY, ERROR, ERROR.replace("rank 1", "rank 0"), False),
     ],
 )
-def test_difference_is_seen(line: str, shown: str, printed: str, is_same: bool) -> None:
+def test_difference_of_output_is_found(line: str, shown: str, printed: str, is_same: bool) -> None:
     assert (difference(Command(line, tuple(shown.splitlines())), printed) == "") == is_same
 
 
@@ -229,7 +230,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=named)
 def test_links_lead_to_files(page: Path) -> None:
     for match in LINK.finditer(BLOCK.sub("", page.read_text())):
         target, _, anchor = match["target"].partition("#")
@@ -245,3 +246,36 @@ def test_reference_names_everything_public() -> None:
     documented = set(re.findall(r"\w+", "".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))))
     public = [*mpidist.__all__, *mpidist.cluster_resolver.__all__, *mpidist.experimental.__all__]
     assert not [name for name in public if name not in documented]
+
+
+def test_words_stay_within_their_budget() -> None:
+    """A number here may fall; a commit that raises it gives the reason."""
+    words = {page: len(page.read_text().split()) for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst"))}
+    assert sum(number for page, number in words.items() if "_build" not in page.parts) <= 45_000
+    assert max(words.values()) <= 6_250
+    assert len(re.findall(r"\S*\w\S*", (ROOT / "README.md").read_text())) <= 700
+
+
+# Marks of a dialect: people verbs for programs, "beside" for "compared with", and strings in upper case.
+UNWANTED = re.compile(
+    r"(?<!-)\bbeside\b|\blets? go\b|\b(?:comes?|serves?|knows?) (?:it |a \w+ )?again\b"
+    r'|(?<!implementation=)"(?:SUM|MEAN|MIN|MAX|PROD|NONE|ON_READ|AUTO|RING|NCCL|FILE|DATA|OFF|PER_REPLICA|PER_WORKER)"'
+)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=named)
+def test_page_keeps_to_the_style(page: Path) -> None:
+    assert UNWANTED.findall(page.read_text()) == []
+
+
+def test_performance_page_is_that_of_its_numbers() -> None:
+    sys.path.append(str(ROOT / "benchmarks"))
+    from page import text_of_page
+
+    assert (DOCS / "performance.md").read_text() == text_of_page(), "write it with `python benchmarks page`"
+
+
+def test_architecture_names_files_that_exist() -> None:
+    table = (DOCS / "architecture.md").read_text().partition("## Where to change what")[2].partition("## ")[0]
+    files = {path.name for path in Path(mpidist.__file__).parent.rglob("*.*")}
+    assert [name for name in re.findall(r"(\w+\.(?:py|c|sh))`", table) if name not in files] == []

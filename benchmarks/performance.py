@@ -1,0 +1,131 @@
+"""Measure the numbers of docs/performance.md, and write the page.
+
+python benchmarks performance            # benchmarks/results/<machine>/latest.csv and the page: ten minutes
+python benchmarks performance --quick    # a minute, into a folder of its own: does it run?
+python benchmarks performance --runs node,servers    # only these; rows of the others stay
+
+A row of the CSV file is one number: date, version, machine, run and setting, work and bytes, way and library, and the
+median, the lowest and the highest of some rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import page
+from contest.environments import MPIS, ROOT, TUNED
+from record import write_rows
+
+import mpidist
+
+__all__ = ["main"]
+
+Row = dict[str, str]
+
+_WAYS: Final = "raw in place,mpidist,mpidist in place,mpidist symmetric"
+_OTHERS: Final = "gloo,gloo DDP,horovod grouped,tensorflow,tensorflow packs"
+_PEERS: Final = ",".join([*MPIS, *(peer.name for peer in TUNED), "gloo", "horovod", "tensorflow"])
+_NODE: Final = ("all_reduce", f"--peers={_PEERS}", f"--ways={_WAYS},{_OTHERS}", "--rounds=5", "--seconds=0.05")
+_RUNS: Final = {
+    "node": (*_NODE, "--sizes=4,4K,64K,256K,1M,16M,64M", "--lists=1000x1K,resnet50,bert_base"),
+    "after": (*_NODE, "--after=8M", "--sizes=4,4K,16K,64K,256K,1M", "--lists="),
+    "hosts": ("network", "--hosts=2", "--rate=200mbit", "--sizes=16M", "--rounds=3"),
+    "servers": ("servers", "--workers=1", "--servers=1", "--works=4,64M,resnet50", "--rounds=5"),
+}
+_FEW: Final = {"node": "--lists=20x1K", "after": "--lists=", "hosts": "--lists=", "servers": "--works=4,64K"}
+_QUICK: Final = ("--rounds=2", "--seconds=0.02")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "benchmarks performance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", default=",".join(_RUNS), help="%(default)s")
+    parser.add_argument("--machine", default=_machine(), help="name of its folder: %(default)s")
+    parser.add_argument("--env", action="append", default=[], metavar="PEER=PYTHON", help="the Python of a library")
+    parser.add_argument("--results", type=Path, default=page.RESULTS, help="folder of the machines: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="few of each: does it run?")
+    given = parser.parse_args()
+    given.runs = given.runs.split(",")
+    if not set(given.runs) <= set(_RUNS):
+        parser.error(f"runs are {', '.join(_RUNS)}")
+    return given
+
+
+def _machine() -> str:
+    """Name the type of this machine: its processor and the number of cores."""
+    with open("/proc/cpuinfo") as file:
+        model = next((line.partition(":")[2] for line in file if line.startswith("model name")), "processor")
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|@.*|Processor|CPU", "", model).lower())
+    return "-".join([*words, str(len(os.sched_getaffinity(0))), "cores"])
+
+
+def _measured(name: str, given: argparse.Namespace) -> Iterator[Row]:
+    """Run one benchmark, and convert its rows."""
+    arguments = list(_RUNS[name])
+    if given.quick:
+        arguments += [_FEW[name], *_QUICK, *(["--sizes=4,64K"] if name != "servers" else [])]
+    environments = [f"--env={text}" for text in given.env]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "benchmarks"), *arguments, *environments, "--out", folder]
+        if subprocess.run(command, check=False).returncode:
+            print(f"performance: the run {name} failed, and its old rows stay", file=sys.stderr)
+            return
+        for path in Path(folder).glob("*.csv"):
+            with path.open(newline="") as file:
+                yield from (_row(name, given.machine, row) for row in csv.DictReader(file))
+
+
+def _row(run: str, machine: str, row: Row) -> Row:
+    """Convert a row of a benchmark."""
+    ranks = f"{row['workers']} worker, {row['servers']} server" if run == "servers" else f"{row['ranks']} ranks"
+    hosts = f", {row['hosts']} hosts, {row['rate']}" if row.get("hosts") else ""
+    return {
+        "date": row["date"],
+        "version": f"{mpidist.__version__} ({row['commit']})",
+        "machine": machine,
+        "run": run,
+        "setting": f"{ranks}{hosts}, {row['cpus']} cores",
+        "work": row["work"],
+        "bytes": row["bytes"],
+        "way": row["way"],
+        "peer": row["kind"] if run == "servers" else row["peer"],
+        "versions": row["versions"],
+        "unit": "us",
+        "median": row["us"],
+        "low": row["us_low"],
+        "high": row["us_high"],
+    }
+
+
+def _kept(path: Path, runs: Sequence[str]) -> list[Row]:
+    """Read the rows of other runs."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["run"] not in runs]
+
+
+def main() -> int:
+    """Measure, write the CSV file after each run, and then the page."""
+    given = _parse()
+    if given.quick and given.results == page.RESULTS:
+        given.results = ROOT / "results" / "quick"
+    path = given.results / given.machine / "latest.csv"
+    for name in given.runs:
+        rows = list(_measured(name, given))
+        if rows:
+            write_rows(path, [*_kept(path, [name]), *rows])
+    print(f"{path} is written")
+    if given.results == page.RESULTS:
+        page.write()
+    return 0
