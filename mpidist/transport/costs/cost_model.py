@@ -25,7 +25,7 @@ Placement: TypeAlias = tuple[int, ...]  # number of ranks of each node
 
 NEVER: Final = 1 << 62  # bytes: more than any array has
 
-_LEAST_CHUNK: Final = 512 << 10
+_LEAST_CHUNK: Final = 512 << 10  # of which four slots fit into a core's cache; on one node the only size
 _MOST_CHUNK: Final = 2 << 20
 _LEAST_SHARD: Final = 32 << 10
 LEADER_BYTES: Final = 16 << 10  # below, sending all of it through one rank costs less than more steps would
@@ -114,14 +114,15 @@ class CostModel:
         return 2 * size if size < _LARGEST else NEVER
 
     def chunk_bytes(self, placement: Placement) -> int:
-        """Return the size of a chunk of a two-shot all-reduce: 512 KiB to 2 MiB, a multiple of 128.
+        """Return the size of a chunk of a two-shot all-reduce: 512 KiB on one node, else up to 2 MiB; a multiple of 128.
 
-        Within these bounds, every lane has 32 KiB of the chunk, and between nodes a latency is at most a tenth of
-        a chunk's time on the link, 2 m (K - 1) / K / link.
+        Within these bounds, every lane has 32 KiB of the chunk, and a latency is at most a tenth of a chunk's time on
+        the link, 2 m (K - 1) / K / link.
         """
         nodes = len(placement)
-        size = _LEAST_SHARD * min(placement)
+        size = _LEAST_CHUNK
         if nodes > 1:
+            size = _LEAST_SHARD * min(placement)
             across = self.link_seconds * self.link_bytes_per_second / _LATENCY_SHARE
             size = max(size, math.ceil(across * nodes / (2 * (nodes - 1))))
         return -(-min(max(size, _LEAST_CHUNK), _MOST_CHUNK) // LINE_BYTES) * LINE_BYTES

@@ -30,7 +30,8 @@ CARRYLESS static void fold(const char *from, Py_ssize_t num_blocks, char *folded
 }
 #endif
 
-PyDoc_STRVAR(fold_crc32_doc, "fold_crc32(message)\n--\n\n"
+PyDoc_STRVAR(fold_crc32_doc,
+             "fold_crc32(message)\n--\n\n"
              "Return 16 bytes; their CRC-32 without the initial ones is that of all whole blocks of 64 bytes of a message. "
              "Return nothing for a short message, and on processors that take no less time so.");
 

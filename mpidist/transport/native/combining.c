@@ -1,7 +1,8 @@
 /* Reductions in the order of the ranks. */
 #include "native.h"
 
-#define BLOCK_BYTES 4096 /* what is reduced at once of more than two parts */
+#define BLOCK_BYTES 4096 /* what is reduced at once of more than two parts, where totals do not stay in registers */
+#define VECTOR_BYTES 32
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
@@ -42,24 +43,55 @@
         }                                                                                                            \
     }
 
-#define OF_SUM(ONE, OTHER) (ONE + OTHER)
-#define OF_PROD(ONE, OTHER) (ONE * OTHER)
+/* Reads all parts side by side, in their order, and keeps the totals of four vectors in registers: no total is stored and
+ * read again, and ranks that add at one time do not all read the first part first, which one core serves. */
+#define DEFINE_COMBINE_IN_REGISTERS(NAME, TYPE, OPERATOR)                                                            \
+    FOR_EACH_PROCESSOR static void NAME(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count,                  \
+                                        Py_ssize_t divide_by, char *out, char *second)                               \
+    {                                                                                                                \
+        typedef TYPE Vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(TYPE)), may_alias));            \
+        enum { STEP = 4 * VECTOR_BYTES / sizeof(TYPE) };                                                             \
+        const TYPE divisor = (TYPE)divide_by;                                                                        \
+        Py_ssize_t at = 0;                                                                                           \
+        for (; at + STEP <= count; at += STEP) {                                                                     \
+            const Vector *part = (const Vector *)((const TYPE *)parts[0] + at);                                      \
+            Vector first = part[0], next = part[1], third = part[2], last = part[3];                                 \
+            for (Py_ssize_t other = 1; other < num_parts; other++) {                                                 \
+                part = (const Vector *)((const TYPE *)parts[other] + at);                                            \
+                first = first OPERATOR part[0], next = next OPERATOR part[1];                                        \
+                third = third OPERATOR part[2], last = last OPERATOR part[3];                                        \
+            }                                                                                                        \
+            if (divide_by != 1) first /= divisor, next /= divisor, third /= divisor, last /= divisor;                \
+            Vector *to = (Vector *)((TYPE *)out + at), *also = second ? (Vector *)((TYPE *)second + at) : to;        \
+            to[0] = first, to[1] = next, to[2] = third, to[3] = last;                                                \
+            if (second) also[0] = first, also[1] = next, also[2] = third, also[3] = last;                            \
+        }                                                                                                            \
+        for (; at < count; at++) {                                                                                   \
+            TYPE total = ((const TYPE *)parts[0])[at];                                                               \
+            for (Py_ssize_t other = 1; other < num_parts; other++)                                                   \
+                total = (TYPE)(total OPERATOR ((const TYPE *)parts[other])[at]);                                     \
+            if (divide_by != 1) total = (TYPE)(total / divisor);                                                     \
+            ((TYPE *)out)[at] = total;                                                                               \
+            if (second) ((TYPE *)second)[at] = total;                                                                \
+        }                                                                                                            \
+    }
+
 /* NaN, which differs from itself, if either is; of 0.0 and -0.0 the other. */
 #define OF_MIN(ONE, OTHER) ((ONE < OTHER) | (ONE != ONE) ? ONE : OTHER)
 #define OF_MAX(ONE, OTHER) ((ONE > OTHER) | (ONE != ONE) ? ONE : OTHER)
 
 /* Whole numbers are added and multiplied as unsigned ones: signed ones wrap around, too, with the same bits. They are never
  * divided, as means of whole numbers are floats. */
-DEFINE_COMBINE(add_float32, npy_float32, OF_SUM)
-DEFINE_COMBINE(add_float64, npy_float64, OF_SUM)
-DEFINE_COMBINE(add_8, npy_uint8, OF_SUM)
-DEFINE_COMBINE(add_16, npy_uint16, OF_SUM)
-DEFINE_COMBINE(add_32, npy_uint32, OF_SUM)
-DEFINE_COMBINE(add_64, npy_uint64, OF_SUM)
-DEFINE_COMBINE(multiply_float32, npy_float32, OF_PROD)
-DEFINE_COMBINE(multiply_float64, npy_float64, OF_PROD)
-DEFINE_COMBINE(multiply_32, npy_uint32, OF_PROD)
-DEFINE_COMBINE(multiply_64, npy_uint64, OF_PROD)
+DEFINE_COMBINE_IN_REGISTERS(add_float32, npy_float32, +)
+DEFINE_COMBINE_IN_REGISTERS(add_float64, npy_float64, +)
+DEFINE_COMBINE_IN_REGISTERS(add_8, npy_uint8, +)
+DEFINE_COMBINE_IN_REGISTERS(add_16, npy_uint16, +)
+DEFINE_COMBINE_IN_REGISTERS(add_32, npy_uint32, +)
+DEFINE_COMBINE_IN_REGISTERS(add_64, npy_uint64, +)
+DEFINE_COMBINE_IN_REGISTERS(multiply_float32, npy_float32, *)
+DEFINE_COMBINE_IN_REGISTERS(multiply_float64, npy_float64, *)
+DEFINE_COMBINE_IN_REGISTERS(multiply_32, npy_uint32, *)
+DEFINE_COMBINE_IN_REGISTERS(multiply_64, npy_uint64, *)
 DEFINE_COMBINE(least_float32, npy_float32, OF_MIN)
 DEFINE_COMBINE(least_float64, npy_float64, OF_MIN)
 DEFINE_COMBINE(least_32, npy_int32, OF_MIN)
