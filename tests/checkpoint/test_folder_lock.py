@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,14 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
         print("saved " + manager.save() + "\\n", end="", flush=True)
     except OSError as error:
         print(f"refused {{error}}\\n", end="", flush=True)
+"""
+LIVES = """
+import pathlib, sys
+from mpidist.checkpoint import folder_lock
+folder_lock._BEAT_SECONDS = 0.01
+lock = folder_lock.FolderLock.hold(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
 """
 REFUSED = r"another job \(.*host .*, process \d+, since [-0-9]+ [:0-9]+\) writes to this folder, '.*', so nothing was "
 
@@ -135,6 +144,20 @@ def test_lock_of_a_job_that_was_killed_is_taken_over(job: Job, tmp_path: Path) -
     assert {path.name for path in folder.iterdir()} == {"ckpt-1", "ckpt-2"}
 
 
+@pytest.mark.no_mpi
+def test_lock_gets_signs_of_life_while_its_job_lives(tmp_path: Path) -> None:
+    lock, command = tmp_path / "lock", [sys.executable, "-c", LIVES, str(tmp_path / "lock")]
+    environment = {**clean_environment(), "PYTHONPATH": PROJECT}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        for _ in range(2):
+            os.utime(lock, (1, 1))
+            while lock.stat().st_mtime == 1:
+                time.sleep(0.01)
+    assert not lock.exists()
+
+
 def test_lock_of_another_machine_with_signs_of_life_is_respected(comm: Intracomm, folder: Path) -> None:
     path = leave_lock(folder, comm)
     is_over = threading.Event()
@@ -199,6 +222,23 @@ def test_lock_that_was_taken_over_keeps_the_first_job_from_publishing(
         with raises_everywhere(comm, OSError, "it lives"):
             CheckpointManager(made(strategy), folder).save(2)
         assert {path.name for path in folder.iterdir()} == {".ckpt.lock", "ckpt-1"}
+        comm.Barrier()
+
+
+def test_place_that_another_program_fills_during_a_save_is_left_alone(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = saving_module.write_part
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        really(place, name, part)
+        (folder / "ckpt-1" / "notes").mkdir(parents=True)
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        with raises_everywhere(comm, FileExistsError, "was made by another save meanwhile"):
+            CheckpointManager(made(strategy), folder).save(1)
+        assert (folder / "ckpt-1" / "notes").is_dir()
         comm.Barrier()
 
 

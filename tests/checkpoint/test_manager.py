@@ -430,6 +430,28 @@ def test_what_another_manager_is_writing_stays(comm: Intracomm, folder: Path, mo
         comm.Barrier()
 
 
+def test_write_to_the_place_of_a_background_save_leaves_its_files(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    really = saving_module.write_part
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        assert threading.current_thread() is threading.main_thread() or go_on.wait()
+        really(place, name, part)
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        checkpoint.write(folder / "ckpt-1")
+        manager = CheckpointManager(checkpoint, folder, background=True)
+        manager.save(1)
+        checkpoint.write(folder / "ckpt-1")
+        go_on.set()
+        manager.wait()
+        checkpoint.restore(folder / "ckpt-1")
+
+
 @pytest.mark.no_mpi
 def test_background_writes_what_a_program_saved_last_also_after_its_end(job: Job, tmp_path: Path) -> None:  # noqa: F811
     ended = job("", ranks=2, head=ENDS_EARLY)

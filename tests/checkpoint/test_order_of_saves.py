@@ -93,10 +93,13 @@ def test_first_format_checkpoints_are_restored_and_older_than_others(comm: Intra
         assert manager.restore_or_initialize() == str(folder / "ckpt-11")
 
 
-def test_manifest_that_is_damaged_stands_behind_the_number_before_it(comm: Intracomm, folder: Path) -> None:
+def test_manifest_that_is_damaged_stands_behind_the_number_before_it(
+    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         manager = CheckpointManager(made(strategy), folder, None)
         save(manager, 30, 40, 21, 22, 23)
+        assert not caplog.records, "larger numbers of this run need no warning"
         if comm.rank == 0:
             (folder / "ckpt-22" / "manifest.json").write_text("{")
         comm.Barrier()

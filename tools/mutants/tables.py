@@ -19,7 +19,8 @@ class Table(NamedTuple):
 
 
 def tables() -> dict[str, Table]:
-    """Return all tables by folder."""
+    """Return all tables by folder; `mpidist` is that of the modules that lie in no folder."""
     names = sorted(path.stem for path in (Path(__file__).parent / "faults").glob("[!_]*.py"))
     modules = {name: import_module(f"faults.{name}") for name in names}
-    return {name: Table(f"mpidist/{name}", module.TESTS, module.FAULTS) for name, module in modules.items()}
+    folders = {name: name if name == "mpidist" else f"mpidist/{name}" for name in names}
+    return {name: Table(folders[name], module.TESTS, module.FAULTS) for name, module in modules.items()}

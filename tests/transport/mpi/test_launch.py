@@ -319,7 +319,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCA
             1,
             "Ray started 2 proc",
         ),
-        ({"RANK": "3"}, 1, "another launcher started 4 processes (at least, as RANK=3)"),
+        ({"RANK": "3"}, 3, "another launcher started 4 processes (at least, as RANK=3)"),
         (TORCHRUN, 2, "each would be in a world of 2. Needed is one world of 4"),
     ],
 )

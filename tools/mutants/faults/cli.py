@@ -184,4 +184,34 @@ FAULTS = [
         "pass",
         "started calls lie over each other",
     ),
+    Fault(
+        "leftovers.py",
+        "fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)",
+        "pass",
+        "shared memory that a process uses is removed",
+    ),
+    Fault(
+        "leftovers.py",
+        'if is_new or os.path.exists(f"/proc/{launcher}") or not',
+        "if is_new or not",
+        "the folder of a launcher that runs is removed",
+    ),
+    Fault(
+        "leftovers.py",
+        "if names.fullmatch(str(",
+        "if names.match(str(",
+        "files of other programs with like names are removed",
+    ),
+    Fault(
+        "leftovers.py",
+        "sorted(path for path in matching if not path.is_symlink())",
+        "sorted(matching)",
+        "links count as leftovers",
+    ),
+    Fault(
+        "leftovers.py",
+        "elif _is_left(path):",
+        "else:",
+        "a folder that a process uses since it was listed is removed",
+    ),
 ]

@@ -24,9 +24,9 @@ FAULTS = [
     ),
     Fault(
         "calling.py",
-        "            if not ends_normally(error):\n                raise\n",
-        "",
-        "sys.exit(1) in a function does not end the worker",
+        "return self._failed(name, error, text)\n",
+        "raise\n",
+        "sys.exit in a function ends the worker",
     ),
     Fault(
         "calling.py",

@@ -18,14 +18,14 @@ FAULTS = [
     ),
     Fault(
         "joint_calls.py",
-        "axes = [axis_of(axis, library_of(value).to_native(value).shape) for value in values]",
-        "axes = [0 for value in values]",
+        "axes = [axis_of(axis, native.shape) for native in natives]",
+        "axes = [0 for native in natives]",
         "reduce_scatter of replicas ignores the axis",
     ),
     Fault(
         "joint_calls.py",
-        "_part(leaf, leaf_axis, replica_id, self._replicas.total)",
-        "_part(leaf, leaf_axis, at, self._replicas.total)",
+        "_part(leaf, leaf_axis, replica_id, total)",
+        "_part(leaf, leaf_axis, at, total)",
         "every rank gets the first parts of a reduce_scatter",
     ),
     Fault(
@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "replica_context.py",
-        'self._strategy.extended.agree("merge_call", {"function": name}, error)',
+        'parts_of(self._strategy).agree("merge_call", {"function": name}, error)',
         "pass",
         "merge_call of different functions is not found",
     ),
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "run.py",
-        "strategy.extended.group.agreement.run += 1",
+        "parts_of(strategy).group.agreement.run += 1",
         "pass",
         "a call that a replica left out is taken for one of the next run",
     ),
@@ -120,8 +120,8 @@ FAULTS = [
     ),
     Fault(
         "turns.py",
-        "outcomes = first.carry_out(arguments, _mismatch(replicas) or conflict)",
-        "outcomes = first.carry_out(arguments, conflict)",
+        "outcomes = self._make(first, arguments, _mismatch(replicas))",
+        "outcomes = self._make(first, arguments, None)",
         "replicas of a rank that make different calls are not found",
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 from fault import Fault
 
-TESTS = ["tests/transport"]
+TESTS = ["tests/transport", "tests/test_step_exits.py"]
 FAULTS = [
     Fault(
         "reduction.py",
@@ -150,13 +150,13 @@ FAULTS = [
     ),
     Fault(
         "failures/exit_code.py",
-        'vars(error)[_WHERE] = "".join(traceback.format_stack(sys._getframe(1)))',
+        "vars(error)[_WHERE] = stack_text(sys._getframe(1))",
         "pass",
         "nobody says where sys.exit was called",
     ),
     Fault(
         "failures/status_board.py",
-        "return tuple(rank for rank, process in processes if process.pid and process.state(self._process) == GONE)",
+        "return tuple(self.ranks[place] for place in np.flatnonzero(found == _FOUND_GONE))",
         "return ()",
         "a killed rank is not noticed",
     ),
@@ -165,5 +165,119 @@ FAULTS = [
         "return self.process not in (GONE, STOPPED)",
         "return self.process != GONE",
         "a stopped rank counts as able",
+    ),
+    Fault(
+        "agreement/step_exit.py",
+        "return _BIT if self.is_own else 0",
+        "return 0",
+        "a rank that left a step pairs its next step with this one of other ranks",
+    ),
+    Fault(
+        "agreement/step_exit.py",
+        "by {kind}{f' ({text})' if text else ''}",
+        "by {kind}",
+        "the error does not say with which text a step was left",
+    ),
+    Fault(
+        "agreement/mismatch_report.py",
+        "    return has_own and any(",
+        "    return False and any(",
+        "a step that one rank left is told as other arguments",
+    ),
+    Fault(
+        "agreement/mismatch_report.py",
+        'groups.setdefault(f"left none, and called {report.call}", []).append(rank)',
+        "pass",
+        "ranks that left no step are not named",
+    ),
+    Fault(
+        "agreement/mismatch_report.py",
+        "causes += [f\"after an exception was caught that had left {'; '.join(exits)}\"] if exits else []",
+        "pass",
+        "nobody says that a rank which closes the strategy had left a step",
+    ),
+    Fault(
+        "agreement/mismatch_report.py",
+        'return len(kinds) == 1 and "" not in kinds',
+        'return "" not in kinds',
+        "of errors of several kinds each rank sees its own alone",
+    ),
+    Fault(
+        "mpi/launcher_variables.py",
+        "int(size) > world_size:",
+        "int(size) > world_size + 1:",
+        "two processes that torchrun started train alone, each",
+    ),
+    Fault(
+        "mpi/launcher_variables.py",
+        "int(rank) >= world_size:",
+        "int(rank) > world_size:",
+        "a second process without MPI trains alone",
+    ),
+    Fault(
+        "mpi/launcher_variables.py",
+        "ranks if rank.isdecimal()), None)",
+        "ranks if rank.isdecimal()), 0)",
+        "a process without a launcher counts as rank 0 of one",
+    ),
+    Fault(
+        "mpi/launcher_variables.py",
+        "elif HYDRA_LOCAL_SIZE in environ:",
+        "elif MPICH_SIZE in environ:",
+        "srun with pmi2 is taken for mpiexec of MPICH",
+    ),
+    Fault(
+        "mpi/launcher_variables.py",
+        "if rank.isdecimal() and size.isdecimal():",
+        "if rank.isdecimal() and size:",
+        "a size that is no number is an error",
+    ),
+    Fault(
+        "failures/process_state.py",
+        "return _STATES.get(state, RUNNING) if begun == self.begun else GONE",
+        "return _STATES.get(state, RUNNING)",
+        "a later process with the same id counts as the one that is gone",
+    ),
+    Fault(
+        "failures/process_state.py",
+        "if not self.namespace or self.namespace != seen_from.namespace:",
+        "if False:",
+        "a process of another container is looked up in this one",
+    ),
+    Fault(
+        "failures/process_state.py",
+        '"Z": GONE',
+        '"Z": RUNNING',
+        "a killed process whose parent does not wait for it counts as alive",
+    ),
+    Fault(
+        "failures/process_state.py",
+        "except (FileNotFoundError, ProcessLookupError):\n            return GONE",
+        "except (FileNotFoundError, ProcessLookupError):\n            return UNKNOWN",
+        "nobody says that a process which has ended is gone",
+    ),
+    Fault(
+        "mpi/shared_files.py",
+        "first.intersection(*others)",
+        "first.union(*others)",
+        "a file that only some ranks have mapped yet loses its name",
+    ),
+    Fault(
+        "mpi/shared_files.py",
+        "if os.stat(path).st_ino == inode:",
+        "if True:",
+        "the file of another job that has the name now is removed",
+    ),
+    Fault(
+        "mpi/shared_files.py",
+        "                os.unlink(path)\n",
+        "                pass\n",
+        "jobs leave the files in which MPI shares memory",
+    ),
+    Fault(
+        "mpi/shared_files.py",
+        "and name.startswith(_PREFIXES) and",
+        "and",
+        "shared memory of the program loses its name",
     ),
 ]

@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Fault(
         "mirrored.py",
-        "return group is self._strategy.extended.group and (entry is None or entry.replica_context is None)",
+        "return group is parts_of(self._strategy).group and (entry is None or entry.replica_context is None)",
         "return True",
         "a mirrored variable of another strategy counts as equal on all ranks",
     ),
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     Fault(
         "placement.py",
-        "is_own = self.device is None and arrays.is_device(value)",
+        "is_own = not self.devices and arrays.is_device(value)",
         "is_own = True",
         "per-node variables are not shared",
     ),
@@ -168,7 +168,7 @@ FAULTS = [
     ),
     Fault(
         "variable.py",
-        'value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")',
+        'value = parts_of(strategy).cross_device_ops.broadcast(array, "all", call="initial value of a Variable")',
         "value = array.copy()",
         "ranks begin with initial values of their own",
     ),
