@@ -14,8 +14,7 @@ from mpidist.transport import FusedReducer, OneShot
 __all__ = ["SYMMETRIC_BYTES", "SmallLists"]
 
 # Compiled two-shot all-reduces are faster than one-shot ones from these bytes on: all of a call is compiled. That of a
-# list always is, but where numbers of several dtypes share a barrier. In a one-shot call of an array each rank reads the
-# bytes of all ranks.
+# list always is, but where numbers of several dtypes share a barrier. A rank of a one-shot call reads all arrays.
 _COMPILED_BYTES_OF_ALL_RANKS: Final = 16 << 10
 _COMPILED_DTYPES_BYTES: Final = 32 << 10
 SYMMETRIC_BYTES: Final = 192 << 10  # below, compiled code reduces a single symmetric array as it reduces private ones
@@ -87,7 +86,9 @@ class SmallLists:
             starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
             end = starts[-1] + fused.nbytes
         is_one_array = len(lists) == len(lists[0].indices) == 1 if lists else False
-        most = _COMPILED_BYTES_OF_ALL_RANKS // reducer.lanes if is_one_array else 0 if len(lists) == 1 else _COMPILED_DTYPES_BYTES
+        most = 0 if len(lists) == 1 else _COMPILED_DTYPES_BYTES
+        if is_one_array:
+            most = _COMPILED_BYTES_OF_ALL_RANKS // reducer.lanes
         if not reducer.is_small(end) or (end >= most and is_compiled):
             return []
         return [reducer.one_shot(fused.count, fused.wire, start) for fused, start in zip(lists, starts, strict=True)]

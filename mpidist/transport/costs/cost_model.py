@@ -114,7 +114,7 @@ class CostModel:
         return 2 * size if size < _LARGEST else NEVER
 
     def chunk_bytes(self, placement: Placement) -> int:
-        """Return the size of a chunk of a two-shot all-reduce: 512 KiB on one node, else up to 2 MiB; a multiple of 128.
+        """Return the size of a chunk of a two-shot all-reduce: 512 KiB on one node, else to 2 MiB; a multiple of 128.
 
         Within these bounds, every lane has 32 KiB of the chunk, and a latency is at most a tenth of a chunk's time on
         the link, 2 m (K - 1) / K / link.
