@@ -40,11 +40,8 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(MPICH)/.installed  ## Train a small network on 4 ranks; RANKS=3 for another number
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
 
-# A sample of the cases and numbers of ranks of each test, but for those of GPUs. Open MPI first, with the core of the suite
-# that starts no jobs of its own, and without the compiled part of the library; then all with MPICH.
-test: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Test on 1 to 4 ranks, with MPICH and Open MPI: minutes
-	MPIDIST_NATIVE=0 $(OPENMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 60 tests
-	$(MPICH)/bin/python -m pytest -q -m "not gpu" --sample 60 tests
+test: $(MPICH)/.installed-test  ## Test on 1 to 4 ranks, with MPICH: minutes
+	$(MPICH)/bin/python -m pytest -q -m "not gpu and not long" tests
 
 ##@ Before a commit
 
@@ -67,31 +64,43 @@ format: $(MPICH)/.installed-dev  ## Format Python and C, and mend what linters c
 
 ##@ More tests
 
-.PHONY: test-all test-frameworks test-cuda test-rest test-impi coverage mutants
-test-all: test-frameworks test-cuda test-impi test-rest  ## The four below: all that `make test` leaves out
+.PHONY: test-quick test-all test-frameworks test-cuda test-openmpi test-impi test-numpy test-long coverage mutants
+test-quick: $(MPICH)/.installed-test  ## Strategies and reductions on 3 ranks: a minute or two
+	$(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --ranks 3 tests/strategies tests/cross_device_ops
+
+# All that `make test` leaves out.
+test-all: test-frameworks test-cuda test-impi test-openmpi test-numpy test-long  ## The six below
 
 test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
 	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax or horovod"
 
-# A sample of all tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine with a
-# GPU, small. Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
+# Half of the runs of tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine
+# with a GPU, small. Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
 test-cuda: $(CUDA)/host_cuda/jumps.json  ## With CuPy, on emulated GPUs
-	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 20 tests
+	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 2 tests
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4
 
-test-rest: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Tests that take long, whole tables, more of Open MPI
-	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 5-0 tests
-	$(MPICH)/bin/python -m pytest -q -m "not gpu" --sample 4-60 tests
+test-openmpi: $(OPENMPI)/.installed-test  ## Half of the runs of the core of the suite, with Open MPI
+	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 2 tests
 
-test-impi: $(IMPI)/.installed-test  ## The core of the suite with Intel MPI
-	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 60 tests
+test-impi: $(IMPI)/.installed-test  ## A fifth of the runs of the core of the suite, with Intel MPI
+	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 5 tests
 
-# Of all processes of all jobs; TESTS="tests/checkpoint --sample 4" for some tests alone.
-TESTS ?= --sample 60 tests
+REDUCTIONS := $(addprefix tests/,collectives cross_device_ops transport/shared_memory)
+test-numpy: $(MPICH)/.installed-test  ## Reductions without the compiled part of the library
+	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" $(REDUCTIONS)
+
+RANDOM := $(addprefix tests/,parameter_server/test_random_operations.py $(addprefix project/test_,fuzz.py leaks.py soak.py))
+test-long: $(MPICH)/.installed-test  ## Real Slurm, other tests that take long, and longer runs of random programs
+	$(MPICH)/bin/python -m pytest -q -m "long and not gpu" tests
+	TEST_THOROUGH=1 $(MPICH)/bin/python -m pytest -q -m "not long and not gpu" $(RANDOM)
+
+# Of all processes of all jobs; TESTS="tests/checkpoint" for some tests alone.
+TESTS ?= tests
 coverage: $(MPICH)/.installed-test $(MPICH)/.installed-dev  ## Lines and branches that the tests reach in all ranks, by folder
 	rm -rf results/coverage
 	mkdir -p results/coverage
-	-$(MPICH)/bin/python -m coverage run -m pytest -q -m "not gpu" $(TESTS)
+	-$(MPICH)/bin/python -m coverage run -m pytest -q -m "not gpu and not long" $(TESTS)
 	$(MPICH)/bin/python -m coverage combine --quiet
 	$(MPICH)/bin/python -m coverage json --quiet -o results/coverage/files.json
 	$(MPICH)/bin/python tools/coverage_by_folder.py results/coverage/files.json

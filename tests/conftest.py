@@ -2,7 +2,7 @@
 
 import os
 
-from mpi_session.plugin import comm, pytest_addoption, pytest_configure
+from mpi_session.plugin import comm, pytest_addoption, pytest_configure, pytest_pycollect_makeitem
 from support.placements import placement
 from support.reductions import repeated
 from support.transports import pytest_generate_tests, transport
@@ -15,6 +15,7 @@ __all__ = [
     "pytest_addoption",
     "pytest_configure",
     "pytest_generate_tests",
+    "pytest_pycollect_makeitem",
     "repeated",
     "transport",
 ]

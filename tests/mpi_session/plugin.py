@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,7 @@ from mpi_session import selection
 from mpi_session.launch import inside_mpi
 from mpi_session.outer.session import OuterSession, Settings
 from mpi_session.outer.times import Times
+from mpi_session.pairs import rows_of_pairs
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,7 +27,9 @@ _INI = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mpi", "MPI")
     group.addoption("--ranks", metavar="1,2,4", help="numbers of MPI ranks (ini: mpi_ranks)")
-    group.addoption("--sample", metavar="N", help="every Nth run of each test; N-M: what N takes and M does not")
+    group.addoption(
+        "--sample", metavar="N", type=int, default=1, help="every Nth run of each test, where time is short"
+    )
     group.addoption(
         "--lanes", metavar="N", help="launches for tests that need no ranks, beside the others (ini: mpi_lanes)"
     )
@@ -36,6 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mpi-logs", metavar="DIR", type=Path, help="keep the logs of the ranks in this folder")
     for name, text, default in _INI:
         parser.addini(name, text, default=default)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Let a test have a table of pairs, and not all products of its parameters."""
+    found: Any = yield
+    if not isinstance(found, list) or len(found) < 2 or found[0].get_closest_marker("whole"):
+        return found
+    return [found[number] for number in rows_of_pairs([item.callspec.params for item in found])]
 
 
 @pytest.hookimpl(tryfirst=True)

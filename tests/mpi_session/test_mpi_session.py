@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpi_session import clean_environment
-from mpi_session.selection import Sample, plan, teams_of
+from mpi_session.selection import plan, teams_of
 
 pytestmark = pytest.mark.no_mpi
 
@@ -260,7 +260,7 @@ def test_else(): pytest.skip("needs NVLink, or needs a GPU")
 
 def test_selection_and_usage_errors(tmp_path):
     write(tmp_path, "@pytest.mark.parametrize('x', 'ab')\ndef test_x(x): pass\ndef test_y(): assert False\n")
-    one = Result(tmp_path, "--ranks", "2", "test_it.py::test_x[b] [2 ranks]", "-v", "--sample", "4")
+    one = Result(tmp_path, "--ranks", "2", "test_it.py::test_x[b] [2 ranks]", "-v")
     assert one.text.count(" PASSED") == 1
     assert one.status == 0
     missing = Result(tmp_path, "--ranks", "2", "nowhere.py")
@@ -343,52 +343,53 @@ ITEMS = [
     *(Item(f"test_it.py::test_x[{case}]") for case in range(40)),
     *(Item(f"test_it.py::test_y[{case}]", pytest.mark.whole) for case in range(40)),
     Item("test_it.py::test_z"),
+    *(Item(f"test_it.py::test_two[{case}]") for case in range(2)),
     Item("test_it.py::test_three", pytest.mark.ranks(3)),
     *(Item(f"test_it.py::test_once[{case}]", pytest.mark.no_mpi) for case in range(40)),
     Item("test_it.py::test_long", pytest.mark.long),
 ]
 
 
-def runs(sample):
+def runs(step=1):
     """Return (test, case or nothing, team) of all runs at 1 to 4 ranks and in two lanes."""
-    chosen = plan(ITEMS, teams_of([1, 2, 3, 4], 2), sample and Sample.of(sample))
+    chosen = plan(ITEMS, teams_of([1, 2, 3, 4], 2), step)
     found = re.compile(r"test_it.py::(\w+)(?:\[(\d+)\])?")
     return [(*found.match(item.nodeid).groups(), team) for team, items in chosen.items() for item in items]
 
 
-def test_without_a_sample_all_is_run():
-    assert Counter(test for test, _, _ in runs(None)) == {
-        "test_x": 160, "test_y": 160, "test_z": 4, "test_three": 1, "test_once": 40, "test_long": 4,
+def test_selection_runs_each_case_at_one_number_of_ranks_and_whole_tests_at_all():
+    assert Counter(test for test, _, _ in runs()) == {
+        "test_x": 40, "test_y": 160, "test_z": 4, "test_two": 4, "test_three": 1, "test_once": 40, "test_long": 4,
     }  # fmt: skip
-    assert {team for test, _, team in runs(None) if test == "test_three"} == {"3.0"}
-    assert len({team for test, _, team in runs(None) if test == "test_once"}) == 1, "a module is in one lane"
+    assert {team for test, _, team in runs() if test == "test_three"} == {"3.0"}
+    assert len({team for test, _, team in runs() if test == "test_once"}) == 1, "a module is in one lane"
 
 
-def test_sample_has_runs_of_each_test_and_a_smaller_one_fewer_of_the_same():
-    few, some, rest = runs("8"), runs("4"), runs("4-8")
-    assert Counter(test for test, _, _ in few) == {
-        "test_x": 20, "test_y": 160, "test_z": 1, "test_three": 1, "test_once": 10,
-    }  # fmt: skip
-    assert sorted(few + [run for run in rest if run[0] != "test_long"]) == sorted(some)
-    assert Counter(test for test, _, _ in rest)["test_long"] == 4
-    assert sorted(few + runs("1-8")) == sorted(runs(None))
-    assert sorted(few + rest) == sorted(runs("4-0")), "nothing is left out, and long ones are in"
-
-
-def test_sample_takes_each_case_of_a_long_table_once_and_all_numbers_of_ranks_in_turn():
-    table = [(int(case), team) for test, case, team in runs("4") if test == "test_x"]
+def test_selection_runs_cases_at_all_numbers_of_ranks_in_turn():
+    table = [(int(case), team) for test, case, team in runs() if test == "test_x"]
     assert sorted(case for case, _ in table) == list(range(40))
     assert Counter(team for _, team in table) == dict.fromkeys(["1.0", "2.0", "3.0", "4.0"], 10)
 
 
-def test_every_second_run_has_all_cases():
-    assert {run[:2] for run in runs("2")} == {run[:2] for run in runs(None) if run[0] != "test_long"}
+def test_selection_of_a_sample_has_some_runs_of_each_test():
+    assert Counter(test for test, _, _ in runs(8)) == {
+        "test_x": 5, "test_y": 20, "test_z": 1, "test_two": 1, "test_three": 1, "test_once": 5, "test_long": 1,
+    }  # fmt: skip
+    assert not set(runs(8)) - set(runs())
 
 
-@pytest.mark.parametrize("text", ["0", "4-", "half", "1-2-3"])
-def test_sample_that_is_none_is_refused(text):
-    with pytest.raises(pytest.UsageError, match=f"got '{text}': give every how manieth"):
-        Sample.of(text)
+def test_selection_runs_few_cases_at_each_number_of_ranks_between_them():
+    table = [(case, team) for test, case, team in runs() if test == "test_two"]
+    assert sorted(team for _, team in table) == ["1.0", "2.0", "3.0", "4.0"]
+    assert Counter(case for case, _ in table) == {"0": 2, "1": 2}
+
+
+def test_table_of_pairs_takes_the_place_of_all_products(tmp_path):
+    product = "".join(f"@pytest.mark.parametrize('{name}', range(4))\n" for name in "abc")
+    write(tmp_path, f"{product}def test_few(a, b, c): pass\n@pytest.mark.whole\n{product}def test_all(a, b, c): pass\n")
+    result = Result(tmp_path, "--ranks", "1", "-v")
+    assert 16 <= result.text.count("::test_few[") <= 24
+    assert result.text.count("::test_all[") == 64
 
 
 # Each waits for the other: one after the other they would wait for ever.

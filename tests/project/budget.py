@@ -62,7 +62,7 @@ def _runs() -> int:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    runs = plan(session.items, teams_of([1, 2, 3, 4], num_lanes=1), sample=None)
+    runs = plan(session.items, teams_of([1, 2, 3, 4], num_lanes=1))
     print(f"\n{sum(map(len, runs.values()))} runs")
 
 

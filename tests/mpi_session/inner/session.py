@@ -18,7 +18,7 @@ from mpi_session.inner.byhand import Watch, common_folder
 from mpi_session.inner.gather import Collection, compare_collections
 from mpi_session.launch import DIRECTORY, HANG_SECONDS
 from mpi_session.reports import chain, links, rank_parts, rank_sections
-from mpi_session.selection import Sample, Team, plan, refused_skip, set_thorough, teams_of
+from mpi_session.selection import Team, plan, refused_skip, teams_of
 from mpi_session.wire import Orders, Writer
 
 
@@ -39,8 +39,6 @@ class InnerSession:
         self.agreement = Agreement(self.world)
         self.collection = Collection()
         self.processor_seconds = processor_seconds()
-        self.sample = Sample.of(config.option.sample) if config.option.sample else None
-        set_thorough(self.sample)
         self._arrange_options()
 
     def _arrange_options(self) -> None:
@@ -79,7 +77,7 @@ class InnerSession:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         teams = teams_of(self.orders.ranks, self.orders.num_lanes)
         own = Team(self.size, self.orders.lane)
-        chosen = plan(items, list(dict.fromkeys([*teams, own])), self.sample)
+        chosen = plan(items, list(dict.fromkeys([*teams, own])), self.config.option.sample)
         self.collection.planned = {team.key: len(chosen[team.key]) for team in teams}
         kept = {item.nodeid for item in chosen[own.key]}
         left_out = [item for item in items if item.nodeid not in kept]
