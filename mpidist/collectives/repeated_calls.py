@@ -25,6 +25,7 @@ __all__ = ["CallKey", "RepeatedCalls", "key_of_repeated"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
 _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
+_MAX_ALIKE: Final = 8  # lists whose first arrays are alike
 _OP_TYPES: Final = {str, ReduceOp}
 _NESTS: Final = {list, tuple, dict}
 
@@ -167,7 +168,7 @@ class RepeatedCalls:
         self._group = group
         self._cached: dict[CallKey, _CachedCall | None] = {}  # `None`: such calls have to be checked each time
         self._symmetric: dict[int, _SymmetricCall] = {}  # by the id of the array, until the array is gone
-        self._lists: dict[Any, _ListCall] = {}  # see `_place_of_list`
+        self._lists: dict[Any, list[_ListCall]] = {}  # by `_place_of_list`, the newest first
         self._cached_for: Levels | None = None
 
     def run(self, key: CallKey, value: Any, out: Any, likes: list[Any] | None) -> Any:
@@ -188,10 +189,10 @@ class RepeatedCalls:
         if self._cached_for is not self._group.levels or value is None:  # a reset makes new levels
             return None
         if type(value) is list:
-            known = self._lists.get(_place_of_list(key, value if out is None else out))
-            if known is None or not known.holds_for(value):
-                return None
-            if known.outs_hold is not None and not known.outs_hold(out):
+            for known in self._lists.get(_place_of_list(key, value if out is None else out), ()):
+                if known.holds_for(value) and (known.outs_hold is None or known.outs_hold(out)):
+                    break
+            else:
                 return None
             cached, variant = known.cached, known.variant
             if variant is None:
@@ -297,15 +298,18 @@ class RepeatedCalls:
         holds_for, known, outs = reduction.fits, self._lists, arrays if call.outs is None else list(call.outs)
         place = _place_of_list(key, outs)
         if checked is None:
-            known[place] = _ListCall(holds_for, None, cached, None, [])
+            self._know(place, _ListCall(holds_for, None, cached, None, []))
             return
         # The memory of per-node arrays goes with them, so this keeps nothing that refers to the memory.
         kept = outs if is_per_node else outs[:1]
         references = [weakref.ref(its, lambda _: known.pop(place, None)) for its in kept]
         if is_per_node:
-            known[place] = _ListCall(holds_for, checked.are_unchanged, cached, call.variant, references)
+            self._know(place, _ListCall(holds_for, checked.are_unchanged, cached, call.variant, references))
         else:
-            known[place] = _ListCall(checked.are_unchanged, None, cached, None, references)
+            self._know(place, _ListCall(checked.are_unchanged, None, cached, None, references))
+
+    def _know(self, place: Any, call: _ListCall) -> None:
+        self._lists[place] = [call, *self._lists.get(place, ())][:_MAX_ALIKE]
 
     def _add_symmetric_list(
         self, key: CallKey, call: ReductionCall, execution: FusedExecution, checked: CheckedOuts
@@ -318,7 +322,7 @@ class RepeatedCalls:
         known, place = self._lists, _place_of_list(key, arrays)
         references = [weakref.ref(array, lambda _: known.pop(place, None)) for array in arrays]
         cached = _CachedCall(_call_like(call), execution, reduction)
-        known[place] = _ListCall(checked.are_unchanged, None, cached, call.variant, references)
+        self._know(place, _ListCall(checked.are_unchanged, None, cached, call.variant, references))
 
     def _cached_call(self, call: ReductionCall) -> _CachedCall | None:
         """Return what carries out calls like one; `None` if they have to be checked each time."""

@@ -316,6 +316,17 @@ def test_lists_of_one_plan_in_turn(strategy: Strategy, comm: Intracomm, length: 
     assert not any(reference() is not None for reference in gone)
 
 
+def test_repeated_lists_whose_first_arrays_are_alike_do_not_displace_each_other(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool]
+) -> None:
+    lists = [[np.full(16, 1.0), np.full(size, 2.0)] for size in (32, 64, 48)]
+    for _ in range(3):
+        for arrays in lists:
+            results = all_reduce(strategy, "sum", arrays)
+            assert [int(result[-1]) for result in results] == [comm.size, 2 * comm.size]
+    assert repeated == ([] if native is None else [False] * 3 + [are_repeated(strategy)] * 6)
+
+
 def test_a_refusal_that_is_caught_keeps_nothing(strategy: Strategy, comm: Intracomm) -> None:
     """Its traceback has the frames of the program, and all that their variables hold."""
 
