@@ -316,6 +316,17 @@ def test_lists_of_one_plan_in_turn(strategy: Strategy, comm: Intracomm, length: 
     assert not any(reference() is not None for reference in gone)
 
 
+@pytest.mark.parametrize("kind", [float, np.float16, np.float32, np.float64])
+def test_repeated_number_is_reduced_as_an_array_and_stays_of_its_type(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool], kind: Any
+) -> None:
+    for step in range(3):
+        total = all_reduce(strategy, "sum", kind(step + comm.rank))
+        assert type(total) is kind
+        assert total == step * comm.size + sum(range(comm.size))
+    assert repeated == [False, *[are_repeated(strategy)] * 2]
+
+
 def test_repeated_lists_whose_first_arrays_are_alike_do_not_displace_each_other(
     strategy: Strategy, comm: Intracomm, repeated: list[bool]
 ) -> None:
