@@ -65,6 +65,7 @@ lock = folder_lock.FolderLock.hold(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
+HANGS_SECONDS = 60  # 6,000 signs of life
 REFUSED = r"another job \(.*host .*, process \d+, since [-0-9]+ [:0-9]+\) writes to this folder, '.*', so nothing was "
 
 
@@ -153,7 +154,9 @@ def test_lock_gets_signs_of_life_while_its_job_lives(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"held\n"
         for _ in range(2):
             os.utime(lock, (1, 1))
+            until = time.monotonic() + HANGS_SECONDS
             while lock.stat().st_mtime == 1:
+                assert time.monotonic() < until, "no sign of life"
                 time.sleep(0.01)
     assert not lock.exists()
 

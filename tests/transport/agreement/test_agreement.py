@@ -286,6 +286,15 @@ def test_errors_of_one_kind_in_each_ranks_own_words_are_raised_as_they_are(comm:
 
 
 @pytest.mark.ranks(min=2)
+def test_errors_of_several_kinds_are_one_error_that_names_each(comm: Intracomm) -> None:
+    error = ValueError("no value") if comm.rank else KeyError("no key")
+    with Strategy(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, "error: rank 0: KeyError: .*; ranks? .*: ValueError: no v"):
+            parts_of(strategy).agree("call", {}, error)
+        assert strategy.reduce("SUM", 1) == comm.size
+
+
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", ["MPIDIST_CHECK", "MPIDIST_TIMEOUT_SECONDS"])
 def test_variables_must_agree(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if comm.rank == 0:
