@@ -80,15 +80,15 @@ test-cuda: $(CUDA)/host_cuda/jumps.json  ## With CuPy, on emulated GPUs
 	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 2 tests
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4
 
-test-openmpi: $(OPENMPI)/.installed-test  ## Half of the runs of the core of the suite, with Open MPI
-	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 2 tests
+test-openmpi: $(OPENMPI)/.installed-test  ## A third of the runs of the core of the suite, with Open MPI
+	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 3 tests
 
 test-impi: $(IMPI)/.installed-test  ## A fifth of the runs of the core of the suite, with Intel MPI
 	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 5 tests
 
 REDUCTIONS := $(addprefix tests/,collectives cross_device_ops transport/shared_memory)
 test-numpy: $(MPICH)/.installed-test  ## Reductions without the compiled part of the library
-	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" $(REDUCTIONS)
+	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 2 $(REDUCTIONS)
 
 RANDOM := $(addprefix tests/,parameter_server/test_random_operations.py $(addprefix project/test_,fuzz.py leaks.py soak.py))
 test-long: $(MPICH)/.installed-test  ## Real Slurm, other tests that take long, and longer runs of random programs
