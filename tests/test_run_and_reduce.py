@@ -15,7 +15,6 @@ from support.everywhere import raises_everywhere
 
 import mpidist
 from mpidist import Mirrored, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, PerReplica, Strategy
-from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 WORLD = MPI.COMM_WORLD
@@ -454,6 +453,11 @@ def test_calls_of_one_shape_are_planned_once(strategy: Strategy, caplog: pytest.
     assert [variable.numpy().tolist() for variable in variables] == [[SIZE, SIZE]] * 5
 
 
+def in_scope(strategy: Strategy, call: str, *given: Any, **more: Any) -> Any:
+    with strategy.scope():
+        return getattr(mpidist.NcclAllReduce(), call)(*given, **more)
+
+
 WITH_HINTS: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda s, **k: s.run(lambda: context().all_reduce("SUM", 1.0, **k)),
     "all_gather": lambda s, **k: s.run(lambda: context().all_gather(np.ones(1), 0, **k).sum()),
@@ -461,8 +465,8 @@ WITH_HINTS: dict[str, Callable[..., Any]] = {
     "reduce along an axis": lambda s, **k: s.reduce("SUM", np.ones(1), axis=0, **k),
     "reduce_to": lambda s, **k: s.extended.reduce_to("SUM", 1.0, "all", **k),
     "batch_reduce_to": lambda s, **k: s.extended.batch_reduce_to("SUM", [(1.0, "all")], **k)[0],
-    "ops.reduce": lambda s, **k: parts_of(s).cross_device_ops.reduce("SUM", 1.0, "all", **k),
-    "ops.batch_reduce": lambda s, **k: parts_of(s).cross_device_ops.batch_reduce("SUM", [(1.0, "all")], **k)[0],
+    "ops.reduce": lambda s, **k: in_scope(s, "reduce", "SUM", 1.0, "all", **k),
+    "ops.batch_reduce": lambda s, **k: in_scope(s, "batch_reduce", "SUM", [(1.0, "all")], **k)[0],
 }
 
 

@@ -195,7 +195,7 @@ except mpidist.errors.PeerFailedError as error:
 SAME_EVERYWHERE = {
     "InvalidArgumentError": "strategy.reduce('SUM', [1.0] * (rank + 1))",
     "ValueError": "strategy.reduce('median', 1.0)",
-    "TypeError": "strategy.reduce('SUM', 'text')",
+    "InvalidTypeError": "strategy.reduce('SUM', 'text')",
     "InvalidArgumentError: gather": "strategy.gather(1.0, 0)",
     "TopologyError: the environment": "os.environ['MPIDIST_CHECK'] = str(int(rank > 0))\nmpidist.MirroredStrategy()",
     "TopologyError: a resolver": """
