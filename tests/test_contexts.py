@@ -13,6 +13,7 @@ from support.alarms import RangError, alarm
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy, context_stack
+from mpidist.transport.failures import open_groups
 
 State = tuple[Any, Any, bool, bool]
 
@@ -27,6 +28,12 @@ def strategy() -> Iterator[Strategy]:
 def other() -> Iterator[Strategy]:
     with OneDeviceStrategy() as made:
         yield made
+
+
+@pytest.fixture
+def no_strategy_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other modules may keep strategies open, outside of which the default strategy's replica refuses calls."""
+    monkeypatch.setattr(open_groups, "_open", [])
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +262,7 @@ def test_set_strategy_takes_strategies_only() -> None:
     assert state() == DEFAULT
 
 
+@pytest.mark.usefixtures("no_strategy_is_open")
 def test_default_context_reduces_its_own_value() -> None:
     """Reference 1.4.10, first row; 2.5: also under an MPI launcher."""
     default, context = mpidist.get_strategy(), mpidist.get_replica_context()
@@ -265,6 +273,7 @@ def test_default_context_reduces_its_own_value() -> None:
     assert default.run(lambda x: x + 1, (1,)) == 2
 
 
+@pytest.mark.usefixtures("no_strategy_is_open")
 def test_merge_call_of_the_default_context_is_cross_replica_context() -> None:
     """As in TensorFlow: there the default strategy's scope and `run` change nothing, and `merge_call` does."""
     default, context = mpidist.get_strategy(), mpidist.get_replica_context()

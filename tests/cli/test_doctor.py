@@ -189,8 +189,8 @@ def test_it_makes_a_sum_of_all_ranks(
         return
     assert re.search(rf"all-reduce of {comm.size} ranks: right everywhere; 8 B in .* [um]s, 16 MiB in .* m?s", text)
 
-    def sums(self: BoundOps, op: str, value: Any) -> Any:
-        total = all_reduce(self, op, value)
+    def sums(self: BoundOps, op: str, value: Any, **more: Any) -> Any:
+        total = all_reduce(self, op, value, **more)
         return total + 1 if comm.rank == 1 and total.size > 1 else total
 
     all_reduce = BoundOps.all_reduce
