@@ -33,7 +33,7 @@ def other() -> Iterator[Strategy]:
 @pytest.fixture
 def no_strategy_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other modules may keep strategies open, outside of which the default strategy's replica refuses calls."""
-    monkeypatch.setattr(open_groups, "_open", [])
+    monkeypatch.setattr(open_groups, "num_strategies", lambda: 0)
 
 
 @pytest.fixture(autouse=True)
