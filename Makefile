@@ -91,7 +91,7 @@ test-numpy: $(MPICH)/.installed-test  ## Reductions without the compiled part of
 	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 2 $(REDUCTIONS)
 
 RANDOM := $(addprefix tests/,parameter_server/test_random_operations.py $(addprefix project/test_,fuzz.py leaks.py soak.py))
-test-long: $(MPICH)/.installed-test  ## Real Slurm, other tests that take long, and longer runs of random programs
+test-long: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Real Slurm, other tests that take long, and longer runs of random programs
 	$(MPICH)/bin/python -m pytest -q -m "long and not gpu" tests
 	TEST_THOROUGH=1 $(MPICH)/bin/python -m pytest -q -m "not long and not gpu" $(RANDOM)
 

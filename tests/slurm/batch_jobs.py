@@ -184,7 +184,7 @@ def job_environment(cluster: EmulatedCluster, library: str) -> dict[str, str]:
     """Return the environment of one who submits a job with a library."""
     environment = PROJECT / _ENVIRONMENTS[library]
     if not environment.exists():
-        pytest.skip(f"there is no {environment.name}: `make test` makes it")
+        pytest.skip(f"there is no {environment.name}: `make test-long` makes it")
     inherited = clean_environment()
     inherited.pop("USER", None)  # cron, containers and some sites do not set it
     return {
