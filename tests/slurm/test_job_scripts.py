@@ -14,7 +14,7 @@ from mpi_session import HANG_SECONDS
 from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, Ended, job_environment, submit
 from slurm.emulated_cluster import EmulatedCluster
 
-pytestmark = [pytest.mark.no_mpi, pytest.mark.timeout(5 * HANG_SECONDS)]
+pytestmark = [pytest.mark.no_mpi, pytest.mark.long, pytest.mark.timeout(5 * HANG_SECONDS)]
 
 Submit = Callable[..., BatchJob]
 
@@ -107,7 +107,6 @@ def test_training_on_two_nodes(submit_job: Submit) -> None:
     )
 
 
-@pytest.mark.long
 def test_program_that_starts_mpi_before_mpidist(submit_job: Submit) -> None:
     """And fills the heap before: pmi2 garbled what UCX sends then, and the job waited for ever."""
     program = TRAIN.replace("import mpidist\n", "from mpi4py import MPI\nimport mpidist\n")
@@ -115,7 +114,6 @@ def test_program_that_starts_mpi_before_mpidist(submit_job: Submit) -> None:
     assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
 
 
-@pytest.mark.long
 def test_training_by_one_task(submit_job: Submit) -> None:
     job = submit_job("train.sbatch", TRAIN, *ONE_TASK)
     require_lines(
@@ -125,7 +123,6 @@ def test_training_by_one_task(submit_job: Submit) -> None:
     )
 
 
-@pytest.mark.long
 def test_workers_and_servers(submit_job: Submit) -> None:
     """A heterogeneous job: two workers on a node each, and a server on a third."""
     job = submit_job("roles.sbatch", SERVE, *TWO_NODES, ":", *ONE_TASK)
@@ -137,7 +134,6 @@ def test_workers_and_servers(submit_job: Submit) -> None:
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("code", [1, 3, 75])
 def test_exit_code_of_a_rank_is_that_of_the_job(submit_job: Submit, code: int) -> None:
     ended = submit_job("train.sbatch", END, *TWO_NODES, arguments=(str(code),)).end()
@@ -145,13 +141,11 @@ def test_exit_code_of_a_rank_is_that_of_the_job(submit_job: Submit, code: int) -
     assert ended.output.count("Traceback") == 1, str(ended)
 
 
-@pytest.mark.long
 def test_exit_code_of_a_heterogeneous_job(submit_job: Submit) -> None:
     ended = submit_job("roles.sbatch", END, *ONE_TASK, ":", *ONE_TASK, arguments=("3",)).end()
     assert (ended.state, ended.code) == ("FAILED", 3), str(ended)
 
 
-@pytest.mark.long
 def test_cancelled_job_leaves_no_process(submit_job: Submit) -> None:
     job = submit_job("train.sbatch", WORK)
     job.wait_for_output("works")
@@ -160,7 +154,6 @@ def test_cancelled_job_leaves_no_process(submit_job: Submit) -> None:
     assert job.processes() == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", ["train.sbatch", "roles.sbatch"])
 def test_program_that_is_not_there(submit_job: Submit, script: str) -> None:
     ended = submit_job(script, "").end()
@@ -169,7 +162,6 @@ def test_program_that_is_not_there(submit_job: Submit, script: str) -> None:
     assert "can't open file" in ended.output
 
 
-@pytest.mark.long
 def test_servers_of_a_plain_job(submit_job: Submit, plain_roles: Path) -> None:
     job = submit_job(plain_roles, SERVE, NUM_PS="2")
     require_lines(
@@ -180,7 +172,6 @@ def test_servers_of_a_plain_job(submit_job: Submit, plain_roles: Path) -> None:
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("num_ps", ["0", "4", "many"])
 def test_number_of_servers_that_cannot_be(submit_job: Submit, plain_roles: Path, num_ps: str) -> None:
     ended = submit_job(plain_roles, SERVE, NUM_PS=num_ps).end()
@@ -189,7 +180,6 @@ def test_number_of_servers_that_cannot_be(submit_job: Submit, plain_roles: Path,
     assert ended.output.splitlines()[1:] == [f"NUM_PS is '{num_ps}', and {text}"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", ["train.sbatch", "scaling.sbatch"])
 def test_script_without_a_program(cluster: EmulatedCluster, tmp_path: Path, script: str) -> None:
     ended = submit(cluster, tmp_path, LIBRARIES[0], script, "", *TWO_NODES, program_name=None, MPI_TYPE="pmi2").end()
@@ -197,7 +187,6 @@ def test_script_without_a_program(cluster: EmulatedCluster, tmp_path: Path, scri
     assert ended.output.splitlines()[1:] == ["there is no program to run: sbatch JOB_SCRIPT train.py"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_command_submits_what_runs(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
     """`mpidist sbatch` asks the library, and Slurm, how ranks are started."""
