@@ -145,7 +145,8 @@ def _where(rows: Sequence[Row]) -> str:
     """Name machine, date and versions of a run."""
     row = rows[0]
     versions = dict.fromkeys(f"{name} {number}" for one in rows for name, number in _versions(one["versions"]))
-    return f"*{row['machine']}, {row['setting']}, {row['date']}, mpidist {row['version']}; {', '.join(versions)}.*"
+    commits = " and ".join(dict.fromkeys(one["version"] for one in rows))
+    return f"*{row['machine']}, {row['setting']}, {row['date']}, mpidist {commits}; {', '.join(versions)}.*"
 
 
 def _versions(text: str) -> Iterable[tuple[str, str]]:

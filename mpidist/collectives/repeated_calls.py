@@ -28,6 +28,7 @@ _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
 _MAX_ALIKE: Final = 8  # lists whose first arrays are alike
 _OP_TYPES: Final = {str, ReduceOp}
 _NESTS: Final = {list, tuple, dict}
+_NUMBERS: Final = {float, np.float16, np.float32, np.float64}  # such as a loss
 
 _OTHERS: Final = "other arrays"
 
@@ -45,8 +46,9 @@ def key_of_repeated(
     """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
     These calls reduce one NumPy array, with the options of the algorithm: into a new array, in place, or into another
-    array of the same kind, with which it shares no memory. Or they reduce a nest of NumPy arrays, into new ones, in
-    place, or into per-node arrays; or a nest of tensors, whose arrays are known, into new ones or in place.
+    array of the same kind, with which it shares no memory. A float is such an array without axes. Or they reduce a nest
+    of NumPy arrays, into new ones, in place, or into per-node arrays; or a nest of tensors, whose arrays are known, into
+    new ones or in place.
 
     Args:
         name: The name of the call.
@@ -58,13 +60,16 @@ def key_of_repeated(
     """
     if options is not None or error is not None or type(reduce_op) not in _OP_TYPES:
         return None
+    likes = None
+    if type(value) in _NUMBERS and out is None:
+        value, likes = library_of(value).to_native(value), [value]
     if type(value) is np.ndarray:
         flags = value.flags
         if not (flags.c_contiguous and flags.aligned):
             return None
         if out is not None and not (flags.writeable if out is value else _takes_result(out, value)):
             return None
-        return (name, reduce_op, value.shape, value.dtype, out is not None), value, out, None
+        return (name, reduce_op, value.shape, value.dtype, out is not None), value, out, likes
     if native is None or type(value) not in _NESTS or not value:
         return None
     try:
@@ -181,7 +186,7 @@ class RepeatedCalls:
             likes: Values like the new results, if these are not NumPy's.
 
         Returns:
-            The result, an array or a list; `None` if there was no such call before, or if this one has to be checked.
+            The result: an array, a number or a list; `None` if there was no such call, or this one has to be checked.
 
         Raises:
             Exception: What `Reductions.run` raises.
@@ -208,7 +213,8 @@ class RepeatedCalls:
             if symmetric is None or out is not value or symmetric.array() is not value or symmetric.key != key:
                 return None
             reduction, of_array = symmetric.reduction, symmetric.variant
-        return self._make(alike, reduction, of_array, value, out)
+        result = self._make(alike, reduction, of_array, value, out)
+        return result if likes is None else library_of(likes[0]).from_native(result, likes[0])
 
     def _make(self, cached: _CachedCall, reduction: RepeatedReduction, variant: int, value: Any, out: Any) -> Any:
         """Make a call. Collective."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, final
-
-import numpy as np
+from typing import Any, final
 
 from mpidist.collectives import (
     Algorithm,
@@ -29,8 +27,6 @@ from mpidist.replicas import Replicas
 from mpidist.transport import FusedReducer, Levels, SyncGroup
 
 __all__ = ["BoundOps"]
-
-_FLOATS: Final = frozenset({float, np.float16, np.float32, np.float64})
 
 
 @final
@@ -126,11 +122,6 @@ class BoundOps(Algorithm):
         Raises:
             InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
         """
-        if (
-            type(value) in _FLOATS and out is None
-        ):  # a loss, for example: as an array, of which the call may be repeated
-            total = self.all_reduce(reduce_op, np.asarray(value), options, call=call, error=error)
-            return total.item() if type(value) is float else total[()]
         reductions = self._reductions
         repeated = key_of_repeated(call, reduce_op, value, options, out, error)
         if repeated is not None and (result := reductions.repeated.run(*repeated)) is not None:
