@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import arrays, bytes_of, fingerprint_of, library_of, mark_shared, name_ranks, native
 from mpidist.values import DistributedValues
 from mpidist.variables import Variable
@@ -42,7 +43,7 @@ def _crc32(data: np.ndarray[Any, Any]) -> int:
 
 
 def differences(
-    extended: Any,
+    parts: StrategyParts,
     call: str,
     fields: Mapping[str, str],
     checksums: Mapping[str, int],
@@ -51,7 +52,7 @@ def differences(
     """Compare checksums of all ranks. Collective: one small round, and two messages more if any checksum differs.
 
     Args:
-        extended: The strategy's ranks.
+        parts: The parts of the strategy.
         call: The name of the call.
         fields: What must be equal on all ranks, by name: else all ranks raise an error.
         checksums: This rank's checksums, by name.
@@ -61,27 +62,27 @@ def differences(
         The checksums of all ranks, in rank order, of each name that all ranks have and whose checksums differ.
     """
     variant = fingerprint_of(sorted(checksums.items())) | 1  # never 0, so that ranks always compare
-    if extended.agree(call, fields, error, variant):
+    if parts.agree(call, fields, error, variant):
         return {}
-    everyone = extended.group.agreement.all_gather_object(dict(checksums))
+    everyone = parts.group.agreement.all_gather_object(dict(checksums))
     shared = [name for name in checksums if all(name in of_rank for of_rank in everyone)]
     gathered = {name: [of_rank[name] for of_rank in everyone] for name in shared}
     return {name: of_ranks for name, of_ranks in gathered.items() if len(set(of_ranks)) > 1}
 
 
 def difference_error(
-    extended: Any, call: str, what: str, found: Mapping[str, Sequence[int]], advice: str
+    parts: StrategyParts, call: str, what: str, found: Mapping[str, Sequence[int]], advice: str
 ) -> InvalidArgumentError:
     """Make the error that all ranks raise because values differ: it names the values and the ranks. Local.
 
     Args:
-        extended: The strategy's ranks.
+        parts: The parts of the strategy.
         call: The name of the call.
         what: What happened.
         found: What `differences` returned, by names for people.
         advice: What people can do about it.
     """
-    agreement = extended.group.agreement
+    agreement = parts.group.agreement
     error = InvalidArgumentError(f"{call} (call {agreement.sequence}): {what}\n{difference_text(found)}\n  {advice}")
     mark_shared(error, agreement.ranks)
     return error
@@ -101,7 +102,7 @@ def _groups_text(of_ranks: Sequence[int]) -> str:
     return "; ".join(texts + ["others differ, too"] * (len(groups) > _MAX_GROUPS))
 
 
-def check_equal(extended: Any, values: Any, what: str) -> None:
+def check_equal(parts: StrategyParts, values: Any, what: str) -> None:
     """Compare all leaves of a nest over ranks: `Strategy.check_equal`. Collective."""
     fields: dict[str, str] = {"what": what}
     checksums: dict[str, int] = {}
@@ -110,14 +111,14 @@ def check_equal(extended: Any, values: Any, what: str) -> None:
         leaves, structure = nest.flatten(values)
         for path, leaf in zip(nest.paths(structure), leaves, strict=True):
             name = path or "the value"
-            form, checksums[name] = _form_and_checksum(name, leaf, extended.group)
+            form, checksums[name] = _form_and_checksum(name, leaf, parts.group)
             fields[f"form of {name}"] = form
     except Exception as problem:  # of any array library: the other ranks must learn of it
         error = problem
-    found = differences(extended, "check_equal", fields, checksums, error)
+    found = differences(parts, "check_equal", fields, checksums, error)
     if found:
         raise difference_error(
-            extended,
+            parts,
             "check_equal",
             f"{what}: {len(found)} of {len(checksums)} leaves differ between ranks, compared bit by bit",
             found,
@@ -150,20 +151,20 @@ class CheckedVariables:
     """The mirrored variables of a strategy, which are compared over ranks now and then: `MPIDIST_CHECK_VALUES`.
 
     Args:
-        extended: The strategy's ranks.
+        parts: The parts of the strategy.
         period: In which runs the variables are compared: in each so many-th.
     """
 
-    def __init__(self, extended: Any, period: int) -> None:
-        self._extended, self._period = extended, period
+    def __init__(self, parts: StrategyParts, period: int) -> None:
+        self._parts, self._period = parts, period
         self._num_runs = 0
 
     @classmethod
-    def of_strategy(cls, extended: Any) -> CheckedVariables | None:
+    def of_strategy(cls, parts: StrategyParts) -> CheckedVariables | None:
         """Make one, if the environment asks for it and the ranks are several, in lock step."""
-        period: int = extended.group.settings.check_values
-        is_needed = period and extended.service is None and extended.topology.size > 1
-        return cls(extended, period) if is_needed else None
+        period: int = parts.group.settings.check_values
+        is_needed = period and parts.service is None and parts.topology.size > 1
+        return cls(parts, period) if is_needed else None
 
     def count_run(self) -> None:
         """Count a run that is over, and compare the variables if it is time. Collective then.
@@ -175,17 +176,17 @@ class CheckedVariables:
         if self._num_runs % self._period:
             return
         call = f"comparison of variables (MPIDIST_CHECK_VALUES={self._period})"
-        made = {f"{number}": reference() for number, reference in enumerate(self._extended.mirrored)}
+        made = {f"{number}": reference() for number, reference in enumerate(self._parts.mirrored)}
         variables = {number: variable for number, variable in made.items() if variable is not None}
         sums: dict[str, int] = {}
         error: Exception | None = None
         try:
-            group = self._extended.group
+            group = self._parts.group
             sums = {number: _form_and_checksum(number, variable, group)[1] for number, variable in variables.items()}
         except Exception as problem:  # of a GPU, for example: the other ranks must learn of it
             error = problem
-        found = differences(self._extended, call, {"run": f"{self._num_runs}", "advice": _ALL_RUN}, sums, error)
+        found = differences(self._parts, call, {"run": f"{self._num_runs}", "advice": _ALL_RUN}, sums, error)
         if found:
             named = {f"variable {variables[number].name!r}": of_ranks for number, of_ranks in found.items()}
             what = f"{len(named)} of {len(sums)} variables differ between ranks, bit by bit, after run {self._num_runs}"
-            raise difference_error(self._extended, call, what, named, _ADVICE)
+            raise difference_error(self._parts, call, what, named, _ADVICE)

@@ -69,6 +69,19 @@ def folder(comm: Intracomm, tmp_path: Path) -> Path:
     return Path(comm.bcast(str(tmp_path)))
 
 
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let threads that save in the background wait until the test sets this event, before they write a part."""
+    event, really = threading.Event(), saving_module.write_part
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        assert threading.current_thread() is threading.main_thread() or event.wait()
+        really(place, name, part)
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    return event
+
+
 def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -316,16 +329,8 @@ def test_rank_that_cannot_write_is_told_on_all_ranks(
         comm.Barrier()
 
 
-def test_background_holds_what_was(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_holds_what_was(comm: Intracomm, folder: Path, go_on: threading.Event) -> None:
     """`save` returns before the files are there, and what changes afterwards is not in them."""
-    go_on = threading.Event()
-    really = saving_module.write_part
-
-    def write_part(place: Path, name: str, part: Any) -> None:
-        go_on.wait()
-        really(place, name, part)
-
-    monkeypatch.setattr(saving_module, "write_part", write_part)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         manager = CheckpointManager(checkpoint, folder, background=True)
@@ -431,16 +436,8 @@ def test_what_another_manager_is_writing_stays(comm: Intracomm, folder: Path, mo
 
 
 def test_write_to_the_place_of_a_background_save_leaves_its_files(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+    comm: Intracomm, folder: Path, go_on: threading.Event
 ) -> None:
-    go_on = threading.Event()
-    really = saving_module.write_part
-
-    def write_part(place: Path, name: str, part: Any) -> None:
-        assert threading.current_thread() is threading.main_thread() or go_on.wait()
-        really(place, name, part)
-
-    monkeypatch.setattr(saving_module, "write_part", write_part)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         checkpoint.write(folder / "ckpt-1")
@@ -479,16 +476,8 @@ def test_background_save_that_hangs_keeps_the_job_for_the_grace_alone(job: Job, 
 
 
 def test_background_removes_in_the_folder_in_which_the_program_was(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+    comm: Intracomm, folder: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on = threading.Event()
-    really = saving_module.write_part
-
-    def write_part(place: Path, name: str, part: Any) -> None:
-        go_on.wait()
-        really(place, name, part)
-
-    monkeypatch.setattr(saving_module, "write_part", write_part)
     if comm.rank == 0:
         for name in ("a", "b/saved/ckpt-0", "b/saved/.ckpt-4.new"):
             (folder / name).mkdir(parents=True)
