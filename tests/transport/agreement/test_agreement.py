@@ -136,7 +136,7 @@ DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
         "InvalidTypeError: [1]['bias'] is None, which is neither", "-",
     ),
     "no leaf": (lambda s, x: s.reduce("SUM", [1, x]), "a", 1, "error", "InvalidTypeError: [1]: cannot take a", "-"),
-    "no leaf to gather": (lambda s, x: s.gather([x], 0), "a", np.ones(1), "error", "InvalidTypeError: [0]: cann", "-"),
+    "no leaf to gather": (lambda s, x: s.gather([x], 0), "a", np.ones(1), "error", "InvalidTypeError: [0]: ", "-"),
     "no leaf to broadcast": (
         lambda s, x: s.extended.broadcast_to({"a": x}, 0), "a", 1, "error", "InvalidTypeError: ['a']: cannot take", "-",
     ),
