@@ -77,7 +77,8 @@ test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
 # Half of the runs of tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine
 # with a GPU, small. Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
 test-cuda: $(CUDA)/host_cuda/jumps.json  ## With CuPy, on emulated GPUs
-	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 2 tests
+	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 2 \
+	    -o 'mpi_accepted_skips="needs a real GPU" "needs a GPU, and MPI" "needs a mount namespace"' tests
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4
 
 test-openmpi: $(OPENMPI)/.installed-test  ## A third of the runs of the core of the suite, with Open MPI

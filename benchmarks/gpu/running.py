@@ -135,7 +135,7 @@ def prepare(wheels: Path, folder: Path) -> Environment:
     def put_first(name: str, *paths: object) -> None:
         variables[name] = os.pathsep.join(filter(None, [*map(str, paths), variables.get(name, "")]))
 
-    put_first("PYTHONPATH", ROOT, ROOT / "benchmarks", ROOT / "tests", packages)
+    put_first("PYTHONPATH", ROOT, ROOT / "benchmarks", ROOT / "tests", ROOT / "tools", packages)
     put_first("PATH", site / "bin", Path(sys.executable).parent)
     for library in sorted((site / "lib").glob("libmpi.so.*"))[:1]:
         variables["MPI4PY_LIBMPI"] = str(library)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import pytest
-from mpi_session.selection import is_thorough
 from parameter_server.clusters import num_workers
+from support.random_calls import is_thorough
 
 from mpidist import IndexedSlices, ShardedVariable, Variable
 from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules

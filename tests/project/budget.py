@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -54,7 +55,10 @@ def _runs() -> int:
         "project.budget",
         "tests",
     ]
-    environment = {**clean_environment(), "PYTHONPATH": str(ROOT / "tests")}
+    environment = {
+        **clean_environment(),
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tools")),
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     found = re.search(r"^(\d+) runs$", done.stdout, re.MULTILINE)
     assert found, f"the tests could not be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"

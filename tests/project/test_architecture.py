@@ -435,7 +435,7 @@ def test_tests_enter_folders_by_their_init() -> None:
 
 
 def test_folders_of_tests_mirror_those_of_the_package() -> None:
-    own = {"fixtures", "frameworks", "host_cuda", "jobs", "mpi_session", "project", "slurm", "support"}
+    own = {"fixtures", "frameworks", "host_cuda", "jobs", "project", "slurm", "support"}
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
     mirrors = {folder for folder in folders if not own & {*folder.parts}}
     assert {folder for folder in mirrors if not (PACKAGE / folder / "__init__.py").exists()} == set()
@@ -478,6 +478,6 @@ def test_tests_touch_few_privates() -> None:
     found = {
         path: privates_of(tree) - of_others
         for path, _, tree in modules_of_tests()
-        if path.rpartition("/")[2].startswith("test_") and not path.startswith("mpi_session/")
+        if path.rpartition("/")[2].startswith("test_")
     }
     assert {path: names for path, names in found.items() if names} == TOUCH_PRIVATES

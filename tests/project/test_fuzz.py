@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from mpi_session.selection import is_thorough
-from support.random_calls import BFLOAT16, Numbers
+from support.random_calls import BFLOAT16, Numbers, is_thorough
 
 import mpidist
 from mpidist import CommunicationOptions, Mirrored, PerReplica, ReduceOp, nest

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from mpi_session.selection import is_thorough
+from support.random_calls import is_thorough
 from support.reductions import all_reduce
 from support.used import Used
 

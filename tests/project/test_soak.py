@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
-from mpi_session.selection import is_thorough
 from support.everywhere import same_everywhere
 from support.random_calls import (
     BFLOAT16,
@@ -30,6 +29,7 @@ from support.random_calls import (
     Leaf,
     Numbers,
     draw_shape,
+    is_thorough,
     near,
     precision_of,
     result_dtype,

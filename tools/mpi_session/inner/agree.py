@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Verdict:
     xfail_reason: str | None = None
 
 
-def judge(outcomes: list[Outcome]) -> Verdict | None:
+def judge(outcomes: list[Outcome], accepted_skips: Sequence[str]) -> Verdict | None:
     """Return the verdict on one phase of a test, None where every rank's own report is right."""
     states = {outcome.state for outcome in outcomes}
     failures = {rank: outcome.report for rank, outcome in enumerate(outcomes) if outcome.report is not None}
@@ -100,6 +100,6 @@ def judge(outcomes: list[Outcome]) -> Verdict | None:
             f"skipped on some ranks only: {ranks_text(skips)} with the reason {reason!r}, but not "
             f"{ranks_text(others)}: skip on all ranks or on none",
         )
-    if states == {"skipped"} and (refusal := refused_skip(outcomes[0].reason)):
+    if states == {"skipped"} and (refusal := refused_skip(outcomes[0].reason, accepted_skips)):
         return Verdict({}, refusal)
     return None

@@ -13,14 +13,8 @@ import pytest
 MARKS = (
     "ranks(*numbers, min=None, max=None): run only at these numbers of MPI ranks; with several, at those of all",
     "no_mpi: needs no ranks; runs once, in one process, beside the launches of several ranks",
-    "gpu: runs with CuPy on GPUs that are real or emulated, and is skipped where there are none",
-    "core: the subset that is run with every MPI library",
     "whole: all products of the parameters of this test are run, at each number of ranks",
-    "long: takes long; `make test` leaves it to `make test-all`",
 )
-# Where GPUs are emulated, tests have as many as they want, and lack only what no emulated one has.
-_NEEDS_A_GPU = ("needs a real GPU", "needs a GPU, and MPI") if "TEST_GPUS" in os.environ else ("needs a GPU",)
-ACCEPTED_SKIPS = (*_NEEDS_A_GPU, "needs a mount namespace")
 
 
 class Team(NamedTuple):
@@ -113,20 +107,15 @@ def _allows(mark: pytest.Mark, size: int, nodeid: str) -> bool:
     return low <= size <= high and (not mark.args or size in mark.args)
 
 
-def is_thorough() -> bool:
-    """Tell whether tests that can be short or long shall be long: for `make test-all`."""
-    return os.environ.get("TEST_THOROUGH") == "1"
-
-
 def in_ci() -> bool:
     """Tell whether this run is CI's, where a skip is a failure."""
     return os.environ.get("CI", "").lower() in ("true", "1") or os.environ.get("TEST_CI") == "1"
 
 
-def refused_skip(reason: str) -> str | None:
-    """Return why CI refuses a skip with this reason, or None where it is accepted."""
+def refused_skip(reason: str, accepted: Sequence[str]) -> str | None:
+    """Return why CI refuses a skip with this reason, or None where it begins with one that is accepted."""
     reason = reason.removeprefix("Skipped: ")
-    if not in_ci() or reason.startswith(ACCEPTED_SKIPS):
+    if not in_ci() or reason.startswith(tuple(accepted)):
         return None
-    accepted = " or ".join(f'"{start}"' for start in ACCEPTED_SKIPS)
-    return f"skipped in CI: {reason!r} (there only a reason that starts with {accepted} is accepted)"
+    starts = " or ".join(f'"{start}"' for start in accepted) or "of mpi_accepted_skips (there is none)"
+    return f"skipped in CI: {reason!r} (there only a reason that starts with {starts} is accepted)"

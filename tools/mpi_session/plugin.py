@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mpi-logs", metavar="DIR", type=Path, help="keep the logs of the ranks in this folder")
     for name, text, default in _INI:
         parser.addini(name, text, default=default)
+    parser.addini("mpi_accepted_skips", "how reasons begin for which CI lets tests be skipped", type="args", default=[])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class InnerSession:
         self.wire.send("hello", place=stacks.here())
         self.watch = None if self.is_ours else Watch(self.world, self.directory, grace)
         self.agreement = Agreement(self.world)
+        self.accepted_skips = config.getini("mpi_accepted_skips")
         self.collection = Collection()
         self.processor_seconds = processor_seconds()
         self._arrange_options()
@@ -64,7 +66,7 @@ class InnerSession:
         return f"mpi: {name} {'.'.join(map(str, version))} at {self.size} ranks"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.skipped and (refusal := refused_skip(str(report.longrepr[2]))):  # type: ignore[index]
+        if report.skipped and (refusal := refused_skip(str(report.longrepr[2]), self.accepted_skips)):  # type: ignore[index]
             report.outcome, report.longrepr = "failed", refusal
         if not report.passed:
             data = self._serialised(report)
@@ -135,7 +137,7 @@ class InnerSession:
             data = self._serialised(report) if report.failed else None
             if data:
                 self.wire.send("failed", nodeid=report.nodeid, when=report.when, data=data)
-            verdict = self._reach(Outcome.of(report, data), judge, report)
+            verdict = self._reach(Outcome.of(report, data), partial(judge, accepted_skips=self.accepted_skips), report)
             if verdict:
                 self._obey(verdict, report)
         if self.config.option.times:

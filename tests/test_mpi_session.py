@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import mpi_session
 import pytest
-
 from mpi_session import clean_environment
 from mpi_session.selection import plan, teams_of
 
@@ -26,11 +26,13 @@ def command(*arguments):
 def environment(**variables):
     names = ("CI", "TEST_CI", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
     clean = {name: value for name, value in clean_environment().items() if name not in names}
-    return {**clean, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200", **variables}
+    return {**clean, "PYTHONPATH": str(Path(mpi_session.__file__).parents[1]), "COLUMNS": "200", **variables}
 
 
 def write(folder, source):
-    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 600\naddopts = --strict-markers\n")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\ntimeout = 600\naddopts = --strict-markers\nmpi_accepted_skips = 'needs a GPU'\n"
+    )
     (folder / "test_it.py").write_text("import os, signal, pytest\nfrom mpi4py import MPI\n" + source)
     return folder
 
