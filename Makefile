@@ -36,12 +36,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 ##@ Two commands for a fresh machine
 
+# What `make test` leaves to `make test-long`: tests of pages, benchmarks and examples, and random programs.
+APART := --ignore tests/project --ignore tests/random_programs
+
 .PHONY: train test
 train: $(MPICH)/.installed  ## Train a small network on 4 ranks; RANKS=3 for another number
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
 
 test: $(MPICH)/.installed-test  ## Test on 1 to 4 ranks, with MPICH: minutes
-	$(MPICH)/bin/python -m pytest -q -m "not gpu and not long" tests
+	$(MPICH)/bin/python -m pytest -q -m "not gpu and not long" tests $(APART)
 
 ##@ Before a commit
 
@@ -91,17 +94,17 @@ REDUCTIONS := $(addprefix tests/,collectives cross_device_ops transport/shared_m
 test-numpy: $(MPICH)/.installed-test  ## Reductions without the compiled part of the library
 	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 2 $(REDUCTIONS)
 
-RANDOM := $(addprefix tests/,parameter_server/test_random_operations.py $(addprefix project/test_,fuzz.py leaks.py soak.py))
-test-long: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Real Slurm, other tests that take long, and longer runs of random programs
-	$(MPICH)/bin/python -m pytest -q -m "long and not gpu" tests
-	TEST_THOROUGH=1 $(MPICH)/bin/python -m pytest -q -m "not long and not gpu" $(RANDOM)
+test-long: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Pages, benchmarks, examples; real Slurm and random programs
+	$(MPICH)/bin/python -m pytest -q -m "not gpu" tests/project $(addprefix --ignore ,$(RULES))
+	$(MPICH)/bin/python -m pytest -q -m "not gpu and long" tests $(APART)
+	TEST_THOROUGH=1 $(MPICH)/bin/python -m pytest -q -m "not gpu" tests/random_programs
 
 # Of all processes of all jobs; TESTS="tests/checkpoint" for some tests alone.
 TESTS ?= tests
 coverage: $(MPICH)/.installed-test $(MPICH)/.installed-dev  ## Lines and branches that the tests reach in all ranks, by folder
 	rm -rf results/coverage
 	mkdir -p results/coverage
-	-$(MPICH)/bin/python -m coverage run -m pytest -q -m "not gpu and not long" $(TESTS)
+	-$(MPICH)/bin/python -m coverage run -m pytest -q -m "not gpu and not long" $(TESTS) $(APART)
 	$(MPICH)/bin/python -m coverage combine --quiet
 	$(MPICH)/bin/python -m coverage json --quiet -o results/coverage/files.json
 	$(MPICH)/bin/python tools/coverage_by_folder.py results/coverage/files.json

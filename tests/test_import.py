@@ -283,8 +283,7 @@ CollectiveAllReduce(options=)
 OneDeviceStrategy(device=)
 CentralStorageStrategy(compute_devices=, parameter_device=, *, communication_options=, comm=)
 ParameterServerStrategy(cluster_resolver=, variable_partitioner=, *, num_ps=, ps_ranks=, staleness=, \
-on_worker_lost=, placement=, communication_options=, aggregate_in_node=, \
-replicas=, comm=)
+on_worker_lost=, placement=, communication_options=, replicas=, comm=)
 Server(cluster_or_strategy, job_name=, task_index=, protocol=, config=, start=)
 coordinator.ClusterCoordinator(strategy)
 coordinator.ClusterCoordinator.schedule(self, fn, args=, kwargs=)

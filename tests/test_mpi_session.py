@@ -14,7 +14,7 @@ import pytest
 from mpi_session import clean_environment
 from mpi_session.selection import plan, teams_of
 
-pytestmark = pytest.mark.no_mpi
+pytestmark = [pytest.mark.no_mpi, pytest.mark.long]
 
 OPTIONS = ["-p", "mpi_session.plugin", "-p", "no:cacheprovider", "--mpi-grace", "600"]
 
@@ -188,7 +188,6 @@ def test_too_late(comm): pass
     return Result(write(tmp_path_factory.mktemp("deadly"), source), "--ranks", "2", "-v", "--mpi-grace", "1")
 
 
-@pytest.mark.long
 def test_rank_that_failed_while_others_wait_ends_with_all_stacks(deadly):
     shown = deadly.section("test_leaves_others_waiting [2 ranks]")
     assert "ValueError: bad luck" in shown
@@ -198,7 +197,6 @@ def test_rank_that_failed_while_others_wait_ends_with_all_stacks(deadly):
     assert re.search(r"^\[rank 1\] was at .*\n  outside of the test", shown, re.M)
 
 
-@pytest.mark.long
 def test_stuck_test_ends_within_its_limit_with_all_stacks(deadly):
     shown = deadly.section("test_stuck [2 ranks]")
     assert "time limit of 10 s" in shown
@@ -207,7 +205,6 @@ def test_stuck_test_ends_within_its_limit_with_all_stacks(deadly):
     assert re.search(rf"^\[rank 1\] .*\n{frame}test_stuck$", shown, re.M)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("test", "message"),
     [("test_killed", "[rank 1] ended with SIGKILL"), ("test_exits", "[rank 0] ended with exit status 3")],
@@ -216,7 +213,6 @@ def test_death_of_a_rank_is_the_tests_failure(deadly, test, message):
     assert message in deadly.section(f"{test} [2 ranks]")
 
 
-@pytest.mark.long
 def test_the_rest_is_run_in_at_most_three_more_launches(deadly):
     assert "test_first [2 ranks] PASSED" in deadly.text
     assert "test_last_of_four_launches [2 ranks] PASSED" in deadly.text
@@ -244,7 +240,6 @@ def test_module_that_fails_on_one_rank_is_an_error(tmp_path):
     assert "1 error in" in result.closing()
 
 
-@pytest.mark.long
 def test_in_ci_a_skip_is_a_failure_but_for_a_missing_gpu(tmp_path):
     source = """
 def test_gpu(): pytest.skip("needs a GPU with NVLink")
@@ -285,7 +280,6 @@ def test_outer_session_imports_no_mpi4py_and_stops_at_maxfail(tmp_path):
     assert (tmp_path / "all.xml").read_text().count("<testcase") == 1
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_no_process(tmp_path, number):
     source = """

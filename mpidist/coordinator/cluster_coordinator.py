@@ -289,8 +289,4 @@ def _role_of(strategy: Any) -> Role:
             f"ClusterCoordinator needs staleness=None, got {role.staleness}: its functions run on any worker, and the "
             "chief makes no steps"
         )
-    if role.aggregates_in_node:
-        raise ValueError(
-            "ClusterCoordinator needs aggregate_in_node=False: its functions push one by one, whenever they are called"
-        )
     return role

@@ -3,7 +3,6 @@
 cluster          one rank's part: `roles` says which rank is a worker, which one a server
 servers          what a worker asks for; `messages/` carries it
 servers_in_use   which strategies they serve
-pushing_servers  the same where the workers of a node push together, as `node_pushes/` lets them
 server           the loop that answers; `attendance/` knows who is lost, and what workers wait for each other for
 transfers        how the server sends variables, and takes in their changes, in steps
 store, rules     the variables on a server, and how they change

@@ -14,9 +14,7 @@ from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.parameter_server.attendance import Workers
 from mpidist.parameter_server.messages import Channel, lanes_to
-from mpidist.parameter_server.node_pushes import BOARD_BYTES, NodePushes, boards_of
 from mpidist.parameter_server.placement import PLACEMENTS
-from mpidist.parameter_server.pushing_servers import NodeServers
 from mpidist.parameter_server.roles import Roles, Task, check_counts, roles_by_rank, roles_of_tasks, task_of
 from mpidist.parameter_server.server import ParameterServer
 from mpidist.parameter_server.servers import LocalServers, RemoteServers, Servers
@@ -34,7 +32,7 @@ from mpidist.transport import (
     open_groups,
     text_of,
 )
-from mpidist.whole_number import require_bool, whole_number
+from mpidist.whole_number import whole_number
 
 __all__ = ["Role", "Wanted"]
 
@@ -52,7 +50,6 @@ class Wanted(NamedTuple):
     num_ps: int | None
     ps_ranks: Sequence[int] | None
     options: CommunicationOptions | None = None
-    aggregate_in_node: bool = False
     replicas: int | None = None
 
     def check(self) -> None:
@@ -65,7 +62,6 @@ class Wanted(NamedTuple):
         ):
             if given not in known:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {given!r}")
-        require_bool("aggregate_in_node", self.aggregate_in_node)
         if self.replicas is not None:
             whole_number("replicas", self.replicas, 1, "None")
         if self.partitioner is not None and not callable(self.partitioner):
@@ -124,7 +120,6 @@ class Role(Service):
         worker_ranks: The workers, as `group` numbers them.
         awaited: What the watchdog of `group` asks.
         staleness: As the workers asked for.
-        aggregates_in_node: Whether the workers of a node push together.
         coordinator: What schedules functions on the workers, if there is one.
         before_closing: Called before this rank's part ends; with the text of an exception that the others do not have.
     """
@@ -144,7 +139,6 @@ class Role(Service):
             self.why_idle = "a parameter server: it is for workers; a server calls serve()"
         self.awaited = awaited
         self.staleness: int | None = None
-        self.aggregates_in_node = False
         self.coordinator: object = None
         self.before_closing: Callable[[str | None], None] = lambda reason: None
 
@@ -186,9 +180,7 @@ class Role(Service):
         if fields["timeout_seconds"] != "None":
             group.timeout_seconds = float(fields["timeout_seconds"])
         names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
-        self.aggregates_in_node = fields["aggregate_in_node"] == "True"
-        lanes = lanes_to(group, workers, servers, BOARD_BYTES if self.aggregates_in_node else 0)
-        boards = boards_of(group, workers) if self.aggregates_in_node else []
+        lanes = lanes_to(group, workers, servers)
         if rank in self.roles.servers:
             stall = group.settings.stall_seconds
             known = Workers(workers, self.staleness, group.timeout_seconds, group.status_lines, stall)
@@ -198,8 +190,6 @@ class Role(Service):
                 Channel(group, awaited, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)
             ]
             self.servers = RemoteServers(group, channels, goes_on, self.staleness)
-            if boards:
-                self.servers = NodeServers(self.servers, NodePushes(group, awaited, boards, goes_on))
 
     def serve(self) -> None:
         """See `ParameterServerStrategy.serve`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -95,9 +95,8 @@ class Servers(ABC):
         """Return an error if `staleness` was given, and this worker never says where its steps end. Local."""
         return None
 
-    def push(self, make: Callable[[], Push]) -> None:
-        """Change what `make` returns. Where workers push together, the others learn of an exception of `make`."""
-        push = make()
+    def push(self, push: Push) -> None:
+        """Change several variables, with one request to each server, and one more for rows."""
         if push.locations:
             self.change(push.locations, push.values, push.how)
         rows = [change for change in push.rows if change.indices.size]

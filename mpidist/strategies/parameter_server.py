@@ -72,8 +72,6 @@ class ParameterServerStrategy(Strategy):
         placement: `"round_robin"` puts variables on servers in turn, `"bytes"` on the server with the fewest bytes.
         communication_options: Their `timeout_seconds` say how long a worker waits for the answer to a request, and for
             other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields must have their defaults.
-        aggregate_in_node: Whether the workers of a node make their calls of `push` together: what they push is summed
-            in shared memory, and one of them sends the sum. Nodes do not wait for each other.
         replicas: Number of replicas of each worker. `run` then calls its function for each of them, and distributed
             values are `PerReplica` values of a worker's replicas. In `run`, what they assign is aggregated as the
             variable says, and what they push is summed, before it goes to the servers.
@@ -100,7 +98,6 @@ class ParameterServerStrategy(Strategy):
         on_worker_lost: str = "abort",
         placement: str = "round_robin",
         communication_options: CommunicationOptions | None = None,
-        aggregate_in_node: bool = False,
         replicas: int | None = None,
         comm: Intracomm | None = None,
     ) -> None:
@@ -115,7 +112,6 @@ class ParameterServerStrategy(Strategy):
             num_ps,
             ps_ranks,
             communication_options,
-            aggregate_in_node,
             replicas,
         )
         role = Role.meet(comm, resolver, wanted)
@@ -201,10 +197,6 @@ class ParameterServerStrategy(Strategy):
     def push(self, variables: Any, values: Any, update: str | Rule = "assign_add") -> None:
         """Change a nest of variables on the servers, with one request to each server. On workers.
 
-        With `aggregate_in_node=True` it is collective over the workers of this node, without those that wait in a call
-        of all workers, or have ended. They push for the same variables; the servers get the sum of the arrays, and all
-        rows of `IndexedSlices`, in the order of the workers.
-
         Args:
             variables: A nest of variables of this strategy.
             values: A nest of the same form: arrays, numbers or `IndexedSlices`, which are a request of their own.
@@ -214,12 +206,11 @@ class ParameterServerStrategy(Strategy):
             ValueError: If the nests differ in form, or a value does not fit its variable.
             TypeError: If a leaf is no variable on a server, or `update` is none of these, or a rule whose steps are
                 fractions, and a variable of whole numbers.
-            InvalidArgumentError: If the workers of a node push together, and differ. On all of them.
         """
         servers, make = self._servers("push()"), partial(self._gather, variables, values, update)
         replica = context_stack.current_replica()
         if replica is None or replica.strategy is not self or self.num_replicas_in_sync == 1:
-            servers.push(make)
+            servers.push(make())
             return
         push, error = None, None
         try:
@@ -332,13 +323,9 @@ class Server:
 
 def _push_sum(servers: Servers, pushes: Sequence[Push], error: Exception | None) -> None:
     """Push what the replicas of this worker push together."""
-
-    def make() -> Push:
-        if error is not None:
-            raise error
-        return Push.sum_of(pushes)
-
-    servers.push(make)
+    if error is not None:
+        raise error
+    servers.push(Push.sum_of(pushes))
 
 
 def _shards_of(strategy: Strategy, call: str, variable: Any) -> list[ServerVariable]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -413,11 +414,12 @@ LOOK_INTO = {
 }
 
 
-def modules_of_tests() -> Iterator[tuple[str, str, ast.Module]]:
-    """Yield (path, name, tree) of all modules of tests, each with the name it would have inside mpidist."""
-    for path in sorted(TESTS.rglob("*.py")):
-        inner = path.relative_to(TESTS)
-        yield str(inner), ".".join((PACKAGE.name, *inner.with_suffix("").parts)), ast.parse(path.read_text())
+@cache
+def modules_of_tests() -> list[tuple[str, str, ast.Module]]:
+    """Return (path, name, tree) of all modules of tests, each with the name it would have inside mpidist."""
+    inner = [path.relative_to(TESTS) for path in sorted(TESTS.rglob("*.py"))]
+    names = [".".join((PACKAGE.name, *path.with_suffix("").parts)) for path in inner]
+    return [(str(path), name, ast.parse((TESTS / path).read_text())) for path, name in zip(inner, names, strict=True)]
 
 
 def test_tests_enter_folders_by_their_init() -> None:
@@ -435,7 +437,7 @@ def test_tests_enter_folders_by_their_init() -> None:
 
 
 def test_folders_of_tests_mirror_those_of_the_package() -> None:
-    own = {"fixtures", "frameworks", "host_cuda", "jobs", "project", "slurm", "support"}
+    own = {"fixtures", "frameworks", "host_cuda", "jobs", "project", "random_programs", "slurm", "support"}
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
     mirrors = {folder for folder in folders if not own & {*folder.parts}}
     assert {folder for folder in mirrors if not (PACKAGE / folder / "__init__.py").exists()} == set()

@@ -306,7 +306,6 @@ def test_ways_take_turns_in_a_job(tmp_path: Path, name: str, options: list[str],
         assert len(row["us_rounds"].split()) == int(row["rounds"]) == 2
 
 
-@pytest.mark.long
 def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
     """The commit of now: an older one may not be in a shallow copy of the repository."""
     if subprocess.run(["git", "-C", str(BENCHMARKS), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
@@ -331,7 +330,6 @@ def test_ranks_of_a_job_are_measured(tmp_path: Path) -> None:
 SERVERS = "servers", "--quick", "--kinds", "mpidist,messages,window"
 
 
-@pytest.mark.long
 def test_parameter_servers_are_measured_and_clusters_added(tmp_path: Path) -> None:
     said = measured(tmp_path, *SERVERS, "--rounds", "2", "--works", "4,64K,20x1K", "--workers", "2")
     measured(tmp_path, *SERVERS, "--works", "4", "--workers", "1", "--add")

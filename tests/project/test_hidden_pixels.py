@@ -54,7 +54,6 @@ def test_each_way_learns(tmp_path: Path, ranks: int, workers: int, servers: int)
         assert (tmp_path / "hidden_pixels.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
 def test_the_number_of_servers_is_an_option_or_a_variable(tmp_path: Path) -> None:
     few = "--steps", "5", "--pause", "0", "--plot", "few.png"
     assert "workers: 2, servers: 1;" in run(tmp_path, 3, "--servers", "1", *few).stdout

@@ -36,7 +36,6 @@ def weights(example: str, ranks: int, *arguments: object, nodes: str = "") -> st
     return found[1]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("example", "arguments"),
     [("digits.py", ["--epochs", 14]), ("physics_informed.py", ["--steps", 300])],  # some 300 steps of each

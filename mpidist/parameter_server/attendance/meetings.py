@@ -11,7 +11,7 @@ from typing import Any, final
 from mpidist.parameter_server.messages import Outcome
 from mpidist.transport import name_ranks
 
-__all__ = ["Workers", "differences_of"]
+__all__ = ["Workers"]
 
 logger = logging.getLogger("mpidist.parameter_server")
 
@@ -170,7 +170,7 @@ class Workers:
 
     def _compare(self, meeting: _Meeting) -> Answer:
         everyone = {self.ranks[worker]: meeting.arrived[worker] for worker in sorted(meeting.arrived)}
-        lines = differences_of(everyone)
+        lines = _differences_of(everyone)
         if not lines:
             return Outcome.OK, ""
         call = next(iter(everyone.values()))["call"]
@@ -202,7 +202,7 @@ class _Meeting:
         self.warn_at = 0.0
 
 
-def differences_of(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:
+def _differences_of(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:
     """Say what ranks did not pass alike, a line for each field: by rank, what the rank passes, by name.
 
     If a rank passes an "error", that is what differs, and nothing else is said; nor if calls differ.

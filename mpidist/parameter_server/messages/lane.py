@@ -84,16 +84,13 @@ class Lane:
         self._own[_TAKEN] = self._taken
 
 
-def lanes_to(
-    group: ServiceGroup, workers: Sequence[int], servers: Sequence[int], before: int = 0
-) -> Mapping[int, Lane]:
+def lanes_to(group: ServiceGroup, workers: Sequence[int], servers: Sequence[int]) -> Mapping[int, Lane]:
     """Make the lanes of a worker or a server. Collective over the group.
 
     Args:
         group: The workers and servers.
         workers: Their ranks.
         servers: The same of servers.
-        before: How many bytes each worker has for something else, before its lanes.
 
     Returns:
         The lane to each rank of this node that is on the other side; nothing where memory is not shared.
@@ -102,13 +99,13 @@ def lanes_to(
     rank, node = topology.rank, topology.nodes[topology.node]
     here = [server for server in servers if server in node]
     is_worker = rank in workers
-    group.share_memory(before + len(here) * LANE_BYTES if is_worker else 0)
+    group.share_memory(len(here) * LANE_BYTES if is_worker else 0)
     arena = group.arena
     if arena is None:
         return {}
 
     def lane(worker: int, server: int) -> Lane:
-        start = before + here.index(server) * LANE_BYTES
+        start = here.index(server) * LANE_BYTES
         memory = arena.parts[node.index(worker)][start : start + LANE_BYTES]
         return Lane(memory, 0 if is_worker else 1, arena.parts[node.index(server)], arena.fence)
 

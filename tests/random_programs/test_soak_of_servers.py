@@ -75,7 +75,6 @@ def kinds_of_requests(strategy: ParameterServerStrategy) -> list[tuple[int, Call
     ]
 
 
-@pytest.mark.long
 @pytest.mark.ranks(2, 3)
 @pytest.mark.timeout(5 * HANG_SECONDS)
 def test_a_hundred_thousand_requests_leave_nothing_behind(comm: Intracomm) -> None:

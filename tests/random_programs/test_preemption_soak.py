@@ -85,7 +85,6 @@ def training(
 
 
 @pytest.mark.no_mpi
-@pytest.mark.long
 @pytest.mark.timeout(5 * HANG_SECONDS)
 def test_preempted_training_has_the_weights_and_the_samples_of_one_that_was_not(job: Job, tmp_path: Path) -> None:
     undisturbed = job(training(tmp_path / "undisturbed"), head=HEAD, ranks=2)

@@ -52,8 +52,7 @@ def test_each_replica_adds_once_and_the_step_counts_once(comm: Intracomm, replic
     on_workers(comm, work, replicas=replicas)
 
 
-@pytest.mark.parametrize("aggregates", [False, True], ids=["alone", "in node"])
-def test_replicas_push_their_sum(comm: Intracomm, aggregates: bool) -> None:
+def test_replicas_push_their_sum(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
             weights, table = Variable(np.zeros(5)), Variable(np.zeros((8, 2)))
@@ -70,7 +69,7 @@ def test_replicas_push_their_sum(comm: Intracomm, aggregates: bool) -> None:
         assert table.numpy()[:3, 0].tolist() == [8.0 * workers, 4.0 * workers, 0.0]
 
     cut = partitioners.FixedShardsPartitioner(2)
-    on_workers(comm, work, replicas=3, aggregate_in_node=aggregates, variable_partitioner=cut)
+    on_workers(comm, work, replicas=3, variable_partitioner=cut)
 
 
 def test_rows_of_replicas(comm: Intracomm) -> None:

@@ -393,7 +393,6 @@ def used(comm: Intracomm) -> tuple[Used, int, int]:
     return Used.now(), num_maps, highest_communicator(comm)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("transport", ["auto", pytest.param("mpi", marks=pytest.mark.ranks(3))], indirect=True)
 def test_soak(comm: Intracomm, transport: str) -> None:
