@@ -41,7 +41,7 @@ APART := --ignore tests/project --ignore tests/random_programs
 
 .PHONY: train test
 train: $(MPICH)/.installed  ## Train a small network on 4 ranks; RANKS=3 for another number
-	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
+	$(MPICH)/bin/mpidist run -n $(RANKS) docs/examples/digits.py
 
 test: $(MPICH)/.installed-test  ## Test on 1 to 4 ranks, with MPICH: minutes
 	$(MPICH)/bin/python -m pytest -q -m "not gpu and not long" tests $(APART)
@@ -118,7 +118,7 @@ mutants: $(MPICH)/.installed-test  ## Which seeded faults do the tests notice? h
 
 .PHONY: train-ps bench bench-peers performance gpu-check gpu-wheels
 train-ps: $(MPICH)/.installed  ## Train with parameter servers: 2 workers and 2 servers
-	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/hidden_pixels.py --plot results/hidden_pixels.png
+	$(MPICH)/bin/mpidist run -n $(RANKS) docs/examples/hidden_pixels.py --plot results/hidden_pixels.png
 
 bench: $(MPICH)/.installed  ## All-reduce, compared with raw MPI
 	$(MPICH)/bin/python benchmarks all_reduce --peers mpich --out results

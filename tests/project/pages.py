@@ -27,7 +27,8 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 # What can be run anywhere: programs of the page, and the library's own commands, with the variables before them.
-_SAFE = re.compile(r"([A-Z][A-Z_]*=[\w,.]+ )*(mpiexec -n \d+ )?python ((-m mpi4py )?\w+\.py|-m mpidist \w+)[\w\s,./-]*")
+_PROGRAM = r"(\w+\.py|-m mpidist \w+|-m mpi4py \w+\.py)[\w\s,./-]*"
+_SAFE = re.compile(rf"([A-Z][A-Z_]*=[\w,.]+ )*((mpiexec -n \d+ )?python|mpidist run -n \d+) {_PROGRAM}")
 _LEFT_OUT = "..."
 _TRACEBACK = "Traceback (most recent call last):"
 _MAX_BREAKS = 8  # of one line that was printed, in a block
@@ -54,7 +55,7 @@ class Command(NamedTuple):
     @property
     def is_by_many(self) -> bool:
         """Whether several processes print at once."""
-        return "mpiexec" in self.line
+        return "mpiexec" in self.line or "mpidist run" in self.line
 
     @property
     def shows_failure(self) -> bool:

@@ -88,9 +88,10 @@ def programs_of(page: Path) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a person who reads the pages: `python` and `mpiexec` are those of these tests."""
+    """The environment of a person who reads the pages: the commands are those of these tests."""
     folder = tmp_path_factory.mktemp("bin")
-    for name, command in {"python": (sys.executable,), "mpiexec": Launcher.find(None).command}.items():
+    run = (sys.executable, "-m", "mpidist")
+    for name, command in {"python": run[:1], "mpidist": run, "mpiexec": Launcher.find(None).command}.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {" ".join(command)} "$@"\n')
         (folder / name).chmod(0o755)
     own = {name: value for name, value in environment().items() if not name.startswith(("MPIDIST_", "PYTHONUN"))}

@@ -9,7 +9,7 @@ from mpidist.transport.mpi.child_process import (
 )
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
-from mpidist.transport.mpi.launch import check_launch
+from mpidist.transport.mpi.launch import check_launch, is_in_step
 from mpidist.transport.mpi.launched_rank import let_first_rank_end
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
 from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, launcher_text, rank_from_environment
@@ -19,10 +19,12 @@ from mpidist.transport.mpi.library import (
     failed_ranks,
     greatest,
     is_process_failure,
+    library_version,
     load_mpi,
     numbers_in_world,
     ranks_in_world,
 )
+from mpidist.transport.mpi.mpi_libraries import MpiLibrary, recognise
 from mpidist.transport.mpi.open_mpi import eager_limit_bytes
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
@@ -35,6 +37,7 @@ __all__ = [
     "LAUNCHER_PREFIXES",
     "MAX_CHUNK_BYTES",
     "MpiCommunicator",
+    "MpiLibrary",
     "SHARED_MEMORY",
     "all_reduce_rows",
     "ask_launcher_to_abort",
@@ -43,8 +46,10 @@ __all__ = [
     "is_forked_from_rank",
     "failed_ranks",
     "greatest",
+    "is_in_step",
     "is_process_failure",
     "launcher_here",
+    "library_version",
     "launcher_text",
     "let_first_rank_end",
     "load_mpi",
@@ -52,6 +57,7 @@ __all__ = [
     "mark_rank",
     "numbers_in_world",
     "rank_before_start",
+    "recognise",
     "rank_prefix",
     "rank_from_environment",
     "ranks_in_world",

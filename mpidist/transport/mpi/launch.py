@@ -9,9 +9,7 @@ world.
 from __future__ import annotations
 
 import logging
-import os.path
 import shlex
-import shutil
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -20,7 +18,6 @@ from mpidist.errors import TopologyError
 from mpidist.transport.mpi.launcher_variables import (
     HYDRA_LOCAL_SIZE,
     MPICH_SIZE,
-    OPEN_MPI_SIZE,
     PMI_FD,
     PMIX_NAMESPACE,
     PMIX_RANK,
@@ -32,8 +29,9 @@ from mpidist.transport.mpi.launcher_variables import (
     other_launch,
     speaks_pmi,
 )
+from mpidist.transport.mpi.mpi_libraries import OTHER_LIBRARY, MpiLibrary, recognise
 
-__all__ = ["check_before_init", "check_launch", "choose_netmod"]
+__all__ = ["check_before_init", "check_launch", "choose_netmod", "is_in_step"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -42,38 +40,6 @@ _NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"  # the network library that MPICH uses b
 
 # Slurm numbers the steps that it makes for itself, such as the shell of a batch script, from here on.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
-
-
-@final
-@dataclass(frozen=True)
-class _Library:
-    """How ranks of one kind of MPI library are started.
-
-    Attributes:
-        name: The library's usual name.
-        sign: The text in `MPI_Get_library_version` that identifies the library, in lower case.
-        slurm_plugin: The library's plugin for `srun --mpi=`.
-        size_variable: The variable in which the library's own mpiexec passes the number of ranks.
-        companion: A program that only this library's wheel puts beside mpiexec; "" for none.
-    """
-
-    name: str
-    sign: str
-    slurm_plugin: str
-    size_variable: str
-    companion: str
-
-
-# First present wins: "CRAY MPICH version 8.1.29" is no plain MPICH.
-_LIBRARIES: Final = (
-    _Library("Cray MPICH", "cray mpich", "cray_shasta", MPICH_SIZE, ""),
-    _Library("MVAPICH", "mvapich", "pmi2", MPICH_SIZE, ""),
-    _Library("Intel MPI", "intel(r) mpi", "pmi2", MPICH_SIZE, ""),
-    _Library("MPICH", "mpich", "pmi2", MPICH_SIZE, "hydra_pmi_proxy"),
-    _Library("Open MPI", "open mpi", "pmix", OPEN_MPI_SIZE, "ompi_info"),
-)
-# `srun --mpi=list` is what a user of any other library has to look at.
-_OTHER_LIBRARY: Final = _Library("this MPI library", "", "TYPE", MPICH_SIZE, "")
 
 
 @final
@@ -120,7 +86,7 @@ def check_launch(
     """
     if environ.get(_ALONE, "").strip() == "1":
         return
-    library = _recognise(library_version)
+    library = recognise(library_version)
     launch = None if world_size > 1 else _find_launch(environ, library)
     if launch is not None:
         raise TopologyError(_wrong_launch(launch, library, environ, command))
@@ -129,7 +95,7 @@ def check_launch(
         raise TopologyError(_launch_of_other_library(other, world_size, library, command))
     if world_size > 1:
         return
-    if "SLURM_JOB_ID" in environ and not _is_in_step(environ) and library.size_variable not in environ:
+    if "SLURM_JOB_ID" in environ and not is_in_step(environ) and library.size_variable not in environ:
         num_tasks = _number(environ, "SLURM_NTASKS")
         if num_tasks > 1:
             line = _srun_line(library, num_tasks, environ.get("SLURM_JOB_NUM_NODES"), command)
@@ -149,7 +115,7 @@ def check_before_init(environ: Mapping[str, str], library_version: str, command:
     Raises:
         TopologyError: If MPI_Init would fail. The text holds the command to use instead.
     """
-    library = _recognise(library_version)
+    library = recognise(library_version)
     # An MPICH with PMIx has --with-pmix=... in the line "MPICH configure:".
     if library.name != "MPICH" or "pmix" in library_version.lower():
         return
@@ -168,7 +134,7 @@ def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> No
         environ: The environment, which is changed.
         library_version: What `MPI.Get_library_version()` says.
     """
-    library = _recognise(library_version)
+    library = recognise(library_version)
     device = next((line for line in library_version.splitlines() if line.startswith("MPICH Device:")), "")
     if library.name != "MPICH" or "ucx" not in device or "ofi" not in device or _NETMOD in environ:
         return
@@ -179,19 +145,13 @@ def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> No
         logger.info("%s=ofi: srun's PMI-2 does not carry the addresses of UCX", _NETMOD)
 
 
-def _recognise(library_version: str) -> _Library:
-    # "MPICH Version:      5.0.2", "Open MPI v5.0.11, package: ...", "Intel(R) MPI Library 2021.13 for ..."
-    first_line = library_version.strip().partition("\n")[0].lower()
-    return next((library for library in _LIBRARIES if library.sign in first_line), _OTHER_LIBRARY)
-
-
-def _find_launch(environ: Mapping[str, str], library: _Library) -> _Launch | None:
+def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> _Launch | None:
     """Find a launcher that says more than one rank; None where there is none."""
     sizes = {name: _number(environ, name) for name in SIZE_VARIABLES if name in environ}
     # The library's own launcher is the innermost one, and has the last word.
     if sizes.get(library.size_variable) == 1:
         return None
-    in_step = _is_in_step(environ)
+    in_step = is_in_step(environ)
     for name, size in sizes.items():
         if size > 1:
             # srun's pmi2 plugin sets MPICH_SIZE; mpiexec sets HYDRA_LOCAL_SIZE beside it.
@@ -208,7 +168,8 @@ def _find_launch(environ: Mapping[str, str], library: _Library) -> _Launch | Non
     return None
 
 
-def _is_in_step(environ: Mapping[str, str]) -> bool:
+def is_in_step(environ: Mapping[str, str]) -> bool:
+    """Tell whether srun has started this process, and not a shell of a batch job."""
     # 0, 1, ... of srun; absent, "batch", "interactive" or 4294967290 in a shell
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
@@ -220,7 +181,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _wrong_launch(launch: _Launch, library: _Library, environ: Mapping[str, str], command: Sequence[str]) -> str:
+def _wrong_launch(launch: _Launch, library: MpiLibrary, environ: Mapping[str, str], command: Sequence[str]) -> str:
     count = launch.num_ranks
     plugin = environ.get("SLURM_MPI_TYPE", "none")
     srun_line = _srun_line(library, count, environ.get("SLURM_STEP_NUM_NODES"), command)
@@ -234,7 +195,7 @@ def _wrong_launch(launch: _Launch, library: _Library, environ: Mapping[str, str]
     else:
         found = f"srun --mpi={plugin} started {count} ranks ({launch.variable})"
         advice = f"start with `{srun_line}`, or inside the allocation with {mpiexec_line}"
-        if library is _OTHER_LIBRARY:
+        if library is OTHER_LIBRARY:
             advice += "; `srun --mpi=list` shows each TYPE"
     unset = " ".join(f"-u {name}" for name in UNSET_TO_BE_ALONE if name in environ)
     return (
@@ -243,7 +204,7 @@ def _wrong_launch(launch: _Launch, library: _Library, environ: Mapping[str, str]
     )
 
 
-def _launch_of_other_library(launch: OtherLaunch, world_size: int, library: _Library, command: Sequence[str]) -> str:
+def _launch_of_other_library(launch: OtherLaunch, world_size: int, library: MpiLibrary, command: Sequence[str]) -> str:
     count = launch.num_processes
     if launch.launcher == RAY:  # which runs a program of its own, that calls the user's functions
         command = [command[0], "train.py"]
@@ -255,21 +216,16 @@ def _launch_of_other_library(launch: OtherLaunch, world_size: int, library: _Lib
     )
 
 
-def _srun_line(library: _Library, num_tasks: int, num_nodes: str | None, command: Sequence[str]) -> str:
+def _srun_line(library: MpiLibrary, num_tasks: int, num_nodes: str | None, command: Sequence[str]) -> str:
     nodes = f" -N {num_nodes}" if num_nodes else ""
     return f"srun --mpi={library.slurm_plugin}{nodes} -n {num_tasks} {_python_line(command)}"
 
 
-def _mpiexec_line(library: _Library, num_ranks: int, command: Sequence[str]) -> str:
-    """Give the command with the very mpiexec, if it lies beside the interpreter as with pip's MPI wheels."""
-    folder = os.path.dirname(command[0]) if command else ""
-    beside = os.path.join(folder, "mpiexec")
-    companion = os.path.join(folder, library.companion)
-    if folder and library.companion and os.path.exists(beside) and os.path.exists(companion):
-        return f"`{beside} -n {num_ranks} {_python_line(command)}`"
-    of_debian = f"mpiexec.{library.name.replace(' ', '').lower()}"  # mpiexec.openmpi, mpiexec.mpich
-    if shutil.which(of_debian):
-        return f"`{of_debian} -n {num_ranks} {_python_line(command)}`"
+def _mpiexec_line(library: MpiLibrary, num_ranks: int, command: Sequence[str]) -> str:
+    """Give the command with the very mpiexec, where it is known."""
+    own = library.own_mpiexec(command[0] if command else "")
+    if own:
+        return f"`{own} -n {num_ranks} {_python_line(command)}`"
     return f"`mpiexec -n {num_ranks} {_python_line(command)}`, where mpiexec is that of {library.name}"
 
 

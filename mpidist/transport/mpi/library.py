@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from ctypes.util import find_library
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = [
     "failed_ranks",
     "greatest",
     "is_process_failure",
+    "library_version",
     "load_mpi",
     "numbers_in_world",
     "ranks_in_world",
@@ -44,22 +45,39 @@ def load_mpi() -> ModuleType:
         UnavailableError: If mpi4py, or an MPI library for mpi4py, cannot be loaded.
         TopologyError: If the launcher belongs to another MPI library, with which this one would not start.
     """
+    mpi, settings = _import_mpi()
+    if settings.initialize:
+        check_before_init(os.environ, mpi.Get_library_version(), command_line())
+        choose_netmod(os.environ, mpi.Get_library_version())
+        level = getattr(mpi, f"THREAD_{settings.thread_level.upper()}")
+        start_mpi(mpi, level, settings.errors, os.environ)
+    return mpi
+
+
+def library_version() -> str:
+    """Return what the MPI library says of itself, without starting MPI: for a process that is no rank.
+
+    Raises:
+        UnavailableError: If mpi4py, or an MPI library for mpi4py, cannot be loaded.
+    """
+    version: str = _import_mpi()[0].Get_library_version()
+    return version.replace("\0", "")
+
+
+def _import_mpi() -> tuple[ModuleType, SimpleNamespace]:
+    """Import mpi4py without starting MPI, and return its settings; `initialize`: whether it remains to be started."""
     try:
         import mpi4py  # guarded: `import mpidist` must start no MPI
 
-        starts_mpi = mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules
-        if starts_mpi:  # below, after checks: under the wrong launcher, MPI_Init may end the process
+        settings = SimpleNamespace(thread_level=mpi4py.rc.thread_level, errors=mpi4py.rc.errors)
+        settings.initialize = mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules
+        if settings.initialize:  # by us, after checks: under the wrong launcher, MPI_Init may end the process
             mpi4py.rc.initialize = False
             mpi4py.rc.finalize = True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UnavailableError(_explain_absence(error)) from None  # a list of places where there is no library
-    if starts_mpi:
-        check_before_init(os.environ, MPI.Get_library_version(), command_line())
-        choose_netmod(os.environ, MPI.Get_library_version())
-        level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}")
-        start_mpi(MPI, level, mpi4py.rc.errors, os.environ)
-    return MPI
+    return MPI, settings
 
 
 def _explain_absence(error: Exception) -> str:
