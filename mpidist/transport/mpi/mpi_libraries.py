@@ -45,7 +45,7 @@ class MpiLibrary:
 _LIBRARIES: Final = (
     MpiLibrary("Cray MPICH", "cray mpich", "cray_shasta", MPICH_SIZE, ""),
     MpiLibrary("MVAPICH", "mvapich", "pmi2", MPICH_SIZE, ""),
-    MpiLibrary("Intel MPI", "intel(r) mpi", "pmi2", MPICH_SIZE, ""),
+    MpiLibrary("Intel MPI", "intel(r) mpi", "pmi2", MPICH_SIZE, "impi_info"),
     MpiLibrary("MPICH", "mpich", "pmi2", MPICH_SIZE, "hydra_pmi_proxy"),
     MpiLibrary("Open MPI", "open mpi", "pmix", OPEN_MPI_SIZE, "ompi_info"),
 )
