@@ -97,7 +97,7 @@ test-numpy: $(MPICH)/.installed-test  ## Reductions without the compiled part of
 test-long: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Pages, benchmarks, examples; real Slurm and random programs
 	$(MPICH)/bin/python -m pytest -q -m "not gpu" tests/project $(addprefix --ignore ,$(RULES))
 	$(MPICH)/bin/python -m pytest -q -m "not gpu and long" tests $(APART)
-	TEST_THOROUGH=1 $(MPICH)/bin/python -m pytest -q -m "not gpu" tests/random_programs
+	$(MPICH)/bin/python -m pytest -q -m "not gpu" tests/random_programs
 
 # Of all processes of all jobs; TESTS="tests/checkpoint" for some tests alone.
 TESTS ?= tests

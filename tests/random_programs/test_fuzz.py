@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.random_calls import BFLOAT16, Numbers, is_thorough
+from support.random_calls import BFLOAT16, Numbers
 
 import mpidist
 from mpidist import CommunicationOptions, Mirrored, PerReplica, ReduceOp, nest
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 fuzzed = settings(
-    max_examples=int(os.environ.get("TEST_FUZZ_EXAMPLES", "300" if is_thorough() else "80")),
+    max_examples=int(os.environ.get("TEST_FUZZ_EXAMPLES", "150")),
     derandomize=True,
     database=None,
     deadline=None,

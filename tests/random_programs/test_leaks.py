@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from support.random_calls import is_thorough
 from support.reductions import all_reduce
 from support.used import Used
 
@@ -27,7 +26,7 @@ pytestmark = [
     pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True),
 ]
 
-NUM_CALLS = int(os.environ.get("TEST_LEAK_CALLS", "2000" if is_thorough() else "300"))
+NUM_CALLS = int(os.environ.get("TEST_LEAK_CALLS", "600"))
 NOISE_BYTES = 3 << 20  # what the allocator may keep
 NOISE_BLOCKS = 400  # objects of Python's own: caches, frames, interned strings
 

@@ -5,7 +5,6 @@ Making a value is cutting it out of an array that was filled once, so that a soa
 
 from __future__ import annotations
 
-import os
 import random
 from collections import namedtuple
 from collections.abc import Callable
@@ -18,8 +17,7 @@ import numpy as np
 from mpidist import CommunicationOptions
 
 __all__ = [
-    "BFLOAT16", "FORMS", "OPS", "OPTIONS", "REDUCED", "Leaf", "Numbers", "draw_shape", "is_thorough", "near",
-    "result_dtype",
+    "BFLOAT16", "FORMS", "OPS", "OPTIONS", "REDUCED", "Leaf", "Numbers", "draw_shape", "near", "result_dtype",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
@@ -38,11 +36,6 @@ _JOIN: Final[dict[str, np.ufunc]] = {
 }  # fmt: skip
 
 Both = namedtuple("Both", "first rest")
-
-
-def is_thorough() -> bool:
-    """Tell whether random programs shall be long, as in `make test-long`."""
-    return os.environ.get("TEST_THOROUGH") == "1"
 
 
 OPTIONS: Final = [
