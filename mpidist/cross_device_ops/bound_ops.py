@@ -139,6 +139,7 @@ class BoundOps(Algorithm):
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
+        call: str = "start_all_reduce",
         error: Exception | None = None,
     ) -> PendingResult:
         """Start an all-reduce, and return before it completes. Collective; all ranks start calls in the same order.
@@ -148,13 +149,14 @@ class BoundOps(Algorithm):
             value: As in `all_reduce`. It must not be changed until `wait` has returned.
             options: As in `all_reduce`.
             out: As in `all_reduce`.
+            call: As in `all_reduce`.
             error: As in `all_reduce`.
 
         Returns:
             A handle, whose `wait` returns or raises what `all_reduce` would.
         """
-        reductions, name = self._reductions, "start_all_reduce"
-        reduction_call, mirrored = open_all_reduce(reductions, self._merge, name, reduce_op, value, options, out, error)
+        reductions = self._reductions
+        reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         return PendingResult(reductions.group, reductions.start(reduction_call), value, out, mirrored)
 
     def broadcast(

@@ -240,6 +240,13 @@ class Agreement(ABC):
             record: The call in which this rank waits, if it is not the call that was joined last.
         """
 
+    def await_message(self, name: str) -> None:  # noqa: B027  a single rank gets no messages
+        """Begin a wait for a message of one rank, between two calls: then `check_peers` checks that wait. Local.
+
+        Args:
+            name: What this rank waits for, for people.
+        """
+
     @property
     @abstractmethod
     def broken(self) -> Exception | None:

@@ -215,6 +215,9 @@ class MpiAgreement(Agreement):
         if record is not None:
             self._call_watchdog.timeout = record.timeout
 
+    def await_message(self, name: str) -> None:
+        self._call_watchdog.await_message(name)
+
     @property
     def broken(self) -> Exception | None:
         return self._watchdog.broken

@@ -46,6 +46,7 @@ class CallWatchdog(Awaited):
         self.recorder = board.recorder
         self._call = ""
         self._is_new = False  # whether this rank has not waited in its call yet
+        self._awaits_message = False  # whether it waits for a message of one rank, between two calls
         self._agree_at = math.inf  # when to record that all ranks have joined, on the monotonic clock
 
     def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
@@ -66,8 +67,14 @@ class CallWatchdog(Awaited):
     def note(self, sequence: int, call: str, timeout: float | None, is_last: bool = False) -> None:
         """Note that this rank makes a call, which compiled code records. Local; see `begin`."""
         self.sequence, self._call, self.timeout, self._is_new = sequence, call, timeout, True
-        self.is_last = is_last
+        self.is_last, self._awaits_message = is_last, False
         self._agree_at = math.inf
+
+    def await_message(self, name: str) -> None:
+        """Begin a wait for a message of one rank, between two calls, without a deadline. Local."""
+        self.note(self.sequence, name, None)
+        self._awaits_message = True
+        self.restart()
 
     def restart(self, since: float | None = None) -> None:
         """Measure the time of the wait from now on, because this rank did other work since the call began.
@@ -100,7 +107,7 @@ class CallWatchdog(Awaited):
 
     @property
     def name(self) -> str:
-        return name_call(self._call, self.sequence)
+        return self._call if self._awaits_message else name_call(self._call, self.sequence)
 
     def is_late(self, status: Status) -> bool:
         return not status.has_joined(self.sequence) or status.has_started(self.sequence)
@@ -110,8 +117,9 @@ class CallWatchdog(Awaited):
 
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         # Other ranks may have given up on a later call than the one that this rank is finishing, which their notes must
-        # not end. A rank that left has done its part of the call that its note names.
-        return note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self.sequence
+        # not end. A rank that left has done its part of the call that its note names, and sends no message after it.
+        has_done_part = note.tag == LEFT and not self._awaits_message
+        return note.tag == ENDED or note.sequence + has_done_part <= self.sequence
 
     def stragglers(
         self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]

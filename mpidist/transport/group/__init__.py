@@ -3,6 +3,7 @@
 from mpidist.transport.group.compression import narrow, widen
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.group.messages import Message, Messages
 from mpidist.transport.group.raise_together import ErrorReport, raise_reported, raise_together
 from mpidist.transport.group.row_reduction import all_reduce_rows
 from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
@@ -15,6 +16,8 @@ __all__ = [
     "DeviceLevels",
     "ErrorReport",
     "Levels",
+    "Message",
+    "Messages",
     "NcclReach",
     "Pending",
     "Service",

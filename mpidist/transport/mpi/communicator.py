@@ -245,7 +245,7 @@ class MpiCommunicator(Communicator):
         try:
             return bool(self._test_all(requests))
         except self._mpi_error as error:
-            self._raise_loss(error)
+            self.raise_loss(error)
 
     def free(self) -> None:
         self._comm.Free()
@@ -256,12 +256,12 @@ class MpiCommunicator(Communicator):
         try:
             poll_or_keep(request.Test, self._check_peers, (request, memory), _busy_seconds(memory))
         except self._mpi_error as error:
-            self._raise_loss(error)
+            self.raise_loss(error)
 
     def _wait_all(self, requests: list[Request], *memory: Any) -> None:
         poll_or_keep(partial(self.test_all, requests), self._check_peers, (requests, memory), _busy_seconds(memory))
 
-    def _raise_loss(self, error: Exception) -> NoReturn:
+    def raise_loss(self, error: Exception) -> NoReturn:
         """Raise that another rank is lost. MPI may find it in a message before this rank looks at processes and notes.
 
         Raises:

@@ -1,0 +1,74 @@
+"""For a training loop of one's own: gradients after the backward pass, and equal weights before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpidist.torch.process_group import MpiProcessGroup
+
+__all__ = ["all_reduce_gradients", "broadcast"]
+
+
+def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> None:
+    """Combine the gradients of a module's parameters, in place, in one call after the backward pass. Collective.
+
+    A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it stays without.
+
+    Args:
+        module: A `torch.nn.Module` with the same parameters on all ranks, in host memory.
+        op: `"mean"` or `"sum"`.
+        group: A process group of mpidist; by default that of all ranks.
+
+    Raises:
+        InvalidArgumentError: If the ranks' parameters or operations differ. On every rank.
+        ValueError: If `op` is another operation.
+        TypeError: If the group is none of mpidist.
+    """
+    if op not in ("mean", "sum"):
+        raise ValueError(f'op must be "mean" or "sum", got {op!r}')
+    ranks = _group_of(group)
+    parameters = [one for one in module.parameters() if one.requires_grad]
+    if not parameters:
+        return
+    has_gradient = torch.tensor([float(one.grad is not None) for one in parameters])
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad.detach() for one in parameters]
+    ranks.all_reduce_list(op, [*gradients, has_gradient])
+    for parameter, gradient, is_there in zip(parameters, gradients, has_gradient.tolist(), strict=True):
+        if is_there and parameter.grad is None:
+            parameter.grad = gradient
+
+
+def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = None) -> None:
+    """Give all ranks one rank's parameters and buffers, and its optimizer's state. Collective.
+
+    Args:
+        module: A `torch.nn.Module` with the same parameters and buffers on all ranks, in host memory.
+        optimizer: A `torch.optim.Optimizer` of the module's parameters; its state is sent with pickle.
+        root: The rank in the group that sends.
+        group: A process group of mpidist; by default that of all ranks.
+
+    Raises:
+        InvalidArgumentError: If the ranks' parameters differ. On every rank.
+        TypeError: If the group is none of mpidist.
+    """
+    ranks = _group_of(group)
+    values = [one.detach() for one in (*module.parameters(), *module.buffers())]
+    if values:
+        ranks.broadcast_list(values, root)
+    if optimizer is not None:
+        states = [optimizer.state_dict() if ranks.rank() == root else None]
+        dist.broadcast_object_list(states, group=ranks, group_src=root)
+        if ranks.rank() != root:
+            optimizer.load_state_dict(states[0])
+
+
+def _group_of(group: Any) -> MpiProcessGroup:
+    ranks = dist.group.WORLD if group is None else group
+    if not isinstance(ranks, MpiProcessGroup):
+        raise TypeError(
+            f'the process group is {ranks}, and one of mpidist is needed: call init_process_group("mpidist") before'
+        )
+    return ranks

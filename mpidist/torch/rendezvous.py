@@ -1,0 +1,40 @@
+"""The variables that torchrun sets, from MPI: where torch looks for its rank, and for the store of all ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from mpidist.transport import load_mpi
+
+__all__ = ["set_environment"]
+
+_stores: list[Any] = []  # rank 0 serves its store until the program ends
+
+
+def set_environment() -> None:
+    """Set the variables that `init_process_group` reads, unless `RANK` is set. Collective over all ranks of the job."""
+    if "RANK" in os.environ:
+        return
+    mpi = load_mpi()
+    world = mpi.COMM_WORLD
+    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    address = None
+    if world.rank == 0:
+        host = "127.0.0.1" if node.size == world.size else socket.gethostname()
+        _stores.append(dist.TCPStore(host, 0, world.size, True, wait_for_workers=False))
+        address = host, _stores[0].port
+    host, port = world.bcast(address)
+    os.environ.update(
+        RANK=str(world.rank),
+        WORLD_SIZE=str(world.size),
+        LOCAL_RANK=str(node.rank),
+        LOCAL_WORLD_SIZE=str(node.size),
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there: no rank is to open another one at the port
+    )
+    node.Free()

@@ -1,0 +1,111 @@
+"""A call of a process group as torch sees it: something to wait for, and a future."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+
+__all__ = ["MpiWork"]
+
+
+@final
+class _Future(torch.futures.Future):
+    """The future of a call, whose wait advances the call: no thread does."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self) -> Any:
+        """Wait for the call, and return its tensors."""
+        self._wait()
+        return super().wait()
+
+    def value(self) -> Any:
+        """Wait for the call, and return its tensors."""
+        self._wait()
+        return super().value()
+
+
+@final
+class MpiWork(TorchWork):
+    """A call of a process group. Without `finish` it is over.
+
+    Args:
+        result: The tensors of the call.
+        finish: Waits for the call; raises its error.
+        is_done: Whether `finish` would return at once.
+        source: Returns the rank that a message came from.
+    """
+
+    def __init__(
+        self,
+        result: Any,
+        finish: Callable[[], object] | None = None,
+        is_done: Callable[[], bool] = bool,
+        source: Callable[[], int] = int,
+    ) -> None:
+        super().__init__()
+        self._result, self._finish, self._is_done, self._source = result, finish, is_done, source
+        self._future: _Future | None = None
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the call. The deadline is the call's own, which all ranks share."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            try:
+                finish()
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:  # and not in the future: C++ takes an error that Python sets for tensors
+            raise self._error
+        if self._future is not None and not self._future.done():
+            self._future.set_result(self._result)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the call."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the call is over. Advances it."""
+        if self._finish is not None and self._is_done():
+            self.wait()
+        return self._finish is None
+
+    def is_success(self) -> bool:
+        """Whether the call is over, and raised no error."""
+        return self._finish is None and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the call."""
+        return self._error
+
+    def result(self) -> Any:
+        """Return the tensors of the call."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Return the rank that the message came from."""
+        return self._source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return the future of the call.
+
+        DDP waits for it in C++, where nothing advances a call. So in a backward pass a callback of autograd finishes
+        the call before DDP's own callback waits, and raises its error out of `backward()`. Elsewhere the call is
+        finished at once.
+        """
+        if self._future is None:
+            self._future = _Future(self.wait)
+            if self._finish is None or torch._C._current_autograd_node() is None:
+                self.wait()
+            else:
+                torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+        return self._future

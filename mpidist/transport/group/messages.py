@@ -1,0 +1,233 @@
+"""Messages from one rank to another, and from every rank to every other, in host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, final
+
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.transport.communicator import Array
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator, load_mpi
+from mpidist.transport.text import count_text
+from mpidist.transport.waiting import never_free, poll, poll_or_keep
+
+__all__ = ["Message", "Messages"]
+
+_ALL_TO_ALL = 0  # the tag of all-to-all; those of single messages are greater
+
+
+@final
+class Message:
+    """A message to or from one rank that is under way.
+
+    Args:
+        group: The ranks.
+        comm: The communicator of the message.
+        name: What the rank does, for people: "recv from rank 1, tag 0".
+        requests: MPI's requests of its pieces.
+        buffer: Its bytes [n], which nobody may change until it is done.
+        is_receive: Whether this rank receives it.
+    """
+
+    def __init__(
+        self,
+        group: SyncGroup,
+        comm: MpiCommunicator,
+        name: str,
+        requests: list[Any],
+        buffer: Array,
+        is_receive: bool,
+    ) -> None:
+        self._group, self._comm, self._name = group, comm, name
+        self._requests, self._buffer, self._is_receive = requests, buffer, is_receive
+        self._statuses = [load_mpi().Status() for _ in requests]
+        self._is_done = False
+        self._error: Exception | None = None
+
+    @property
+    def source(self) -> int:
+        """The rank that has sent the message, once a receive is done."""
+        rank: int = self._statuses[0].Get_source()
+        return rank
+
+    def is_over(self) -> bool:
+        """Whether MPI needs the memory no more; an error is kept for `is_done`. Local."""
+        try:
+            return self.is_done()
+        except Exception as error:
+            self._error = error
+            return True
+
+    def is_done(self) -> bool:
+        """Whether the message is sent or received. Also advances it. Local.
+
+        Raises:
+            InvalidArgumentError: If the message has another length than the memory to receive it.
+            PeerFailedError: If MPI cannot complete it.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._is_done:
+            mpi = load_mpi()
+            try:
+                # one by one: of several, MPI does not say which error which has
+                self._is_done = all(map(mpi.Request.Test, self._requests, self._statuses))
+            except mpi.Exception as error:
+                if error.Get_error_class() != mpi.ERR_TRUNCATE:
+                    self._comm.raise_loss(error)
+                self._is_done = True
+                raise self._kept(self._length_error("more than")) from error
+            if self._is_done and self._is_receive:
+                received = sum(status.Get_count(mpi.BYTE) for status in self._statuses)
+                if received != self._buffer.nbytes:
+                    raise self._kept(self._length_error(f"{received:,} of"))
+        return self._is_done
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        """Wait until the message is sent or received, and advance started calls meanwhile.
+
+        Args:
+            timeout_seconds: How long to wait; `None` or 0 for ever. After that the group cannot be used any more.
+
+        Raises:
+            DeadlineExceededError: If the other rank does not come in time.
+            PeerFailedError: If a rank has left, has ended or is gone.
+            InvalidArgumentError: As `is_done` does.
+        """
+        if self.is_done():
+            return
+        group, since = self._group, time.monotonic()
+        group.enter(self._name)
+        group.agreement.await_message(self._name)
+
+        def check() -> None:
+            group.advance()
+            group.agreement.check_peers()
+            if timeout_seconds and time.monotonic() - since >= timeout_seconds:
+                what = "sent it" if self._is_receive else "received it"
+                raise DeadlineExceededError(
+                    f"{self._name} on rank {group.topology.rank} waited {timeout_seconds:g} s, and no rank has "
+                    f"{what}. Every send needs a receive with the same tag, and ranks must not all send first"
+                )
+
+        try:
+            poll(self.is_done, check)
+        except InvalidArgumentError:
+            raise
+        except BaseException as error:
+            never_free((self,))
+            group.break_off(error)
+            raise
+
+    def _kept(self, error: Exception) -> Exception:
+        self._error = error
+        return error
+
+    def _length_error(self, found: str) -> InvalidArgumentError:
+        needed = count_text(self._buffer.nbytes, "byte")
+        rank = self._group.topology.rank
+        return InvalidArgumentError(
+            f"{self._name} on rank {rank}: the message has {found} the {needed} that are to be received; send and "
+            "receive arrays of the same shape and dtype"
+        )
+
+
+@final
+class Messages:
+    """The messages of a group, in a communicator of their own. Making it is collective.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: SyncGroup) -> None:
+        self._group = group
+        self._comm: MpiCommunicator | None = None
+        self._under_way: list[Message] = []  # whose memory MPI may still use, even if the program drops them
+        if group.membership is not None and group.topology.size > 1:
+            self._comm = MpiCommunicator(group.membership.comm.Dup(), "messages")
+
+    def send(self, name: str, buffer: Array, to: int, tag: int) -> Message:
+        """Start to send bytes [n] to a rank. Local. `name`: as in `Message`."""
+        comm = self._connected(name)
+        requests = [request for chunk in _chunks(buffer) for request in comm.send(chunk, to, tag + 1)]
+        return self._started(Message(self._group, comm, name, requests, buffer, is_receive=False))
+
+    def receive(self, name: str, buffer: Array, source: int | None, tag: int) -> Message:
+        """Start to receive bytes [n]. Local.
+
+        Args:
+            name: As in `Message`.
+            buffer: The memory.
+            source: The rank that sends; `None` for any rank, for at most `MAX_CHUNK_BYTES`.
+            tag: The number of the message, at least 0.
+
+        Raises:
+            InvalidArgumentError: If a message from any rank is too long.
+        """
+        comm = self._connected(name)
+        if source is None and buffer.nbytes > MAX_CHUNK_BYTES:
+            raise InvalidArgumentError(
+                f"{name}: {buffer.nbytes:,} bytes from any rank; needed at most {MAX_CHUNK_BYTES:,}, or one rank"
+            )
+        of_mpi = load_mpi().ANY_SOURCE if source is None else source
+        requests = [request for chunk in _chunks(buffer) for request in comm.receive(chunk, of_mpi, tag + 1)]
+        return self._started(Message(self._group, comm, name, requests, buffer, is_receive=True))
+
+    def all_to_all(self, outgoing: Array, out_bounds: Sequence[int], incoming: Array, in_bounds: Sequence[int]) -> None:
+        """Send every rank its part of some bytes, and receive this rank's part from every rank. Collective.
+
+        Args:
+            outgoing: [n], the bytes to send.
+            out_bounds: What goes to rank r is `outgoing[out_bounds[r]:out_bounds[r + 1]]`.
+            incoming: [m], the memory to receive.
+            in_bounds: Likewise, what comes from each rank. As many bytes as the rank sends.
+        """
+        out_parts, in_parts = _parts(outgoing, out_bounds), _parts(incoming, in_bounds)
+        rank, comm = self._group.topology.rank, self._comm
+        in_parts[rank][...] = out_parts[rank]
+        if comm is None:
+            return
+        requests: list[Any] = []
+        for other in comm.others:
+            for chunk in _chunks(in_parts[other]):
+                requests += comm.receive(chunk, other, _ALL_TO_ALL)
+        for other in comm.others:
+            for chunk in _chunks(out_parts[other]):
+                requests += comm.send(chunk, other, _ALL_TO_ALL)
+        check = self._group.agreement.check_peers
+        poll_or_keep(partial(comm.test_all, requests), check, (requests, outgoing, incoming))
+
+    def free(self) -> None:
+        """Free the communicator, unless the group has failed or messages are under way. Collective."""
+        if self._comm is None:
+            return
+        left = [message for message in self._under_way if not message.is_over()]
+        if left or self._group.agreement.broken is not None:
+            never_free((left, self._comm))
+        else:
+            self._comm.free()
+        self._comm = None
+
+    def _connected(self, name: str) -> MpiCommunicator:
+        self._group.enter(name)
+        if self._comm is None:
+            raise InvalidArgumentError(f"{name} in a group of one rank: there is no other rank")
+        return self._comm
+
+    def _started(self, message: Message) -> Message:
+        self._under_way = [*(one for one in self._under_way if not one.is_over()), message]
+        return message
+
+
+def _chunks(buffer: Array) -> Iterator[Array]:
+    """Cut bytes into pieces that MPI takes; an empty message is one piece."""
+    return (buffer[start : start + MAX_CHUNK_BYTES] for start in range(0, max(1, buffer.nbytes), MAX_CHUNK_BYTES))
+
+
+def _parts(buffer: Array, bounds: Sequence[int]) -> list[Array]:
+    return [buffer[start:stop] for start, stop in pairwise(bounds)]

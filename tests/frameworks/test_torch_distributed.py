@@ -1,0 +1,202 @@
+"""Training with torch.distributed over the backend `mpidist`: DDP, FSDP2, ZeRO, DTensor, and loops of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.process_groups import open_process_group
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+STEPS = 5
+
+
+@pytest.fixture
+def ranks(comm: Intracomm, tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Open a process group of all ranks, and give this rank and their number."""
+    with open_process_group(comm, tmp_path):
+        yield comm.rank, comm.size
+
+
+def model_of(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+
+
+def data_of(size: int) -> Any:
+    return torch.randn(STEPS, size, 6, 4, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: Any, x: Any) -> Any:
+    return model(x).square().mean()
+
+
+def trained(
+    ranks: tuple[int, int], model: Any, optimizer: Any, combine: Callable[[Any], None] = lambda model: None
+) -> list[Any]:
+    """Train on this rank's batches, and return the weights."""
+    rank, size = ranks
+    for batch in data_of(size):
+        optimizer.zero_grad()
+        loss_of(model, batch[rank]).backward()
+        combine(model)
+        optimizer.step()
+    return [one.detach() for one in model.parameters()]
+
+
+def wanted_weights(size: int) -> list[Any]:
+    """Return the weights that one process has, with the means of all ranks' gradients, added in rank order."""
+    model = model_of()
+    optimizer = torch.optim.Adam(model.parameters())
+    for batch in data_of(size):
+        everyone = [torch.autograd.grad(loss_of(model, x), list(model.parameters())) for x in batch]
+        for parameter, *parts in zip(model.parameters(), *everyone, strict=True):
+            parameter.grad = sum(parts[1:], parts[0]) / size
+        optimizer.step()
+    return [one.detach() for one in model.parameters()]
+
+
+def require_weights(ranks: tuple[int, int], weights: list[Any]) -> None:
+    """Require the weights of one process; DDP divides before it adds, which rounds other than for powers of two."""
+    for one, wanted in zip(weights, wanted_weights(ranks[1]), strict=True):
+        assert torch.equal(one, wanted) if ranks[1] != 3 else torch.allclose(one, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
+    ids=lambda options: next(iter(options), "default"),
+)
+def test_ddp_has_the_weights_of_one_process(
+    ranks: tuple[int, int], placement: tuple[int, ...], options: dict[str, bool]
+) -> None:
+    model = DistributedDataParallel(model_of(ranks[0]), bucket_cap_mb=1e-4, **options)
+    require_weights(ranks, trained(ranks, model, torch.optim.Adam(model.parameters())))
+
+
+def test_zero_redundancy_optimizer_has_the_weights_of_one_process(ranks: tuple[int, int]) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(model_of())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam)
+    require_weights(ranks, trained(ranks, model, optimizer))
+
+
+def test_fsdp2_has_the_weights_of_ddp(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ddp, sharded = DistributedDataParallel(model_of()), model_of()
+    for part in (sharded[0], sharded):
+        fully_shard(part, mesh=init_device_mesh("cpu", (ranks[1],)))
+    for model in (ddp, sharded):
+        trained(ranks, model, torch.optim.SGD(model.parameters(), 0.1))
+    for one, other in zip(ddp.parameters(), sharded.parameters(), strict=True):
+        whole = other.full_tensor()
+        assert torch.equal(one, whole) if ranks[1] <= 2 else torch.allclose(one, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.ranks(2, 4)
+def test_dtensor_layers_in_columns_and_rows_have_the_results_of_whole_ones(ranks: tuple[int, int]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    whole, x = model_of(), data_of(1)[0, 0]
+    split = parallelize_module(
+        model_of(), init_device_mesh("cpu", (ranks[1],)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    for model in (whole, split):
+        loss_of(model, x).backward()
+    assert torch.allclose(split(x), whole(x), atol=1e-6)
+    for one, other in zip(split.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(one.grad.full_tensor(), other.grad, atol=1e-6)
+
+
+def test_ddp_sends_nothing_before_the_last_part_of_a_batch(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    model, data = DistributedDataParallel(model_of()), data_of(size)
+    with model.no_sync():
+        loss_of(model, data[0, rank]).backward()
+    loss_of(model, data[1, rank]).backward()
+    gradients = [one.grad.clone() for one in model.parameters()]
+    for one in gradients:
+        dist.broadcast(one, 0)
+    assert all(map(torch.equal, gradients, (one.grad for one in model.parameters())))
+
+
+def test_ddp_join_takes_unequal_numbers_of_batches(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    model, data = DistributedDataParallel(model_of()), data_of(size)
+    with model.join():
+        for batch in data[: 2 + rank % 2]:
+            model.zero_grad()
+            loss_of(model, batch[rank]).backward()
+    dist.barrier()
+
+
+def test_ddp_takes_hooks_of_half_precision(ranks: tuple[int, int]) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model, reference = DistributedDataParallel(model_of()), DistributedDataParallel(model_of())
+    model.register_comm_hook(None, fp16_compress_hook)
+    for one in (model, reference):
+        loss_of(one, data_of(ranks[1])[0, ranks[0]]).backward()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-2, atol=1e-3)
+
+
+def test_distributed_checkpoint_restores_the_model(ranks: tuple[int, int], comm: Intracomm, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as checkpoint
+
+    folder, model, other = comm.bcast(tmp_path / "saved"), model_of(), model_of(seed=1)
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    assert all(map(torch.equal, state.values(), model.state_dict().values()))
+
+
+def test_all_reduce_gradients_gives_the_weights_of_one_process(ranks: tuple[int, int]) -> None:
+    import mpidist.torch
+
+    model = model_of(ranks[0])
+    optimizer = torch.optim.Adam(model.parameters())
+    mpidist.torch.broadcast(model, optimizer)
+    require_weights(ranks, trained(ranks, model, optimizer, mpidist.torch.all_reduce_gradients))
+
+
+@pytest.mark.ranks(min=2)
+def test_all_reduce_gradients_takes_missing_ones_for_zeros(ranks: tuple[int, int]) -> None:
+    import mpidist.torch
+
+    rank, size = ranks
+    model = model_of()
+    for parameter in list(model.parameters())[:2]:
+        parameter.grad = torch.ones_like(parameter) if rank else None
+    mpidist.torch.all_reduce_gradients(model, op="sum")
+    assert [one.grad is not None for one in model.parameters()] == [True, True, False, False]
+    assert model[0].bias.grad.tolist() == [size - 1] * 8
+
+
+def test_broadcast_gives_all_ranks_the_state_of_an_optimizer(ranks: tuple[int, int]) -> None:
+    import mpidist.torch
+
+    rank, size = ranks
+    model = model_of(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    if rank == size - 1:
+        loss_of(model, torch.ones(1, 4)).backward()
+        optimizer.step()
+    mpidist.torch.broadcast(model, optimizer, root=size - 1)
+    states: list[Any] = [None] * size
+    dist.all_gather_object(states, (model.state_dict(), optimizer.state_dict()))
+    assert all(str(state) == str(states[-1]) for state in states)
+    assert states[0][1]["state"]

@@ -1,0 +1,148 @@
+"""Programs with torch.distributed over the backend `mpidist`: how they start, and ranks that fail in them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs.faults import THREE, Ended, Job, environment, job, of_others, run_command
+from mpi_session.launch import Launcher
+
+__all__ = ["job"]  # a fixture
+
+pytestmark = pytest.mark.no_mpi
+
+HEAD = """
+import os, warnings
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+import mpidist.torch
+from mpidist.errors import PeerFailedError
+dist.init_process_group("mpidist")
+rank, size = dist.get_rank(), dist.get_world_size()
+dist.barrier()
+"""
+END = """
+dist.destroy_process_group()
+print("right")
+"""
+
+# The three places where a rank fails in a step of DDP, of several buckets.
+STEPS = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def fail(place):
+    if rank == 1 and place == "PLACE":
+        FAULT
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        fail("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        fail("backward")
+        return gradient
+
+model = DDP(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), bucket_cap_mb=1e-5, static_graph=STATIC)
+for _ in range(3):
+    model.module[1](Bad.apply(model(torch.ones(1, 4)))).sum().backward()
+    fail("between")
+    dist.all_reduce(torch.ones(1))
+"""
+
+LEAVES = """
+try:
+    if rank == 1:
+        raise ValueError("bad batch")
+    dist.recv(torch.zeros(2), 1)
+except ValueError:
+    dist.destroy_process_group()  # returns at once
+    raise SystemExit(0)
+except PeerFailedError as error:
+    assert "recv from rank 1, tag 0, on rank 0" in str(error) and "bad batch" in str(error), error
+"""
+
+
+def run(folder: Path, ranks: int, program: str, **variables: str) -> Ended:
+    file = folder / "program.py"
+    file.write_text(program)
+    return run_command(
+        folder, [*Launcher.find(None).command, "-n", str(ranks), sys.executable, str(file)], ranks, **variables
+    )
+
+
+def test_program_needs_nothing_but_the_launcher(tmp_path: Path) -> None:
+    ended = run(tmp_path, 2, HEAD + "assert (int(os.environ['LOCAL_RANK']), size) == (rank, 2)" + END)
+    assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
+
+
+def test_entry_point_registers_the_backend_and_imports_no_mpidist() -> None:
+    program = "import sys, torch; print(torch.distributed.Backend.MPIDIST, *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
+    )
+    name, *modules = done.stdout.split()
+    assert name == "mpidist"
+    assert not [one for one in modules if one.partition(".")[0] in ("mpidist", "mpi4py")]
+
+
+def test_environment_of_a_launcher_that_mpi_does_not_see_is_refused(tmp_path: Path) -> None:
+    ended = run(tmp_path, 2, HEAD + END, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    assert 0 < ended.status < 128
+    assert "leave RANK and WORLD_SIZE unset, or give the numbers of MPI" in ended.err
+
+
+def test_receive_from_a_rank_that_has_left_raises_its_error(tmp_path: Path) -> None:
+    ended = run(tmp_path, 2, HEAD + LEAVES + END)
+    assert (ended.status, ended.out.count("right")) == (0, 1), ended.err
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "static", "named"),
+    [
+        ("forward", "raise ValueError('bad batch')", False, "ValueError: bad batch"),
+        ("backward", "raise ValueError('bad batch')", False, "ValueError: bad batch"),
+        ("backward", "raise ValueError('bad batch')", True, "ValueError: bad batch"),
+        ("between", "raise SystemExit(0)", False, "rank 1 ended the program while ranks 0, 2 called all_reduce"),
+        ("between", "dist.barrier()", False, "barrier"),
+    ],
+    ids=["forward", "backward", "static", "leaves", "other_call"],
+)
+def test_rank_that_fails_in_training_is_named(tmp_path: Path, place: str, fault: str, static: bool, named: str) -> None:
+    steps = STEPS.replace("PLACE", place).replace("FAULT", fault).replace("STATIC", str(static))
+    ended = run(tmp_path, 3, HEAD + steps + END)
+    assert 0 < ended.status < 128, ended  # ended by no signal
+    assert "rank 1" in ended.err, ended.err
+    assert named in ended.err, ended.err
+    assert "right" not in ended.out
+
+
+def test_killed_rank_is_named_on_every_other(job: Job) -> None:
+    body = """
+import torch
+import torch.distributed as dist
+import mpidist.torch
+dist.init_process_group("mpidist")
+
+def steps():
+    while True:
+        if is_faulty and dist.group.WORLD._get_sequence_number_for_group() > 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(3))
+
+attempt("steps", steps)
+dist.destroy_process_group()  # returns at once
+note("end")
+"""
+    ended = job(body, THREE, is_blind=True)
+    assert ended.status != 0
+    for note in of_others(ended, "steps", THREE):
+        assert note.kind == "PeerFailedError", note
+        assert "rank 1" in note.text, note
+    of_others(ended, "end", THREE)

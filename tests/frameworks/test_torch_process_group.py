@@ -1,0 +1,317 @@
+"""The calls of torch.distributed over the backend `mpidist`: results, dtypes, groups of some ranks, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.everywhere import raises_everywhere
+from support.process_groups import open_process_group
+
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+# Names that torch replaces by newer ones, which oldest versions do not have.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+_FLOATS = "float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"
+_INTEGERS = "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"
+COPIED = [getattr(torch, name) for name in (*_FLOATS, *_INTEGERS)]
+REDUCED = [dtype for dtype in COPIED if not str(dtype).startswith("torch.float8")]
+
+
+@pytest.fixture
+def ranks(comm: Intracomm, tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Open a process group of all ranks, and give this rank and their number."""
+    with open_process_group(comm, tmp_path):
+        yield comm.rank, comm.size
+
+
+def full(value: float, *shape: int, dtype: Any = torch.float32) -> Any:
+    return torch.full(shape or (3,), value, dtype=dtype)
+
+
+def equal(result: Any, wanted: Any) -> None:
+    assert result.tolist() == wanted
+
+
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_all_reduce_has_the_sum_of_every_dtype(ranks: tuple[int, int], dtype: Any) -> None:
+    rank, size = ranks
+    value = torch.tensor([[rank, 1], [0, 0]]).to(dtype).t()  # not in row-major order
+    dist.all_reduce(value)
+    wanted = torch.tensor([[sum(range(size)), size], [0, 0]]).t()
+    assert torch.equal(value, wanted.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("op", "wanted"),
+    [("AVG", 0.5), ("MIN", 0), ("MAX", 1), ("PRODUCT", 0)],
+)
+def test_all_reduce_has_the_result_of_every_operation(ranks: tuple[int, int], op: str, wanted: float) -> None:
+    rank, size = ranks
+    value = full(rank / max(1, size - 1), 3, 2).t()
+    dist.all_reduce(value, getattr(dist.ReduceOp, op))
+    equal(value, [[wanted if size > 1 else 0] * 3] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool], ids=str)
+def test_all_reduce_combines_bits(ranks: tuple[int, int], dtype: Any) -> None:
+    rank, size = ranks
+    value = torch.tensor([1 << rank, 1, rank]).to(dtype)
+    everyone = [torch.tensor([1 << one, 1, one]).to(dtype) for one in range(size)]
+    for op, combine in {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}.items():
+        result, wanted = value.clone(), everyone[0]
+        for one in everyone[1:]:
+            wanted = combine(wanted, one)
+        dist.all_reduce(result, getattr(dist.ReduceOp, op))
+        assert torch.equal(result, wanted)
+
+
+def test_all_reduce_is_one_call_if_waited_for_now_or_later(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    value = full(1.0)
+    works = [dist.all_reduce(value, async_op=rank > 0) for _ in range(3)]
+    assert all(work is None or work.wait() for work in works)
+    equal(value, [size**3] * 3)
+
+
+def test_reduce_gives_one_rank_the_sum(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+    rank, size = ranks
+    value = full(rank)
+    dist.reduce(value, size - 1)
+    equal(value, [sum(range(size)) if rank == size - 1 else rank] * 3)
+
+
+@pytest.mark.parametrize("dtype", COPIED, ids=str)
+def test_copies_keep_every_dtype(ranks: tuple[int, int], dtype: Any) -> None:
+    rank, size = ranks
+    each = [full(one % 2, 2, 1).to(dtype) for one in range(size)]
+    value = each[rank].clone()
+    dist.broadcast(value, size - 1)
+    assert torch.equal(_bits(value), _bits(each[-1]))
+    outs = [torch.empty_like(value) for _ in each]
+    dist.all_gather(outs, each[rank])
+    assert all(map(torch.equal, map(_bits, outs), map(_bits, each)))
+    out = torch.empty(size, 2, dtype=dtype).t()  # not in row-major order
+    dist.all_gather_into_tensor(out.t(), each[rank].t())
+    assert torch.equal(_bits(out.t().contiguous()), _bits(torch.cat([one.t() for one in each])))
+
+
+def _bits(tensor: Any) -> Any:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
+def test_reduce_scatter_gives_each_rank_its_part(ranks: tuple[int, int], is_async: bool) -> None:
+    rank, size = ranks
+    out = torch.zeros(2)
+    work = dist.reduce_scatter_tensor(out, torch.arange(2.0 * size), async_op=is_async)
+    assert (work is not None) == is_async
+    assert work is None or work.wait()
+    equal(out, [size * 2 * rank, size * (2 * rank + 1)])
+    parts = [full(one, 2, 1).expand(2, 2) for one in range(size)]
+    target = torch.zeros(2, 2).t()
+    dist.reduce_scatter(target, parts, dist.ReduceOp.AVG)
+    equal(target, [[rank] * 2] * 2)
+
+
+def test_gather_and_scatter_have_their_tensors(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+    rank, size = ranks
+    outs = [torch.zeros(1) for _ in range(size)] if rank == 0 else None
+    dist.gather(full(rank, 1), outs, 0)
+    assert outs is None or torch.cat(outs).tolist() == list(range(size))
+    out = full(0, 1, dtype=torch.bfloat16)
+    parts = [full(2 * one, 1, dtype=torch.bfloat16) for one in range(size)] if rank == size - 1 else None
+    dist.scatter(out, parts, size - 1)
+    equal(out, [2 * rank])
+
+
+def test_all_to_all_has_the_parts_of_all_ranks(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+    rank, size = ranks
+    each = list(range(size))
+    outs = [torch.zeros(1) for _ in each]
+    dist.all_to_all(outs, [full(10 * rank + one, 1) for one in each])
+    equal(torch.cat(outs), [10 * one + rank for one in each])
+    out = torch.empty(sum(each) if rank else 0, dtype=torch.int64)  # `one` numbers of rank `one`, and none for rank 0
+    sizes = [0] + [rank] * (size - 1)
+    dist.all_to_all_single(out, full(rank, sum(sizes), dtype=torch.int64), each if rank else [0] * size, sizes)
+    equal(out, [one for one in each for _ in range(one)] if rank else [])
+
+
+def test_empty_tensors_and_scalars_are_values(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    for value in (torch.empty(0), torch.empty(2, 0)):
+        dist.all_reduce(value)
+        dist.broadcast(value, 0)
+        dist.all_gather_into_tensor(torch.empty(0), value.reshape(-1))
+    scalar = torch.tensor(float(rank))
+    dist.all_reduce(scalar)
+    assert scalar.item() == sum(range(size))
+    dist.broadcast(scalar.fill_(rank), size - 1)
+    assert scalar.item() == size - 1
+
+
+def test_coalesced_calls_have_the_results_of_single_ones(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    values = [full(rank), full(2 * rank, 2)]
+    dist.all_reduce_coalesced(values)
+    assert [one.tolist() for one in values] == [[sum(range(size))] * 3, [2 * sum(range(size))] * 2]
+    group = dist.group.WORLD
+    outs = [torch.empty(size), torch.empty(2 * size)]
+    group.allgather_into_tensor_coalesced(outs, [full(rank, 1), full(rank, 2)]).wait()
+    assert [one.tolist() for one in outs] == [list(range(size)), [one for one in range(size) for _ in range(2)]]
+    outs = [torch.empty(1), torch.empty(2)]
+    group.reduce_scatter_tensor_coalesced(outs, [full(1, size), full(rank, 2 * size)]).wait()
+    assert [one.tolist() for one in outs] == [[size], [sum(range(size))] * 2]
+
+
+def test_functional_collectives_have_their_results(ranks: tuple[int, int]) -> None:
+    from torch.distributed import _functional_collectives as calls
+
+    rank, size = ranks
+    group = list(range(size))
+    equal(calls.all_reduce(full(rank), "sum", group).wait(), [sum(group)] * 3)
+    equal(calls.all_gather_tensor(full(rank, 1), 0, group).wait(), group)
+    equal(calls.reduce_scatter_tensor(torch.arange(1.0 * size), "sum", 0, group).wait(), [size * rank])
+    equal(calls.broadcast(full(rank, 1), size - 1, group).wait(), [size - 1])
+    results = calls.all_reduce_coalesced([full(rank), full(1.0, 1)], "sum", group)
+    assert [one.wait().tolist() for one in results] == [[sum(group)] * 3, [size]]
+
+
+def test_objects_arrive_on_all_ranks(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": one} for one in range(size)]
+    sent = [("text", size) if rank == 0 else None]
+    dist.broadcast_object_list(sent, 0)
+    assert sent == [("text", size)]
+    dist.barrier()
+
+
+def test_calls_show_in_the_profiler(ranks: tuple[int, int]) -> None:
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(full(1.0))
+        dist.broadcast(full(1.0), 0)
+    assert {"mpidist:all_reduce", "mpidist:broadcast"} <= {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.ranks(min=2)
+def test_messages_arrive(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+    rank, size = ranks
+    if rank == 0:
+        dist.send(full(7.0, 1), 1)
+    if rank == 1:
+        value = torch.zeros(1)
+        assert dist.recv(value) == 0  # from any rank
+        equal(value, [7])
+    value, last = torch.zeros(2, 2).t(), (rank - 1) % size
+    sent = dist.isend(full(rank, 2, 2), (rank + 1) % size)
+    dist.irecv(value, last).wait()
+    sent.wait()
+    equal(value, [[last] * 2] * 2)
+    out = torch.zeros(1)
+    exchange = [dist.P2POp(dist.isend, full(rank, 1), (rank + 1) % size), dist.P2POp(dist.irecv, out, last)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    equal(out, [last])
+
+
+@pytest.mark.ranks(min=3)
+def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+    rank, size = ranks
+    sets = ((1, 2), (0, 1), (0, 2)) if size == 3 else ((0, 1), (2, 3), (1, 2, 3))
+    for turn in range(20):
+        groups = {some: dist.new_group(list(some)) for some in sets}  # all at a time
+        for some, group in groups.items():
+            if rank in some:
+                value = full(rank)
+                dist.all_reduce(value, group=group)
+                equal(value, [sum(some)] * 3)
+                if turn % 2:
+                    dist.destroy_process_group(group)
+            value = full(1.0)
+            dist.all_reduce(value)
+            equal(value, [size] * 3)
+            dist.barrier()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rank: dist.all_reduce(torch.zeros(2 + rank)),
+        lambda rank: dist.all_reduce(torch.zeros(2), dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX),
+        lambda rank: dist.all_reduce(torch.zeros(2, dtype=torch.float32 if rank else torch.float64)),
+        lambda rank: dist.broadcast(torch.zeros(2), int(rank == 0)),
+        lambda rank: dist.barrier() if rank else dist.all_reduce(torch.zeros(2)),
+    ],
+    ids=["shape", "op", "dtype", "root", "call"],
+)
+def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, call: Callable[[int], Any]) -> None:
+    with raises_everywhere(comm, InvalidArgumentError, "ranks? 1"):
+        call(comm.rank)
+    dist.barrier()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda size, more: dist.all_gather_into_tensor(torch.zeros(size + more), torch.zeros(1)),
+        lambda size, more: dist.all_gather([torch.zeros(1 + more)] * size, torch.zeros(1)),
+        lambda size, more: dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(size + more)),
+        lambda size, more: dist.all_to_all_single(torch.zeros(size), torch.zeros(size + more)),
+        lambda size, more: dist.broadcast(torch.zeros(2, device="meta" if more else "cpu"), 0),
+        lambda size, more: dist.all_to_all_single(torch.zeros(size), torch.zeros(size, device=["cpu", "meta"][more])),
+        lambda size, more: dist.all_reduce(torch.zeros(1), dist.ReduceOp.BAND if more else dist.ReduceOp.SUM),
+    ],
+    ids=[
+        "all_gather_single",
+        "all_gather",
+        "reduce_scatter_single",
+        "all_to_all_single",
+        "device",
+        "device_of_parts",
+        "all_reduce",
+    ],
+)
+def test_bad_arguments_of_one_rank_raise_on_every_rank(
+    ranks: tuple[int, int], comm: Intracomm, call: Callable[[int, int], Any]
+) -> None:
+    rank, size = ranks
+    with raises_everywhere(comm, InvalidArgumentError, "rank 1"):
+        call(size, int(rank == 1))
+    dist.barrier()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("count", [1, 4])
+def test_message_of_another_length_raises_and_leaves_the_group_usable(ranks: tuple[int, int], count: int) -> None:
+    rank, _ = ranks
+    if rank == 0:
+        with pytest.raises(InvalidArgumentError, match="recv from rank 1"):
+            dist.recv(torch.zeros(count), 1)
+    if rank == 1:
+        dist.send(torch.ones(2), 0)
+    dist.barrier()
+
+
+@pytest.mark.ranks(min=2)
+def test_late_rank_is_named_at_the_timeout(comm: Intracomm, tmp_path: Path) -> None:
+    with open_process_group(comm, tmp_path, timeout=timedelta(seconds=2)):
+        dist.barrier()
+        if comm.rank == 1:
+            comm.barrier()
+        with pytest.raises(DeadlineExceededError, match="rank 1" if comm.rank != 1 else "had given up"):
+            dist.all_reduce(torch.zeros(2))
+        if comm.rank != 1:
+            comm.barrier()
