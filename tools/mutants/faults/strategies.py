@@ -126,8 +126,8 @@ FAULTS = [
     ),
     Fault(
         "parameter_server.py",
-        "return Push.sum_of(pushes)",
-        "return pushes[0]",
+        "servers.push(Push.sum_of(pushes))",
+        "servers.push(pushes[0])",
         "of the replicas of a worker only the first pushes",
     ),
     Fault(
