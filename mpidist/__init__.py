@@ -119,4 +119,5 @@ __version__ = "0.1.0"
 _context_stack.set_default_factory(_make_default)
 _explain_absent_names(__name__)
 _open_groups.explain_failures(_os.environ)
+_open_groups.show_stack(_os.environ)
 _open_groups.end_job_before_start(_os.environ)

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from mpidist.cli.flight_job import Call, FlightFileError, JobFlight, StrategyFlight, find_job, load_job
 from mpidist.cli.flight_verdict import Verdict, judge, seconds_text, some_of
-from mpidist.transport import name_ranks
+from mpidist.transport import name_ranks, together
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -87,7 +87,7 @@ def _report(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int) -> list
             lines += ["", *_table(verdict.strategy, num_calls)]
     if not verdicts:
         lines += ["", "No strategy was in use."]
-    return [*lines, "", *_reasons(job)]
+    return [*lines, "", *_where(job), *_reasons(job)]
 
 
 def _head(job: JobFlight) -> list[str]:
@@ -107,6 +107,13 @@ def _title(strategy: StrategyFlight) -> str:
         verb = "is" if len(world) == 1 else "are"
         title += f"; {name_ranks(world)} here {verb} {name_ranks(world.values())} of the job"
     return title
+
+
+def _where(job: JobFlight) -> list[str]:
+    """Say where the ranks were in their programs, as far as that is known."""
+    stacks = {rank: file.stack for rank, file in job.files.items() if file.stack.frames}
+    lines = [line for ranks, stack in together(stacks) for line in _wrap(f"{ranks}: {stack.place}", "  ")]
+    return ["Where the ranks were in their programs (the whole stack: --rank R):", *lines, ""] if lines else []
 
 
 def _reasons(job: JobFlight) -> list[str]:
@@ -177,7 +184,8 @@ def _calls_of(job: JobFlight, rank: int) -> list[str]:
                 lines.append(f"{'call':>9}  {'came':<12}  {'waited':>10}  {'data':>10}  {'state':<7}  what")
                 for call in flight.calls:
                     lines += _wrap(f"{call.call}{': ' * bool(call.details)}{call.details}", _row(call), 60)
-    return lines
+    frames = [f"  {frame}" for frame in file.stack.frames]
+    return [*lines, "", "Where it was, innermost first:", *frames] if frames else lines
 
 
 def _row(call: Call) -> str:

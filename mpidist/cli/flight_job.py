@@ -9,7 +9,7 @@ from pathlib import Path
 from sys import intern
 from typing import Any, Final, NamedTuple, final
 
-from mpidist.transport import FILE_VERSION
+from mpidist.transport import FILE_VERSION, Frame, Stack
 
 __all__ = ["Call", "FlightFile", "FlightFileError", "JobFlight", "RankFlight", "StrategyFlight", "find_job", "load_job"]
 
@@ -53,6 +53,7 @@ class FlightFile(NamedTuple):
     host: str
     written: float
     reason: str
+    stack: Stack
 
 
 @final
@@ -152,7 +153,9 @@ def _file(content: dict[str, Any], rank: int) -> FlightFile:
         raise ValueError(f"it has version {version}; this mpidist reads version {FILE_VERSION}")
     if world_rank != rank:
         raise ValueError(f"it says that it is of rank {world_rank}")
-    return FlightFile(rank, content["written_by"], content["host"], float(content["time"]), content["reason"])
+    frames, problem = content["stack"]
+    stack = Stack(tuple(Frame(*frame) for frame in frames), problem)
+    return FlightFile(rank, content["written_by"], content["host"], float(content["time"]), content["reason"], stack)
 
 
 def _add_group(strategies: dict[str, StrategyFlight], content: dict[str, Any], file: FlightFile) -> None:

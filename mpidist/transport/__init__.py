@@ -95,6 +95,7 @@ from mpidist.transport.shared_memory import (
     SharedMemoryCommunicator,
     TwoShot,
 )
+from mpidist.transport.stacks import Frame, Stack, StackFile, read_stacks, stack_files, together
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, time_text, value_text
 from mpidist.transport.topology import Topology
 from mpidist.transport.trace import TRACE_VERSION, ClockSample
@@ -121,6 +122,7 @@ __all__ = [
     "ErrorReport",
     "FILE_VERSION",
     "Fold",
+    "Frame",
     "GONE",
     "GpuFacts",
     "InPlace",
@@ -153,6 +155,8 @@ __all__ = [
     "SharedArena",
     "SharedArrays",
     "SharedMemoryCommunicator",
+    "Stack",
+    "StackFile",
     "Steps",
     "StopNotice",
     "FusedArrays",
@@ -214,6 +218,7 @@ __all__ = [
     "raise_together",
     "reason_against_nccl",
     "recognise",
+    "read_stacks",
     "record_event",
     "widen",
     "repeat_of",
@@ -221,11 +226,13 @@ __all__ = [
     "save_cost_model",
     "shard_bounds",
     "size_text",
+    "stack_files",
     "text_of",
     "time_text",
     "unknown_settings",
     "traceback_text",
     "traced",
+    "together",
     "tuning_path",
     "value_text",
     "wait_for_devices",

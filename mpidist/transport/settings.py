@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Final, TypeVar, final
 
-__all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "Settings", "unknown_settings"]
+__all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "STACK_SIGNAL", "Settings", "unknown_settings"]
 
 # Limits of the size of chunks in which device memory is staged through the host.
 LEAST_CHUNK_BYTES: Final = 256 << 10
 MOST_CHUNK_BYTES: Final = 8 << 20
+
+STACK_SIGNAL: Final = signal.SIGRTMAX - 6  # few programs use signals in the middle of this range
 
 _T = TypeVar("_T")
 _LOG_LEVELS: Final[dict[str, str | None]] = {
@@ -37,6 +40,7 @@ _KNOWN: Final = (
     "MPIDIST_ON_ERROR",
     "MPIDIST_PRETEND_NODES",
     "MPIDIST_RESULT_BYTES",
+    "MPIDIST_STACK_SIGNAL",
     "MPIDIST_STAGING_BYTES",
     "MPIDIST_STALL_SECONDS",
     "MPIDIST_TIMEOUT_SECONDS",
@@ -67,6 +71,7 @@ class Settings:
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
         staging_bytes: Size of the chunks in which device memory is staged through the host; 0 to compute the best.
         flight_signal: The signal at which flight recorders are written, or `None`.
+        stack_signal: The signal at which a rank writes its stack, or `None`.
         trace: The folder for traces of all calls; "" for none.
         result_bytes: The most bytes of results that a rank keeps for later results; `None` for a quarter of its part of
             the node's memory.
@@ -86,6 +91,7 @@ class Settings:
     nccl: bool = True
     staging_bytes: int = 0
     flight_signal: str | None = "SIGUSR1"
+    stack_signal: int | None = STACK_SIGNAL
     trace: str = ""
     result_bytes: int | None = None
     device_mpi: bool = False
@@ -111,6 +117,7 @@ class Settings:
             staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES) or 0,
             result_bytes=_bytes(environ, "MPIDIST_RESULT_BYTES", 0),
             flight_signal=_choice(environ, "MPIDIST_FLIGHT_SIGNAL", _FLIGHT_SIGNALS, "SIGUSR1", upper=True),
+            stack_signal=_real_time_signal(environ, "MPIDIST_STACK_SIGNAL", STACK_SIGNAL),
             trace=os.path.expanduser(environ.get("MPIDIST_TRACE", "").strip()),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             native=_choice(environ, "MPIDIST_NATIVE", {"1": True, "0": False}, default=True),
@@ -162,6 +169,16 @@ def _nodes(environ: Mapping[str, str], name: str) -> tuple[int, ...] | None:
             f"{name}={environ[name]!r} is not understood; it is the node of each rank of the world, "
             "whole numbers with commas between them: 0,0,1,1"
         ) from None
+
+
+def _real_time_signal(environ: Mapping[str, str], name: str, default: int) -> int | None:
+    text = environ.get(name, "").strip().lower()
+    if text == "off":
+        return None
+    least, most = int(signal.SIGRTMIN), int(signal.SIGRTMAX)
+    if text and not (text.isdecimal() and least <= int(text) <= most):
+        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a signal from {least} to {most}, or off")
+    return int(text or default)
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: _T) -> float | _T:

@@ -12,7 +12,7 @@ from typing import Final
 
 from mpidist import errors
 
-__all__ = ["shorten_printed", "stack_text", "traceback_text"]
+__all__ = ["is_printed", "is_within_package", "shorten_printed", "stack_text", "traceback_text"]
 
 _PACKAGE: Final = os.path.dirname(errors.__file__) + os.sep
 _FULL_NAME: Final = "MPIDIST_TRACEBACK"
@@ -28,7 +28,7 @@ def traceback_text(error: BaseException) -> str:
     if _is_full():
         return "".join(report.format())
     is_deliberate = type(error).__module__ == errors.__name__ or getattr(error, "raised_on_all_ranks", False)
-    ends_within = bool(report.stack) and report.stack[-1].filename.startswith(_PACKAGE)
+    ends_within = bool(report.stack) and is_within_package(report.stack[-1].filename)
     reports: list[traceback.TracebackException | None] = [report]
     for one in reports:  # the list grows
         if one is not None:
@@ -45,6 +45,16 @@ def stack_text(frames: TracebackType | FrameType | None) -> str:
     else:
         stack = traceback.extract_tb(frames)
     return "".join(traceback.format_list(stack if _is_full() else _outer(stack)))
+
+
+def is_within_package(file: str) -> bool:
+    """Whether a file is one of this package."""
+    return file.startswith(_PACKAGE)
+
+
+def is_printed(file: str) -> bool:
+    """Whether tracebacks have the frames of a file."""
+    return _is_full() or not is_within_package(file)
 
 
 def shorten_printed() -> None:
@@ -66,12 +76,12 @@ def shorten_printed() -> None:
 
 def _has_inner_frames(trace: TracebackType | None) -> bool:
     """Whether an exception passed through this package."""
-    return any(frame.f_code.co_filename.startswith(_PACKAGE) for frame, _ in traceback.walk_tb(trace))
+    return any(is_within_package(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
 
 
 def _outer(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Leave out frames within this package, and those of `with` statements beside them."""
-    are_inner = [False, *(frame.filename.startswith(_PACKAGE) for frame in stack), False]
+    are_inner = [False, *(is_within_package(frame.filename) for frame in stack), False]
     return [
         frame
         for at, frame in enumerate(stack, 1)

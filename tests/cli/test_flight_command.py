@@ -15,6 +15,7 @@ import pytest
 from mpi_session import clean_environment
 
 from mpidist.__main__ import run_command
+from mpidist.transport import Stack
 from mpidist.transport.failures import FILE_VERSION, GroupFlight
 from mpidist.transport.failures.flight_files import write_flight
 from mpidist.transport.failures.flight_recorder import FlightEntry
@@ -48,6 +49,7 @@ def write(folder: Path, rank: int, *groups: dict[str, Any], **other: Any) -> Pat
         "time": NOW,
         "reason": "SIGUSR1",
         "groups": list(groups),
+        "stack": [[], ""],
         **other,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,6 +90,22 @@ def test_rank_behind_is_found(one_behind: Path, capsys: pytest.CaptureFixture[st
     assert text.count("=>") == 1
     assert "8 files, of all ranks; written " in text
     assert "Strategy a1b2, 8 ranks " in text
+
+
+def test_flight_says_where_ranks_were_in_their_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(4):
+        frames = [["data.py", 12, "read"]] * (rank == 1) + [["train.py", 41, "step"], ["train.py", 90, "<module>"]]
+        stack = [[], "it is gone"] if rank == 2 else [frames, ""]
+        write(tmp_path, rank, group(rank, 4, calls_before(8, 30)), stack=stack)
+    _, text = flight(capsys, tmp_path)
+    title = "Where the ranks were in their programs (the whole stack: --rank R):"
+    assert f" {title} ranks 0, 3: train.py:41 in step rank 1: data.py:12 in read Why the files" in text
+    _, text = flight(capsys, tmp_path, "--rank", "1")
+    assert text.endswith(
+        "Where it was, innermost first: data.py:12 in read train.py:41 in step train.py:90 in <module>"
+    )
+    _, text = flight(capsys, tmp_path, "--rank", "2")
+    assert "Where it was" not in text
 
 
 def test_rank_that_started_a_call_and_does_not_wait_is_behind(
@@ -568,7 +586,7 @@ def test_files_of_the_recorder_are_read(tmp_path: Path, capsys: pytest.CaptureFi
         FlightEntry(1, "MirroredStrategy", "", now - 9 * 10**9, now - 8 * 10**9, now - 7 * 10**9),
         FlightEntry(2, "reduce", GRADIENTS, now - 5 * 10**9, 0, -now + 4 * 10**9),
     ]
-    write_flight(tmp_path, 0, "ValueError", [GroupFlight("a1b2", 0, 1, "", entries)], 0)
+    write_flight(tmp_path, 0, "ValueError", [GroupFlight("a1b2", 0, 1, "", 0, entries)], Stack(), 0)
     status, text = flight(capsys, tmp_path)
     assert status == 0
     found = re.search(rf"rank 0 failed in call 2, reduce \({re.escape(GRADIENTS)}\), (\d+\.\d) s ago", text)

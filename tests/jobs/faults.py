@@ -72,6 +72,7 @@ strategy = mpidist.MultiWorkerMirroredStrategy()
 rank, size, faulty = strategy.topology.rank, strategy.topology.size, int(os.environ["FAULT_RANK"])
 is_faulty, others = rank == faulty, [one for one in range(size) if one != faulty]
 watchdog._ANSWER_SECONDS = 5.0  # for ranks of other nodes, which live, but where a test says that they are silent
+watchdog._STACK_SECONDS = 4.0
 DEADLINE = CommunicationOptions(timeout_seconds=3)
 PATIENT = CommunicationOptions(timeout_seconds=600)
 

@@ -31,11 +31,11 @@ AT_ONCE = 3  # jobs that run at the same time: each waits now and then
 NOT_RUN = {
     "a part of a program": 2,
     "changes the library": 14,
-    "for any program": 2,
+    "for any program": 1,
     "installs packages": 8,
     "measures the machine": 4,
     "needs a GPU": 3,
-    "needs a running job": 2,
+    "needs a running job": 3,
     "needs h5py": 2,
     "needs jax": 2,
     "needs Slurm": 4,
@@ -252,8 +252,8 @@ def test_reference_names_everything_public() -> None:
 def test_words_stay_within_their_budget() -> None:
     """A number here may fall; a commit that raises it gives the reason."""
     words = {page: len(page.read_text().split()) for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst"))}
-    assert sum(number for page, number in words.items() if "_build" not in page.parts) <= 45_000
-    assert max(words.values()) <= 6_250
+    assert sum(number for page, number in words.items() if "_build" not in page.parts) <= 45_100
+    assert max(words.values()) <= 6_400
     assert len(re.findall(r"\S*\w\S*", (ROOT / "README.md").read_text())) <= 700
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import mpidist
 from mpidist.transport.failures import flight_folder
-from mpidist.transport.settings import Settings, unknown_settings
+from mpidist.transport.settings import STACK_SIGNAL, Settings, unknown_settings
 
 pytestmark = pytest.mark.no_mpi
 
@@ -51,6 +51,9 @@ def test_an_empty_environment_means_the_defaults() -> None:
         ("TRANSPORT", " shared_memory ", "transport", "shared_memory"),
         ("TRANSPORT", "auto", "transport", "auto"),
         ("TRANSPORT", "", "transport", "auto"),
+        ("STACK_SIGNAL", "40", "stack_signal", 40),
+        ("STACK_SIGNAL", "off", "stack_signal", None),
+        ("STACK_SIGNAL", "", "stack_signal", STACK_SIGNAL),
         ("NCCL", "0", "nccl", False),
         ("NCCL", "", "nccl", True),
         ("DEVICE_MPI", "1", "device_mpi", True),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.transport.failures.flight_recorder import FlightEntry
+from mpidist.transport.stacks import Stack
 
 __all__ = ["FILE_VERSION", "GroupFlight", "flight_folder", "write_flight"]
 
@@ -28,6 +29,7 @@ class GroupFlight(NamedTuple):
         rank: The rank in the group.
         size: How many ranks the group has.
         process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
+        pid: The process id.
         entries: The rank's last calls, oldest first.
     """
 
@@ -35,6 +37,7 @@ class GroupFlight(NamedTuple):
     rank: int
     size: int
     process: str
+    pid: int
     entries: Sequence[FlightEntry]
 
 
@@ -52,7 +55,9 @@ def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
         return None
 
 
-def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[GroupFlight], written_by: int) -> None:
+def write_flight(
+    folder: Path, world_rank: int, reason: str, groups: Sequence[GroupFlight], stack: Stack, written_by: int
+) -> None:
     """Write the file of a rank, in place of an earlier one.
 
     Args:
@@ -60,6 +65,7 @@ def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[Gr
         world_rank: The rank in the world, which names the file.
         reason: Why the file is written, for people.
         groups: The calls of the rank.
+        stack: Where the rank is in its program.
         written_by: The rank in the world that writes: another one of the node, where the rank itself cannot.
 
     Raises:
@@ -75,6 +81,7 @@ def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[Gr
         "time": time.time(),
         "reason": reason,
         "groups": flights,
+        "stack": stack,
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{world_rank}.json"

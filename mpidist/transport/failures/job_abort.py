@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, final
 from mpidist.transport.failures.exit_code import status_of, watch_exits, watch_immediate_exits, where_raised
 from mpidist.transport.mpi import FORWARD_SECONDS, rank_prefix, store_code, write_lines
 from mpidist.transport.shared_errors import following_of, has_left
+from mpidist.transport.stacks import Stack
 from mpidist.transport.text import text_of
 from mpidist.transport.tracebacks import traceback_text
 
@@ -53,7 +54,8 @@ class Job(NamedTuple):
         rank: This rank in the world.
         hostname: The host of this rank.
         tell_end: Tells the other ranks that this rank's program has failed, and why.
-        save_flights: Writes flight recorders to files; the argument says why.
+        save_flights: Writes flight recorders to files. The arguments: why, and where this rank is in its program;
+            `None` where it still is there.
         is_thread_of_a_group: Whether other ranks may wait for this thread.
         has_lower_rank_ended: Whether a lower rank has failed, too, and has told this rank so.
         leave: Leaves all groups because of an exception, if the other ranks go on without this rank. Returns whether
@@ -65,7 +67,7 @@ class Job(NamedTuple):
     rank: int
     hostname: str
     tell_end: Callable[[str], None]
-    save_flights: Callable[[str], str]
+    save_flights: Callable[[str, Stack | None], str]
     is_thread_of_a_group: Callable[[], bool]
     has_lower_rank_ended: Callable[[], bool]
     leave: Callable[[BaseException], bool]
@@ -209,7 +211,7 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
         with suppress(Exception):  # MPI itself may have failed: the error must be reported nevertheless
             job.tell_end(text_of(error))
         if issubclass(kind, Exception):
-            job.save_flights(text_of(error))
+            job.save_flights(text_of(error), Stack.of_traceback(error.__traceback__))
     _wait_for_lower_rank(job)
     report(error, job.prefix)
 
@@ -268,7 +270,7 @@ def _save_on_signal(number: int, frame: FrameType | None) -> None:
         return
     _saving.append(number)
     try:
-        where = _jobs[0].save_flights(signal.Signals(number).name)
+        where = _jobs[0].save_flights(signal.Signals(number).name, None)
         if where:
             write_lines(f"{where}\n", _jobs[0].prefix)
     finally:

@@ -19,16 +19,20 @@ from mpidist.transport.failures import job_abort
 from mpidist.transport.failures.exit_code import end_at_once
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
-from mpidist.transport.failures.job_abort import release_signal
+from mpidist.transport.failures.process_state import RUNNING
 from mpidist.transport.mpi import (
     FORWARD_SECONDS,
     Intracomm,
+    LaunchedRank,
     ask_launcher_to_abort,
+    launcher_here,
     load_mpi,
     rank_before_start,
     rank_from_environment,
 )
+from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.stacks import Stack, publish_stack, read_stacks, withdraw_stack
 from mpidist.transport.text import count_text, last_line, text_of
 from mpidist.transport.tracebacks import shorten_printed
 
@@ -54,6 +58,7 @@ __all__ = [
     "require_no_build_failure",
     "save_flights",
     "save_with",
+    "show_stack",
     "tell_end",
 ]
 
@@ -117,6 +122,7 @@ class OpenGroup(ABC):
         """Whether this thread makes the group's calls."""
 
 
+_JOB: Final = "SLURM_JOB_ID"
 _open: Final[list[OpenGroup]] = []
 _failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some ranks may never finalize MPI
 _alone: Final[WeakSet[Any]] = WeakSet()  # of this process alone; forgotten, if the program forgets them
@@ -156,16 +162,18 @@ def require_no_build_failure() -> None:
         raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
 
 
-def install_job_abort(world: Intracomm, aborts: bool, flight_signal: str | None) -> None:
-    """Make a failure of this rank's program end all ranks of the job, from now on. Local.
+def install_job_abort(world: Intracomm, settings: Settings) -> None:
+    """Make a failure of this rank's program end all ranks of the job, from now on, and show its stack. Local.
 
     Args:
         world: All ranks of the job.
-        aborts: Whether an exception that nobody catches ends the job.
-        flight_signal: The name of the signal that writes flight recorders to files, or `None`.
+        settings: This rank's settings.
     """
     if world.Get_size() == 1:
         return
+    launcher = launcher_here() or os.getppid()
+    job_name = os.environ.get(_JOB, str(launcher))
+    publish_stack(settings.stack_signal, world.Get_rank(), world.Get_size(), launcher, job_name)
 
     def abort(code: int) -> None:
         if _save_at_end():
@@ -176,8 +184,8 @@ def install_job_abort(world: Intracomm, aborts: bool, flight_signal: str | None)
 
     job = _job_of(world.Get_rank(), abort)
     job_abort.register_job(job)
-    if aborts:
-        job_abort.install(job, flight_signal, _tell_of_immediate_exit)
+    if settings.abort_on_error:
+        job_abort.install(job, settings.flight_signal, _tell_of_immediate_exit)
 
 
 def explain_failures(environ: Mapping[str, str]) -> None:
@@ -186,6 +194,21 @@ def explain_failures(environ: Mapping[str, str]) -> None:
     if rank_from_environment(environ) is not None and not faulthandler.is_enabled():
         with suppress(OSError):  # the program has closed standard error
             faulthandler.enable(2)
+
+
+def show_stack(environ: Mapping[str, str]) -> None:
+    """Let other processes read this thread's stack already before MPI is started, if it is a launched rank's. Local."""
+    rank = LaunchedRank.of(environ)
+    if rank is not None and rank.launcher == os.getppid():  # no child of a rank
+        with suppress(ValueError):  # building the strategy raises it, on all ranks
+            number = Settings.from_environment(environ).stack_signal
+            publish_stack(number, rank.rank, rank.size, rank.launcher, environ.get(_JOB, str(rank.launcher)))
+
+
+def release_signal(number: int) -> None:
+    """Use a signal no more, as the program needs it. Local."""
+    job_abort.release_signal(number)
+    withdraw_stack(number)
 
 
 def _tell_of_immediate_exit(status: int) -> None:
@@ -319,11 +342,12 @@ def save_with(saver: Callable[[], str]) -> None:
     _savers.append(saver)
 
 
-def save_flights(reason: str) -> str:
+def save_flights(reason: str, own_stack: Stack | None = None) -> str:
     """Write the flight recorders of this rank, and of late ranks of its node, to files. Local.
 
     Args:
         reason: Why, for people.
+        own_stack: Where this rank was; `None` where it still is there.
 
     Returns:
         Where the files are and how to read them, for people; "" if none are wanted.
@@ -338,9 +362,14 @@ def save_flights(reason: str) -> str:
         for rank, flight in group.flights().items():
             flights.setdefault(rank, []).append(flight)
     own = load_mpi().COMM_WORLD.Get_rank()
+    pids = {rank: of_rank[0].pid for rank, of_rank in flights.items() if of_rank[0].process == RUNNING}
+    stacks = read_stacks(pids.values())
+    if own_stack is not None:
+        stacks[os.getpid()] = own_stack
     try:
         for rank, of_rank in flights.items():
-            write_flight(folders[0], rank, reason.splitlines()[0], of_rank, own)
+            stack = stacks.get(pids.get(rank, 0), Stack())
+            write_flight(folders[0], rank, reason.splitlines()[0], of_rank, stack, own)
         return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
     except OSError as error:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightEntry, FlightRecorder, entries_in, last_in
-from mpidist.transport.failures.process_state import GONE, STOPPED, Process
+from mpidist.transport.failures.process_state import GONE, RUNNING, STOPPED, Process
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_memory import SharedWindow
+from mpidist.transport.stacks import read_stacks
 
 __all__ = ["RESET", "StatusBoard", "Status", "name_call"]
 
@@ -39,6 +40,7 @@ class Status(NamedTuple):
         seconds: For how long that call has been in its state: waiting, moving data, started, done or failed.
         process: The state of the rank's process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
         pid: The process id.
+        where: Where it is in its program, as a clause; "" where that was not asked for, or is not known.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class Status(NamedTuple):
     seconds: float
     process: str
     pid: int
+    where: str = ""
 
     @property
     def is_able(self) -> bool:
@@ -89,7 +92,7 @@ class Status(NamedTuple):
             return f"its process {self.pid} is gone: it was killed, or ended without a word; it {_past(text)}"
         if self.process == STOPPED:
             return f"its process {self.pid} is stopped, by a signal or a debugger; it {text}"
-        return text
+        return f"{text}; {self.where}" if self.where else text
 
 
 def _past(text: str) -> str:
@@ -167,6 +170,17 @@ class StatusBoard:
     def statuses(self) -> dict[int, Status]:
         """Return the status of each rank of this node. Local."""
         return {rank: self.status(rank) for rank in self.ranks}
+
+    def located(self, statuses: Mapping[int, Status], **limit: float) -> dict[int, Status]:
+        """Add to the statuses of ranks of this node where these are in their programs. Local; see `read_stacks`."""
+        pids = {
+            rank: one.pid
+            for rank, one in statuses.items()
+            if rank in self.ranks and one.process == RUNNING and not one.where
+        }
+        stacks = read_stacks(pids.values(), **limit)
+        where = {rank: str(stacks.get(pid, "")) for rank, pid in pids.items()}
+        return {rank: status._replace(where=where.get(rank, status.where)) for rank, status in statuses.items()}
 
     def entries(self, rank: int) -> list[FlightEntry]:
         """List the last calls of a rank of this node. Local."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NoReturn, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -43,6 +43,7 @@ _CHECK_SECONDS: Final = 0.005  # between two checks of the clock, and of one pro
 _FIRST_PROCESS_SECONDS: Final = 0.1  # how long a rank waits before it checks processes
 _LAST_MESSAGE_SECONDS: Final = 0.1  # how long a message may be under way whose sender is gone
 _ANSWER_SECONDS: Final = 0.3  # how long to wait for the notes of other nodes
+_STACK_SECONDS: Final = 0.2  # how long the answer may wait for the stacks of this node's ranks
 _FIRST_NOTE_SECONDS: Final = 0.05  # how long to wait for the note of the rank that gave up first
 PROBES: Final = 20  # of MPI, which may need several calls to find a message, after work without any
 _QUESTION: Final = "?"
@@ -195,9 +196,9 @@ class Watchdog:
         tag: int,
         text: str,
         is_lost: bool = False,
-        to: Iterable[int] | None = None,
+        to: Collection[int] | None = None,
         sequence: int | None = None,
-    ) -> None:
+    ) -> dict[int, Status]:
         """Send a note to other ranks, so that none of them waits for this one. Local.
 
         Args:
@@ -207,6 +208,9 @@ class Watchdog:
                 process is gone is found anyway.
             to: The ranks; by default all others.
             sequence: That of the `FailureNote`; `None` for the number of the call that this rank joined last.
+
+        Returns:
+            What the ranks of this node did before: the question where a rank is may wake it from a sleep in C.
         """
         statuses = here = self._board.statuses()
         is_lost |= any(one.process == GONE and rank in self._awaited.ranks for rank, one in here.items())
@@ -215,15 +219,17 @@ class Watchdog:
                 self._read()
         statuses |= {rank: note.statuses[0] for rank, note in self._received.items() if rank in statuses}
         own = self._board.status(self._rank)
-        others = (one for rank, one in statuses.items() if rank != self._rank and self._awaited.is_late(one))
+        late = {rank: one for rank, one in statuses.items() if rank != self._rank and self._awaited.is_late(one)}
         lost, seen = tuple(self._awaited.lost), self._board.ranks
         number = self._awaited.sequence if sequence is None else sequence
-        note = FailureNote(tag, number, text, is_lost, lost, seen, (own, *others))
+        # All ranks of a node find out the same, so one of them tells other nodes: not every pair needs a note.
+        is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._is_speaker(here)
         if to is None:
-            # All ranks of a node find out the same, so one of them tells other nodes: not every pair needs a note.
-            is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._is_speaker(here)
-            to = range(self._size) if is_for_all else self._board.ranks
-        self._notes.send(note, to)
+            to = range(self._size) if is_for_all else seen
+        if tag in (GAVE_UP, FOLLOWS, STALLED) and text != _QUESTION and not {*to} <= {*seen}:
+            late = self._board.located(late, seconds=_STACK_SECONDS)
+        self._notes.send(FailureNote(tag, number, text, is_lost, lost, seen, (own, *late.values())), to)
+        return {rank: late.get(rank, status) for rank, status in here.items()}
 
     def give_up(self, reason: str) -> NoReturn:
         """Tell the other ranks that what this rank waits for cannot happen, and raise.
@@ -306,8 +312,8 @@ class Watchdog:
         """Fail because other ranks have. `may_go_on`: whether the first of them may catch its exception."""
         is_lost = any(note.is_lost for note in self._received.values())
         # Ranks of other nodes may have received no note but this one.
-        self.tell(FOLLOWS, self._why_given_up().removeprefix(": "), is_lost)
-        late = self._stragglers() if is_waiting else Stragglers({}, (), self._hostnames)
+        here = self.tell(FOLLOWS, self._why_given_up().removeprefix(": "), is_lost)
+        late = self._stragglers(here) if is_waiting else Stragglers({}, (), self._hostnames)
         if late.ranks:
             reason = f"{late.sentence()}, and {reason}"
         kind = PeerFailedError if is_lost or late.gone else DeadlineExceededError
@@ -315,8 +321,7 @@ class Watchdog:
 
     def _fail_by_own_finding(self) -> NoReturn:
         """Fail because the deadline has passed, or a process is gone."""
-        self.tell(GAVE_UP, "")
-        late = self._stragglers()
+        late = self._stragglers(self.tell(GAVE_UP, ""))
         # If a lower rank has given up, too, that rank prints the whole text.
         follows = any(note.tag == GAVE_UP and rank < self._rank for rank, note in self._received.items())
         if late.gone:
@@ -341,27 +346,30 @@ class Watchdog:
             mark_following(error, summary, may_go_on)
         raise error
 
-    def _stragglers(self) -> Stragglers:
-        """Find out which ranks are late. Takes a moment if other nodes do not answer."""
+    def _stragglers(self, here: Mapping[int, Status]) -> Stragglers:
+        """Find out which ranks are late. Takes a moment if other nodes do not answer. `here`: those of this node."""
         until = time.monotonic() + _ANSWER_SECONDS
         while True:
             self._read()
-            known, seen = self._known(self._received), self._seen(self._received)
+            known, seen = self._known(self._received, here), self._seen(self._received)
             # A rank that waits in a reset has sent a note before, which says in which call it was.
             is_all = seen.issuperset(self._awaited.ranks) and not any(one.is_resetting for one in known.values())
             if is_all or time.monotonic() > until:
-                return self._awaited.stragglers(known, seen, self._hostnames)
+                return self._located(self._awaited.stragglers(known, seen, self._hostnames))
             time.sleep(_ANSWER_SECONDS / 100)
+
+    def _located(self, late: Stragglers) -> Stragglers:
+        return late._replace(known=self._board.located(late.known))
 
     def _seen(self, notes: dict[int, FailureNote]) -> set[int]:
         """List the ranks of this node, and of the nodes that sent notes."""
         return {rank for note in notes.values() for rank in note.seen} | {*self._board.ranks}
 
-    def _known(self, notes: dict[int, FailureNote]) -> dict[int, Status]:
+    def _known(self, notes: dict[int, FailureNote], here: Mapping[int, Status]) -> dict[int, Status]:
         """Merge what this node's board and notes say of the ranks."""
         known = {status.rank: status for note in notes.values() for status in note.statuses}
         # A rank's own note says where it waited, and comes last: by the board, it may be in a reset since then.
-        return known | self._board.statuses() | {rank: note.statuses[0] for rank, note in notes.items()}
+        return known | {**here} | {rank: note.statuses[0] for rank, note in notes.items()}
 
     def _warn_of_stall(self, now: float, waited: float) -> None:
         """Warn, once in a wait and on one rank of a node, that the wait is long. Asks the other nodes before."""
@@ -373,13 +381,14 @@ class Watchdog:
                 self._warn_at = now + _ANSWER_SECONDS
         elif now >= self._warn_at > 0:
             self._read()
-            known, seen = self._known(self._answers), self._seen(self._answers)
+            known, seen = self._known(self._answers, self._board.statuses()), self._seen(self._answers)
             late = self._awaited.stragglers(known, seen, self._hostnames)
             if self._awaited.is_warned_of(late, self._stall_seconds):
                 self._stall_at, self._warn_at = waited + self._stall_seconds, math.inf  # ask again later
                 return
             self._warn_at = -math.inf  # never again in this wait
-            reason, name = "; ".join([late.sentence(), *late.lines()]), self._awaited.name
+            late, name = self._located(late), self._awaited.name
+            reason = "; ".join([late.sentence(), *late.lines()])
             logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 
     def _is_speaker(self, statuses: Mapping[int, Status]) -> bool:

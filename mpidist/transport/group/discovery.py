@@ -33,6 +33,7 @@ from mpidist.transport.mpi import (
     unlink_files_of_all,
 )
 from mpidist.transport.settings import Settings, unknown_settings
+from mpidist.transport.stacks import places_text
 from mpidist.transport.text import count_text, name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
@@ -102,13 +103,13 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
         if timeout and now - start >= timeout:
             open_groups.record_build_failure("not all ranks came to build a strategy")
             raise DeadlineExceededError(
-                f"{text} came to build it. Every rank must build the same strategies in the same order; see which "
-                "rank's program has ended, or does not come this far"
+                f"{text} came to build it{_places_here()}. Every rank must build the same strategies in the same "
+                "order; see which rank's program has ended, or does not come this far"
             )
         if now >= warn_at:
             warn_at = math.inf
             if _is_first_to_bind(mark, comm):
-                logger.warning("mpidist: %s have come to build it", text)
+                logger.warning("mpidist: %s have come to build it%s", text, _places_here())
 
     with mark:
         for _ in range(2):  # a rank that arrives after others gave up completes the first barrier, not the second
@@ -128,6 +129,10 @@ def _is_first_to_bind(mark: socket.socket, comm: Intracomm) -> bool:
     except OSError:
         return False
     return True
+
+
+def _places_here() -> str:
+    return places_text(launcher_here() or os.getppid())
 
 
 def own_settings() -> Settings:

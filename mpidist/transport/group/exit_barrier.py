@@ -32,6 +32,7 @@ class ExitBarrier:
         stall_seconds: After which time the lowest rank that waits tells which ranks it waits for; 0 for never.
         write_line: Writes a line for people.
         lost: Ranks that are gone now.
+        places_of: Says where some ranks of this node are in their programs.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class ExitBarrier:
         stall_seconds: float = 0.0,
         write_line: Callable[[str], None] = lambda line: None,
         lost: Collection[int] = (),
+        places_of: Callable[[Collection[int]], str] = lambda ranks: "",
     ) -> None:
         self._comm, self._found_gone, self._write_line = comm, found_gone, write_line
-        self._stall_seconds = stall_seconds
+        self._stall_seconds, self._places_of = stall_seconds, places_of
         self._warn_at = time.monotonic() + (stall_seconds or math.inf)
         self._lost = {*found_gone(), *lost}
         self._told = set(self._lost)  # the lost ranks that some message names, so that all other ranks know of them
@@ -106,7 +108,8 @@ class ExitBarrier:
         if late and self._lost.union(late).issuperset(range(self._comm.rank)):
             self._write_line(
                 f"has come to its end, and has waited {self._stall_seconds:g} s for {name_ranks(late)} of "
-                f"{self._comm.size} ranks to come to theirs; it waits on while their processes live"
+                f"{self._comm.size} ranks to come to theirs{self._places_of(late)}; it waits on while their "
+                "processes live"
             )
 
     def _lose(self, rank: int, error: Exception) -> None:

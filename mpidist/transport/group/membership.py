@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final, final
 
@@ -27,8 +27,9 @@ from mpidist.transport.failures import (
 )
 from mpidist.transport.group.exit_barrier import ExitBarrier
 from mpidist.transport.group.splits import on_node
-from mpidist.transport.mpi import Intracomm, failed_ranks, is_process_failure, load_mpi, numbers_in_world
+from mpidist.transport.mpi import Intracomm, failed_ranks, is_process_failure, launcher_here, load_mpi, numbers_in_world
 from mpidist.transport.settings import Settings
+from mpidist.transport.stacks import places_text
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.trace import Gather, Seat, Trace, begin_trace, end_trace
@@ -93,7 +94,8 @@ class Membership:
 
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
         """Say what each of some ranks does, if it is on this node. Local."""
-        return [f"rank {rank}: {self._board.status(rank)}" for rank in ranks if rank in self._board.ranks]
+        statuses = {rank: self._board.status(rank) for rank in ranks if rank in self._board.ranks}
+        return [f"rank {rank}: {status}" for rank, status in self._board.located(statuses).items()]
 
     def make_call_watchdog(self, comm: Intracomm) -> CallWatchdog:
         """Make the watchdog of calls in a communicator of the same ranks. Local."""
@@ -179,7 +181,10 @@ class Membership:
     def wait_for_live_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`. Waits for ever, but not for ranks that are lost."""
         board, write_line = self._board, job_abort.write_line
-        return ExitBarrier(self._exit_comm, board.found_gone, self._stall_seconds, write_line, board.gone()).wait()
+        barrier = ExitBarrier(
+            self._exit_comm, board.found_gone, self._stall_seconds, write_line, board.gone(), self._places_of
+        )
+        return barrier.wait()
 
     def flights(self) -> dict[int, GroupFlight]:
         """See `OpenGroup.flights`."""
@@ -191,7 +196,9 @@ class Membership:
         is_speaker = board.rank == min(joined, default=board.rank)
         behind = [rank for rank in statuses if rank not in joined] if is_speaker else []
         return {
-            self._world_ranks[rank]: GroupFlight(self._token, rank, size, statuses[rank].process, board.entries(rank))
+            self._world_ranks[rank]: GroupFlight(
+                self._token, rank, size, statuses[rank].process, statuses[rank].pid, board.entries(rank)
+            )
             for rank in sorted({board.rank, *behind})
         }
 
@@ -219,6 +226,9 @@ class Membership:
     def _make_call_watchdog(self, comm: Intracomm, remedy: str) -> CallWatchdog:
         hostnames = self._topology.hostnames
         return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
+
+    def _places_of(self, ranks: Collection[int]) -> str:
+        return places_text(launcher_here() or os.getppid(), self.in_world(ranks))
 
     def _lost_ranks(self) -> Stragglers:
         """Return the ranks of this node whose processes have ended or stopped."""

@@ -101,7 +101,7 @@ def meet_ranks(
     """
     comm, world = communicators(comm)
     settings = own_settings()
-    open_groups.install_job_abort(world, settings.abort_on_error, settings.flight_signal)
+    open_groups.install_job_abort(world, settings)
     require(ranks_in_world(comm))
     wait_for_all_ranks(comm, settings)
     return comm, comm.allgather(item)

@@ -117,7 +117,7 @@ class SyncGroup(OpenGroup):
         """
         comm, world = communicators(comm)
         settings = own_settings()
-        open_groups.install_job_abort(world, settings.abort_on_error, settings.flight_signal)
+        open_groups.install_job_abort(world, settings)
         wait_for_all_ranks(comm, settings)
         ranks = ranks_in_world(comm)
         try:

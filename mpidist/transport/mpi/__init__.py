@@ -10,7 +10,7 @@ from mpidist.transport.mpi.child_process import (
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launch import check_launch, is_in_step
-from mpidist.transport.mpi.launched_rank import let_first_rank_end
+from mpidist.transport.mpi.launched_rank import LaunchedRank, let_first_rank_end
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
 from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, launcher_text, rank_from_environment
 from mpidist.transport.mpi.library import (
@@ -35,6 +35,7 @@ __all__ = [
     "INHERITS_FROM_RANK",
     "Intracomm",
     "LAUNCHER_PREFIXES",
+    "LaunchedRank",
     "MAX_CHUNK_BYTES",
     "MpiCommunicator",
     "MpiLibrary",

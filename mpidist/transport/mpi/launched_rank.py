@@ -14,6 +14,7 @@ from typing import Final, final
 
 from mpidist.transport.mpi.child_process import launcher_here
 from mpidist.transport.mpi.launcher_variables import numbers_of
+from mpidist.transport.stacks import places_text
 from mpidist.transport.text import name_ranks
 
 __all__ = ["LaunchedRank", "let_first_rank_end"]
@@ -75,7 +76,8 @@ class LaunchedRank:
         parts = []
         if working:
             processes = ", ".join(str(alive[rank]) for rank in working)
-            parts.append(f"{name_ranks(working)} (process {processes}) did not come to start it")
+            where = places_text(self.launcher, working)
+            parts.append(f"{name_ranks(working)} (process {processes}) did not come to start it{where}")
         if self.local_size == self.size:
             ended = [rank for rank in range(self.size) if rank not in here]
             if ended:

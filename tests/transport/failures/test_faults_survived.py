@@ -182,7 +182,8 @@ def test_late_rank_is_named_in_a_warning_where_there_is_no_deadline(job: Job, pl
     named = late(placement.faulty, size=placement.size)
     lines = ended.err.splitlines()
     assert len(lines) == len(waiting), ended.err
-    assert all(re.search(rf"reduce \(call \d\) on rank \d has waited for \d+ s, and {named}", line) for line in lines)
+    pattern = rf"reduce \(call \d\) on rank \d has waited for \d+ s, and {named}; .*; it is at \S+program\.py:\d+ in"
+    assert all(re.search(pattern, line) for line in lines), lines
     assert [note.text for note in ended.of("stall").values()] == [f"{placement.size:.1f}"] * placement.size
 
 

@@ -127,9 +127,11 @@ def test_a_deadline_leaves_a_file_of_every_rank(job: Job, tmp_path: Path) -> Non
     assert sorted(path.name for path in folder.iterdir()) == [f"rank-{rank}.json" for rank in range(3)]
     told = json.loads((folder / "rank-0.json").read_text())
     assert told["reason"].startswith("reduce (call 2) on rank 0 ")
+    frames, problem = told["stack"]
+    assert (frames[-1][2], problem) == ("<module>", "")
     status, said = flight(folder)
     assert status == 1
-    assert "rank 1" in said
+    assert "Where the ranks were in their programs" in said
 
 
 @pytest.mark.no_mpi

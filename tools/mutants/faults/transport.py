@@ -280,4 +280,28 @@ FAULTS = [
         "and",
         "shared memory of the program loses its name",
     ),
+    Fault(
+        "stacks.py",
+        'if not _has(_fields(f"/proc/{self.pid}/status"), self.number, "SigCgt"):',
+        "if False:",
+        "a process without a handler is sent the signal, which ends it",
+    ),
+    Fault(
+        "stacks.py",
+        "if words[:1] == [_NAME] and words[2] == str(pid):",
+        "if words[:1] == [_NAME]:",
+        "a forked process counts as its parent",
+    ),
+    Fault(
+        "stacks.py",
+        "        os.truncate(self.path, 0)\n",
+        "        pass\n",
+        "the file of stacks grows without end",
+    ),
+    Fault(
+        "stacks.py",
+        "if not frame.is_of_library)",
+        "if not frame.is_of_python)",
+        "a line of an installed package hides the program's own",
+    ),
 ]

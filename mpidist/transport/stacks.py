@@ -1,0 +1,341 @@
+"""Where the ranks of a node are in their programs: a rank writes its stack at a signal, and other processes read it.
+
+Python's `faulthandler` writes the stack in the signal's handler, and needs no lock of Python for that: also of a rank
+that computes in C, sleeps, or loops. It writes into a file in memory, which other processes of the same user find by
+its name in /proc. So a rank pays nothing for it, until somebody sends the signal.
+
+Only the thread that receives the signal writes its stack. With those of all threads, which run meanwhile, the handler
+of `faulthandler` would crash the rank now and then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import os
+import re
+import signal
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, NamedTuple, final
+
+from mpidist.transport.text import name_ranks
+from mpidist.transport.tracebacks import is_printed, is_within_package
+
+__all__ = [
+    "Frame",
+    "Stack",
+    "StackFile",
+    "places_text",
+    "publish_stack",
+    "read_stacks",
+    "stack_files",
+    "together",
+    "withdraw_stack",
+]
+
+_NAME: Final = "mpidist-stack"
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_HEAD: Final = "(most recent call first):\n"
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_PYTHON: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+_INSTALLED: Final = re.compile(r"/(site|dist)-packages/")
+
+_ANSWER_SECONDS: Final = 1.0  # how long ranks may take to write their stacks
+_LOOK_SECONDS: Final = 0.0005
+_UNINTERRUPTIBLE: Final = "it is in a system call that no signal interrupts, as when a file system does not answer"
+_NO_FRAME: Final = "it runs no line of Python: its program begins or ends"
+_SLOW: Final = "its stack did not come in time"
+_MAX_PLACES: Final = 8
+_MAX_BYTES: Final = 1 << 20  # a longer file is emptied before the next stack
+
+
+@final
+class Frame(NamedTuple):
+    """A frame of a stack: a line of a file, in a function."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        here = ""
+        with suppress(OSError):  # the current folder is gone
+            here = os.getcwd() + os.sep
+        return f"{self.file.removeprefix(here)}:{self.line} in {self.function}"
+
+    @property
+    def is_of_python(self) -> bool:
+        """Whether it is of mpidist, or of Python's standard library."""
+        is_installed = _INSTALLED.search(self.file) is not None  # below the standard library, as a rule
+        is_standard = self.file.startswith(_PYTHON) and not is_installed
+        return is_within_package(self.file) or self.file.startswith("<frozen ") or is_standard
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether it is of another package than the program itself."""
+        return self.is_of_python or _INSTALLED.search(self.file) is not None
+
+
+@final
+class Stack(NamedTuple):
+    """What is known of a rank's stack.
+
+    Attributes:
+        frames: The frames, innermost first, as tracebacks have them; none where the stack is not known.
+        problem: Why it is not known, as a clause.
+    """
+
+    frames: tuple[Frame, ...] = ()
+    problem: str = ""
+
+    @classmethod
+    def of_traceback(cls, trace: TracebackType | None) -> Stack:
+        """Return the stack at the line where an exception was raised."""
+        found = traceback.walk_tb(trace)
+        return cls._of_frames([Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in found][::-1])
+
+    @classmethod
+    def of_text(cls, text: str) -> Stack:
+        """Read what `faulthandler` writes."""
+        frames = [Frame(file, int(line), function) for file, line, function in _FRAME.findall(text)]
+        return cls._of_frames(frames) if frames else cls((), _NO_FRAME)
+
+    @classmethod
+    def _of_frames(cls, frames: Sequence[Frame]) -> Stack:
+        """Leave out the frames that tracebacks leave out, if others remain."""
+        return cls(tuple(frame for frame in frames if is_printed(frame.file)) or tuple(frames))
+
+    @property
+    def place(self) -> str:
+        """The innermost frame of the program itself, or else of a package that it uses; or the problem."""
+        own = (frame for frame in self.frames if not frame.is_of_library)
+        used = (frame for frame in self.frames if not frame.is_of_python)
+        return str(next(own, None) or next(used, None) or next(iter(self.frames), self.problem))
+
+    def __str__(self) -> str:
+        return f"it is at {self.place}" if self.frames else self.problem
+
+
+@final
+class StackFile(NamedTuple):
+    """The file into which a rank writes its stack, and what the file's name says.
+
+    Attributes:
+        path: The file, in the memory of the rank's process.
+        number: The signal at which the rank writes.
+        pid: The rank's process.
+        thread: The thread whose stack is written.
+        rank: The rank in the world.
+        size: How many ranks the world has.
+        launcher: The launcher's process on the rank's node.
+        job: The job, as its scheduler numbers it; else the launcher's process.
+    """
+
+    path: str
+    number: int
+    pid: int
+    thread: int
+    rank: int
+    size: int
+    launcher: int
+    job: str
+
+    @classmethod
+    def of(cls, pid: int) -> StackFile | None:
+        """Find the file of a process; `None` if it has none, or is another user's."""
+        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                with suppress(OSError):  # closed meanwhile
+                    words = os.readlink(entry.path).removeprefix("/memfd:").split()
+                    # A forked process has the file of its parent open, too.
+                    if words[:1] == [_NAME] and words[2] == str(pid):
+                        number, _, thread, rank, size, launcher = map(int, words[1:7])
+                        return cls(entry.path, number, pid, thread, rank, size, launcher, words[7])
+        return None
+
+    def ask(self) -> int:
+        """Send the signal. Returns where the answer begins in the file.
+
+        Raises:
+            OSError: If the process is gone, or has no handler for the signal, which would end it.
+        """
+        if not _has(_fields(f"/proc/{self.pid}/status"), self.number, "SigCgt"):
+            raise ProcessLookupError("no handler")
+        if os.stat(self.path).st_size > _MAX_BYTES:
+            os.truncate(self.path, 0)
+        begin = os.stat(self.path).st_size
+        # By number: that the process has this file shows that it is the one that is meant.
+        if _LIBC.tgkill(self.pid, self.thread, self.number):
+            raise OSError(ctypes.get_errno(), "tgkill")
+        return begin
+
+    def answer(self, begin: int) -> Stack | None:
+        """Read the stack; `None` as long as it is not written."""
+        status = _fields(f"/proc/{self.pid}/task/{self.thread}/status")
+        is_busy = _has(status, self.number, "SigPnd", "ShdPnd", "SigBlk")  # it is blocked in its handler
+        if is_busy or os.stat(self.path).st_size <= begin:
+            return None
+        with open(self.path, "rb") as file:
+            file.seek(begin)
+            text = file.read().decode(errors="replace")
+        # The first stack is whole, if another process has asked for one as well.
+        return Stack.of_text(text.partition(_HEAD)[2].partition(_HEAD)[0])
+
+
+@final
+class _Own:
+    """The file of this process, if it has one."""
+
+    words: tuple[Any, ...] = ()
+    file = -1
+
+
+def publish_stack(number: int | None, rank: int, size: int, launcher: int, job: str) -> None:
+    """Let other processes of this user see the stack of this thread, from now on. Local.
+
+    Does nothing if the program uses the signal itself, or the machine does not have what it takes.
+
+    Args:
+        number: The signal; `None` for none.
+        rank: This rank in the world.
+        size: How many ranks the world has.
+        launcher: The launcher's process on this node.
+        job: The job, as its scheduler numbers it; else the launcher's process. Without spaces.
+    """
+    words = (_NAME, number, os.getpid(), threading.get_native_id(), rank, size, launcher, job)
+    if number is None:
+        return
+    if _Own.words[1:2] != (number,):
+        withdraw_stack()
+        if _is_caught_or_ignored(number) or not hasattr(_LIBC, "tgkill"):
+            return
+    elif signal.getsignal(number) is not signal.SIG_DFL:  # the program has put a handler in the place of ours
+        _close()
+        return
+    if words == _Own.words:
+        return
+    with suppress(OSError, RuntimeError):
+        file = os.memfd_create(" ".join(map(str, words)))
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # readers may empty it
+        faulthandler.register(number, file, all_threads=False)
+        _close()
+        _Own.words, _Own.file = words, file
+
+
+def withdraw_stack(number: int | None = None) -> None:
+    """Show no stack any more. Local.
+
+    Args:
+        number: Only if this is the signal, as the program needs it.
+    """
+    own = _Own.words[1:3]
+    if own and own[1] == os.getpid() and number in (None, own[0]) and signal.getsignal(own[0]) is signal.SIG_DFL:
+        faulthandler.unregister(own[0])
+        _close()
+
+
+def stack_files() -> list[StackFile]:
+    """List the files of all ranks of this user that run on this machine, by rank. Local."""
+    found = []
+    with suppress(OSError):
+        found = [StackFile.of(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
+    return sorted(filter(None, found), key=lambda file: file.rank)
+
+
+def read_stacks(pids: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Stack]:
+    """Ask processes of this machine for their stacks, and read them. Local; takes some seconds at most.
+
+    Returns:
+        The stack by process; none of a process that shows none, or is gone.
+    """
+    stacks: dict[int, Stack] = {}
+    asked: dict[StackFile, int] = {}
+    for file in filter(None, map(StackFile.of, pids)):
+        with suppress(OSError):
+            if _state(file) in "Tt":
+                stacks[file.pid] = Stack((), "it is stopped, by a signal or a debugger")
+            else:
+                asked[file] = file.ask()
+    until = time.monotonic() + seconds
+    while asked and time.monotonic() < until:
+        for file, begin in list(asked.items()):
+            with suppress(OSError):
+                stack = file.answer(begin)
+                if stack is not None:
+                    stacks[file.pid] = stack
+                    del asked[file]
+        time.sleep(_LOOK_SECONDS)
+    for file in asked:
+        with suppress(OSError):
+            is_deaf = _state(file) == "D"
+            stacks[file.pid] = Stack((), _UNINTERRUPTIBLE if is_deaf else _SLOW)
+    return stacks
+
+
+def together(stacks: Mapping[int, Stack], whole: bool = False) -> list[tuple[str, Stack]]:
+    """Put the ranks together that are at the same place.
+
+    Args:
+        stacks: The stacks by rank.
+        whole: Whether the whole stacks must be equal.
+
+    Returns:
+        The ranks, for people, and the stack of one of them.
+    """
+    groups: dict[object, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        groups.setdefault(stack if whole else str(stack), []).append(rank)
+    return [(name_ranks(ranks), stacks[ranks[0]]) for ranks in groups.values()]
+
+
+def places_text(launcher: int, ranks: Collection[int] | None = None) -> str:
+    """Say where the ranks are that a launcher has started on this machine, or some of them: in brackets, or "". Local.
+
+    Args:
+        launcher: The launcher's process.
+        ranks: The ranks in the world; `None` for all.
+    """
+    pids = {file.rank: file.pid for file in stack_files() if file.launcher == launcher}
+    pids = {rank: pid for rank, pid in pids.items() if ranks is None or rank in ranks}
+    stacks = read_stacks(pids.values())
+    places = together({rank: stacks[pid] for rank, pid in pids.items() if pid in stacks})
+    texts = [f"{name}: {stack.place}" for name, stack in places[:_MAX_PLACES]]
+    texts += [f"and {len(places) - _MAX_PLACES} places more"] * (len(places) > _MAX_PLACES)
+    return f" ({'; '.join(texts)})" if texts else ""
+
+
+def _close() -> None:
+    if _Own.file >= 0:
+        os.close(_Own.file)
+    _Own.words, _Own.file = (), -1
+
+
+def _state(file: StackFile) -> str:
+    """Return the state letter of the thread whose stack is asked for: "T" of one that is stopped."""
+    return _fields(f"/proc/{file.pid}/task/{file.thread}/status").get("State", "?")[0]
+
+
+def _is_caught_or_ignored(number: int) -> bool:
+    """Whether this process has a handler for a signal, perhaps one that is not Python's, or ignores it."""
+    try:
+        return _has(_fields("/proc/self/status"), number, "SigCgt", "SigIgn")
+    except OSError:
+        return True
+
+
+def _has(fields: Mapping[str, str], number: int, *names: str) -> bool:
+    """Whether one of some sets of signals has this signal."""
+    return any(int(fields.get(name, "0"), 16) >> (number - 1) & 1 for name in names)
+
+
+def _fields(path: str) -> dict[str, str]:
+    """Read the file `status` of a process or thread."""
+    with open(path, errors="replace") as file:
+        return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
