@@ -16,7 +16,8 @@ PROGRAM = """
 import os, sys
 import mpidist
 strategy = mpidist.MultiWorkerMirroredStrategy()
-print("rank", strategy.rank, "of", strategy.size, os.environ["OMP_NUM_THREADS"], *sys.argv[1:], flush=True)
+words = ["rank", strategy.rank, "of", strategy.size, os.environ["OMP_NUM_THREADS"], *sys.argv[1:]]
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: launchers may put others between two writes
 sys.exit(7 if "fail" in sys.argv and strategy.rank == 1 else 0)
 """
 
