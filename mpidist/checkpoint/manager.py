@@ -18,6 +18,7 @@ from mpidist.checkpoint.folder_lock import FolderLock
 from mpidist.checkpoint.numbered import MAX_DIGITS, NumberedCheckpoints
 from mpidist.checkpoint.places import NumberedPlace
 from mpidist.checkpoint.rank_0 import on_rank_0
+from mpidist.checkpoint.record import SaveRecord
 from mpidist.checkpoint.restoring import ADVICE
 from mpidist.checkpoint.restoring import CALL as RESTORE
 from mpidist.checkpoint.saving import CopyMemory, capture, require_on_difference, write_together
@@ -96,6 +97,7 @@ class CheckpointManager:
         self._on_difference, self._grace_seconds = on_difference, grace_seconds
         self._copies = CopyMemory() if background else None
         self._writing: BackgroundWriting | None = None
+        self._last_save: SaveRecord | None = None
         self._lock: FolderLock | None = None  # on rank 0, from the first save on
 
     @property
@@ -109,6 +111,12 @@ class CheckpointManager:
         return next(reversed(self.checkpoints), None)
 
     latest = latest_checkpoint
+
+    @property
+    def last_save(self) -> SaveRecord | None:
+        """What the last save that this rank has written has cost; `None` before. Local. Rank 0 logs it, too (INFO)."""
+        writing = self._writing
+        return self._last_save if writing is None or writing.record is None else writing.record
 
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save a checkpoint, and remove what is too old. Collective; of parameter servers, local to the chief.
@@ -147,6 +155,7 @@ class CheckpointManager:
             self._writing.start()
         else:
             write_together(strategy, snapshot)
+            self._last_save = SaveRecord.of(snapshot)
         return str(self._place(snapshot.number))
 
     def wait(self) -> None:
@@ -167,6 +176,7 @@ class CheckpointManager:
                 writing.join()
                 if writing.error is not None:
                     raise writing.error
+                self._last_save = writing.record
         except Exception:
             if _is_open(extended):  # else other ranks may still write
                 writing.snapshot.save_place.discard()

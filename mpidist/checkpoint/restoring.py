@@ -11,11 +11,12 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import COMMON, PartFile, existing, part_of_rank, read_manifest
+from mpidist.checkpoint.files import COMMON, existing
 from mpidist.checkpoint.leaves import Leaf, Owner, State, form_of
+from mpidist.checkpoint.parts import PartFile, part_of_rank
+from mpidist.checkpoint.saved import SavedCheckpoint
 from mpidist.checkpoint.saving import leaves_in, replica_key
 from mpidist.context_stack import parts_of
-from mpidist.errors import DataLossError
 from mpidist.transport import bytes_of, shard_bounds
 
 __all__ = ["ADVICE", "CALL", "restore"]
@@ -87,14 +88,13 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
     place = existing(place)
     if not place.exists() and parts_of(strategy).group.topology.size > 1:
         raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}: rank 0, which reads it, sees none")
-    manifest = read_manifest(place)
-    saved = _owners(place, manifest)
-    owners = {name: owner for name, owner in saved.items() if name in leaves}
+    saved = SavedCheckpoint(place)
+    owners = {name: owner for name, owner in saved.owners.items() if name in leaves}
     if not partial:
-        _require_same_names(place, set(leaves), set(saved))
+        _require_same_names(place, set(leaves), set(saved.owners))
     replicas, group = parts_of(strategy).replicas, parts_of(strategy).group
-    common = _Common(owners, manifest["ranks"], manifest["replicas"], {})
-    part = PartFile(place, COMMON, manifest)
+    common = _Common(owners, saved.manifest["ranks"], saved.manifest["replicas"], {})
+    part = saved.part(COMMON)
     for name, owner in owners.items():
         leaf = leaves[name]
         if (owner is Owner.REPLICA) != (leaf.owner is Owner.REPLICA):
@@ -117,18 +117,11 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
             )
     others = [name for name, owner in owners.items() if owner is Owner.REPLICA]
     if others and common.num_replicas != replicas.total:
-        parts = [PartFile(place, part_of_rank(rank), manifest) for rank in range(common.num_ranks)]
+        parts = [saved.part(part_of_rank(rank)) for rank in range(common.num_ranks)]
         for name in others:
             states = _states_of_replicas(place, parts, name, leaves[name], range(common.num_replicas), common)
             common.states[name] = leaves[name].join(states)
     return common
-
-
-def _owners(place: Path, manifest: Mapping[str, Any]) -> dict[str, Owner]:
-    try:
-        return {name: Owner(owner) for name, owner in manifest["owners"].items()}
-    except ValueError as error:  # of the first format, whose manifest has no checksum
-        raise DataLossError(f"{str(place)!r} is damaged: {error}") from None
 
 
 def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _Common) -> dict[str, list[State]]:
@@ -143,11 +136,11 @@ def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _C
             "replicas have for themselves must be on a file system that all ranks share, and a relative path begins at "
             "the current folder of each rank"
         )
-    manifest = read_manifest(place)
+    saved = SavedCheckpoint(place)
     bounds = shard_bounds(common.num_replicas, common.num_ranks)
     ids = extended.replicas.ids_here
     ranks = {rank, *(_rank_of(bounds, replica_id) for replica_id in ids)} & set(range(common.num_ranks))
-    parts = {one: PartFile(place, part_of_rank(one), manifest) for one in sorted(ranks)}
+    parts = {one: saved.part(part_of_rank(one)) for one in sorted(ranks)}
     own = {}
     for name in names:
         if common.owners[name] is Owner.REPLICA:
@@ -177,7 +170,7 @@ def _state(place: Path, part: PartFile, key: str, leaf: Leaf) -> State:
     form = form_of(part.values[key]) if key in part.values else part.form(key)
     if form != leaf.form:
         raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(place)!r} is {form}")
-    state = part.values[key] if leaf.dtype is None else part.array(key, leaf.dtype)
+    state = part.values[key] if leaf.dtype is None else np.array(part.array(key, leaf.dtype))
     leaf.require_fitting(state)
     return state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import COMMON, Part, part_of_rank, write_part
+from mpidist.checkpoint.files import COMMON
 from mpidist.checkpoint.leaves import Leaf, Owner, State, leaf_of
+from mpidist.checkpoint.parts import Part, part_of_rank, write_part
 from mpidist.checkpoint.places import SavePlace
 from mpidist.checkpoint.rank_0 import on_rank_0
 from mpidist.checksums import checksum, difference_error, difference_text, differences
@@ -56,6 +58,8 @@ class Snapshot(NamedTuple):
         all_parts: The names of the parts of all ranks.
         about: What the manifest says.
         rank: This rank.
+        began: When the save began, in seconds of `time.perf_counter`.
+        extra_bytes: The memory of the copies of states.
     """
 
     save_place: SavePlace
@@ -66,6 +70,13 @@ class Snapshot(NamedTuple):
     all_parts: list[str]
     about: dict[str, Any]
     rank: int
+    began: float
+    extra_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays that this rank writes."""
+        return sum(array.nbytes for part in self.parts.values() for array in part.arrays.values())
 
 
 @final
@@ -152,6 +163,7 @@ def capture(
             its state. On every rank.
         OSError: If another job writes there, or rank 0 cannot make a folder. On every rank.
     """
+    began = time.perf_counter()
     extended = parts_of(strategy)
     extended.require_cross_replica(CALL)
     if not strategy.is_chief and extended.service is not None:
@@ -190,7 +202,10 @@ def capture(
     about["owners"] = {name: owner.value for name, owner in owners.items()}
     parts = {name: part for name, part in parts.items() if name in names}
     folder = place.with_name(chosen.folder)
-    return Snapshot(save_place, chosen.number, place, folder, parts, names, about, topology.rank)
+    is_copied = {name: memory is not None or leaf.copies_state for name, leaf in leaves.items()}
+    copies = [state for name, of_leaf in states.items() if is_copied[name] for state in of_leaf]
+    extra_bytes = sum(state.nbytes for state in copies if isinstance(state, np.ndarray))
+    return Snapshot(save_place, chosen.number, place, folder, parts, names, about, topology.rank, began, extra_bytes)
 
 
 def write_together(strategy: Any, snapshot: Snapshot) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 import time
@@ -113,6 +114,26 @@ def test_program_goes_on_where_it_was(comm: Intracomm, placement: object, folder
             assert checkpoint.own.tolist() == [comm.rank + 4 + 3 * run]
             comm.Barrier()
     assert sorted(one.name for one in (folder / "runs").iterdir()) == ["ckpt-11", "ckpt-12"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_last_save_says_what_the_save_has_cost(
+    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, caplog.at_level(logging.INFO, "mpidist.checkpoint"):
+        with strategy.scope():
+            checkpoint = Checkpoint(own=np.full(1000, comm.rank))
+        manager = CheckpointManager(checkpoint, folder, background=background)
+        assert manager.last_save is None
+        path = manager.save()
+        manager.wait()
+        record = manager.last_save
+        assert record is not None
+        size = 8000 if comm.size > 1 or comm.rank == 0 else 0
+        assert (record.path, record.nbytes, record.extra_bytes) == (path, size, size * background)
+        assert 0 < record.blocked_seconds <= record.total_seconds
+        assert record.bytes_per_second == size / record.total_seconds
+        assert sum(f"saved {path}: blocked" in text for text in caplog.messages) == (comm.rank == 0)
 
 
 def test_numbers(comm: Intracomm, folder: Path) -> None:

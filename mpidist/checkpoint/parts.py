@@ -1,0 +1,110 @@
+"""The parts of a checkpoint: what one rank writes, arrays in a safetensors file, and what they are in a JSON file."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpidist.checkpoint.array_file import ArrayFile, write_arrays
+from mpidist.checkpoint.files import parse_json, read_file, write_file
+from mpidist.checksums import checksum
+from mpidist.errors import DataLossError
+from mpidist.transport import dtype_named
+
+__all__ = ["Part", "PartFile", "part_of_rank", "write_part"]
+
+Array = np.ndarray[Any, Any]
+
+
+@final
+class Part(NamedTuple):
+    """What one rank writes.
+
+    Attributes:
+        arrays: Arrays by name.
+        values: What JSON can hold, by name.
+        checksums: The checksums of the arrays.
+    """
+
+    arrays: dict[str, Array]
+    values: dict[str, Any]
+    checksums: dict[str, int]
+
+    def put(self, name: str, state: Any, its_checksum: int) -> None:
+        """Add a state: an array, or what JSON can hold."""
+        if isinstance(state, np.ndarray):
+            self.arrays[name], self.checksums[name] = state, its_checksum
+        else:
+            self.values[name] = state
+
+
+def part_of_rank(rank: int) -> str:
+    """Name the part of a rank."""
+    return f"rank-{rank}"
+
+
+def write_part(folder: Path, name: str, part: Part) -> None:
+    """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
+    plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
+    header = write_arrays(folder / f"{name}.safetensors", plain)
+    about = {key: [one.dtype.name, list(one.shape), part.checksums[key]] for key, one in plain.items()}
+    write_file(folder / f"{name}.json", json.dumps({"header": header, "arrays": about, "values": part.values}).encode())
+
+
+@final
+class PartFile:
+    """A part that is read.
+
+    Args:
+        place: The folder of the checkpoint.
+        name: The name of the part.
+        manifest: The manifest of the checkpoint.
+
+    Attributes:
+        values: As in `Part`.
+        arrays: Dtype, shape and checksum of the arrays, by name.
+
+    Raises:
+        DataLossError: If a file is missing, or is not the one that was written.
+        OSError: If a file cannot be read for another reason.
+    """
+
+    def __init__(self, place: Path, name: str, manifest: Mapping[str, Any]) -> None:
+        text = read_file(place / f"{name}.json")
+        if zlib.crc32(text) != manifest["parts"].get(name):
+            raise DataLossError(f"{place / name!s}.json is damaged: its checksum is not that of the manifest")
+        about = parse_json(place / f"{name}.json", text)
+        self.values: dict[str, Any] = about["values"]
+        self.arrays: dict[str, Any] = about["arrays"]
+        self._path = place / f"{name}.safetensors"
+        try:
+            self._file = ArrayFile(self._path, about.get("header"))
+        except (FileNotFoundError, ValueError) as error:
+            raise DataLossError(f"{str(self._path)!r} is missing or damaged: {error}") from None
+
+    def form(self, key: str) -> str | None:
+        """Return dtype and shape of an array, `float32[3, 2]`; `None` if there is no such array."""
+        about = self.arrays.get(key)
+        return None if about is None else f"{about[0]}{about[1]}"
+
+    def array(self, key: str, dtype: np.dtype[Any]) -> Array:
+        """Read an array, whose dtype has the name that `form` returns, and compare its checksum."""
+        array = self._view(key, dtype)
+        if checksum(array) != self.arrays[key][2]:
+            raise DataLossError(f"{key} in {str(self._path)!r} is damaged: another checksum was written")
+        return array
+
+    def require_there(self, key: str) -> None:
+        """Require that the file has all bytes of an array."""
+        self._view(key, dtype_named(self.arrays[key][0]))
+
+    def _view(self, key: str, dtype: np.dtype[Any]) -> Array:
+        try:
+            return self._file.array(key, dtype, tuple(self.arrays[key][1]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: {error}") from None
