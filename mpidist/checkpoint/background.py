@@ -62,7 +62,7 @@ class BackgroundWriting(Thread):
             _tell_failure(snapshot, problem)
         finally:
             snapshot.save_place.release()
-            self.snapshot = snapshot._replace(parts={})  # whose memory is needed no longer
+            self.snapshot = snapshot._replace(part=None)  # whose memory is needed no longer
             self.is_done = True
 
     def is_under_way(self) -> bool:

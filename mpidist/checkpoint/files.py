@@ -1,8 +1,9 @@
 """The folder of a checkpoint, its manifest, and how it comes to its place.
 
-A checkpoint is a folder. `manifest.json` lists its parts: `all`, which one rank writes, and `rank-3`, what only rank 3
-has. A part is `all.safetensors` and `all.json`. The folder is written beside its place, under a name of its own, and
-renamed when it is whole. The manifest has a checksum of itself and those of the JSON files, which have those of arrays.
+A checkpoint is a folder. `manifest.json` lists its parts, one of each rank that has written: what the rank alone has,
+and its share of what is equal on all ranks. A part is `rank-3.safetensors` and `rank-3.json`. The folder is written
+beside its place, under a name of its own, and renamed when it is whole. The manifest has a checksum of itself and those
+of the JSON files, which have those of arrays.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ __all__ = [
     "write_file",
 ]
 
-COMMON: Final = "all"
+COMMON: Final = "all"  # the part of what is equal on all ranks, in earlier formats
 MANIFEST: Final = "manifest.json"
-_FORMAT: Final = {"format": "mpidist checkpoint", "version": 2}
-_FIRST_FORMAT: Final = {**_FORMAT, "version": 1}  # its manifest has no checksum, and does not say which save it was
+_FORMAT: Final = {"format": "mpidist checkpoint", "version": 3}
+_SECOND_FORMAT: Final = {**_FORMAT, "version": 2}  # what is equal on all ranks is in one part
+_FIRST_FORMAT: Final = {**_FORMAT, "version": 1}  # its manifest has no checksum either, nor says which save it was
 _CHECKSUM: Final = b', "checksum": '
 _ABOUT: Final = {"ranks": int, "replicas": int, "owners": dict, "parts": dict}  # what a manifest says besides
 _FILES: Final = re.compile(r"manifest\.json|(all|rank-\d+)\.(json|safetensors)")
@@ -172,9 +174,9 @@ def read_manifest(place: Path) -> dict[str, Any]:
     text = read_file(path)
     manifest = parse_json(path, text)
     found = {key: manifest.get(key) for key in _FORMAT}
-    if found not in (_FORMAT, _FIRST_FORMAT):
+    if found not in (_FORMAT, _SECOND_FORMAT, _FIRST_FORMAT):
         raise DataLossError(f"{str(place)!r} is of another format: needed {_FORMAT}, got {found}")
-    if found == _FORMAT and text != _with_checksum(text.rpartition(_CHECKSUM)[0]):
+    if found != _FIRST_FORMAT and text != _with_checksum(text.rpartition(_CHECKSUM)[0]):
         raise DataLossError(f"{str(path)!r} is damaged: it has another checksum than it says")
     lacking = [name for name, kind in _ABOUT.items() if not isinstance(manifest.get(name), kind)]
     if lacking:

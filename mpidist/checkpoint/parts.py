@@ -26,21 +26,28 @@ class Part(NamedTuple):
     """What one rank writes.
 
     Attributes:
-        arrays: Arrays by name.
+        arrays: Arrays by name, whole or flat pieces.
         values: What JSON can hold, by name.
-        checksums: The checksums of the arrays.
+        about: Of each array dtype and shape of the whole, and the checksum of what is here; of a piece also its first
+            element, and the one behind its last.
     """
 
     arrays: dict[str, Array]
     values: dict[str, Any]
-    checksums: dict[str, int]
+    about: dict[str, list[Any]]
 
     def put(self, name: str, state: Any, its_checksum: int) -> None:
         """Add a state: an array, or what JSON can hold."""
         if isinstance(state, np.ndarray):
-            self.arrays[name], self.checksums[name] = state, its_checksum
+            self.arrays[name] = state
+            self.about[name] = [state.dtype.name, list(state.shape), its_checksum]
         else:
             self.values[name] = state
+
+    def put_piece(self, name: str, state: Array, begin: int, end: int) -> None:
+        """Add some elements of an array."""
+        self.arrays[name] = state.reshape(-1)[begin:end]
+        self.about[name] = [state.dtype.name, list(state.shape), checksum(self.arrays[name]), begin, end]
 
 
 def part_of_rank(rank: int) -> str:
@@ -52,8 +59,8 @@ def write_part(folder: Path, name: str, part: Part) -> None:
     """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
     plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
     header = write_arrays(folder / f"{name}.safetensors", plain)
-    about = {key: [one.dtype.name, list(one.shape), part.checksums[key]] for key, one in plain.items()}
-    write_file(folder / f"{name}.json", json.dumps({"header": header, "arrays": about, "values": part.values}).encode())
+    text = json.dumps({"header": header, "arrays": part.about, "values": part.values})
+    write_file(folder / f"{name}.json", text.encode())
 
 
 @final
@@ -67,7 +74,7 @@ class PartFile:
 
     Attributes:
         values: As in `Part`.
-        arrays: Dtype, shape and checksum of the arrays, by name.
+        arrays: `about` of `Part`.
 
     Raises:
         DataLossError: If a file is missing, or is not the one that was written.
@@ -92,19 +99,17 @@ class PartFile:
         about = self.arrays.get(key)
         return None if about is None else f"{about[0]}{about[1]}"
 
-    def array(self, key: str, dtype: np.dtype[Any]) -> Array:
-        """Read an array, whose dtype has the name that `form` returns, and compare its checksum."""
-        array = self._view(key, dtype)
+    def array(self, key: str) -> Array:
+        """Read an array, or the piece that is here, and compare its checksum."""
+        array = self.view(key)
         if checksum(array) != self.arrays[key][2]:
             raise DataLossError(f"{key} in {str(self._path)!r} is damaged: another checksum was written")
         return array
 
-    def require_there(self, key: str) -> None:
-        """Require that the file has all bytes of an array."""
-        self._view(key, dtype_named(self.arrays[key][0]))
-
-    def _view(self, key: str, dtype: np.dtype[Any]) -> Array:
+    def view(self, key: str) -> Array:
+        """View an array, or the piece that is here, of which all bytes are there."""
+        name, shape, _, *bounds = self.arrays[key]
         try:
-            return self._file.array(key, dtype, tuple(self.arrays[key][1]))
+            return self._file.array(key, dtype_named(name), (bounds[1] - bounds[0],) if bounds else tuple(shape))
         except (KeyError, TypeError, ValueError) as error:
             raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import COMMON, existing
-from mpidist.checkpoint.leaves import Leaf, Owner, State, form_of
-from mpidist.checkpoint.parts import PartFile, part_of_rank
+from mpidist.checkpoint.files import existing
+from mpidist.checkpoint.leaves import Leaf, Owner, State
+from mpidist.checkpoint.parts import part_of_rank
 from mpidist.checkpoint.saved import SavedCheckpoint
 from mpidist.checkpoint.saving import leaves_in, replica_key
 from mpidist.context_stack import parts_of
@@ -94,7 +94,6 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
         _require_same_names(place, set(leaves), set(saved.owners))
     replicas, group = parts_of(strategy).replicas, parts_of(strategy).group
     common = _Common(owners, saved.manifest["ranks"], saved.manifest["replicas"], {})
-    part = saved.part(COMMON)
     for name, owner in owners.items():
         leaf = leaves[name]
         if (owner is Owner.REPLICA) != (leaf.owner is Owner.REPLICA):
@@ -109,7 +108,7 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
                 "here: restore it to an array, or restore without it"
             )
         if owner is Owner.ALL:
-            common.states[name] = _state(place, part, name, leaf)
+            common.states[name] = _state(saved, saved.shared_parts, name, leaf)
         elif owner is Owner.RANK and common.num_ranks != group.topology.size:
             raise ValueError(
                 f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and there are "
@@ -117,9 +116,8 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
             )
     others = [name for name, owner in owners.items() if owner is Owner.REPLICA]
     if others and common.num_replicas != replicas.total:
-        parts = [saved.part(part_of_rank(rank)) for rank in range(common.num_ranks)]
         for name in others:
-            states = _states_of_replicas(place, parts, name, leaves[name], range(common.num_replicas), common)
+            states = _states_of_replicas(saved, name, leaves[name], range(common.num_replicas), common)
             common.states[name] = leaves[name].join(states)
     return common
 
@@ -137,26 +135,21 @@ def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _C
             "the current folder of each rank"
         )
     saved = SavedCheckpoint(place)
-    bounds = shard_bounds(common.num_replicas, common.num_ranks)
-    ids = extended.replicas.ids_here
-    ranks = {rank, *(_rank_of(bounds, replica_id) for replica_id in ids)} & set(range(common.num_ranks))
-    parts = {one: saved.part(part_of_rank(one)) for one in sorted(ranks)}
     own = {}
     for name in names:
         if common.owners[name] is Owner.REPLICA:
-            files = [parts.get(one) for one in range(common.num_ranks)]
-            own[name] = _states_of_replicas(place, files, name, leaves[name], ids, common)
+            own[name] = _states_of_replicas(saved, name, leaves[name], extended.replicas.ids_here, common)
         else:
-            own[name] = [_state(place, parts[rank], name, leaves[name])]
+            own[name] = [_state(saved, [part_of_rank(rank)], name, leaves[name])]
     return own
 
 
 def _states_of_replicas(
-    place: Path, parts: Any, name: str, leaf: Leaf, replica_ids: range, common: _Common
+    saved: SavedCheckpoint, name: str, leaf: Leaf, replica_ids: range, common: _Common
 ) -> list[State]:
     bounds = shard_bounds(common.num_replicas, common.num_ranks)
     return [
-        _state(place, parts[_rank_of(bounds, replica_id)], replica_key(name, replica_id), leaf)
+        _state(saved, [part_of_rank(_rank_of(bounds, replica_id))], replica_key(name, replica_id), leaf)
         for replica_id in replica_ids
     ]
 
@@ -165,12 +158,14 @@ def _rank_of(bounds: Any, replica_id: int) -> int:
     return max(rank for rank, start in enumerate(bounds[:-1]) if start <= replica_id)
 
 
-def _state(place: Path, part: PartFile, key: str, leaf: Leaf) -> State:
+def _state(saved: SavedCheckpoint, parts: Sequence[str], key: str, leaf: Leaf) -> State:
     """Read a state, and require that the leaf takes it."""
-    form = form_of(part.values[key]) if key in part.values else part.form(key)
+    form = saved.form(key, parts)
     if form != leaf.form:
-        raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(place)!r} is {form}")
-    state = part.values[key] if leaf.dtype is None else np.array(part.array(key, leaf.dtype))
+        raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(saved.place)!r} is {form}")
+    state = saved.state(key, parts)
+    if isinstance(state, np.ndarray) and not state.flags.writeable:
+        state = state.copy()
     leaf.require_fitting(state)
     return state
 

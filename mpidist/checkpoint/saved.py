@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from mpidist.checkpoint.files import MANIFEST, existing, read_manifest
+import numpy as np
+
+from mpidist.checkpoint.files import COMMON, MANIFEST, existing, read_manifest
 from mpidist.checkpoint.leaves import Owner, form_of
 from mpidist.checkpoint.parts import PartFile
 from mpidist.errors import DataLossError
@@ -51,28 +54,57 @@ class SavedCheckpoint:
             self._parts[name] = PartFile(self.place, name, self.manifest)
         return self._parts[name]
 
+    @property
+    def shared_parts(self) -> list[str]:
+        """The parts that have what is equal on all ranks."""
+        return list(self.manifest.get("shared", [COMMON]))
+
     @cached_property
-    def keys(self) -> dict[str, tuple[str, str]]:
-        """The part and the key of every state, by a name for people: `own on rank 3`."""
-        found = {}
+    def keys(self) -> dict[str, tuple[str, list[str]]]:
+        """The key and the parts of every state, by a name for people: `own on rank 3`."""
+        found: dict[str, tuple[str, list[str]]] = {}
         for part in self.manifest["parts"]:
             for key in (*self.part(part).arrays, *self.part(part).values):
                 is_own = self.owners.get(key) is Owner.RANK
-                found[f"{key} on {part.replace('-', ' ')}" if is_own else key] = part, key
+                found.setdefault(f"{key} on {part.replace('-', ' ')}" if is_own else key, (key, []))[1].append(part)
         return found
 
-    def state(self, name: str) -> tuple[str, Any]:
-        """Return what a state of `keys` is like, `float32[3, 2]`, and the state.
+    def form(self, key: str, parts: Sequence[str]) -> str:
+        """Return what a state is like: `float32[3, 2]`.
+
+        Raises:
+            DataLossError: If none of the parts has it, or a file is damaged.
+        """
+        file = self._files_with(key, parts)[0]
+        return form_of(file.values[key]) if key in file.values else str(file.form(key))
+
+    def state(self, key: str, parts: Sequence[str]) -> Any:
+        """Read a state; its pieces, if parts have them.
 
         Raises:
             DataLossError: If a file is missing or damaged.
         """
-        part, key = self.keys[name]
-        file = self.part(part)
-        form = file.form(key)
-        if form is None:
-            return form_of(file.values[key]), file.values[key]
-        return form, file.array(key, dtype_named(file.arrays[key][0]))
+        files = self._files_with(key, parts)
+        if key in files[0].values:
+            return files[0].values[key]
+        name, shape, _, *bounds = files[0].arrays[key]
+        if not bounds:
+            return files[0].array(key)
+        whole, end = np.empty(shape, dtype_named(name)), 0
+        for file in sorted(files, key=lambda file: int(file.arrays[key][3])):
+            begin, before, end = file.arrays[key][3], end, file.arrays[key][4]
+            if begin != before:
+                break
+            whole.reshape(-1)[begin:end] = file.array(key)
+        if end != whole.size:
+            raise DataLossError(f"{str(self.place)!r} is damaged: it has not all of {key}")
+        return whole
+
+    def _files_with(self, key: str, parts: Sequence[str]) -> list[PartFile]:
+        files = [file for file in map(self.part, parts) if key in file.arrays or key in file.values]
+        if not files:
+            raise DataLossError(f"{str(self.place)!r} is damaged: it does not have {key}")
+        return files
 
     def require_whole(self, reads: bool) -> None:
         """Require that all files are there; with `reads`, that every array is the one that was written.
@@ -80,12 +112,10 @@ class SavedCheckpoint:
         Raises:
             DataLossError: If a file is missing or damaged.
         """
-        for name in self.keys:
-            part, key = self.keys[name]
-            if reads:
-                self.state(name)
-            elif key in self.part(part).arrays:
-                self.part(part).require_there(key)
+        for key, parts in self.keys.values():
+            for file in self._files_with(key, parts):
+                if key in file.arrays:
+                    (file.array if reads else file.view)(key)
 
     @property
     def nbytes(self) -> int:

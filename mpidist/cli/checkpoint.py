@@ -107,7 +107,7 @@ def _compare(one: str, other: str) -> int:
     ]
     shared = [name for name in names[0] if name in names[1]]
     for name in shared:
-        text = _difference(both[0].state(name), both[1].state(name))
+        text = _difference(*((saved.form(*saved.keys[name]), saved.state(*saved.keys[name])) for saved in both))
         lines += [f"{name}: {text}"] * bool(text)
     titles = [f"{path} (step {_step(saved)})" for path, saved in zip((one, other), both, strict=True)]
     if not lines:

@@ -42,7 +42,7 @@ def test_files_may_be_read_by_whom_the_umask_allows(comm: Intracomm, folder: Pat
     comm.Barrier()
 
 
-@pytest.mark.parametrize("name", ["all.safetensors", "all.json"])
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-0.json"])
 def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm: Intracomm, folder: Path, name: str) -> None:
     """A link to itself, which root may not read either."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():

@@ -221,11 +221,11 @@ def without_owners(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "arrays cut": ("all.safetensors", cut, "all.safetensors.* is missing or damaged"),
-    "arrays flipped": ("all.safetensors", flip, "is damaged: another checksum was written"),
-    "arrays gone": ("all.safetensors", Path.unlink, "all.safetensors.* is missing or damaged"),
-    "part cut": ("all.json", cut, "all.json.* is damaged: its checksum is not that of the manifest"),
-    "part gone": ("all.json", Path.unlink, "all.json.* is missing"),
+    "arrays cut": ("rank-0.safetensors", cut, "rank-0.safetensors.* is missing or damaged"),
+    "arrays flipped": ("rank-0.safetensors", flip, "is damaged: another checksum was written"),
+    "arrays gone": ("rank-0.safetensors", Path.unlink, "rank-0.safetensors.* is missing or damaged"),
+    "part cut": ("rank-0.json", cut, "rank-0.json.* is damaged: its checksum is not that of the manifest"),
+    "part gone": ("rank-0.json", Path.unlink, "rank-0.json.* is missing"),
     "manifest cut": ("manifest.json", cut, "manifest.json.* is damaged"),
     "manifest flipped": ("manifest.json", flip, "manifest.json.* is damaged"),
     "manifest gone": ("manifest.json", Path.unlink, "is no checkpoint of mpidist: it has no manifest.json"),
@@ -546,7 +546,7 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
             (folder / "ckpt-5").rename(folder / ".ckpt-5.old")
             for name in (".ckpt-4.new", f".ckpt-4.{16 * 'a'}.new", ".ckpt-6.old", ".other-3.new", ".ckpt-x.old"):
                 (folder / name).mkdir()
-                (folder / name / "all.json").touch()
+                (folder / name / "rank-0.json").touch()
             (folder / ".notes.old").touch()
         comm.Barrier()
         manager = CheckpointManager(checkpoint, folder)  # of the next job
