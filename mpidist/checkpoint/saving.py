@@ -41,7 +41,7 @@ logger = logging.getLogger("mpidist.checkpoint")
 Array = np.ndarray[Any, Any]
 
 CALL: Final = "save of a checkpoint"
-ADVICE: Final = "all ranks call save"
+ADVICE: Final = "all ranks call save, and each writes a share"
 _ADVICE_ON_DIFFERENCE: Final = (
     "was an all_reduce left out, or a variable assigned other values on each rank? on_difference='rank 0' saves the "
     "copies of rank 0"
