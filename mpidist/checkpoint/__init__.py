@@ -5,7 +5,7 @@ manager      numbered checkpoints in a folder
 leaves       the kinds of leaves of the nests
 preemption   save and leave when a job is to be preempted
 saving       how ranks save together; restoring: how they restore; record: what a save has cost
-saved        a checkpoint that is read; parts, array_file: its files; files: its folder
+saved        a checkpoint that is read; parts: its files; files: its folder
 """
 
 from mpidist.checkpoint.checkpoint import Checkpoint

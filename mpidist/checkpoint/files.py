@@ -34,6 +34,7 @@ __all__ = [
     "read_file",
     "read_manifest",
     "remove",
+    "sync",
     "withdraw",
     "write_file",
 ]
@@ -64,7 +65,7 @@ def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str
     """
     checksums = {name: zlib.crc32(read_file(folder / f"{name}.json")) for name in parts}
     write_file(folder / MANIFEST, _with_checksum(json.dumps({**_FORMAT, **about, "parts": checksums})[:-1].encode()))
-    _sync(folder)
+    sync(folder)
     old = folder.with_suffix(".old")
     if replaces and place.exists():
         place.rename(old)
@@ -76,7 +77,7 @@ def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise FileExistsError(f"{str(place)!r} was made by another save meanwhile") from error
-    _sync(place.parent)
+    sync(place.parent)
     remove(old)
 
 
@@ -205,7 +206,7 @@ def write_file(path: Path, text: bytes) -> None:
     """Write a file, which is there when all of it is on the disk."""
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(text)
-    _sync(new)
+    sync(new)
     new.rename(path)
 
 
@@ -228,7 +229,7 @@ def parse_json(path: Path, text: bytes) -> dict[str, Any]:
     return found
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

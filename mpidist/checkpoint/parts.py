@@ -6,19 +6,24 @@ import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from mpidist.checkpoint.array_file import ArrayFile, write_arrays
-from mpidist.checkpoint.files import parse_json, read_file, write_file
+from mpidist.checkpoint.files import parse_json, read_file, sync, write_file
 from mpidist.checksums import checksum
 from mpidist.errors import DataLossError
-from mpidist.transport import dtype_named
+from mpidist.transport import bytes_of, dtype_named
 
 __all__ = ["Part", "PartFile", "part_of_rank", "write_part"]
 
 Array = np.ndarray[Any, Any]
+
+_KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are written as their bytes
+    ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "uint64", "float64"]
+)
 
 
 @final
@@ -58,9 +63,14 @@ def part_of_rank(rank: int) -> str:
 def write_part(folder: Path, name: str, part: Part) -> None:
     """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
     plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
-    header = write_arrays(folder / f"{name}.safetensors", plain)
-    text = json.dumps({"header": header, "arrays": part.about, "values": part.values})
-    write_file(folder / f"{name}.json", text.encode())
+    file = folder / f"{name}.safetensors"
+    try:
+        save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
+        file.chmod(folder.stat().st_mode & 0o666)  # `save_file` makes it for its owner alone
+        sync(file)
+    except SafetensorError as error:
+        raise OSError(f"{str(file)!r} cannot be written: {error}") from error
+    write_file(folder / f"{name}.json", json.dumps({"arrays": part.about, "values": part.values}).encode())
 
 
 @final
@@ -89,9 +99,10 @@ class PartFile:
         self.values: dict[str, Any] = about["values"]
         self.arrays: dict[str, Any] = about["arrays"]
         self._path = place / f"{name}.safetensors"
+        _require_readable(self._path)
         try:
-            self._file = ArrayFile(self._path, about.get("header"))
-        except (FileNotFoundError, ValueError) as error:
+            self._file = safe_open(self._path, framework="numpy")
+        except (OSError, SafetensorError) as error:
             raise DataLossError(f"{str(self._path)!r} is missing or damaged: {error}") from None
 
     def form(self, key: str) -> str | None:
@@ -101,15 +112,21 @@ class PartFile:
 
     def array(self, key: str) -> Array:
         """Read an array, or the piece that is here, and compare its checksum."""
-        array = self.view(key)
-        if checksum(array) != self.arrays[key][2]:
+        name, shape, its_checksum, *bounds = self.arrays[key]
+        shape = [bounds[1] - bounds[0]] if bounds else shape
+        try:
+            array: Array = self._file.get_tensor(key)  # type: ignore[no-untyped-call]
+            array = array if array.dtype.name == name else array.view(dtype_named(name)).reshape(shape)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: {error}") from None
+        if checksum(array) != its_checksum or list(array.shape) != shape:
             raise DataLossError(f"{key} in {str(self._path)!r} is damaged: another checksum was written")
         return array
 
-    def view(self, key: str) -> Array:
-        """View an array, or the piece that is here, of which all bytes are there."""
-        name, shape, _, *bounds = self.arrays[key]
-        try:
-            return self._file.array(key, dtype_named(name), (bounds[1] - bounds[0],) if bounds else tuple(shape))
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: {error}") from None
+
+def _require_readable(path: Path) -> None:
+    """Raise what the system says of a file: `safe_open` calls one missing that it may not read."""
+    try:
+        path.open("rb").close()
+    except FileNotFoundError as error:
+        raise DataLossError(f"{str(path)!r} is missing or damaged: {error}") from None

@@ -164,8 +164,6 @@ def _state(saved: SavedCheckpoint, parts: Sequence[str], key: str, leaf: Leaf) -
     if form != leaf.form:
         raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(saved.place)!r} is {form}")
     state = saved.state(key, parts)
-    if isinstance(state, np.ndarray) and not state.flags.writeable:
-        state = state.copy()
     leaf.require_fitting(state)
     return state
 

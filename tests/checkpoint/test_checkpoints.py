@@ -216,7 +216,9 @@ def test_save_or_restore_by_the_chief_alone_is_named(
     comm: Intracomm, placement: object, folder: Path, what: str
 ) -> None:
     call, name = CHIEFS[what]
-    last = "save, and each writes a share" if name == "save" else "restore; rank 0 alone reads what is equal on all ranks"
+    last = (
+        "save, and each writes a share" if name == "save" else "restore; rank 0 alone reads what is equal on all ranks"
+    )
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         with strategy.scope():
             checkpoint = Checkpoint(v=Variable(np.zeros(3)))
