@@ -12,13 +12,13 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from typing import NoReturn
 
 import mpidist
-from mpidist.cli import batch_job, doctor, flight, run, stacks, trace, tune
+from mpidist.cli import batch_job, checkpoint, doctor, flight, run, stacks, trace, tune
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import is_shared, let_first_rank_end, mark_shared, rank_from_environment
 
 __all__ = ["main", "run_command"]
 
-_COMMANDS = (run, doctor, tune, stacks, flight, trace, batch_job)
+_COMMANDS = (run, doctor, tune, stacks, flight, trace, checkpoint, batch_job)
 
 
 def main() -> NoReturn:

@@ -8,8 +8,9 @@ from contextlib import suppress
 from threading import Thread
 from typing import Final, final
 
-from mpidist.checkpoint.files import part_of_rank
 from mpidist.checkpoint.folder_lock import release_all
+from mpidist.checkpoint.parts import part_of_rank
+from mpidist.checkpoint.record import SaveRecord
 from mpidist.checkpoint.saving import Snapshot, publish_folder, write_parts
 from mpidist.errors import DeadlineExceededError
 from mpidist.transport import open_groups, text_of
@@ -34,14 +35,17 @@ class BackgroundWriting(Thread):
     Attributes:
         snapshot: As given.
         error: What went wrong, or `None`.
+        record: What the save has cost; `None` until it is over.
         is_done: Whether it has written or failed; `is_alive` may be wrong after a `join` that was interrupted.
     """
 
     def __init__(self, snapshot: Snapshot, grace_seconds: float) -> None:
         super().__init__(name="mpidist.checkpoint")
         self.error: Exception | None = None
+        self.record: SaveRecord | None = None
         self.is_done = False
         self.snapshot, self._grace_seconds = snapshot, grace_seconds
+        self._blocked_seconds = time.perf_counter() - snapshot.began
         _under_way.add(self)
 
     def run(self) -> None:
@@ -51,13 +55,14 @@ class BackgroundWriting(Thread):
             write_parts(snapshot)
             _wait_for_parts(snapshot)
             publish_folder(snapshot)
+            self.record = SaveRecord.of(snapshot, self._blocked_seconds)
         except Exception as problem:  # of any kind: `CheckpointManager.wait` raises it
             self.error = problem
             logger.error("mpidist: the checkpoint %s is not written: %s", snapshot.place, text_of(problem))
             _tell_failure(snapshot, problem)
         finally:
             snapshot.save_place.release()
-            self.snapshot = snapshot._replace(parts={})  # whose memory is needed no longer
+            self.snapshot = snapshot._replace(part=None)  # whose memory is needed no longer
             self.is_done = True
 
     def is_under_way(self) -> bool:

@@ -38,9 +38,9 @@ class Checkpoint:
     iterator, the position is saved: the next pass goes on there, so that no sample is skipped and none is seen twice,
     where the data come in the same order.
 
-    What is equal on all ranks is written once, by rank 0. Copies of a variable must be equal, and so must positions in
-    data; of arrays, generators, numbers and texts that differ each rank writes its own. A variable with `ON_READ` is
-    written for each replica, and is restored to another number of replicas by its aggregation.
+    What is equal on all ranks is written once: each rank writes a share. Copies of a variable must be equal, and so
+    must positions in data; of arrays, generators, numbers and texts that differ each rank writes its own. A variable
+    with `ON_READ` is written for each replica, and is restored to another number of replicas by its aggregation.
 
     Make it in the strategy's scope, or pass a variable or a data set of the strategy.
 
@@ -85,11 +85,11 @@ class Checkpoint:
         """Return the nests by name."""
         return dict(self._items)
 
-    def write(self, path: str | os.PathLike[str], *, on_difference: str = "raise") -> str:
+    def write(self, path: str | os.PathLike[str], *, on_difference: str = "raise", writers: int | str = "all") -> str:
         """Write a checkpoint. Collective; of parameter servers, local to the chief.
 
-        All ranks call it, and rank 0 alone writes what is equal on all ranks. All is written beside `path` and renamed
-        at the end, so that `path` is always a whole checkpoint, the old one or the new one.
+        All ranks call it, and each writes a share of what is equal on all ranks, of 1 MiB or more. All is written
+        beside `path` and renamed at the end, so that `path` is always a whole checkpoint, the old one or the new one.
 
         Ranks compare checksums of what is equal by its kind: the copies of variables (but for `ON_READ`), and positions
         in data. Cost: four small rounds of all ranks, the bytes read once on every rank (0.4 s a GiB), and the files.
@@ -98,6 +98,8 @@ class Checkpoint:
             path: A folder, equal on all ranks. A checkpoint that is there is replaced; nothing else is.
             on_difference: If copies differ, `"raise"` raises an error that names them, and `"rank 0"` saves those of
                 rank 0, with a warning.
+            writers: The ranks that write what is equal: `"all"`, `"per node"` for one of each node, or how many. With
+                1, rank 0 alone, they need not share the folder.
 
         Returns:
             The path.
@@ -108,7 +110,7 @@ class Checkpoint:
             OSError: If a rank cannot write, another job writes there at the same time, or the path is a file or a
                 folder that holds other things. On every rank; what was in the place is there still.
         """
-        snapshot = capture(self.strategy, OnePlace(Path(path)), self._items, None, on_difference)
+        snapshot = capture(self.strategy, OnePlace(Path(path)), self._items, None, on_difference, writers)
         write_together(self.strategy, snapshot)
         return str(path)
 

@@ -1,8 +1,9 @@
-"""The files of a checkpoint: arrays in safetensors files, and beside each a JSON file that describes them.
+"""The folder of a checkpoint, its manifest, and how it comes to its place.
 
-A checkpoint is a folder. `manifest.json` lists its parts: `all`, which one rank writes, and `rank-3`, what only rank 3
-has. A part is `all.safetensors` and `all.json`. The folder is written beside its place, under a name of its own, and
-renamed when it is whole. The manifest has a checksum of itself and those of the JSON files, which have those of arrays.
+A checkpoint is a folder. `manifest.json` lists its parts, one of each rank that has written: what the rank alone has,
+and its share of what is equal on all ranks. A part is `rank-3.safetensors` and `rank-3.json`. The folder is written
+beside its place, under a name of its own, and renamed when it is whole. The manifest has a checksum of itself and those
+of the JSON files, which have those of arrays.
 """
 
 from __future__ import annotations
@@ -17,86 +18,35 @@ import zlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
-
-from mpidist.checksums import checksum
 from mpidist.errors import DataLossError
-from mpidist.transport import bytes_of
 
 __all__ = [
     "COMMON",
     "MANIFEST",
-    "Part",
-    "PartFile",
     "clean_up",
     "existing",
     "find",
     "make_unfinished",
-    "part_of_rank",
+    "parse_json",
     "publish",
+    "read_file",
     "read_manifest",
     "remove",
+    "sync",
     "withdraw",
-    "write_part",
+    "write_file",
 ]
 
-Array = np.ndarray[Any, Any]
-
-COMMON: Final = "all"
+COMMON: Final = "all"  # the part of what is equal on all ranks, in earlier formats
 MANIFEST: Final = "manifest.json"
-_FORMAT: Final = {"format": "mpidist checkpoint", "version": 2}
-_FIRST_FORMAT: Final = {**_FORMAT, "version": 1}  # its manifest has no checksum, and does not say which save it was
+_FORMAT: Final = {"format": "mpidist checkpoint", "version": 3}
+_SECOND_FORMAT: Final = {**_FORMAT, "version": 2}  # what is equal on all ranks is in one part
+_FIRST_FORMAT: Final = {**_FORMAT, "version": 1}  # its manifest has no checksum either, nor says which save it was
 _CHECKSUM: Final = b', "checksum": '
 _ABOUT: Final = {"ranks": int, "replicas": int, "owners": dict, "parts": dict}  # what a manifest says besides
 _FILES: Final = re.compile(r"manifest\.json|(all|rank-\d+)\.(json|safetensors)")
-_KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are written as their bytes
-    ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "uint64", "float64"]
-)
-
-
-@final
-class Part(NamedTuple):
-    """What one rank writes.
-
-    Attributes:
-        arrays: Arrays by name.
-        values: What JSON can hold, by name.
-        checksums: The checksums of the arrays.
-    """
-
-    arrays: dict[str, Array]
-    values: dict[str, Any]
-    checksums: dict[str, int]
-
-    def put(self, name: str, state: Any, its_checksum: int) -> None:
-        """Add a state: an array, or what JSON can hold."""
-        if isinstance(state, np.ndarray):
-            self.arrays[name], self.checksums[name] = state, its_checksum
-        else:
-            self.values[name] = state
-
-
-def part_of_rank(rank: int) -> str:
-    """Name the part of what only one rank has."""
-    return f"rank-{rank}"
-
-
-def write_part(folder: Path, name: str, part: Part) -> None:
-    """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
-    plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
-    file = folder / f"{name}.safetensors"
-    try:
-        save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
-        file.chmod(folder.stat().st_mode & 0o666)  # `save_file` makes it for its owner alone
-        _sync(file)
-    except SafetensorError as error:
-        raise OSError(f"{str(file)!r} cannot be written: {error}") from error
-    about = {key: [one.dtype.name, list(one.shape), part.checksums[key]] for key, one in plain.items()}
-    _write(folder / f"{name}.json", json.dumps({"arrays": about, "values": part.values}).encode())
 
 
 def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str], replaces: bool) -> None:
@@ -113,9 +63,9 @@ def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str
         DataLossError: If a part is not there.
         FileExistsError: If there is something in the place, and is not to be replaced.
     """
-    checksums = {name: zlib.crc32(_read_file(folder / f"{name}.json")) for name in parts}
-    _write(folder / MANIFEST, _with_checksum(json.dumps({**_FORMAT, **about, "parts": checksums})[:-1].encode()))
-    _sync(folder)
+    checksums = {name: zlib.crc32(read_file(folder / f"{name}.json")) for name in parts}
+    write_file(folder / MANIFEST, _with_checksum(json.dumps({**_FORMAT, **about, "parts": checksums})[:-1].encode()))
+    sync(folder)
     old = folder.with_suffix(".old")
     if replaces and place.exists():
         place.rename(old)
@@ -127,7 +77,7 @@ def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise FileExistsError(f"{str(place)!r} was made by another save meanwhile") from error
-    _sync(place.parent)
+    sync(place.parent)
     remove(old)
 
 
@@ -222,66 +172,17 @@ def read_manifest(place: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}")
     if not path.is_file():
         raise DataLossError(f"{str(place)!r} is no checkpoint of mpidist: it has no {MANIFEST}")
-    text = _read_file(path)
-    manifest = _parse(path, text)
+    text = read_file(path)
+    manifest = parse_json(path, text)
     found = {key: manifest.get(key) for key in _FORMAT}
-    if found not in (_FORMAT, _FIRST_FORMAT):
+    if found not in (_FORMAT, _SECOND_FORMAT, _FIRST_FORMAT):
         raise DataLossError(f"{str(place)!r} is of another format: needed {_FORMAT}, got {found}")
-    if found == _FORMAT and text != _with_checksum(text.rpartition(_CHECKSUM)[0]):
+    if found != _FIRST_FORMAT and text != _with_checksum(text.rpartition(_CHECKSUM)[0]):
         raise DataLossError(f"{str(path)!r} is damaged: it has another checksum than it says")
     lacking = [name for name, kind in _ABOUT.items() if not isinstance(manifest.get(name), kind)]
     if lacking:
         raise DataLossError(f"{str(path)!r} is damaged: it does not say {', '.join(lacking)}")
     return manifest
-
-
-@final
-class PartFile:
-    """A part that is read.
-
-    Args:
-        place: The folder of the checkpoint.
-        name: The name of the part.
-        manifest: The manifest of the checkpoint.
-
-    Attributes:
-        values: As in `Part`.
-
-    Raises:
-        DataLossError: If a file is missing, or is not the one that was written.
-        OSError: If a file cannot be read for another reason.
-    """
-
-    def __init__(self, place: Path, name: str, manifest: Mapping[str, Any]) -> None:
-        text = _read_file(place / f"{name}.json")
-        if zlib.crc32(text) != manifest["parts"].get(name):
-            raise DataLossError(f"{place / name!s}.json is damaged: its checksum is not that of the manifest")
-        about = _parse(place / f"{name}.json", text)
-        self.values: dict[str, Any] = about["values"]
-        self._about: dict[str, Any] = about["arrays"]
-        self._path = place / f"{name}.safetensors"
-        _require_readable(self._path)
-        try:
-            self._file = safe_open(self._path, framework="numpy")
-        except (OSError, SafetensorError) as error:
-            raise DataLossError(f"{str(self._path)!r} is missing or damaged: {error}") from None
-
-    def form(self, key: str) -> str | None:
-        """Return dtype and shape of an array, `float32[3, 2]`; `None` if there is no such array."""
-        about = self._about.get(key)
-        return None if about is None else f"{about[0]}{about[1]}"
-
-    def array(self, key: str, dtype: np.dtype[Any]) -> Array:
-        """Read an array, whose dtype has the name that `form` returns, and compare its checksum."""
-        _, shape, its_checksum = self._about[key]
-        try:
-            array: Array = self._file.get_tensor(key)  # type: ignore[no-untyped-call]
-            array = array if array.dtype == dtype else array.view(dtype).reshape(shape)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: {error}") from None
-        if checksum(array) != its_checksum or list(array.shape) != shape:
-            raise DataLossError(f"{key} in {str(self._path)!r} is damaged: another checksum was written")
-        return array
 
 
 def _hidden(place: Path, ending: str) -> Path:
@@ -301,29 +202,24 @@ def _with_checksum(text: bytes) -> bytes:
     return b"%s%s%d}" % (text, _CHECKSUM, zlib.crc32(text))
 
 
-def _write(path: Path, text: bytes) -> None:
+def write_file(path: Path, text: bytes) -> None:
+    """Write a file, which is there when all of it is on the disk."""
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(text)
-    _sync(new)
+    sync(new)
     new.rename(path)
 
 
-def _require_readable(path: Path) -> None:
-    """Raise what the system says of a file: `safe_open` calls one missing that it may not read."""
-    try:
-        path.open("rb").close()
-    except FileNotFoundError as error:
-        raise DataLossError(f"{str(path)!r} is missing or damaged: {error}") from None
-
-
-def _read_file(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """Read a file of a checkpoint."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
         raise DataLossError(f"{str(path)!r} is missing") from None
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+def parse_json(path: Path, text: bytes) -> dict[str, Any]:
+    """Understand the text of a file of a checkpoint."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -333,7 +229,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return found
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

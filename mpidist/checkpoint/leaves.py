@@ -46,10 +46,12 @@ class Leaf(ABC):
         dtype: The dtype of an array; `None` of what JSON holds.
         shape: The shape of an array.
         is_on_servers: Whether one rank puts the state back for all.
+        copies_state: Whether `states` copies the state to other memory.
     """
 
     owner = Owner.RANK
     is_on_servers = False
+    copies_state = False
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = self.label = name
@@ -101,6 +103,7 @@ class _MirroredLeaf(Leaf):
         self._variable, self.owner = variable, owner
         self.label = f"{name} (variable {variable.name!r})"
         self.is_on_servers = isinstance(variable, _OF_SERVERS)
+        self.copies_state = isinstance(variable, _OF_SERVERS) or arrays.is_device(variable.local_value())
 
     def states(self) -> list[State]:
         variable = self._variable
@@ -120,6 +123,7 @@ class _ReplicaLeaf(Leaf):
     def __init__(self, name: str, variable: SyncOnReadVariable, strategy: Any) -> None:
         super().__init__(name, variable)
         self._variable, self._strategy = variable, strategy
+        self.copies_state = any(map(arrays.is_device, variable.values))
 
     def states(self) -> list[State]:
         return [_to_host(value) for value in self._variable.values]
@@ -154,6 +158,7 @@ class _ArrayLeaf(Leaf):
         self._value, self._library = value, library_of(value)
         native = self._library.to_native(value)
         super().__init__(name, native)
+        self.copies_state = arrays.is_device(native)
         dtype = native.dtype
         if dtype.hasobject or dtype.kind in "USM" or dtype.names:
             raise TypeError(f"{name} is an array of dtype {dtype}: a checkpoint holds arrays of numbers")

@@ -14,10 +14,12 @@ import numpy as np
 
 from mpidist.checkpoint.background import BackgroundWriting
 from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.dealing import require_writers
 from mpidist.checkpoint.folder_lock import FolderLock
 from mpidist.checkpoint.numbered import MAX_DIGITS, NumberedCheckpoints
 from mpidist.checkpoint.places import NumberedPlace
 from mpidist.checkpoint.rank_0 import on_rank_0
+from mpidist.checkpoint.record import SaveRecord
 from mpidist.checkpoint.restoring import ADVICE
 from mpidist.checkpoint.restoring import CALL as RESTORE
 from mpidist.checkpoint.saving import CopyMemory, capture, require_on_difference, write_together
@@ -56,6 +58,7 @@ class CheckpointManager:
         background: Whether `save` returns as soon as it has copied the state, and a thread writes the copy. The thread
             makes no call of MPI. The manager keeps the memory of the copy for the next one.
         on_difference: What `save` does if copies differ that should be equal, as in `Checkpoint.write`.
+        writers: Which ranks write what is equal, as in `Checkpoint.write`.
         grace_seconds: How long a job that an error ends waits until the thread has written what `save` has returned.
 
     Attributes:
@@ -77,6 +80,7 @@ class CheckpointManager:
         checkpoint_name: str = "ckpt",
         background: bool = False,
         on_difference: str = "raise",
+        writers: int | str = "all",
         grace_seconds: float = 30.0,
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
@@ -89,13 +93,15 @@ class CheckpointManager:
         if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):
             raise ValueError(f"checkpoint_name is for letters, digits, '_', '-' and '.', got {checkpoint_name!r}")
         require_on_difference(on_difference)
+        require_writers(writers)
         if not grace_seconds >= 0:
             raise ValueError(f"grace_seconds must be at least 0, got {grace_seconds}")
         self.checkpoint, self.directory = checkpoint, str(directory)
         self._max_to_keep, self._name = max_to_keep, checkpoint_name
-        self._on_difference, self._grace_seconds = on_difference, grace_seconds
+        self._on_difference, self._writers, self._grace_seconds = on_difference, writers, grace_seconds
         self._copies = CopyMemory() if background else None
         self._writing: BackgroundWriting | None = None
+        self._last_save: SaveRecord | None = None
         self._lock: FolderLock | None = None  # on rank 0, from the first save on
 
     @property
@@ -110,10 +116,16 @@ class CheckpointManager:
 
     latest = latest_checkpoint
 
+    @property
+    def last_save(self) -> SaveRecord | None:
+        """What the last save that this rank has written has cost; `None` before. Local. Rank 0 logs it, too (INFO)."""
+        writing = self._writing
+        return self._last_save if writing is None or writing.record is None else writing.record
+
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save a checkpoint, and remove what is too old. Collective; of parameter servers, local to the chief.
 
-        All ranks call it, and rank 0 alone writes what is equal on all ranks. A warning tells once of checkpoints with
+        All ranks call it, and write. A warning tells once of checkpoints with
         larger numbers that another run has saved: they are older from now on.
 
         Args:
@@ -141,12 +153,13 @@ class CheckpointManager:
         text = str(self._place("<next>" if number is None else number))
         save_place = NumberedPlace(self._numbered(), number, self._max_to_keep, text, self._keep_lock)
         items = self.checkpoint.items()
-        snapshot = capture(strategy, save_place, items, self._copies, self._on_difference, error)
+        snapshot = capture(strategy, save_place, items, self._copies, self._on_difference, self._writers, error)
         if self._copies is not None:
             self._writing = BackgroundWriting(snapshot, self._grace_seconds)
             self._writing.start()
         else:
             write_together(strategy, snapshot)
+            self._last_save = SaveRecord.of(snapshot)
         return str(self._place(snapshot.number))
 
     def wait(self) -> None:
@@ -167,6 +180,7 @@ class CheckpointManager:
                 writing.join()
                 if writing.error is not None:
                     raise writing.error
+                self._last_save = writing.record
         except Exception:
             if _is_open(extended):  # else other ranks may still write
                 writing.snapshot.save_place.discard()

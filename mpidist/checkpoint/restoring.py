@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -11,11 +11,12 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import COMMON, PartFile, existing, part_of_rank, read_manifest
-from mpidist.checkpoint.leaves import Leaf, Owner, State, form_of
+from mpidist.checkpoint.files import existing
+from mpidist.checkpoint.leaves import Leaf, Owner, State
+from mpidist.checkpoint.parts import part_of_rank
+from mpidist.checkpoint.saved import SavedCheckpoint
 from mpidist.checkpoint.saving import leaves_in, replica_key
 from mpidist.context_stack import parts_of
-from mpidist.errors import DataLossError
 from mpidist.transport import bytes_of, shard_bounds
 
 __all__ = ["ADVICE", "CALL", "restore"]
@@ -87,14 +88,12 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
     place = existing(place)
     if not place.exists() and parts_of(strategy).group.topology.size > 1:
         raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}: rank 0, which reads it, sees none")
-    manifest = read_manifest(place)
-    saved = _owners(place, manifest)
-    owners = {name: owner for name, owner in saved.items() if name in leaves}
+    saved = SavedCheckpoint(place)
+    owners = {name: owner for name, owner in saved.owners.items() if name in leaves}
     if not partial:
-        _require_same_names(place, set(leaves), set(saved))
+        _require_same_names(place, set(leaves), set(saved.owners))
     replicas, group = parts_of(strategy).replicas, parts_of(strategy).group
-    common = _Common(owners, manifest["ranks"], manifest["replicas"], {})
-    part = PartFile(place, COMMON, manifest)
+    common = _Common(owners, saved.manifest["ranks"], saved.manifest["replicas"], {})
     for name, owner in owners.items():
         leaf = leaves[name]
         if (owner is Owner.REPLICA) != (leaf.owner is Owner.REPLICA):
@@ -109,7 +108,7 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
                 "here: restore it to an array, or restore without it"
             )
         if owner is Owner.ALL:
-            common.states[name] = _state(place, part, name, leaf)
+            common.states[name] = _state(saved, saved.shared_parts, name, leaf)
         elif owner is Owner.RANK and common.num_ranks != group.topology.size:
             raise ValueError(
                 f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and there are "
@@ -117,18 +116,10 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
             )
     others = [name for name, owner in owners.items() if owner is Owner.REPLICA]
     if others and common.num_replicas != replicas.total:
-        parts = [PartFile(place, part_of_rank(rank), manifest) for rank in range(common.num_ranks)]
         for name in others:
-            states = _states_of_replicas(place, parts, name, leaves[name], range(common.num_replicas), common)
+            states = _states_of_replicas(saved, name, leaves[name], range(common.num_replicas), common)
             common.states[name] = leaves[name].join(states)
     return common
-
-
-def _owners(place: Path, manifest: Mapping[str, Any]) -> dict[str, Owner]:
-    try:
-        return {name: Owner(owner) for name, owner in manifest["owners"].items()}
-    except ValueError as error:  # of the first format, whose manifest has no checksum
-        raise DataLossError(f"{str(place)!r} is damaged: {error}") from None
 
 
 def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _Common) -> dict[str, list[State]]:
@@ -143,27 +134,22 @@ def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _C
             "replicas have for themselves must be on a file system that all ranks share, and a relative path begins at "
             "the current folder of each rank"
         )
-    manifest = read_manifest(place)
-    bounds = shard_bounds(common.num_replicas, common.num_ranks)
-    ids = extended.replicas.ids_here
-    ranks = {rank, *(_rank_of(bounds, replica_id) for replica_id in ids)} & set(range(common.num_ranks))
-    parts = {one: PartFile(place, part_of_rank(one), manifest) for one in sorted(ranks)}
+    saved = SavedCheckpoint(place)
     own = {}
     for name in names:
         if common.owners[name] is Owner.REPLICA:
-            files = [parts.get(one) for one in range(common.num_ranks)]
-            own[name] = _states_of_replicas(place, files, name, leaves[name], ids, common)
+            own[name] = _states_of_replicas(saved, name, leaves[name], extended.replicas.ids_here, common)
         else:
-            own[name] = [_state(place, parts[rank], name, leaves[name])]
+            own[name] = [_state(saved, [part_of_rank(rank)], name, leaves[name])]
     return own
 
 
 def _states_of_replicas(
-    place: Path, parts: Any, name: str, leaf: Leaf, replica_ids: range, common: _Common
+    saved: SavedCheckpoint, name: str, leaf: Leaf, replica_ids: range, common: _Common
 ) -> list[State]:
     bounds = shard_bounds(common.num_replicas, common.num_ranks)
     return [
-        _state(place, parts[_rank_of(bounds, replica_id)], replica_key(name, replica_id), leaf)
+        _state(saved, [part_of_rank(_rank_of(bounds, replica_id))], replica_key(name, replica_id), leaf)
         for replica_id in replica_ids
     ]
 
@@ -172,12 +158,12 @@ def _rank_of(bounds: Any, replica_id: int) -> int:
     return max(rank for rank, start in enumerate(bounds[:-1]) if start <= replica_id)
 
 
-def _state(place: Path, part: PartFile, key: str, leaf: Leaf) -> State:
+def _state(saved: SavedCheckpoint, parts: Sequence[str], key: str, leaf: Leaf) -> State:
     """Read a state, and require that the leaf takes it."""
-    form = form_of(part.values[key]) if key in part.values else part.form(key)
+    form = saved.form(key, parts)
     if form != leaf.form:
-        raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(place)!r} is {form}")
-    state = part.values[key] if leaf.dtype is None else part.array(key, leaf.dtype)
+        raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(saved.place)!r} is {form}")
+    state = saved.state(key, parts)
     leaf.require_fitting(state)
     return state
 

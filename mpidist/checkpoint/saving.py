@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +15,9 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import COMMON, Part, part_of_rank, write_part
+from mpidist.checkpoint.dealing import deal, require_writers, writing_ranks
 from mpidist.checkpoint.leaves import Leaf, Owner, State, leaf_of
+from mpidist.checkpoint.parts import Part, part_of_rank, write_part
 from mpidist.checkpoint.places import SavePlace
 from mpidist.checkpoint.rank_0 import on_rank_0
 from mpidist.checksums import checksum, difference_error, difference_text, differences
@@ -34,12 +38,15 @@ __all__ = [
 
 logger = logging.getLogger("mpidist.checkpoint")
 
+Array = np.ndarray[Any, Any]
+
 CALL: Final = "save of a checkpoint"
-ADVICE: Final = "all ranks call save; rank 0 alone writes"
+ADVICE: Final = "all ranks call save, and each writes a share"
 _ADVICE_ON_DIFFERENCE: Final = (
     "was an all_reduce left out, or a variable assigned other values on each rank? on_difference='rank 0' saves the "
     "copies of rank 0"
 )
+_OF_REPLICA: Final = " of replica "
 _ON_DIFFERENCE: Final = ("raise", "rank 0")
 
 
@@ -52,53 +59,48 @@ class Snapshot(NamedTuple):
         number: The number of the checkpoint; `None` if it has none.
         place: Where the checkpoint will be.
         folder: Where the parts are written, before the folder is moved to its place.
-        parts: What this rank writes, by the name of the part.
+        part: What this rank writes; `None` for nothing.
         all_parts: The names of the parts of all ranks.
         about: What the manifest says.
         rank: This rank.
+        began: When the save began, in seconds of `time.perf_counter`.
+        extra_bytes: The memory of the copies of states.
     """
 
     save_place: SavePlace
     number: int | None
     place: Path
     folder: Path
-    parts: Mapping[str, Part]
+    part: Part | None
     all_parts: list[str]
     about: dict[str, Any]
     rank: int
+    began: float
+    extra_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays that this rank writes."""
+        return 0 if self.part is None else sum(array.nbytes for array in self.part.arrays.values())
 
 
 @final
 class CopyMemory:
-    """Memory of copies of states, which later copies of like states use again: new memory costs more than a copy."""
+    """Memory of copies of arrays, which later copies of like arrays use again: new memory costs more than a copy."""
 
     def __init__(self) -> None:
-        self._copies: dict[str, list[State]] = {}
+        self._copies: dict[str, Array] = {}
 
-    def copied(self, states: Mapping[str, list[State]]) -> dict[str, list[State]]:
-        """Copy states; the copies made before are overwritten.
-
-        Args:
-            states: The states of each leaf, by name.
-        """
+    def copied(self, part: Part) -> Part:
+        """Copy a part; the copies made before are overwritten."""
         kept, self._copies = self._copies, {}
-        for name, of_leaf in states.items():
-            before = kept.pop(name, ())
-            self._copies[name] = [
-                _copied(state, before[at] if at < len(before) else None) for at, state in enumerate(of_leaf)
-            ]
-        return self._copies
-
-
-def _copied(state: State, memory: State) -> State:
-    if (
-        isinstance(state, np.ndarray)
-        and isinstance(memory, np.ndarray)
-        and (state.dtype, state.shape) == (memory.dtype, memory.shape)
-    ):
-        np.copyto(memory, state)
-        return memory
-    return np.array(state, order="C") if isinstance(state, np.ndarray) else copy.copy(state)
+        for name, array in part.arrays.items():
+            memory = kept.pop(name, None)
+            if memory is None or (memory.dtype, memory.shape) != (array.dtype, array.shape):
+                memory = np.empty(array.shape, array.dtype)
+            np.copyto(memory, array)
+            self._copies[name] = memory
+        return Part(dict(self._copies), copy.deepcopy(part.values), part.about)
 
 
 def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, Leaf]:
@@ -115,7 +117,7 @@ def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, 
 
 def replica_key(name: str, replica_id: int) -> str:
     """Name the array of one replica."""
-    return f"{name} of replica {replica_id}"
+    return f"{name}{_OF_REPLICA}{replica_id}"
 
 
 def require_on_difference(on_difference: Any) -> None:
@@ -134,6 +136,7 @@ def capture(
     items: Mapping[str, Any],
     memory: CopyMemory | None,
     on_difference: str,
+    writers: int | str,
     error: Exception | None = None,
 ) -> Snapshot:
     """Read the state of all leaves. Collective; of parameter servers, local to the chief.
@@ -144,6 +147,7 @@ def capture(
         items: Named nests.
         memory: Takes copies of the states; `None` for a snapshot that may share memory with the leaves.
         on_difference: Whether to raise an error if copies differ that should be equal, or to save those of rank 0.
+        writers: Which ranks write what is equal on all ranks.
         error: What is wrong with this rank's arguments; raised here, and told to the others.
 
     Raises:
@@ -152,45 +156,101 @@ def capture(
             its state. On every rank.
         OSError: If another job writes there, or rank 0 cannot make a folder. On every rank.
     """
+    began = time.perf_counter()
     extended = parts_of(strategy)
     extended.require_cross_replica(CALL)
     if not strategy.is_chief and extended.service is not None:
         raise RuntimeError(f"{CALL} of parameter servers is for the chief: write `if strategy.is_chief:` before it")
-    topology, replicas = extended.group.topology, extended.replicas
-    leaves: dict[str, Leaf] = {}
-    states: dict[str, list[State]] = {}
-    checksums: dict[str, list[int]] = {}
+    topology = extended.group.topology
+    read = _Read({}, {}, {})
     try:
         require_on_difference(on_difference)
-        leaves = leaves_in(items, strategy)
-        for name, leaf in leaves.items():
-            of_leaf = leaf.states()
-            checksums[name] = list(map(checksum, of_leaf))
-            if leaf.owner is not Owner.ALL or not topology.rank:  # else a copy of device memory is needed no longer
-                states[name] = of_leaf
+        require_writers(writers)
+        read.leaves.update(leaves_in(items, strategy))
+        read.all(keeps_copies=topology.size == 1)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
-    fields = {"path": save_place.path_text, "on_difference": on_difference, "advice": ADVICE}
-    owners = _owners(extended, fields, leaves, checksums, error)
-    names = [COMMON]
-    if any(owner is not Owner.ALL for owner in owners.values()):
-        names += map(part_of_rank, range(topology.size))
-    parts: dict[str, Part] = {}
+    fields = {"path": save_place.path_text, "on_difference": on_difference, "writers": str(writers), "advice": ADVICE}
+    owners, drifted = _owners(extended, fields, read, error)
+    dealt = [name for name, owner in owners.items() if owner is Owner.ALL and name not in drifted]
+    pieces = read.dealt(dealt, writing_ranks(writers, topology))
+    writing = {rank for of_leaf in pieces.values() for rank, _, _ in of_leaf} | {0}
+    is_any_own = any(owner is not Owner.ALL for owner in owners.values())
+    part: Part | None = None
     try:
-        if memory is not None:
-            written = {name for name, owner in owners.items() if owner is not Owner.ALL or not topology.rank}
-            states = memory.copied({name: of_leaf for name, of_leaf in states.items() if name in written})
-        parts = _parts(owners, states, checksums, replicas.ids_here, topology.rank)
+        if is_any_own or topology.rank in writing:
+            part = read.part(owners, pieces, extended.replicas.ids_here, topology.rank)
+            part = part if memory is None else memory.copied(part)
     except Exception as problem:  # such as a lack of memory
         error = problem
     with _given_up_on_error(save_place):
         chosen = on_rank_0(extended, CALL, ADVICE, save_place.choose, error)
     place = save_place.path(chosen.number)  # a thread writes there also after a change of the current folder
-    about = {**chosen.about, "ranks": topology.size, "replicas": replicas.total}
+    about = {**chosen.about, "ranks": topology.size, "replicas": extended.replicas.total}
     about["owners"] = {name: owner.value for name, owner in owners.items()}
-    parts = {name: part for name, part in parts.items() if name in names}
+    about["shared"] = [part_of_rank(rank) for rank in sorted(writing)]
+    names = [part_of_rank(rank) for rank in (range(topology.size) if is_any_own else sorted(writing))]
     folder = place.with_name(chosen.folder)
-    return Snapshot(save_place, chosen.number, place, folder, parts, names, about, topology.rank)
+    extra_bytes = 0 if part is None else read.extra_bytes(part, memory)
+    return Snapshot(save_place, chosen.number, place, folder, part, names, about, topology.rank, began, extra_bytes)
+
+
+@final
+class _Read(NamedTuple):
+    """What this rank has read of its leaves.
+
+    Attributes:
+        leaves: The leaves by name.
+        checksums: The checksums of the states of each leaf.
+        states: The states that are kept, by name: those whose memory is the leaf's.
+    """
+
+    leaves: dict[str, Leaf]
+    checksums: dict[str, list[int]]
+    states: dict[str, list[State]]
+
+    def all(self, keeps_copies: bool) -> None:
+        """Read all states; copies of device memory are kept if nobody else might write them."""
+        for name, leaf in self.leaves.items():
+            of_leaf = leaf.states()
+            self.checksums[name] = list(map(checksum, of_leaf))
+            if keeps_copies or not leaf.copies_state:
+                self.states[name] = of_leaf
+
+    def dealt(self, names: Sequence[str], ranks: Sequence[int]) -> dict[str, list[tuple[int, int, int]]]:
+        """Deal the arrays among leaves that are equal on all ranks."""
+        arrays = {name: self.leaves[name] for name in names if self.leaves[name].dtype is not None}
+        return deal({name: (math.prod(one.shape), np.dtype(one.dtype).itemsize) for name, one in arrays.items()}, ranks)
+
+    def part(
+        self,
+        owners: Mapping[str, Owner],
+        pieces: Mapping[str, list[tuple[int, int, int]]],
+        replica_ids: Sequence[int],
+        rank: int,
+    ) -> Part:
+        """Lay out what this rank writes."""
+        part = Part({}, {}, {})
+        for name, owner in owners.items():
+            own = [(begin, end) for writer, begin, end in pieces.get(name, ()) if writer == rank]
+            if owner is Owner.ALL and not own and (rank or name in pieces):
+                continue
+            of_leaf, checksums = self.states.get(name) or self.leaves[name].states(), self.checksums[name]
+            if owner is Owner.REPLICA:
+                for replica_id, state, its_checksum in zip(replica_ids, of_leaf, checksums, strict=True):
+                    part.put(replica_key(name, replica_id), state, its_checksum)
+            elif len(pieces.get(name, ())) > 1:
+                part.put_piece(name, of_leaf[0], *own[0])
+            else:
+                part.put(name, of_leaf[0], checksums[0])
+        return part
+
+    def extra_bytes(self, part: Part, memory: CopyMemory | None) -> int:
+        """Return the memory of copies of the states in a part."""
+        if memory is not None:
+            return sum(array.nbytes for array in part.arrays.values())
+        copies = {name for name, leaf in self.leaves.items() if leaf.copies_state}
+        return sum(array.nbytes for name, array in part.arrays.items() if name.partition(_OF_REPLICA)[0] in copies)
 
 
 def write_together(strategy: Any, snapshot: Snapshot) -> None:
@@ -224,58 +284,48 @@ def _given_up_on_error(save_place: SavePlace) -> Iterator[None]:
 
 
 def _owners(
-    extended: Any,
-    fields: Mapping[str, str],
-    leaves: Mapping[str, Leaf],
-    checksums: Mapping[str, list[int]],
-    error: Exception | None,
-) -> dict[str, Owner]:
+    extended: Any, fields: Mapping[str, str], read: _Read, error: Exception | None
+) -> tuple[dict[str, Owner], set[str]]:
     """Find whose state each leaf is. A rank's leaf is that of all ranks if it is the same on all. Collective.
+
+    Returns:
+        The owners by name, and the names of copies that differ, of which those of rank 0 are saved.
 
     Raises:
         InvalidArgumentError: As `capture` does.
     """
-    one_each = {name: of_leaf[0] for name, of_leaf in checksums.items() if leaves[name].owner is not Owner.REPLICA}
+    leaves = read.leaves
+    one_each = {  # of equal bytes in another form, too
+        name: zlib.crc32(leaves[name].form.encode(), of_leaf[0])
+        for name, of_leaf in read.checksums.items()
+        if leaves[name].owner is not Owner.REPLICA
+    }
     found = differences(extended, CALL, {**fields, **{f"names, {name}": "here" for name in leaves}}, one_each, error)
-    drifted = {leaves[name].label: of_ranks for name, of_ranks in found.items() if leaves[name].owner is Owner.ALL}
+    drifted = {name: of_ranks for name, of_ranks in found.items() if leaves[name].owner is Owner.ALL}
+    labelled = {leaves[name].label: of_ranks for name, of_ranks in drifted.items()}
     if drifted and fields["on_difference"] == _ON_DIFFERENCE[0]:
         what = "copies that should be equal differ between ranks, bit by bit, so nothing was saved"
-        raise difference_error(extended, CALL, what, drifted, _ADVICE_ON_DIFFERENCE)
+        raise difference_error(extended, CALL, what, labelled, _ADVICE_ON_DIFFERENCE)
     if drifted and extended.group.topology.rank == 0:
-        logger.warning("mpidist: %s: copies differ, those of rank 0 are saved:\n%s", CALL, difference_text(drifted))
-    return {
+        logger.warning("mpidist: %s: copies differ, those of rank 0 are saved:\n%s", CALL, difference_text(labelled))
+    owners = {
         name: Owner.ALL if leaf.owner is Owner.RANK and name not in found else leaf.owner
         for name, leaf in leaves.items()
     }
-
-
-def _parts(
-    owners: Mapping[str, Owner],
-    states: Mapping[str, list[State]],
-    checksums: Mapping[str, list[int]],
-    replica_ids: Sequence[int],
-    rank: int,
-) -> dict[str, Part]:
-    """Lay states into the parts that this rank writes."""
-    common, own = Part({}, {}, {}), Part({}, {}, {})
-    for name, of_leaf in states.items():
-        if owners[name] is Owner.REPLICA:
-            for replica_id, state, its_checksum in zip(replica_ids, of_leaf, checksums[name], strict=True):
-                own.put(replica_key(name, replica_id), state, its_checksum)
-        else:
-            (common if owners[name] is Owner.ALL else own).put(name, of_leaf[0], checksums[name][0])
-    return {part_of_rank(rank): own} | ({COMMON: common} if rank == 0 else {})
+    return owners, set(drifted)
 
 
 def write_parts(snapshot: Snapshot) -> None:
     """Write the files of this rank into the folder."""
-    if snapshot.parts and not snapshot.folder.is_dir():
+    if snapshot.part is None:
+        return
+    if not snapshot.folder.is_dir():
         raise FileNotFoundError(
-            f"rank {snapshot.rank} does not see {str(snapshot.folder)!r}, which rank 0 has made: where states "
-            "differ by rank, a checkpoint must be on a file system that all ranks share"
+            f"rank {snapshot.rank} does not see {str(snapshot.folder)!r}, which rank 0 has made: a checkpoint must be "
+            "on a file system that all ranks share; only with writers=1, and where no states differ by rank, does rank "
+            "0 alone write"
         )
-    for name, part in snapshot.parts.items():
-        write_part(snapshot.folder, name, part)
+    write_part(snapshot.folder, part_of_rank(snapshot.rank), snapshot.part)
 
 
 def publish_folder(snapshot: Snapshot) -> None:

@@ -3,10 +3,11 @@
 A command has a `NAME`, a line of `HELP`, `add_arguments(parser)`, and `run(arguments)`, which returns the exit status.
 """
 
-from mpidist.cli import batch_job, doctor, flight, run, stacks, trace, tune
+from mpidist.cli import batch_job, checkpoint, doctor, flight, run, stacks, trace, tune
 
 __all__ = [
     "batch_job",
+    "checkpoint",
     "doctor",
     "flight",
     "run",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from safetensors import SafetensorError
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy
@@ -40,7 +42,7 @@ def test_files_may_be_read_by_whom_the_umask_allows(comm: Intracomm, folder: Pat
     comm.Barrier()
 
 
-@pytest.mark.parametrize("name", ["all.safetensors", "all.json"])
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-0.json"])
 def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm: Intracomm, folder: Path, name: str) -> None:
     """A link to itself, which root may not read either."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
@@ -55,18 +57,28 @@ def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm: Intracomm
             manager.restore_or_initialize(skip_broken=True)
 
 
-def test_error_of_a_full_disk_names_the_file(comm: Intracomm, folder: Path) -> None:
+def test_error_of_a_full_disk_names_the_file_and_leaves_the_old_one(comm: Intracomm, folder: Path) -> None:
+    """A limit of the size of files stands for the disk: the system refuses the rest of the write."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
-        checkpoint = Checkpoint(weights=np.zeros(3))
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            raises_everywhere(comm, OSError, r"one\.\w+\.new/all\.safetensors' cannot be written: .*No space left"),
-        ):
-            if comm.rank == 0:
-                patch.setattr("mpidist.checkpoint.files.save_file", refuse)
+        weights = np.zeros(100_000)
+        checkpoint = Checkpoint(weights=weights)
+        checkpoint.write(folder / "one")
+        weights += 1
+        pattern = r"one\.\w+\.new/[\w-]+\.safetensors' cannot be written"
+        with limited_files(4096), raises_everywhere(comm, OSError, f"{pattern}.*{os.strerror(errno.EFBIG)}"):
             checkpoint.write(folder / "one")
+        checkpoint.restore(folder / "one")
+        assert not weights.any()
         comm.Barrier()
+        assert [path.name for path in folder.iterdir()] == ["one"]
 
 
-def refuse(*_: object) -> None:
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+@contextmanager
+def limited_files(nbytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size in the body."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))  # Python ignores the signal
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -33,7 +33,8 @@ from mpidist.checkpoint import Checkpoint, CheckpointManager
 killer = ctypes.CDLL(None)
 NEVER = 0
 FOLDER, LOG, BACKGROUND = {folder!r}, {log!r}, {background}
-PARTS = ["all", *(f"rank-{{rank}}" for rank in range({ranks}) if {ranks} > 1)]
+PARTS = [f"rank-{{rank}}" for rank in range({ranks})]
+SIZE = 300_000 if {ranks} > 1 else 1000  # so that each rank writes a piece
 FILES = sorted(["manifest.json", *(f"{{part}}.{{end}}" for part in PARTS for end in ("json", "safetensors"))])
 
 def log(rank, *words):
@@ -43,7 +44,7 @@ def log(rank, *words):
 
 def attempt(number, change, rank, killed_rank, loses, barrier):
     killer.kill_at_change(NEVER, FOLDER.encode(), loses)
-    weights, own = np.zeros(1000), np.zeros(3)
+    weights, own = np.zeros(SIZE), np.zeros(3)
     checkpoint = Checkpoint(weights=weights, own=own, mark=0)
     manager = CheckpointManager(checkpoint, FOLDER, 2, background=BACKGROUND)
 

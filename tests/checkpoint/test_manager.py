@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 import time
@@ -19,6 +20,7 @@ from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.checkpoint import background as background_module
 from mpidist.checkpoint import saving as saving_module
+from mpidist.checkpoint.parts import part_of_rank
 from mpidist.errors import DataLossError
 
 if TYPE_CHECKING:
@@ -115,6 +117,26 @@ def test_program_goes_on_where_it_was(comm: Intracomm, placement: object, folder
     assert sorted(one.name for one in (folder / "runs").iterdir()) == ["ckpt-11", "ckpt-12"]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_last_save_says_what_the_save_has_cost(
+    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, caplog.at_level(logging.INFO, "mpidist.checkpoint"):
+        with strategy.scope():
+            checkpoint = Checkpoint(own=np.full(1000, comm.rank))
+        manager = CheckpointManager(checkpoint, folder, background=background)
+        assert manager.last_save is None
+        path = manager.save()
+        manager.wait()
+        record = manager.last_save
+        assert record is not None
+        size = 8000 if comm.size > 1 or comm.rank == 0 else 0
+        assert (record.path, record.nbytes, record.extra_bytes) == (path, size, size * background)
+        assert 0 < record.blocked_seconds <= record.total_seconds
+        assert record.bytes_per_second == size / record.total_seconds
+        assert sum(f"saved {path}: blocked" in text for text in caplog.messages) == (comm.rank == 0)
+
+
 def test_numbers(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = made(strategy, 0)
@@ -200,11 +222,11 @@ def without_owners(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "arrays cut": ("all.safetensors", cut, "all.safetensors.* is missing or damaged"),
-    "arrays flipped": ("all.safetensors", flip, "is damaged: another checksum was written"),
-    "arrays gone": ("all.safetensors", Path.unlink, "all.safetensors.* is missing or damaged"),
-    "part cut": ("all.json", cut, "all.json.* is damaged: its checksum is not that of the manifest"),
-    "part gone": ("all.json", Path.unlink, "all.json.* is missing"),
+    "arrays cut": ("rank-0.safetensors", cut, "rank-0.safetensors.* is missing or damaged"),
+    "arrays flipped": ("rank-0.safetensors", flip, "is damaged: another checksum was written"),
+    "arrays gone": ("rank-0.safetensors", Path.unlink, "rank-0.safetensors.* is missing or damaged"),
+    "part cut": ("rank-0.json", cut, "rank-0.json.* is damaged: its checksum is not that of the manifest"),
+    "part gone": ("rank-0.json", Path.unlink, "rank-0.json.* is missing"),
     "manifest cut": ("manifest.json", cut, "manifest.json.* is damaged"),
     "manifest flipped": ("manifest.json", flip, "manifest.json.* is damaged"),
     "manifest gone": ("manifest.json", Path.unlink, "is no checkpoint of mpidist: it has no manifest.json"),
@@ -307,7 +329,7 @@ def test_rank_that_cannot_write_is_told_on_all_ranks(
                 really = saving_module.write_part
 
                 def write_part(place: Path, name: str, part: Any) -> None:
-                    if name != "all" or comm.size == 1:
+                    if name == part_of_rank(comm.rank):
                         raise OSError(28, "No space left on device")
                     really(place, name, part)
 
@@ -525,7 +547,7 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
             (folder / "ckpt-5").rename(folder / ".ckpt-5.old")
             for name in (".ckpt-4.new", f".ckpt-4.{16 * 'a'}.new", ".ckpt-6.old", ".other-3.new", ".ckpt-x.old"):
                 (folder / name).mkdir()
-                (folder / name / "all.json").touch()
+                (folder / name / "rank-0.json").touch()
             (folder / ".notes.old").touch()
         comm.Barrier()
         manager = CheckpointManager(checkpoint, folder)  # of the next job

@@ -26,7 +26,7 @@ Calls = dict[str, Callable[[], Any]]
 ONES = np.ones(8)
 ALL_OR_NONE = "all ranks make the call of rank 0, or none: is it below `if strategy.is_chief:`?"
 ADVICE = {
-    "save": "all ranks call save; rank 0 alone writes",
+    "save": "all ranks call save, and each writes a share",
     "restore": "all ranks call restore; rank 0 alone reads what is equal on all ranks",
     "next": "Let all ranks stop at the same step.*",
 }
@@ -113,7 +113,7 @@ def test_save_of_the_chief_alone_at_the_end_says_what_to_do(comm: Intracomm, tmp
     with strategy.scope():
         manager = CheckpointManager(Checkpoint(w=np.zeros(3)), tmp_path)
     if strategy.is_chief:
-        with pytest.raises(PeerFailedError, match=r"while rank 0 called save of a checkpoint .*rank 0 alone writes$"):
+        with pytest.raises(PeerFailedError, match=r"while rank 0 called save of a checkpoint .*each writes a share$"):
             manager.save()
     strategy.close()
 

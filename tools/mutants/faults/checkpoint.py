@@ -17,20 +17,20 @@ FAULTS = [
         "items may have the names of methods",
     ),
     Fault(
-        "files.py",
+        "parts.py",
         "if checksum(array) != its_checksum or list(array.shape) != shape:",
         "if list(array.shape) != shape:",
         "a flipped bit in an array is restored",
     ),
     Fault(
-        "files.py",
+        "parts.py",
         'if zlib.crc32(text) != manifest["parts"].get(name):',
         "if False:",
         "a part of another checkpoint is restored",
     ),
     Fault(
         "files.py",
-        "if found not in (_FORMAT, _FIRST_FORMAT):",
+        "if found not in (_FORMAT, _SECOND_FORMAT, _FIRST_FORMAT):",
         "if False:",
         "a checkpoint of another version is read",
     ),
@@ -59,13 +59,13 @@ FAULTS = [
         "a folder of other files is replaced",
     ),
     Fault(
-        "files.py",
-        "array = array if array.dtype == dtype else array.view(dtype).reshape(shape)",
+        "parts.py",
+        "array = array if array.dtype.name == name else array.view(dtype_named(name)).reshape(shape)",
         "pass",
         "bfloat16 comes back as bytes",
     ),
     Fault(
-        "files.py",
+        "parts.py",
         "file.chmod(folder.stat().st_mode & 0o666)",
         "pass",
         "colleagues cannot read a checkpoint",
@@ -180,8 +180,8 @@ FAULTS = [
     ),
     Fault(
         "saving.py",
-        "        np.copyto(memory, state)\n        return memory",
-        "        return memory",
+        "            np.copyto(memory, array)\n            self._copies[name] = memory",
+        "            self._copies[name] = memory",
         "the second save in the background has the first one's numbers",
     ),
     Fault(

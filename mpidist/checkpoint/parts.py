@@ -1,0 +1,132 @@
+"""The parts of a checkpoint: what one rank writes, arrays in a safetensors file, and what they are in a JSON file."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mpidist.checkpoint.files import parse_json, read_file, sync, write_file
+from mpidist.checksums import checksum
+from mpidist.errors import DataLossError
+from mpidist.transport import bytes_of, dtype_named
+
+__all__ = ["Part", "PartFile", "part_of_rank", "write_part"]
+
+Array = np.ndarray[Any, Any]
+
+_KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are written as their bytes
+    ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "uint64", "float64"]
+)
+
+
+@final
+class Part(NamedTuple):
+    """What one rank writes.
+
+    Attributes:
+        arrays: Arrays by name, whole or flat pieces.
+        values: What JSON can hold, by name.
+        about: Of each array dtype and shape of the whole, and the checksum of what is here; of a piece also its first
+            element, and the one behind its last.
+    """
+
+    arrays: dict[str, Array]
+    values: dict[str, Any]
+    about: dict[str, list[Any]]
+
+    def put(self, name: str, state: Any, its_checksum: int) -> None:
+        """Add a state: an array, or what JSON can hold."""
+        if isinstance(state, np.ndarray):
+            self.arrays[name] = state
+            self.about[name] = [state.dtype.name, list(state.shape), its_checksum]
+        else:
+            self.values[name] = state
+
+    def put_piece(self, name: str, state: Array, begin: int, end: int) -> None:
+        """Add some elements of an array."""
+        self.arrays[name] = state.reshape(-1)[begin:end]
+        self.about[name] = [state.dtype.name, list(state.shape), checksum(self.arrays[name]), begin, end]
+
+
+def part_of_rank(rank: int) -> str:
+    """Name the part of a rank."""
+    return f"rank-{rank}"
+
+
+def write_part(folder: Path, name: str, part: Part) -> None:
+    """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
+    plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
+    file = folder / f"{name}.safetensors"
+    try:
+        save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
+        file.chmod(folder.stat().st_mode & 0o666)  # `save_file` makes it for its owner alone
+        sync(file)
+    except SafetensorError as error:
+        raise OSError(f"{str(file)!r} cannot be written: {error}") from error
+    write_file(folder / f"{name}.json", json.dumps({"arrays": part.about, "values": part.values}).encode())
+
+
+@final
+class PartFile:
+    """A part that is read.
+
+    Args:
+        place: The folder of the checkpoint.
+        name: The name of the part.
+        manifest: The manifest of the checkpoint.
+
+    Attributes:
+        values: As in `Part`.
+        arrays: `about` of `Part`.
+
+    Raises:
+        DataLossError: If a file is missing, or is not the one that was written.
+        OSError: If a file cannot be read for another reason.
+    """
+
+    def __init__(self, place: Path, name: str, manifest: Mapping[str, Any]) -> None:
+        text = read_file(place / f"{name}.json")
+        if zlib.crc32(text) != manifest["parts"].get(name):
+            raise DataLossError(f"{place / name!s}.json is damaged: its checksum is not that of the manifest")
+        about = parse_json(place / f"{name}.json", text)
+        self.values: dict[str, Any] = about["values"]
+        self.arrays: dict[str, Any] = about["arrays"]
+        self._path = place / f"{name}.safetensors"
+        _require_readable(self._path)
+        try:
+            self._file = safe_open(self._path, framework="numpy")
+        except (OSError, SafetensorError) as error:
+            raise DataLossError(f"{str(self._path)!r} is missing or damaged: {error}") from None
+
+    def form(self, key: str) -> str | None:
+        """Return dtype and shape of an array, `float32[3, 2]`; `None` if there is no such array."""
+        about = self.arrays.get(key)
+        return None if about is None else f"{about[0]}{about[1]}"
+
+    def array(self, key: str) -> Array:
+        """Read an array, or the piece that is here, and compare its checksum."""
+        name, shape, its_checksum, *bounds = self.arrays[key]
+        shape = [bounds[1] - bounds[0]] if bounds else shape
+        try:
+            array: Array = self._file.get_tensor(key)  # type: ignore[no-untyped-call]
+            array = array if array.dtype.name == name else array.view(dtype_named(name)).reshape(shape)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: {error}") from None
+        if checksum(array) != its_checksum or list(array.shape) != shape:
+            raise DataLossError(f"{key} in {str(self._path)!r} is damaged: another checksum was written")
+        return array
+
+
+def _require_readable(path: Path) -> None:
+    """Raise what the system says of a file: `safe_open` calls one missing that it may not read."""
+    try:
+        path.open("rb").close()
+    except FileNotFoundError as error:
+        raise DataLossError(f"{str(path)!r} is missing or damaged: {error}") from None

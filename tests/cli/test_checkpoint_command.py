@@ -1,0 +1,94 @@
+"""`python -m mpidist checkpoint`: which checkpoints are whole, and in which leaves two differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpidist import MirroredStrategy
+from mpidist.__main__ import run_command
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+
+pytestmark = pytest.mark.ranks(1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two checkpoints; of `weights`, two of six elements differ."""
+    with MirroredStrategy() as strategy, strategy.scope():
+        checkpoint = Checkpoint(weights=np.zeros((2, 3)), ids=np.arange(4), none=np.zeros(0), step=10)
+        manager = CheckpointManager(checkpoint, tmp_path)
+        manager.save(10)
+        checkpoint.weights[1, 0], checkpoint.weights[1, 2], checkpoint.step = -0.5, np.nan, 20
+        manager.save(20)
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list[str]]:
+    status = run_command(["checkpoint", *map(str, words)])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_checkpoints_are_listed_in_the_order_of_saves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, (head, *lines) = printed(capsys, folder)
+    assert (status, head.split()) == (0, ["checkpoint", "step", "size", "saved", "ranks", "whole"])
+    assert [(line.split()[:2], line.split()[-2:]) for line in lines] == [
+        (["ckpt-10", "10"], ["1", "yes"]),
+        (["ckpt-20", "20"], ["1", "yes"]),
+    ]
+    assert printed(capsys, folder / "ckpt-20")[1] == [head, lines[1]]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "no manifest"])
+def test_checkpoint_list_damaged_file_is_not_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    (arrays,) = (folder / "ckpt-10").glob("*.safetensors")
+    data = bytearray(arrays.read_bytes())
+    if damage == "flip":
+        data[-1] ^= 1
+        arrays.write_bytes(data)
+        assert printed(capsys, folder)[0] == 0
+    elif damage == "cut":
+        arrays.write_bytes(data[:-1])
+    else:
+        (folder / "ckpt-10" / "manifest.json").unlink()
+    status, lines = printed(capsys, folder, *["--read"] * (damage == "flip"))
+    assert status == 1
+    assert sorted(" no: " in line for line in lines) == [False, False, True], lines
+
+
+def test_checkpoint_diff_names_leaves_elements_and_the_greatest_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = folder / "ckpt-10", folder / "ckpt-20"
+    assert printed(capsys, "diff", one, one) == (0, [f"{one} (step 10) and {one} (step 10) are equal in 4 leaves"])
+    assert printed(capsys, "diff", one, other) == (
+        1,
+        [
+            f"{one} (step 10) and {other} (step 20) differ in 2 of 4 leaves:",
+            "  weights: 2 of 6 elements differ, by at most 0.5; the first: 0.0 and -0.5 at [1, 0]",
+            "  step: 10 and 20",
+        ],
+    )
+
+
+def test_checkpoint_diff_other_forms_and_names_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MirroredStrategy() as strategy, strategy.scope():
+        Checkpoint(weights=np.zeros(6), ids=np.arange(4), more=1, step=20).write(folder / "other")
+    status, lines = printed(capsys, "diff", folder / "ckpt-20", folder / "other")
+    assert status == 1
+    assert [line.partition(":")[0].strip() for line in lines[1:]] == ["none", "more", "weights"]
+    assert lines[-1] == "  weights: float64[2, 3] and float64[6]"
+
+
+@pytest.mark.parametrize("words", [["none"], ["."], ["diff", "ckpt-10", "none"], ["diff", "ckpt-10"], ["a", "b"], []])
+def test_checkpoint_command_misuse_ends_with_2(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder if "diff" in words else "/")
+    try:
+        status: object = run_command(["checkpoint", *words])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
