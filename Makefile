@@ -77,22 +77,22 @@ test-all: test-frameworks test-cuda test-impi test-openmpi test-numpy test-long 
 test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
 	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax or horovod"
 
-# Half of the runs of tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine
+# A quarter of the runs of tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine
 # with a GPU, small. Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
 test-cuda: $(CUDA)/host_cuda/jumps.json  ## With CuPy, on emulated GPUs
-	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 2 \
+	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 4 \
 	    -o 'mpi_accepted_skips="needs a real GPU" "needs a GPU, and MPI" "needs a mount namespace"' tests
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4
 
-test-openmpi: $(OPENMPI)/.installed-test  ## A third of the runs of the core of the suite, with Open MPI
-	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 3 tests
+test-openmpi: $(OPENMPI)/.installed-test  ## A sixth of the runs of the core of the suite, with Open MPI
+	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 6 tests
 
-test-impi: $(IMPI)/.installed-test  ## A fifth of the runs of the core of the suite, with Intel MPI
-	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 5 tests
+test-impi: $(IMPI)/.installed-test  ## A tenth of the runs of the core of the suite, with Intel MPI
+	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 10 tests
 
 REDUCTIONS := $(addprefix tests/,collectives cross_device_ops transport/shared_memory)
 test-numpy: $(MPICH)/.installed-test  ## Reductions without the compiled part of the library
-	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 2 $(REDUCTIONS)
+	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 4 $(REDUCTIONS)
 
 test-long: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Pages, benchmarks, examples; real Slurm and random programs
 	$(MPICH)/bin/python -m pytest -q -m "not gpu" tests/project $(addprefix --ignore ,$(RULES))

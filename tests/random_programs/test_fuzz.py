@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 fuzzed = settings(
-    max_examples=int(os.environ.get("TEST_FUZZ_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("TEST_FUZZ_EXAMPLES", "80")),
     derandomize=True,
     database=None,
     deadline=None,

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True),
 ]
 
-NUM_CALLS = int(os.environ.get("TEST_LEAK_CALLS", "600"))
+NUM_CALLS = int(os.environ.get("TEST_LEAK_CALLS", "300"))
 NOISE_BYTES = 3 << 20  # what the allocator may keep
 NOISE_BLOCKS = 400  # objects of Python's own: caches, frames, interned strings
 

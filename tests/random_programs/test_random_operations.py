@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
-NUM_PROGRAMS: Final = int(os.environ.get("TEST_FUZZ_EXAMPLES", "12"))
+NUM_PROGRAMS: Final = int(os.environ.get("TEST_FUZZ_EXAMPLES", "6"))
 NUM_ROUNDS: Final = 3  # with a barrier between, so that the search stays short
 ROWS: Final = 5
 PRIME: Final = 1009

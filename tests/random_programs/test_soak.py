@@ -42,7 +42,7 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-NUM_CALLS: Final = int(os.environ.get("TEST_SOAK_CALLS", "150"))
+NUM_CALLS: Final = int(os.environ.get("TEST_SOAK_CALLS", "100"))
 SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
 NOISE_BYTES: Final = 32 << 20  # what the allocator may keep of arrays of some MiB, and plans of a thousand shapes
 SYMMETRIC: Final = 20_000  # elements
