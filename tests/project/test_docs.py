@@ -29,9 +29,10 @@ LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 AT_ONCE = 3  # jobs that run at the same time: each waits now and then
 # What the pages say of blocks that are not run, and how many there are of each.
 NOT_RUN = {
+    "a fragment": 1,
     "a part of a program": 2,
     "changes the library": 14,
-    "for any program": 1,
+    "for any program": 2,
     "installs packages": 8,
     "measures the machine": 4,
     "needs a GPU": 3,
@@ -40,7 +41,7 @@ NOT_RUN = {
     "needs jax": 2,
     "needs Slurm": 4,
     "needs TensorFlow": 1,
-    "needs torch": 8,
+    "needs torch": 10,
     "needs torchrun": 1,
     "prints bits of one machine": 1,
     "takes minutes": 3,

@@ -72,7 +72,7 @@ def outside_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let programs that are started not take themselves for a rank of these tests."""
     for name in set(os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
-    path = [str(BENCHMARKS.parent), str(BENCHMARKS), str(BENCHMARKS.parent / "tests")]
+    path = [str(BENCHMARKS.parent), str(BENCHMARKS), *(str(BENCHMARKS.parent / name) for name in ("tests", "tools"))]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
