@@ -307,6 +307,7 @@ def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, 
     """Also those that take too long, and a file that is not there."""
     path = tmp_path / "test_it.py"
     if body:
+        (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
         path.write_text(f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\n")
     files = (str(path), "-p", "mpi_session.plugin") if body else ("tests/test_nowhere.py",)
     limit = 20 if "sleep" in body else 600  # the others are not about time
