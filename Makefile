@@ -67,30 +67,33 @@ format: $(MPICH)/.installed-dev  ## Format Python and C, and mend what linters c
 
 ##@ More tests
 
-.PHONY: test-quick test-all test-frameworks test-cuda test-openmpi test-impi test-numpy test-long coverage mutants
+.PHONY: test-quick test-all test-frameworks test-cuda test-gpu-check test-openmpi test-impi test-numpy test-long coverage mutants
 test-quick: $(MPICH)/.installed-test  ## Strategies and reductions on 3 ranks: a minute or two
 	$(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --ranks 3 tests/strategies tests/cross_device_ops
 
 # All that `make test` leaves out.
-test-all: test-frameworks test-cuda test-impi test-openmpi test-numpy test-long  ## The six below
+test-all: test-frameworks test-cuda test-gpu-check test-impi test-openmpi test-numpy test-long  ## The seven below
 
 test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
 	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax or horovod"
 
-# A quarter of the runs of tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine
-# with a GPU, small. Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
+# A quarter of the runs of tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates. Of the check of a machine
+# with a GPU is left out what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
 test-cuda: $(CUDA)/host_cuda/jumps.json  ## With CuPy, on emulated GPUs
 	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 4 \
 	    -o 'mpi_accepted_skips="needs a real GPU" "needs a GPU, and MPI" "needs a mount namespace"' tests
+
+test-gpu-check: $(CUDA)/host_cuda/jumps.json  ## The check of a machine with a GPU, small, on emulated GPUs
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4
 
-test-openmpi: $(OPENMPI)/.installed-test  ## A sixth of the runs of the core of the suite, with Open MPI
-	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 6 tests
-
-test-impi: $(IMPI)/.installed-test  ## A tenth of the runs of the core of the suite, with Intel MPI
-	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 10 tests
-
 REDUCTIONS := $(addprefix tests/,collectives cross_device_ops transport/shared_memory)
+OPENMPI_TESTS ?= core and not gpu
+test-openmpi: $(OPENMPI)/.installed-test  ## A sixth of the runs of the core of the suite, with Open MPI
+	$(OPENMPI)/bin/python -m pytest -q -m "$(OPENMPI_TESTS)" --sample 6 tests
+
+test-impi: $(IMPI)/.installed-test  ## Reductions, strategies and variables, with Intel MPI
+	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 10 $(REDUCTIONS) tests/strategies tests/variables
+
 test-numpy: $(MPICH)/.installed-test  ## Reductions without the compiled part of the library
 	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 4 $(REDUCTIONS)
 
