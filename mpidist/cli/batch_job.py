@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
+
+from mpidist.cli.launching import RefusedError, command_text, count
 
 __all__ = ["HELP", "NAME", "TAKES_UNKNOWN", "add_arguments", "run"]
 
@@ -33,14 +34,14 @@ _NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--nodes", type=_count, metavar="N", help="nodes of ranks")
-    parser.add_argument("--ntasks-per-node", type=_count, metavar="K", help="ranks per node; with GPUs one for each")
-    parser.add_argument("--gpus-per-node", type=_count, metavar="G", help="GPUs per node")
+    parser.add_argument("--nodes", type=count, metavar="N", help="nodes of ranks")
+    parser.add_argument("--ntasks-per-node", type=count, metavar="K", help="ranks per node; with GPUs one for each")
+    parser.add_argument("--gpus-per-node", type=count, metavar="G", help="GPUs per node")
     parser.add_argument("--time", type=_time, metavar="T", help="how long at most, as for sbatch: 30, 02:00:00, 1-12")
     parser.add_argument("-p", "--partition", metavar="NAME", help="the partition")
     parser.add_argument("-A", "--account", metavar="NAME", help="the account that pays")
     parser.add_argument("--qos", metavar="NAME", help="the quality of service")
-    parser.add_argument("--ps", type=_count, metavar="P", help="parameter servers, on a node of their own")
+    parser.add_argument("--ps", type=count, metavar="P", help="parameter servers, on a node of their own")
     parser.add_argument("--requeue", action="store_true", help="go on after exit code 75, in the same job")
     parser.add_argument("--dry-run", action="store_true", help="print the command, and submit nothing")
     parser.add_argument("--write-scripts", metavar="FOLDER", help="write all job scripts there, and submit nothing")
@@ -58,41 +59,35 @@ def run(arguments: argparse.Namespace) -> int:
         _warn_of_options_of_the_program(arguments)
         variables = _variables(os.environ)
         if arguments.dry_run:
-            print(
-                " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command)])
-            )
+            print(command_text(command, variables))
             return 0
         if shutil.which("sbatch") is None:
-            raise _RefusedError(
+            raise RefusedError(
                 "there is no sbatch on PATH: submit on a login node of a Slurm cluster; --dry-run prints the command"
             )
         sys.stdout.flush()
         return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
-    except _RefusedError as problem:
+    except RefusedError as problem:
         print(f"mpidist sbatch: {problem}", file=sys.stderr)
         return 2
-
-
-class _RefusedError(Exception):
-    """The job cannot be submitted."""
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
     short = [option for option in arguments.unknown if not option.startswith("--")]
     if short:
-        raise _RefusedError(f"{short[0]}: options of Slurm's sbatch are written as in --mem=64G")
+        raise RefusedError(f"{short[0]}: options of Slurm's sbatch are written as in --mem=64G")
     if arguments.script is None:
-        raise _RefusedError("needed is the program of the ranks, as in `mpidist sbatch --nodes 2 train.py`")
+        raise RefusedError("needed is the program of the ranks, as in `mpidist sbatch --nodes 2 train.py`")
     if not Path(arguments.script).is_file():
-        raise _RefusedError(
+        raise RefusedError(
             f"there is no file {arguments.script} in {Path.cwd()}; options come before the program, and those that "
             "mpidist sbatch does not have itself are written with a =, as in --mem=64G"
         )
     gpus, ranks = arguments.gpus_per_node, arguments.ntasks_per_node
     if gpus is not None and ranks is not None and ranks > gpus:
-        raise _RefusedError(f"{ranks} ranks and {gpus} GPUs per node: needed is a GPU for each rank")
+        raise RefusedError(f"{ranks} ranks and {gpus} GPUs per node: needed is a GPU for each rank")
     if arguments.ps is not None and arguments.requeue:
-        raise _RefusedError("--requeue is for ranks in lock step, and --ps for others: take one of them")
+        raise RefusedError("--requeue is for ranks in lock step, and --ps for others: take one of them")
     per_job = [
         *_options(time=arguments.time, partition=arguments.partition, account=arguments.account, qos=arguments.qos),
         *arguments.unknown,
@@ -145,7 +140,7 @@ def _launcher(library: str) -> str:
         return wanted
     versions = sorted(word for word in known if word.startswith(f"{wanted}_"))
     if not versions:
-        raise _RefusedError(
+        raise RefusedError(
             f"the MPI library here needs `srun --mpi={wanted}`, which `srun --mpi=list` does not list: ask the site "
             "for it, take another MPI library, or say what to take: MPI_TYPE=... mpidist sbatch ..."
         )
@@ -164,19 +159,13 @@ def _answer(*command: str) -> str:
 def _write_scripts(folder: Path) -> int:
     there = [path.name for path in sorted(_SCRIPTS.iterdir()) if (folder / path.name).exists()]
     if there:
-        raise _RefusedError(f"{folder} has {', '.join(there)}: name another folder, as these are not overwritten")
+        raise RefusedError(f"{folder} has {', '.join(there)}: name another folder, as these are not overwritten")
     try:
         shutil.copytree(_SCRIPTS, folder, dirs_exist_ok=True)
     except OSError as error:
-        raise _RefusedError(f"the job scripts cannot be written: {error}") from None
+        raise RefusedError(f"the job scripts cannot be written: {error}") from None
     print(f"{folder}: " + ", ".join(path.name for path in sorted(_SCRIPTS.iterdir())))
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return int(text)
 
 
 def _time(text: str) -> str:

@@ -31,6 +31,7 @@ _DIFF: Final = "diff"
 _HEAD: Final = ("checkpoint", "step", "size", "saved", "ranks", "whole")
 _MOST_LEAVES: Final = 10
 _BLOCK: Final = 1 << 20  # elements that are compared at once
+_UNKNOWN: Final = 0, 0.0  # the place in the order of saves
 _NOT_NAMED: Final = "."  # how the names of folders begin that are no checkpoints yet, or any more
 
 
@@ -57,15 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(folder: Path, reads: bool) -> int:
     """Print a line for each checkpoint, in the order of saves."""
-    is_one = (folder / "manifest.json").exists()
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {str(folder.absolute())!r}")
-    places = [folder] if is_one else [one for one in sorted(folder.iterdir()) if _is_checkpoint(one)]
+    places = [one for one in (folder, *sorted(folder.iterdir())) if _is_checkpoint(one)]
     if not places:
         raise FileNotFoundError(f"there are no checkpoints in {str(folder.absolute())!r}")
     rows = sorted(_row(place, reads) for place in places)
-    widths = [max(len(row[1][at]) for row in [*rows, (0.0, _HEAD)]) for at in range(len(_HEAD))]
-    for _, texts in [(0.0, _HEAD), *rows]:
+    widths = [max(len(row[1][at]) for row in [*rows, (_UNKNOWN, _HEAD)]) for at in range(len(_HEAD))]
+    for _, texts in [(_UNKNOWN, _HEAD), *rows]:
         print("  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip())
     return int(any(texts[-1] != "yes" for _, texts in rows))
 
@@ -75,20 +75,20 @@ def _is_checkpoint(place: Path) -> bool:
     return place.is_dir() and not place.name.startswith(_NOT_NAMED) and any(place.glob("*.safetensors"))
 
 
-def _row(place: Path, reads: bool) -> tuple[float, tuple[str, ...]]:
+def _row(place: Path, reads: bool) -> tuple[tuple[int, float], tuple[str, ...]]:
     """Describe a checkpoint, behind what sorts the lines."""
     try:
         saved = SavedCheckpoint(place)
-        saved_at = saved.saved_at
-        about = [_step(saved), size_text(saved.nbytes), time.strftime("%F %T", time.localtime(saved_at))]
+        order = saved.manifest.get("order", 0), saved.saved_at  # a manager counts its saves
+        about = [_step(saved), size_text(saved.nbytes), time.strftime("%F %T", time.localtime(saved.saved_at))]
         about.append(str(saved.manifest["ranks"]))
     except (OSError, DataLossError) as error:
-        return 0.0, (place.name, *"????", f"no: {error}")
+        return _UNKNOWN, (place.name, *"????", f"no: {error}")
     try:
         saved.require_whole(reads)
     except (OSError, DataLossError) as error:
-        return saved_at, (place.name, *about, f"no: {error}")
-    return saved_at, (place.name, *about, "yes")
+        return order, (place.name, *about, f"no: {error}")
+    return order, (place.name, *about, "yes")
 
 
 def _step(saved: SavedCheckpoint) -> str:

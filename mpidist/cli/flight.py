@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from mpidist.cli.flight_job import Call, FlightFileError, JobFlight, StrategyFlight, find_job, load_job
 from mpidist.cli.flight_verdict import Verdict, judge, seconds_text, some_of
+from mpidist.cli.launching import count
 from mpidist.transport import name_ranks, together
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = f"the files of a job, or the folders of jobs (default: MPIDIST_FLIGHT_DIR, else {_FOLDER})"
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help=where)
     parser.add_argument(
-        "--calls", type=_count, default=0, metavar="K", help="show the last K calls too, and who came to each last"
+        "--calls", type=count, default=0, metavar="K", help="show the last K calls too, and who came to each last"
     )
     parser.add_argument("--rank", type=int, metavar="R", help="show all recorded calls of rank R of the job instead")
     parser.add_argument("--json", action="store_true", help="print the places and the verdicts as JSON, for programs")
@@ -225,10 +226,3 @@ def _clock(seconds: float) -> str:
 
 def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'s' if count != 1 else ''}"
-
-
-def _count(text: str) -> int:
-    with suppress(ValueError):
-        if int(text) > 0:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of calls: give one above 0")

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
+from mpidist.cli.launching import RefusedError, command_text, count
 from mpidist.transport import MpiLibrary, is_in_step, library_version, rank_from_environment, recognise
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
@@ -34,9 +34,9 @@ _MPICH_YIELDS: Final = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "MPIR_CVAR_ENABLE_
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("-n", "--ranks", type=_count, metavar="N", help="number of ranks; in a job of Slurm its tasks")
+    parser.add_argument("-n", "--ranks", type=count, metavar="N", help="number of ranks; in a job of Slurm its tasks")
     parser.add_argument(
-        "--threads", type=_count, metavar="T", help="threads of a rank; by default its share of the cores"
+        "--threads", type=count, metavar="T", help="threads of a rank; by default its share of the cores"
     )
     parser.add_argument("--tag", action="store_true", help="put its rank before each line that a rank prints")
     parser.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
@@ -50,19 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     library = recognise(library_version())
     try:
         launch = _launch(arguments, library, os.environ, _num_cores())
-    except _RefusedError as error:
+    except RefusedError as error:
         print(f"mpidist run: {error}", file=sys.stderr)
         return 2
     if not arguments.dry_run:
         sys.stdout.flush()
         os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.variables})
-    variables = [f"{name}={shlex.quote(value)}" for name, value in launch.variables.items()]
-    print(" ".join([*variables, shlex.join(launch.command)]))
+    print(command_text(launch.command, launch.variables))
     return 0
-
-
-class _RefusedError(Exception):
-    """What is wrong, and what to do."""
 
 
 @final
@@ -76,7 +71,7 @@ class _Launch(NamedTuple):
 def _launch(arguments: argparse.Namespace, library: MpiLibrary, environ: Mapping[str, str], cores: int) -> _Launch:
     """Choose the launcher and its options."""
     if is_in_step(environ) or ("SLURM_JOB_ID" not in environ and rank_from_environment(environ) is not None):
-        raise _RefusedError("this process is a rank already: a launcher has started it; use `mpidist run` without one")
+        raise RefusedError("this process is a rank already: a launcher has started it; use `mpidist run` without one")
     program = _program(arguments)
     if "SLURM_JOB_ID" in environ and shutil.which("srun"):
         tasks = arguments.ranks or int(environ.get("SLURM_NTASKS", "1"))
@@ -93,11 +88,12 @@ def _launch(arguments: argparse.Namespace, library: MpiLibrary, environ: Mapping
         ]
         return _Launch(["srun", *options, *program], _threads(arguments, threads, environ))
     if arguments.ranks is None:
-        raise _RefusedError(
+        raise RefusedError(
             f"how many ranks? Give -n, as in `mpidist run -n {cores} ...`: this machine has {cores} cores"
         )
-    threads = arguments.threads or max(1, cores // arguments.ranks)
-    options, variables = _options_of(library, threads, arguments.ranks * threads > cores)
+    share = cores // arguments.ranks
+    threads = arguments.threads or max(1, share)
+    options, variables = _options_of(library, share if share >= threads else 0, arguments.ranks > cores)
     if arguments.tag:
         options.append("--tag-output" if library.name == "Open MPI" else "-prepend-rank")
     command = [_mpiexec(library), "-n", str(arguments.ranks), *options, *program]
@@ -112,35 +108,32 @@ def _program(arguments: argparse.Namespace) -> list[str]:
     path = Path(arguments.program)
     if path.suffix != ".py":
         if shutil.which(arguments.program) is None:
-            raise _RefusedError(f"there is no program {arguments.program}: give a Python file, or a command on PATH")
+            raise RefusedError(f"there is no program {arguments.program}: give a Python file, or a command on PATH")
         return [arguments.program, *arguments.arguments]
     if not path.is_file():
-        raise _RefusedError(f"there is no file {arguments.program} in {Path.cwd()}")
+        raise RefusedError(f"there is no file {arguments.program} in {Path.cwd()}")
     return [sys.executable, arguments.program, *arguments.arguments]
 
 
-def _options_of(library: MpiLibrary, threads: int, has_few_cores: bool) -> tuple[list[str], dict[str, str]]:
-    """Return options and variables of a library's mpiexec for this machine: they bind each rank to cores of its own."""
-    is_whole = len(os.sched_getaffinity(0)) == os.cpu_count()  # else a launcher may choose cores that we may not use
+def _options_of(library: MpiLibrary, share: int, has_few_cores: bool) -> tuple[list[str], dict[str, str]]:
+    """Return options and variables of a library's mpiexec. `share`: how many cores a rank is bound to, or 0."""
+    if len(os.sched_getaffinity(0)) != os.cpu_count():  # a launcher may choose cores that we may not use
+        share = 0
     if library.name == "Open MPI":
-        as_root = _OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {}
-        if has_few_cores or not is_whole:
-            return ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"], as_root
-        return ["--map-by", f"slot:PE={threads}", "--bind-to", "core"], as_root
+        unbound = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+        bound = ["--map-by", f"slot:PE={share}", "--bind-to", "core"]
+        return bound if share else unbound, {} if os.geteuid() else _OPEN_MPI_AS_ROOT
     if library.name == "Intel MPI":
-        return [], {"I_MPI_PIN": "0"} if has_few_cores else {"I_MPI_PIN_DOMAIN": "omp"}
+        return [], {"I_MPI_PIN_DOMAIN": str(share)} if share else {"I_MPI_PIN": "0"}
     if library.name == "MPICH":
-        return [] if has_few_cores or not is_whole else [
-            "-bind-to",
-            f"core:{threads}",
-        ], _MPICH_YIELDS if has_few_cores else {}
+        return ["-bind-to", f"core:{share}"] if share else [], _MPICH_YIELDS if has_few_cores else {}
     return [], {}
 
 
 def _mpiexec(library: MpiLibrary) -> str:
     own = library.own_mpiexec(sys.executable) or shutil.which("mpiexec")
     if own is None:
-        raise _RefusedError(
+        raise RefusedError(
             f"mpi4py has loaded {library.name}, and there is no mpiexec of it on PATH: load the module that has it, or "
             "install an MPI with its mpiexec into this environment: `pip install mpich`"
         )
@@ -148,8 +141,9 @@ def _mpiexec(library: MpiLibrary) -> str:
 
 
 def _threads(arguments: argparse.Namespace, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for threads; what is set stays, unless --threads was given."""
-    return {name: str(threads) for name in _THREADS if arguments.threads or name not in environ}
+    """Return the variables for threads; a number that the user has set holds, unless --threads was given."""
+    is_given = _THREADS[0] in environ and not arguments.threads  # the other libraries read it, too
+    return {} if is_given else {name: str(threads) for name in _THREADS if arguments.threads or name not in environ}
 
 
 def _num_cores() -> int:
@@ -157,9 +151,3 @@ def _num_cores() -> int:
     usable = os.sched_getaffinity(0)
     files = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in usable]
     return len({file.read_text() if file.exists() else str(file) for file in files})
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return int(text)

@@ -35,7 +35,7 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
         return
     has_gradient = torch.tensor([float(one.grad is not None) for one in parameters])
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad.detach() for one in parameters]
-    ranks.all_reduce_list(op, [*gradients, has_gradient])
+    ranks.all_reduce_list("all_reduce_gradients", op, [*gradients, has_gradient])
     for parameter, gradient, is_there in zip(parameters, gradients, has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:
             parameter.grad = gradient
@@ -57,7 +57,7 @@ def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = No
     ranks = _group_of(group)
     values = [one.detach() for one in (*module.parameters(), *module.buffers())]
     if values:
-        ranks.broadcast_list(values, root)
+        ranks.broadcast_list("mpidist.torch.broadcast", values, root)
     if optimizer is not None:
         states = [optimizer.state_dict() if ranks.rank() == root else None]
         dist.broadcast_object_list(states, group=ranks, group_src=root)

@@ -507,10 +507,10 @@ class MpiProcessGroup(ProcessGroup):
         """Start to receive a tensor from any rank."""
         return self.recv(tensors, None, tag)
 
-    def all_reduce_list(self, reduce_op: str, tensors: list[Any]) -> None:
-        """Reduce a list of tensors in place, in one call."""
-        self._ops.start_all_reduce(reduce_op, tensors, self._options_of(None), out=tensors).wait()
+    def all_reduce_list(self, call: str, reduce_op: str, tensors: list[Any]) -> None:
+        """Reduce a list of tensors in place, in one call. `call`: as the user wrote it."""
+        self._ops.all_reduce(reduce_op, tensors, self._options_of(None), out=tensors, call=call)
 
-    def broadcast_list(self, tensors: list[Any], root: int) -> None:
-        """Copy one rank's tensors to all ranks, in one call."""
-        self._ops.broadcast(tensors, "all", root=root, out=tensors)
+    def broadcast_list(self, call: str, tensors: list[Any], root: int) -> None:
+        """Copy one rank's tensors to all ranks, in one call. `call`: as the user wrote it."""
+        self._ops.broadcast(tensors, "all", root=root, out=tensors, call=call)

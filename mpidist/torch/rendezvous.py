@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpidist.transport import load_mpi
+from mpidist.transport import load_mpi, meet_ranks
 
 __all__ = ["set_environment"]
 
@@ -16,12 +16,16 @@ _stores: list[Any] = []  # rank 0 serves its store until the program ends
 
 
 def set_environment() -> None:
-    """Set the variables that `init_process_group` reads, unless `RANK` is set. Collective over all ranks of the job."""
+    """Set the variables that `init_process_group` reads, unless `RANK` is set. Collective over all ranks of the job.
+
+    Raises:
+        TopologyError: If the launcher belongs to another MPI library.
+        DeadlineExceededError: If some ranks do not come within `MPIDIST_TIMEOUT_SECONDS`.
+    """
     if "RANK" in os.environ:
         return
-    mpi = load_mpi()
-    world = mpi.COMM_WORLD
-    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    world, _ = meet_ranks(None, None, lambda ranks: None)
+    node = world.Split_type(load_mpi().COMM_TYPE_SHARED)
     address = None
     if world.rank == 0:
         host = "127.0.0.1" if node.size == world.size else socket.gethostname()

@@ -462,7 +462,7 @@ def test_wrong_number_of_calls_is_refused(calls: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as end:
         run_command(["flight", "--calls", calls])
     assert end.value.code == 2
-    assert f"{calls!r} is no number of calls" in capsys.readouterr().err
+    assert f"{calls!r} is no number of 1 or more" in capsys.readouterr().err
 
 
 def test_json_has_the_same_answers(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:

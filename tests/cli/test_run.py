@@ -51,6 +51,13 @@ def test_run_ends_with_the_exit_status_of_the_program_and_tags_its_lines(tmp_pat
     assert line.startswith(("[1]", "[1,1]"))
 
 
+def test_run_leaves_a_number_of_threads_that_is_set_to_all_libraries(tmp_path: Path) -> None:
+    words = mpidist_run(
+        tmp_path, "-n", "1", "--dry-run", "train.py", OMP_NUM_THREADS="3", OPENBLAS_NUM_THREADS=""
+    ).stdout
+    assert "NUM_THREADS" not in words
+
+
 def test_run_in_a_job_of_slurm_uses_srun_for_all_tasks(tmp_path: Path) -> None:
     (tmp_path / "srun").touch(mode=0o755)
     job = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "4", "SLURM_PROCID": "0"}

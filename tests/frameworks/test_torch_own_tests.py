@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from jobs.faults import run_command
-from mpi_session.launch import Launcher
+from mpi_session.launch import HANG_SECONDS, Launcher
 
-pytestmark = pytest.mark.no_mpi
+pytestmark = [pytest.mark.no_mpi, pytest.mark.timeout(6 * HANG_SECONDS)]  # for some 240 tests
 
 # Tests that fail, and why. No other may.
 EXCEPTIONS = {
@@ -30,7 +30,8 @@ EXCEPTIONS = {
 def test_own_tests_of_torch_pass(tmp_path: Path) -> None:
     program = Path(__file__).with_name("torch_own_tests.py")
     launcher = [*Launcher.find(None).command, "-n", "3"]
-    ended = run_command(tmp_path, [*launcher, sys.executable, str(program), "mpidist", str(tmp_path)], 3)
+    command = [*launcher, sys.executable, str(program), "mpidist", str(tmp_path)]
+    ended = run_command(tmp_path, command, 3, seconds=5 * HANG_SECONDS)
     results = json.loads((tmp_path / "results.json").read_text())
     failed = {name: texts for name, (verdict, texts) in results.items() if verdict == "failed"}
     assert not [name for name in failed if not any(re.search(pattern, name) for pattern in EXCEPTIONS)], failed

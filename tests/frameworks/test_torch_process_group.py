@@ -307,8 +307,9 @@ def test_message_of_another_length_raises_and_leaves_the_group_usable(ranks: tup
 
 @pytest.mark.ranks(min=2)
 def test_late_rank_is_named_at_the_timeout(comm: Intracomm, tmp_path: Path) -> None:
-    with open_process_group(comm, tmp_path, timeout=timedelta(seconds=2)):
+    with open_process_group(comm, tmp_path):
         dist.barrier()
+        dist.group.WORLD.set_timeout(timedelta(seconds=2))
         if comm.rank == 1:
             comm.barrier()
         with pytest.raises(DeadlineExceededError, match="rank 1" if comm.rank != 1 else "had given up"):

@@ -82,7 +82,7 @@ def limited(seconds: int) -> Iterator[None]:
 def run(number: int, name: str) -> tuple[str, str]:
     """Run one test on this rank, and return its verdict and a text."""
     try:
-        with limited(120):
+        with limited(600):
             case: Any = Case(name)
             case.rank, case.file_name = WORLD.rank, str(FOLDER / f"init{number}")
             timeout = distributed_test.CUSTOM_PG_TIMEOUT.get(name, 60)
@@ -111,7 +111,7 @@ def run(number: int, name: str) -> tuple[str, str]:
     except BaseException as error:
         return "failed", f"{type(error).__name__}: {error}"[:600]
     finally:
-        with limited(60):
+        with limited(600):
             if dist.is_initialized():
                 try:
                     dist.destroy_process_group()

@@ -244,11 +244,13 @@ def run_command(
     ranks: int,
     interfere: Interfere | None = None,
     may_stay: str | None = None,
+    seconds: float = _JOB_SECONDS,
     **variables: str,
 ) -> Ended:
     """Run a command that starts ranks of a program with HEAD; see `run_job`.
 
     Args:
+        seconds: How long it may take.
         may_stay: What the commands look like that may be left, as a pattern; by default none may.
     """
     notes, mark = folder / "notes", uuid.uuid4().hex
@@ -272,7 +274,7 @@ def run_command(
                 _wait_until(lambda: notes.read_text().count('"ready"') == ranks or process.poll() is not None)
                 interfere(process, notes)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_JOB_SECONDS)
+                process.wait(seconds)
             left = _bury(mark, may_stay)
         finally:
             process.kill()

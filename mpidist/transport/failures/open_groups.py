@@ -25,7 +25,7 @@ from mpidist.transport.mpi import (
     Intracomm,
     LaunchedRank,
     ask_launcher_to_abort,
-    launcher_here,
+    launcher_or_parent,
     load_mpi,
     rank_before_start,
     rank_from_environment,
@@ -171,7 +171,7 @@ def install_job_abort(world: Intracomm, settings: Settings) -> None:
     """
     if world.Get_size() == 1:
         return
-    launcher = launcher_here() or os.getppid()
+    launcher = launcher_or_parent()
     job_name = os.environ.get(_JOB, str(launcher))
     publish_stack(settings.stack_signal, world.Get_rank(), world.Get_size(), launcher, job_name)
 

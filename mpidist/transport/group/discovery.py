@@ -23,7 +23,7 @@ from mpidist.transport.mpi import (
     Intracomm,
     check_launch,
     command_line,
-    launcher_here,
+    launcher_or_parent,
     load_mpi,
     mapped_mpi_files,
     mark_rank,
@@ -123,7 +123,7 @@ def _is_first_to_bind(mark: socket.socket, comm: Intracomm) -> bool:
     The ranks of a node come from one process of the launcher, after which the address is named, also if a shell starts
     each of them. It is no file, and free again when the socket is closed.
     """
-    launcher = launcher_here() or os.getppid()
+    launcher = launcher_or_parent()
     try:
         mark.bind(f"\0mpidist: rank {min(ranks_in_world(comm))} of launcher {launcher} and others build a strategy")
     except OSError:
@@ -132,7 +132,7 @@ def _is_first_to_bind(mark: socket.socket, comm: Intracomm) -> bool:
 
 
 def _places_here() -> str:
-    return places_text(launcher_here() or os.getppid())
+    return places_text(launcher_or_parent())
 
 
 def own_settings() -> Settings:

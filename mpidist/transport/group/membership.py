@@ -27,7 +27,14 @@ from mpidist.transport.failures import (
 )
 from mpidist.transport.group.exit_barrier import ExitBarrier
 from mpidist.transport.group.splits import on_node
-from mpidist.transport.mpi import Intracomm, failed_ranks, is_process_failure, launcher_here, load_mpi, numbers_in_world
+from mpidist.transport.mpi import (
+    Intracomm,
+    failed_ranks,
+    is_process_failure,
+    launcher_or_parent,
+    load_mpi,
+    numbers_in_world,
+)
 from mpidist.transport.settings import Settings
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import name_ranks
@@ -228,7 +235,7 @@ class Membership:
         return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
 
     def _places_of(self, ranks: Collection[int]) -> str:
-        return places_text(launcher_here() or os.getppid(), self.in_world(ranks))
+        return places_text(launcher_or_parent(), self.in_world(ranks))
 
     def _lost_ranks(self) -> Stragglers:
         """Return the ranks of this node whose processes have ended or stopped."""

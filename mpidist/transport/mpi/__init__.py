@@ -4,6 +4,7 @@ from mpidist.transport.mpi.child_process import (
     INHERITS_FROM_RANK,
     is_forked_from_rank,
     launcher_here,
+    launcher_or_parent,
     mark_rank,
     require_no_child,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "is_in_step",
     "is_process_failure",
     "launcher_here",
+    "launcher_or_parent",
     "library_version",
     "launcher_text",
     "let_first_rank_end",

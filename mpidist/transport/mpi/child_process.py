@@ -16,7 +16,14 @@ from typing import Any, Final, final
 from mpidist.errors import TopologyError
 from mpidist.transport.mpi.launcher_variables import OF_LAUNCHED_PROCESSES, PMI_FD
 
-__all__ = ["INHERITS_FROM_RANK", "is_forked_from_rank", "launcher_here", "mark_rank", "require_no_child"]
+__all__ = [
+    "INHERITS_FROM_RANK",
+    "is_forked_from_rank",
+    "launcher_here",
+    "launcher_or_parent",
+    "mark_rank",
+    "require_no_child",
+]
 
 # A variable, which children inherit, with the id of the process that started MPI.
 _MARK: Final = "_MPIDIST_RANK_PID"
@@ -115,6 +122,11 @@ def launcher_here() -> int | None:
             return above
         above = found[1]
     return None
+
+
+def launcher_or_parent() -> int:
+    """Return `launcher_here()`; without a launcher that has a known name, the parent of this process."""
+    return launcher_here() or os.getppid()
 
 
 def _is_below(pid: int) -> bool:

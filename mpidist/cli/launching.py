@@ -1,0 +1,25 @@
+"""What the commands that start other programs have in common."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+
+__all__ = ["RefusedError", "command_text", "count"]
+
+
+class RefusedError(Exception):
+    """Why the program cannot be started, and what to do."""
+
+
+def command_text(command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Write a command as it is typed in a shell, behind the variables that are set for it."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command)])
+
+
+def count(text: str) -> int:
+    """Read a number of 1 or more: for `argparse`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
