@@ -7,18 +7,30 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from typing import NoReturn
+from importlib import import_module
+from typing import Final, NoReturn
 
 import mpidist
-from mpidist.cli import batch_job, checkpoint, doctor, flight, run, stacks, trace, tune
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport import is_shared, let_first_rank_end, mark_shared, rank_from_environment
+from mpidist.transport.mpi.launched_rank import let_first_rank_end
+from mpidist.transport.mpi.launcher_variables import rank_from_environment
+from mpidist.transport.shared_errors import is_shared, mark_shared
 
 __all__ = ["main", "run_command"]
 
-_COMMANDS = (run, doctor, tune, stacks, flight, trace, checkpoint, batch_job)
+# By the name of a command its module, of which a job of many ranks reads only the chosen one, and a line of help.
+_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "run": ("run", "run a program on several ranks, with the launcher of the MPI that mpi4py loads"),
+    "doctor": ("doctor", "say what mpidist sees here, and what is wrong"),
+    "tune": ("tune", "measure this machine, so that reductions take the fastest way"),
+    "stacks": ("stacks", "print where the ranks of a running job are in their programs"),
+    "flight": ("flight", "merge the flight recorders of a job, and say where its ranks diverged"),
+    "trace": ("trace.command", "merge the traces of all ranks for Perfetto, and say who waited for whom"),
+    "checkpoint": ("checkpoint", "list checkpoints, or name the leaves in which two differ"),
+    "sbatch": ("batch_job", "submit a training to Slurm, with the job script that fits"),
+}
 
 
 def main() -> NoReturn:
@@ -71,17 +83,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mpidist", description="Commands of mpidist. Also: python -m mpidist")
     parser.add_argument("--version", action="version", version=f"mpidist {mpidist.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    subparsers = {}
-    for command in _COMMANDS:
-        subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
-        subparser.formatter_class = argparse.RawDescriptionHelpFormatter
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-        subparsers[command.NAME] = subparser
+    for name, (module, help_line) in _COMMANDS.items():
+        subparser = commands.add_parser(name, help=help_line)
+        if arguments[:1] == [name]:
+            command, chosen_parser = import_module(f"mpidist.cli.{module}"), subparser
+            subparser.description = command.__doc__
+            subparser.formatter_class = argparse.RawDescriptionHelpFormatter
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
     chosen, unknown = parser.parse_known_args(arguments)
-    (command,) = (command for command in _COMMANDS if chosen.command == command.NAME)
     if unknown and not getattr(command, "TAKES_UNKNOWN", False):
-        subparsers[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        chosen_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     chosen.unknown = unknown
     return chosen
 

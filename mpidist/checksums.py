@@ -12,9 +12,15 @@ import numpy as np
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import arrays, bytes_of, fingerprint_of, library_of, mark_shared, name_ranks, native
+from mpidist.transport import arrays
+from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.arrays import bytes_of
+from mpidist.transport.native.loading import native
+from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.text import name_ranks
 from mpidist.values import DistributedValues
-from mpidist.variables import Variable
+from mpidist.variables.variable import Variable
 
 __all__ = ["CheckedVariables", "check_equal", "checksum", "difference_error", "difference_text", "differences"]
 

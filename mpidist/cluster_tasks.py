@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, NoReturn, final
 
-from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
+from mpidist.cluster_resolver.mpi import MPIClusterResolver
+from mpidist.cluster_resolver.resolver import ClusterResolver
+from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
 from mpidist.errors import TopologyError
-from mpidist.transport import (
-    Intracomm,
-    Service,
-    SyncGroup,
-    Topology,
-    load_mpi,
-    mark_shared,
-    name_ranks,
-)
+from mpidist.transport.group.service_group import Service
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.library import Intracomm, load_mpi
+from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.text import name_ranks
+from mpidist.transport.topology import Topology
 
 __all__ = ["Tasks", "join_tasks"]
 

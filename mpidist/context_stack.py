@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
-from mpidist.transport import Topology
+from mpidist.transport.topology import Topology
 
 __all__ = [
     "CurrentReplica",

@@ -6,7 +6,7 @@ from typing import cast
 
 from mpidist import context_stack
 from mpidist.options import ReduceOp
-from mpidist.replica_context import ReplicaContext
+from mpidist.replica_context.replica_context import ReplicaContext
 from mpidist.strategy import Strategy
 
 __all__ = [

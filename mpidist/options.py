@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar, final
 
 import numpy as np
 
-from mpidist.transport import value_text
+from mpidist.transport.text import value_text
 
 __all__ = [
     "CollectiveCommunication",

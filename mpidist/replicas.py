@@ -8,16 +8,11 @@ from functools import cached_property
 from typing import final
 
 from mpidist.errors import TopologyError
-from mpidist.transport import (
-    Device,
-    ReplicaTree,
-    Topology,
-    are_several_gpus,
-    choose_device,
-    count_text,
-    name_ranks,
-    shard_bounds,
-)
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.devices import Device, are_several_gpus, choose_device
+from mpidist.transport.text import count_text, name_ranks
+from mpidist.transport.topology import Topology
+from mpidist.transport.tree import ReplicaTree
 from mpidist.whole_number import whole_number
 
 __all__ = ["Replicas", "devices_on_one_node"]

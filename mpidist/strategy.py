@@ -11,14 +11,18 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, final
 
 from mpidist import checksums, context_stack, nest
-from mpidist.absent_names import explain_absent_members
-from mpidist.cluster_resolver import ClusterResolver
-from mpidist.collective_calls import CollectiveCalls
+from mpidist.cluster_resolver.resolver import ClusterResolver
+from mpidist.collective_calls.collective_calls import CollectiveCalls
 from mpidist.context_stack import parts_of
-from mpidist.datasets import DistributedDataset, InputContext, InputOptions
+from mpidist.datasets.distributed_dataset import DistributedDataset
+from mpidist.datasets.input_options import InputContext, InputOptions
+from mpidist.package_names import explain_absent_members
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import Topology, count_text, ends_normally, traced, value_text
+from mpidist.transport.failures.exit_code import ends_normally
+from mpidist.transport.group.traced import traced
+from mpidist.transport.text import count_text, value_text
+from mpidist.transport.topology import Topology
 from mpidist.values import (
     DistributedValues,
     PerReplica,

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any, final
 
 from mpidist import context_stack
-from mpidist.absent_names import explain_absent_members
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
+from mpidist.package_names import explain_absent_members
 from mpidist.strategy_parts import StrategyParts
 from mpidist.values import local_component, local_components
-from mpidist.variables import Variable, update_copies
+from mpidist.variables.updating import update_copies
+from mpidist.variables.variable import Variable
 
 __all__ = ["StrategyExtended"]
 

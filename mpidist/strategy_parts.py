@@ -9,15 +9,26 @@ from dataclasses import replace
 from typing import Any, final
 
 from mpidist import context_stack
-from mpidist.collectives import SymmetricSpec, all_gather, reduce_scatter, symmetric_empty
+from mpidist.collectives.all_gather import all_gather
+from mpidist.collectives.reduce_scatter import reduce_scatter
+from mpidist.collectives.symmetric_empty import SymmetricSpec, symmetric_empty
 from mpidist.context_stack import CurrentStrategy
-from mpidist.cross_device_ops import BoundOps, CrossDeviceOps
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.replica_context import ReplicaContext, call_for_replicas
+from mpidist.replica_context.replica_context import ReplicaContext
+from mpidist.replica_context.run import call_for_replicas
 from mpidist.replicas import Replicas
-from mpidist.transport import Call, Device, Service, SyncGroup, Topology, fingerprint_of, raise_together
+from mpidist.transport.agreement.agreement import Call
+from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.devices import Device
+from mpidist.transport.group.raise_together import raise_together
+from mpidist.transport.group.service_group import Service
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.topology import Topology
 from mpidist.values import local_components
-from mpidist.variables import OnEachRank, Variable, VariablePlacement
+from mpidist.variables.placement import OnEachRank, VariablePlacement
+from mpidist.variables.variable import Variable
 
 __all__ = ["StrategyParts"]
 

@@ -18,7 +18,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
 
 if TYPE_CHECKING:
-    from mpidist.transport import SyncGroup
+    from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = [
     "Contributions",

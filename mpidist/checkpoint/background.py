@@ -13,7 +13,8 @@ from mpidist.checkpoint.parts import part_of_rank
 from mpidist.checkpoint.record import SaveRecord
 from mpidist.checkpoint.saving import Snapshot, publish_folder, write_parts
 from mpidist.errors import DeadlineExceededError
-from mpidist.transport import open_groups, text_of
+from mpidist.transport.failures import open_groups
+from mpidist.transport.text import text_of
 
 __all__ = ["BackgroundWriting"]
 

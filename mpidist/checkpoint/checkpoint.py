@@ -11,10 +11,12 @@ from mpidist.checkpoint.places import OnePlace
 from mpidist.checkpoint.restoring import restore
 from mpidist.checkpoint.saving import capture, write_together
 from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.datasets import DistributedDataset, DistributedIterator
-from mpidist.parameter_server import ServerVariable, ShardedVariable
-from mpidist.transport import open_groups
-from mpidist.variables import Variable
+from mpidist.datasets.distributed_dataset import DistributedDataset
+from mpidist.datasets.distributed_iterator import DistributedIterator
+from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.parameter_server.variable import ServerVariable
+from mpidist.transport.failures import open_groups
+from mpidist.variables.variable import Variable
 
 __all__ = ["Checkpoint"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from mpidist.transport import Topology, shard_bounds
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.topology import Topology
 from mpidist.whole_number import whole_number
 
 __all__ = ["deal", "require_writers", "writing_ranks"]

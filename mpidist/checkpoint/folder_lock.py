@@ -20,7 +20,7 @@ from tempfile import TemporaryFile
 from threading import RLock, Thread
 from typing import Final, NamedTuple, final
 
-from mpidist.transport import GONE, RUNNING, UNKNOWN, Process
+from mpidist.transport.failures.process_state import GONE, RUNNING, UNKNOWN, Process
 
 __all__ = ["FolderLock", "release_all"]
 

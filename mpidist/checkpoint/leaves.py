@@ -11,11 +11,17 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.datasets import DistributedDataset, DistributedIterator
-from mpidist.parameter_server import ServerVariable, ShardedVariable
-from mpidist.transport import arrays, library_of, value_text
+from mpidist.datasets.distributed_dataset import DistributedDataset
+from mpidist.datasets.distributed_iterator import DistributedIterator
+from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.parameter_server.variable import ServerVariable
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.text import value_text
 from mpidist.values import PerReplica
-from mpidist.variables import SyncOnReadVariable, Variable, VariableAggregation
+from mpidist.variables.rules import VariableAggregation
+from mpidist.variables.sync_on_read import SyncOnReadVariable
+from mpidist.variables.variable import Variable
 
 __all__ = ["Leaf", "Owner", "State", "form_of", "leaf_of"]
 

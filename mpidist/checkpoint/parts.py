@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from mpidist.checkpoint.files import parse_json, read_file, sync, write_file
 from mpidist.checksums import checksum
 from mpidist.errors import DataLossError
-from mpidist.transport import bytes_of, dtype_named
+from mpidist.transport.arrays import bytes_of
+from mpidist.transport.half import dtype_named
 
 __all__ = ["Part", "PartFile", "part_of_rank", "write_part"]
 

@@ -13,7 +13,9 @@ from typing import Any, Final, TypeVar, final
 
 from mpidist.checkpoint.manager import CheckpointManager
 from mpidist.context_stack import parts_of
-from mpidist.transport import StopNotice, mark_shared, open_groups
+from mpidist.transport.agreement.stop_notice import StopNotice
+from mpidist.transport.failures import open_groups
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.whole_number import whole_number
 
 __all__ = ["PreemptionCheckpointHandler"]

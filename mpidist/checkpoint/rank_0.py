@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import Call, ErrorReport, fingerprint_of, raise_reported
+from mpidist.transport.agreement.agreement import Call
+from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.group.raise_together import ErrorReport, raise_reported
 
 __all__ = ["on_rank_0"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from mpidist.checkpoint.saving import Snapshot
-from mpidist.transport import size_text, time_text
+from mpidist.transport.text import size_text, time_text
 
 __all__ = ["SaveRecord"]
 

@@ -17,7 +17,8 @@ from mpidist.checkpoint.parts import part_of_rank
 from mpidist.checkpoint.saved import SavedCheckpoint
 from mpidist.checkpoint.saving import leaves_in, replica_key
 from mpidist.context_stack import parts_of
-from mpidist.transport import bytes_of, shard_bounds
+from mpidist.transport.arrays import bytes_of
+from mpidist.transport.communicator import shard_bounds
 
 __all__ = ["ADVICE", "CALL", "restore"]
 

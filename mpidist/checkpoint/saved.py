@@ -13,7 +13,7 @@ from mpidist.checkpoint.files import COMMON, MANIFEST, existing, read_manifest
 from mpidist.checkpoint.leaves import Owner, form_of
 from mpidist.checkpoint.parts import PartFile
 from mpidist.errors import DataLossError
-from mpidist.transport import dtype_named
+from mpidist.transport.half import dtype_named
 
 __all__ = ["SavedCheckpoint"]
 

@@ -1,17 +1,4 @@
 """The commands of `python -m mpidist`, one in each module.
 
-A command has a `NAME`, a line of `HELP`, `add_arguments(parser)`, and `run(arguments)`, which returns the exit status.
+A command is `add_arguments(parser)`, and `run(arguments)`, which returns the exit status. `__main__` has the list.
 """
-
-from mpidist.cli import batch_job, checkpoint, doctor, flight, run, stacks, trace, tune
-
-__all__ = [
-    "batch_job",
-    "checkpoint",
-    "doctor",
-    "flight",
-    "run",
-    "stacks",
-    "trace",
-    "tune",
-]

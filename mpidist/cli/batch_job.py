@@ -21,10 +21,8 @@ from typing import Final
 
 from mpidist.cli.launching import RefusedError, command_text, count
 
-__all__ = ["HELP", "NAME", "TAKES_UNKNOWN", "add_arguments", "run"]
+__all__ = ["TAKES_UNKNOWN", "add_arguments", "run"]
 
-NAME: Final = "sbatch"
-HELP: Final = "submit a training to Slurm, with the job script that fits"
 TAKES_UNKNOWN: Final = True  # options that are not here are those of Slurm's sbatch
 
 _SCRIPTS: Final = Path(__file__).parents[1] / "slurm"

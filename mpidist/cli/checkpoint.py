@@ -18,14 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist.checkpoint import SavedCheckpoint
+from mpidist.checkpoint.saved import SavedCheckpoint
 from mpidist.errors import DataLossError
-from mpidist.transport import bytes_of, count_text, size_text
+from mpidist.transport.arrays import bytes_of
+from mpidist.transport.text import count_text, size_text
 
-__all__ = ["HELP", "NAME", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-NAME: Final = "checkpoint"
-HELP: Final = "list checkpoints, or name the leaves in which two differ"
 
 _DIFF: Final = "diff"
 _HEAD: Final = ("checkpoint", "step", "size", "saved", "ranks", "whole")

@@ -22,7 +22,9 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport import LAUNCHER_PREFIXES, cuda, load_mpi
+from mpidist.transport import cuda
+from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES
+from mpidist.transport.mpi.library import load_mpi
 
 __all__ = ["Answer", "child_command", "child_environment", "hint", "prove", "takes_device_memory"]
 

@@ -15,19 +15,18 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
-from typing import Final
 
 from mpidist.cli.doctor_page import as_json, print_page
 from mpidist.cli.findings import Mark, compare_nodes, find
 from mpidist.cli.leftovers import remove
 from mpidist.cli.rank_facts import RankFacts, gpus_text
 from mpidist.errors import UnavailableError
-from mpidist.transport import SyncGroup, cuda, load_mpi, rank_from_environment
+from mpidist.transport import cuda
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.launcher_variables import rank_from_environment
+from mpidist.transport.mpi.library import load_mpi
 
-__all__ = ["HELP", "NAME", "add_arguments", "run"]
-
-NAME: Final = "doctor"
-HELP: Final = "say what mpidist sees here, and what is wrong"
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,10 @@ from rich.text import Text
 import mpidist
 from mpidist.cli.findings import Finding, Mark
 from mpidist.cli.rank_facts import RankFacts
-from mpidist.transport import Topology, count_text, launcher_here, name_placement, name_ranks
+from mpidist.transport.costs.cost_model import name_placement
+from mpidist.transport.mpi.child_process import launcher_here
+from mpidist.transport.text import count_text, name_ranks
+from mpidist.transport.topology import Topology
 
 __all__ = ["as_json", "print_page"]
 

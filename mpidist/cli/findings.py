@@ -13,18 +13,14 @@ import numpy as np
 
 from mpidist.cli.leftovers import Leftover, leftovers_text
 from mpidist.cli.rank_facts import THREAD_VARIABLES, RankFacts
-from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport import (
-    SyncGroup,
-    Topology,
-    count_text,
-    name_ranks,
-    reason_against_nccl,
-    size_text,
-    time_text,
-    unknown_settings,
-)
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.nccl.availability import reason_against_nccl
+from mpidist.transport.settings import unknown_settings
+from mpidist.transport.text import count_text, name_ranks, size_text, time_text
+from mpidist.transport.topology import Topology
 
 __all__ = ["Finding", "Mark", "compare_nodes", "find"]
 

@@ -25,12 +25,11 @@ from typing import Any, Final
 from mpidist.cli.flight_job import Call, FlightFileError, JobFlight, StrategyFlight, find_job, load_job
 from mpidist.cli.flight_verdict import Verdict, judge, seconds_text, some_of
 from mpidist.cli.launching import count
-from mpidist.transport import name_ranks, together
+from mpidist.transport.stacks import together
+from mpidist.transport.text import name_ranks
 
-__all__ = ["HELP", "NAME", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-NAME: Final = "flight"
-HELP: Final = "merge the flight recorders of a job, and say where its ranks diverged"
 
 _FOLDER: Final = "mpidist-flight"
 _WIDTH: Final = 100

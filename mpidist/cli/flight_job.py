@@ -9,7 +9,8 @@ from pathlib import Path
 from sys import intern
 from typing import Any, Final, NamedTuple, final
 
-from mpidist.transport import FILE_VERSION, Frame, Stack
+from mpidist.transport.failures.flight_files import FILE_VERSION
+from mpidist.transport.stacks import Frame, Stack
 
 __all__ = ["Call", "FlightFile", "FlightFileError", "JobFlight", "RankFlight", "StrategyFlight", "find_job", "load_job"]
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from mpidist.cli.flight_job import Call, RankFlight, StrategyFlight
-from mpidist.transport import name_ranks
+from mpidist.transport.text import name_ranks
 
 __all__ = ["Place", "Verdict", "judge", "seconds_text", "some_of"]
 

@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-from mpidist.transport import SHARED_MEMORY, count_text, size_text
+from mpidist.transport.mpi.shared_files import SHARED_MEMORY
+from mpidist.transport.text import count_text, size_text
 
 __all__ = ["Leftover", "find_leftovers", "leftovers_text", "remove"]
 

@@ -12,7 +12,11 @@ from typing import Final, TypeAlias, final
 
 import numpy as np
 
-from mpidist.transport import Array, Communicator, CostModel, Levels, Reduction, SharedMemoryCommunicator
+from mpidist.transport.communicator import Array, Communicator
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
 
 __all__ = ["measure_cost_model"]
 

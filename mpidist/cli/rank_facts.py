@@ -16,22 +16,17 @@ import numpy
 import mpidist
 from mpidist.cli.cuda_aware_mpi import child_command, hint, prove
 from mpidist.cli.leftovers import Leftover, find_leftovers
-from mpidist.cluster_resolver import TFConfigClusterResolver
-from mpidist.transport import (
-    GpuFacts,
-    Placement,
-    SyncGroup,
-    TuningKey,
-    count_text,
-    cuda,
-    first_line,
-    launcher_text,
-    load_mpi,
-    native,
-    nccl_version_text,
-    size_text,
-    tuning_path,
-)
+from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
+from mpidist.transport import cuda
+from mpidist.transport.costs.cost_file import TuningKey, tuning_path
+from mpidist.transport.costs.cost_model import Placement
+from mpidist.transport.cuda import nccl_version_text
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.launcher_variables import launcher_text
+from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.native.loading import native
+from mpidist.transport.nccl.availability import GpuFacts
+from mpidist.transport.text import count_text, first_line, size_text
 
 __all__ = ["THREAD_VARIABLES", "RankFacts", "gpus_text"]
 

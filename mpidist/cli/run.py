@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from mpidist.cli.launching import RefusedError, command_text, count
-from mpidist.transport import MpiLibrary, is_in_step, library_version, rank_from_environment, recognise
+from mpidist.transport.mpi.launch import is_in_step
+from mpidist.transport.mpi.launcher_variables import rank_from_environment
+from mpidist.transport.mpi.library import library_version
+from mpidist.transport.mpi.mpi_libraries import MpiLibrary, recognise
 
-__all__ = ["HELP", "NAME", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-NAME: Final = "run"
-HELP: Final = "run a program on several ranks, with the launcher of the MPI that mpi4py loads"
 
 _THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _OPEN_MPI_AS_ROOT: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist.transport import Stack, StackFile, name_ranks, read_stacks, stack_files, together
+from mpidist.transport.stacks import Stack, StackFile, read_stacks, stack_files, together
+from mpidist.transport.text import name_ranks
 
-__all__ = ["HELP", "NAME", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-NAME: Final = "stacks"
-HELP: Final = "print where the ranks of a running job are in their programs"
 
 _WIDTH: Final = 200
 _SILENT: Final = Stack((), "its stack could not be read")

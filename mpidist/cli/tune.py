@@ -20,26 +20,15 @@ from pathlib import Path
 from typing import Final
 
 from mpidist.cli.measure_costs import measure_cost_model
-from mpidist.transport import (
-    NEVER,
-    Call,
-    CostModel,
-    Placement,
-    SyncGroup,
-    TuningKey,
-    load_mpi,
-    load_tuned,
-    name_placement,
-    save_cost_model,
-    size_text,
-    time_text,
-    tuning_path,
-)
+from mpidist.transport.agreement.agreement import Call
+from mpidist.transport.costs.cost_file import TuningKey, load_tuned, save_cost_model, tuning_path
+from mpidist.transport.costs.cost_model import NEVER, CostModel, Placement, name_placement
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.text import size_text, time_text
 
-__all__ = ["HELP", "NAME", "add_arguments", "explain", "run"]
+__all__ = ["add_arguments", "explain", "run"]
 
-NAME: Final = "tune"
-HELP: Final = "measure this machine, so that reductions take the fastest way"
 
 _MEANINGS: Final = {
     "sync_seconds": "a barrier in shared memory",
@@ -98,7 +87,7 @@ def _measure(group: SyncGroup, seconds: float, as_json: bool) -> int:
         _tell(f"Measuring {name_placement(topology.node_sizes)} with {key.mpi}, about {seconds:g} s.", as_json)
         if topology.local_size > (cores := os.cpu_count() or topology.local_size):
             _tell(f"Its ranks take turns on {cores} cores: what is measured here changes from time to time.", as_json)
-    with group.call(Call(NAME, timeout_seconds=0.0)):
+    with group.call(Call("tune", timeout_seconds=0.0)):
         model, measured = measure_cost_model(group.levels, seconds, group.agreement.restart_clock)
     if topology.rank > 0:
         return 0

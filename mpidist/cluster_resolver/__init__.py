@@ -14,7 +14,6 @@ Where they come from
 A new resolver is one file beside these and one line below.
 """
 
-from mpidist.absent_names import explain_absent_names as _explain_absent_names
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.mpi import MPIClusterResolver
 from mpidist.cluster_resolver.resolver import ClusterResolver
@@ -22,6 +21,7 @@ from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.cluster_resolver.slurm import SlurmClusterResolver
 from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
 from mpidist.cluster_resolver.union import UnionResolver
+from mpidist.package_names import explain_absent_names as _explain_absent_names
 
 __all__ = [
     "ClusterResolver",

@@ -10,7 +10,8 @@ from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
-from mpidist.transport import Topology, load_mpi
+from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI

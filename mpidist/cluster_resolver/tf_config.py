@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
-from mpidist.transport import load_mpi
+from mpidist.transport.mpi.library import load_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -9,11 +9,13 @@ from typing import Any
 
 from mpidist import nest
 from mpidist.collective_calls.object_calls import broadcast_object, gather_object
-from mpidist.collectives import SymmetricSpec
-from mpidist.cross_device_ops import reduce_along_axis, weighted_mean
+from mpidist.collectives.symmetric_empty import SymmetricSpec
+from mpidist.cross_device_ops.axis_reduction import reduce_along_axis
+from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import arrays, library_of, writable_like
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of, writable_like
 from mpidist.values import contributions
 
 __all__ = ["CollectiveCalls"]

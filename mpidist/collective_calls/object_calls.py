@@ -8,11 +8,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import collectives, nest
+from mpidist import nest
+from mpidist.collectives.all_gather import all_gather
+from mpidist.collectives.broadcast import broadcast
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup, raise_together, text_of
+from mpidist.transport.group.raise_together import raise_together
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.text import text_of
 
 __all__ = ["broadcast_object", "gather_object"]
 
@@ -27,10 +31,10 @@ def broadcast_object(group: SyncGroup, item: Any, root: Any, pickled: bool, opti
     data, error = np.empty(0, np.uint8), None
     if root == group.topology.rank:
         data, error = _written(call, item, pickled)
-    length = int(collectives.broadcast(group, call, np.int64(data.size), "all", options, error, root))
+    length = int(broadcast(group, call, np.int64(data.size), "all", options, error, root))
     if root != group.topology.rank:
         data = np.empty(length, np.uint8)
-    data = collectives.broadcast(group, call, data, "all", options, root=root)
+    data = broadcast(group, call, data, "all", options, root=root)
     return _read(group, call, lambda: _item_of(data, pickled), pickled, options)
 
 
@@ -39,9 +43,7 @@ def gather_object(group: SyncGroup, item: Any, pickled: bool, options: Communica
     call = _named("gather_object", pickled)
     data, error = _written(call, item, pickled)
     one_each = Replicas.one_per_rank(group.topology)
-    lengths, everything = collectives.all_gather(
-        group, call, (np.array([data.size]), data), 0, options, one_each, error
-    )
+    lengths, everything = all_gather(group, call, (np.array([data.size]), data), 0, options, one_each, error)
     parts = np.split(everything, np.cumsum(lengths)[:-1])
     items: list[Any] = _read(group, call, lambda: [_item_of(part, pickled) for part in parts], pickled, options)
     return items

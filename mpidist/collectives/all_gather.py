@@ -11,36 +11,29 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import (
-    Arguments,
+from mpidist.collectives.arguments.destinations import replica_components
+from mpidist.collectives.arguments.operands import (
     Operands,
     Spec,
-    agreed_call,
     axis_of,
-    copy_overwritten,
     host_sizes,
-    is_target,
     native_dtype,
-    replica_components,
     require_memory,
     require_values,
-    result_outs,
-    write_outs,
 )
+from mpidist.collectives.arguments.out_arrays import copy_overwritten, is_target, result_outs, write_outs
+from mpidist.collectives.arguments.signature import Arguments, agreed_call
 from mpidist.errors import InvalidArgumentError
-from mpidist.nest import array_names, form_text
+from mpidist.nest.text import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
-from mpidist.transport import (
-    ErrorReport,
-    SyncGroup,
-    arrays,
-    mark_shared,
-    node_bytes,
-    raise_reported,
-    size_text,
-    wait_for_devices,
-)
+from mpidist.transport import arrays
+from mpidist.transport.devices import wait_for_devices
+from mpidist.transport.group.raise_together import ErrorReport, raise_reported
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.host_memory.result_memory import node_bytes
+from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.text import size_text
 from mpidist.values import Contributions, contributions
 
 __all__ = ["all_gather"]

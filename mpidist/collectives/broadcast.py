@@ -8,27 +8,22 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import (
-    Arguments,
-    CheckedOuts,
-    Operands,
-    agreed_call,
+from mpidist.collectives.arguments.checked_outs import CheckedOuts
+from mpidist.collectives.arguments.destinations import ranks_of, send_to
+from mpidist.collectives.arguments.operands import Operands, host_sizes, require_memory, require_values, result_arrays
+from mpidist.collectives.arguments.out_arrays import (
     copy_overwritten,
     flatten_out,
-    host_sizes,
     native_outs,
-    ranks_of,
-    require_memory,
-    require_values,
-    result_arrays,
-    send_to,
     target_arrays,
     write_outs,
 )
+from mpidist.collectives.arguments.signature import Arguments, agreed_call
 from mpidist.errors import InvalidArgumentError
-from mpidist.nest import array_names, form_text
+from mpidist.nest.text import array_names, form_text
 from mpidist.options import CommunicationOptions
-from mpidist.transport import SyncGroup, arrays
+from mpidist.transport import arrays
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.values import DistributedValues
 from mpidist.whole_number import whole_number
 

@@ -10,20 +10,22 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import (
+from mpidist.collectives.arguments.destinations import (
     NO_CONTRIBUTIONS,
     MirroredLeaves,
     ValueWithDestinations,
     flatten_contributions,
-    flatten_out,
-    name_call,
     rebuild_results,
 )
-from mpidist.collectives.plans import ReductionCall
+from mpidist.collectives.arguments.out_arrays import flatten_out
+from mpidist.collectives.arguments.signature import name_call
+from mpidist.collectives.plans.call import ReductionCall
 from mpidist.collectives.reductions import Reductions
 from mpidist.errors import InvalidTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import Pending, SyncGroup, value_text
+from mpidist.transport.group.started_calls import Pending
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.text import value_text
 from mpidist.values import Contributions
 
 __all__ = ["PendingResult", "open_all_reduce", "open_batch_reduce"]

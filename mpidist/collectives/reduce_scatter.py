@@ -8,26 +8,27 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import (
-    Arguments,
+from mpidist.collectives.arguments.operands import (
     Operands,
     Spec,
-    agreed_call,
     axis_of,
-    copy_overwritten,
     host_sizes,
-    is_target,
     native_dtype,
     require_memory,
     require_values,
-    result_outs,
 )
-from mpidist.collectives.plans import Arithmetic, result_dtypes, wire_and_result_dtypes
+from mpidist.collectives.arguments.out_arrays import copy_overwritten, is_target, result_outs
+from mpidist.collectives.arguments.signature import Arguments, agreed_call
+from mpidist.collectives.plans.arithmetic import Arithmetic, result_dtypes, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
-from mpidist.nest import array_names, form_text
+from mpidist.nest.text import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import Levels, SyncGroup, Topology, arrays, shard_bounds
+from mpidist.transport import arrays
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.topology import Topology
 from mpidist.values import contributions, require_contributions
 
 __all__ = ["reduce_scatter"]

@@ -9,56 +9,28 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import (
-    Operands,
-    Spec,
-    check_outs,
-    group_by_destinations,
-    host_sizes,
-    name_call,
-    native_outs,
-    require_memory,
-    specs_text,
-    write_outs,
-)
-from mpidist.collectives.plans import (
-    Algorithm,
-    Arithmetic,
-    Execution,
-    FusedExecution,
-    LocalSums,
-    OverflowReport,
-    PackedExecution,
-    PackedPart,
-    Plan,
-    ReductionCall,
-    RowList,
-    RowsExecution,
-    make_fused_lists,
-    make_messages,
-    open_all_replicas,
-    reduce_to_ranks,
-    require_like_operands,
-    result_dtypes,
-)
+from mpidist.collectives.arguments.destinations import group_by_destinations
+from mpidist.collectives.arguments.operands import Operands, Spec, host_sizes, require_memory
+from mpidist.collectives.arguments.out_arrays import check_outs, native_outs, write_outs
+from mpidist.collectives.arguments.signature import name_call, specs_text
+from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, result_dtypes
+from mpidist.collectives.plans.call import Algorithm, Execution, Plan, ReductionCall
+from mpidist.collectives.plans.fused_execution import FusedExecution
+from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas, require_like_operands
+from mpidist.collectives.plans.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
+from mpidist.collectives.plans.plan import make_fused_lists, make_messages
+from mpidist.collectives.plans.rows_execution import RowList, RowsExecution
 from mpidist.collectives.repeated_calls import RepeatedCalls
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import Compression, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import (
-    Levels,
-    Pending,
-    ReplicaTree,
-    Steps,
-    SumMemory,
-    SyncGroup,
-    Workplace,
-    count_text,
-    fingerprint_of,
-    name_digest,
-    name_ranks,
-    size_text,
-)
+from mpidist.transport.agreement.fingerprint import fingerprint_of, name_digest
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.started_calls import Pending, Steps, Workplace
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.host_memory.sum_memory import SumMemory
+from mpidist.transport.text import count_text, name_ranks, size_text
+from mpidist.transport.tree import ReplicaTree
 
 __all__ = ["Reductions"]
 

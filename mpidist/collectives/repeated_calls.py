@@ -16,10 +16,19 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import CheckedOuts, Operands, write_outs
-from mpidist.collectives.plans import FusedExecution, ReductionCall, RepeatedReduction
+from mpidist.collectives.arguments.checked_outs import CheckedOuts
+from mpidist.collectives.arguments.operands import Operands
+from mpidist.collectives.arguments.out_arrays import write_outs
+from mpidist.collectives.plans.call import ReductionCall
+from mpidist.collectives.plans.fused_execution import FusedExecution
+from mpidist.collectives.plans.repeated_reductions import RepeatedReduction
 from mpidist.options import Compression, ReduceOp
-from mpidist.transport import Levels, Progress, SyncGroup, known_library_of, library_of, name_digest, native
+from mpidist.transport.agreement.agreement import Progress
+from mpidist.transport.agreement.fingerprint import name_digest
+from mpidist.transport.array_libraries.libraries import known_library_of, library_of
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.native.loading import native
 
 __all__ = ["CallKey", "RepeatedCalls", "key_of_repeated"]
 

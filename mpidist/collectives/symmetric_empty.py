@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
 
-from mpidist.collectives.arguments import symmetric_spec
-from mpidist.transport import SyncGroup, arrays
+from mpidist.collectives.arguments.operands import symmetric_spec
+from mpidist.transport import arrays
+from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["SymmetricSpec", "symmetric_empty"]
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from mpidist.coordinator.functions import PerWorkerDatasets, function_named
 from mpidist.errors import OutOfRangeError
-from mpidist.nest import decode, encode
-from mpidist.parameter_server import Servers
-from mpidist.transport import text_of, traceback_text
+from mpidist.nest.encoding import decode, encode
+from mpidist.parameter_server.servers import Servers
+from mpidist.transport.text import text_of
+from mpidist.transport.tracebacks import traceback_text
 
 __all__ = ["ADVICE", "Caller", "result_of"]
 

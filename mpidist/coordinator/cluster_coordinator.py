@@ -14,9 +14,9 @@ from mpidist.coordinator.crew import Crew
 from mpidist.coordinator.functions import PerWorkerDataset, PerWorkerDatasets, handle_of, name_of
 from mpidist.coordinator.mail import Mail
 from mpidist.coordinator.work import Work
-from mpidist.datasets import InputContext
-from mpidist.nest import encode
-from mpidist.parameter_server import Role
+from mpidist.datasets.input_options import InputContext
+from mpidist.nest.encoding import encode
+from mpidist.parameter_server.cluster import Role
 from mpidist.strategy import Strategy
 
 __all__ = ["ClusterCoordinator"]

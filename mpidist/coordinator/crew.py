@@ -13,7 +13,11 @@ from mpidist.coordinator.calling import result_of
 from mpidist.coordinator.closure import Closure
 from mpidist.coordinator.mail import Kind, Letter, Mail
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport import AwaitedPeers, ServiceGroup, first_line, name_ranks, poll, repeat_of
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.shared_errors import repeat_of
+from mpidist.transport.text import first_line, name_ranks
+from mpidist.transport.waiting import poll
 
 __all__ = ["Crew"]
 

@@ -14,9 +14,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn, TypeVar, final
 
-from mpidist.datasets import InputContext
-from mpidist.nest import Handle
-from mpidist.transport import value_text
+from mpidist.datasets.input_options import InputContext
+from mpidist.nest.encoding import Handle
+from mpidist.transport.text import value_text
 
 __all__ = [
     "PerWorkerDataset",

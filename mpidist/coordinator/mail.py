@@ -7,7 +7,10 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi, never_free
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.mpi.library import is_process_failure, load_mpi
+from mpidist.transport.waiting import never_free
 
 __all__ = ["Kind", "Letter", "Mail"]
 

@@ -13,7 +13,10 @@ import numpy as np
 from mpidist.coordinator.calling import Caller
 from mpidist.coordinator.mail import Kind, Letter, Mail
 from mpidist.errors import PeerFailedError
-from mpidist.transport import AwaitedPeers, ServiceGroup, name_ranks, poll
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.text import name_ranks
+from mpidist.transport.waiting import poll
 
 __all__ = ["Work"]
 

@@ -8,22 +8,16 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives import (
-    Spec,
-    axes_of,
-    axes_text,
-    axes_tuple,
-    name_call,
-    native_dtype,
-    per_replica_value,
-    replica_components,
-    require_values,
-    wire_and_result_dtypes,
-)
+from mpidist.collectives.arguments.destinations import per_replica_value, replica_components
+from mpidist.collectives.arguments.operands import Spec, axes_of, axes_text, axes_tuple, native_dtype, require_values
+from mpidist.collectives.arguments.signature import name_call
+from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import accumulator_dtype, arrays, library_of
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.reduction import accumulator_dtype
 from mpidist.values import require_contributions
 
 __all__ = ["reduce_along_axis"]

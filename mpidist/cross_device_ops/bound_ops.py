@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
-from mpidist.collectives import (
-    Algorithm,
-    PendingResult,
-    Reduce,
-    Reductions,
-    broadcast,
-    key_of_repeated,
-    name_call,
-    open_all_reduce,
-    open_batch_reduce,
-    ranks_of,
-    rebuild_results,
-    require_tree_order,
-    require_usable,
-)
+from mpidist.collectives.arguments.destinations import ranks_of, rebuild_results
+from mpidist.collectives.arguments.signature import name_call, require_usable
+from mpidist.collectives.broadcast import broadcast
+from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_batch_reduce
+from mpidist.collectives.plans.call import Algorithm, Reduce
+from mpidist.collectives.plans.local_sums import require_tree_order
+from mpidist.collectives.reductions import Reductions
+from mpidist.collectives.repeated_calls import key_of_repeated
 from mpidist.cross_device_ops.reduce_algorithm import ReduceAlgorithm
 from mpidist.cross_device_ops.world_reductions import world_all_reduce, world_ring_all_reduce
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import FusedReducer, Levels, SyncGroup
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 
 __all__ = ["BoundOps"]
 

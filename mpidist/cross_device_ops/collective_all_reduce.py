@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from mpidist.absent_names import explain_absent_arguments
-from mpidist.collectives import require_usable
+from mpidist.collectives.arguments.signature import require_usable
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions
-from mpidist.transport import FusedReducer, Levels, Reduction
+from mpidist.package_names import explain_absent_arguments
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 
 __all__ = ["CollectiveAllReduce"]
 

@@ -14,7 +14,9 @@ from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.reduce_algorithm import ReduceAlgorithm, ReduceToRoot
 from mpidist.cross_device_ops.world_reductions import world_reduce
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
-from mpidist.transport import Intracomm, SyncGroup, ends_normally
+from mpidist.transport.failures.exit_code import ends_normally
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.library import Intracomm
 
 __all__ = ["CrossDeviceOps"]
 

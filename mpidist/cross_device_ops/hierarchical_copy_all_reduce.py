@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.transport import LEADER_BYTES, FusedReducer, Levels, Reduction
+from mpidist.transport.costs.cost_model import LEADER_BYTES
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 
 __all__ = ["HierarchicalCopyAllReduce"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-from mpidist.collectives import Spec, result_outs, write_outs
+from mpidist.collectives.arguments.operands import Spec
+from mpidist.collectives.arguments.out_arrays import result_outs, write_outs
 from mpidist.cross_device_ops.bound_ops import BoundOps
-from mpidist.nest import Structure
-from mpidist.transport import Call
+from mpidist.nest.structure import Structure
+from mpidist.transport.agreement.agreement import Call
 
 __all__ = ["LateOuts"]
 

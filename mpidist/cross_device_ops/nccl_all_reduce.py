@@ -7,7 +7,8 @@ from typing import Any, final
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
-from mpidist.transport import Levels, NcclReach, Reduction
+from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.reduction import Reduction
 
 __all__ = ["NcclAllReduce"]
 

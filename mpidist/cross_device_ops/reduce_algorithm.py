@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from mpidist.collectives import require_num_packs
+from mpidist.collectives.plans.plan import require_num_packs
 from mpidist.cross_device_ops.world_reductions import world_reduce
 from mpidist.options import CommunicationOptions
-from mpidist.transport import FusedReducer, Levels, Reduction
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 
 __all__ = ["ReduceAlgorithm"]
 

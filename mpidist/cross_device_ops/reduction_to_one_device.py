@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
 
-from mpidist.collectives import ranks_of
+from mpidist.collectives.arguments.destinations import ranks_of
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.transport import Levels, Reduction
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.reduction import Reduction
 
 __all__ = ["ReductionToOneDevice"]
 

@@ -7,23 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.collectives import (
+from mpidist.collectives.arguments.destinations import (
     NO_CONTRIBUTIONS,
-    Spec,
     flatten_contributions,
-    name_call,
-    native_dtype,
     per_replica_value,
     rebuild_results,
     replica_components,
-    wire_and_result_dtypes,
 )
+from mpidist.collectives.arguments.operands import Spec, native_dtype
+from mpidist.collectives.arguments.signature import name_call
+from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import accumulator_dtype, arrays, library_of, mark_shared, value_text
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.reduction import accumulator_dtype
+from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.text import value_text
 from mpidist.values import Contributions, contribution
 
 __all__ = ["weighted_mean"]

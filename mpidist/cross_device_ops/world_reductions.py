@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpidist.transport import Levels, Reduction, ring_all_reduce
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.mpi.ring import ring_all_reduce
+from mpidist.transport.reduction import Reduction
 
 __all__ = ["world_all_reduce", "world_reduce", "world_ring_all_reduce"]
 

@@ -16,7 +16,9 @@ from mpidist.datasets.parts import MISSING
 from mpidist.datasets.unread_rows import UnreadRows
 from mpidist.errors import InvalidArgumentError
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, library_of, shard_bounds
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.communicator import shard_bounds
 
 __all__ = [
     "IN_STEP",

@@ -13,7 +13,10 @@ from mpidist.datasets.position import Position, Progress
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import ErrorReport, fingerprint_of, mark_shared, mismatch_error, raise_reported
+from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.agreement.mismatch_report import mismatch_error
+from mpidist.transport.group.raise_together import ErrorReport, raise_reported
+from mpidist.transport.shared_errors import mark_shared
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
 

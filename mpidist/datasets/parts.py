@@ -9,7 +9,8 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.replicas import Replicas
-from mpidist.transport import Device, arrays
+from mpidist.transport import arrays
+from mpidist.transport.devices import Device
 from mpidist.values import Contributions, PerReplica, join_components
 
 __all__ = ["MISSING", "ArraySpec", "element_spec_of", "empty_like", "join_parts", "put_on_devices"]

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple, final
 
-from mpidist.transport import forbid_calls_here
+from mpidist.transport.group.thread_guard import forbid_calls_here
 
 __all__ = ["ReadAhead"]
 

@@ -1,8 +1,7 @@
 """The names that tf.distribute has under `experimental`: aliases of those of `mpidist` and `mpidist.checkpoint`."""
 
-from mpidist.absent_names import explain_absent_names as _explain_absent_names
 from mpidist.checkpoint import PreemptionCheckpointHandler as PreemptionCheckpointHandler
-from mpidist.datasets import AutoShardPolicy as AutoShardPolicy
+from mpidist.datasets.input_options import AutoShardPolicy as AutoShardPolicy
 from mpidist.experimental import coordinator as coordinator
 from mpidist.experimental import partitioners as partitioners
 from mpidist.experimental import server_rules as server_rules
@@ -10,11 +9,12 @@ from mpidist.options import CollectiveCommunication as CollectiveCommunication
 from mpidist.options import CollectiveHints as CollectiveHints
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
-from mpidist.parameter_server import ShardedVariable as ShardedVariable
-from mpidist.strategies import CentralStorageStrategy as CentralStorageStrategy
-from mpidist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
-from mpidist.strategies import ParameterServerStrategy as ParameterServerStrategy
-from mpidist.strategies import Server as Server
+from mpidist.package_names import explain_absent_names as _explain_absent_names
+from mpidist.parameter_server.sharded_variable import ShardedVariable as ShardedVariable
+from mpidist.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from mpidist.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
+from mpidist.strategies.parameter_server import Server as Server
 from mpidist.strategy import ValueContext as ValueContext
 
 __all__ = [

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist.transport import bytes_of, dtype_named, is_of_numpy
+from mpidist.transport.arrays import bytes_of
+from mpidist.transport.half import dtype_named, is_of_numpy
 
 __all__ = ["MAX_BYTES", "Handle", "decode", "encode"]
 

@@ -9,29 +9,3 @@ store, rules     the variables on a server, and how they change
 placement        on which server a variable lives; `partitioners` cut it into shards
 variable         what a program holds; `sharded_variable` of several shards
 """
-
-from mpidist.parameter_server import partitioners, rules
-from mpidist.parameter_server.cluster import Role, Wanted
-from mpidist.parameter_server.messages import Change, Location, Push, RowsChange
-from mpidist.parameter_server.placement import OnServers
-from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import Servers
-from mpidist.parameter_server.sharded_variable import ShardedVariable
-from mpidist.parameter_server.variable import ServerVariable, read_together
-
-__all__ = [
-    "Change",
-    "Location",
-    "OnServers",
-    "Push",
-    "Role",
-    "Rule",
-    "RowsChange",
-    "ServerVariable",
-    "Servers",
-    "ShardedVariable",
-    "Wanted",
-    "partitioners",
-    "read_together",
-    "rules",
-]

@@ -9,29 +9,26 @@ from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
-from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.resolver import ClusterResolver
+from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
-from mpidist.parameter_server.attendance import Workers
-from mpidist.parameter_server.messages import Channel, lanes_to
+from mpidist.parameter_server.attendance.meetings import Workers
+from mpidist.parameter_server.messages.channel import Channel
+from mpidist.parameter_server.messages.lane import lanes_to
 from mpidist.parameter_server.placement import PLACEMENTS
 from mpidist.parameter_server.roles import Roles, Task, check_counts, roles_by_rank, roles_of_tasks, task_of
 from mpidist.parameter_server.server import ParameterServer
 from mpidist.parameter_server.servers import LocalServers, RemoteServers, Servers
 from mpidist.parameter_server.servers_in_use import require_unused
-from mpidist.transport import (
-    AwaitedPeers,
-    Intracomm,
-    Service,
-    ServiceGroup,
-    Topology,
-    first_line,
-    mark_shared,
-    meet_ranks,
-    name_ranks,
-    open_groups,
-    text_of,
-)
+from mpidist.transport.failures import open_groups
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
+from mpidist.transport.mpi.library import Intracomm
+from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.text import first_line, name_ranks, text_of
+from mpidist.transport.topology import Topology
 from mpidist.whole_number import whole_number
 
 __all__ = ["Role", "Wanted"]

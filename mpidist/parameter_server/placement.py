@@ -10,13 +10,16 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.context_stack import CurrentStrategy
-from mpidist.parameter_server.messages import Location
+from mpidist.parameter_server.messages.locations import Location
 from mpidist.parameter_server.partitioners import num_shards_of
 from mpidist.parameter_server.servers import Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, VariableTraits
-from mpidist.transport import arrays, dtype_named, shard_bounds
-from mpidist.variables import VariablePlacement, cast_for, native_of
+from mpidist.transport import arrays
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.half import dtype_named
+from mpidist.variables.casting import cast_for, native_of
+from mpidist.variables.placement import VariablePlacement
 
 __all__ = ["PLACEMENTS", "OnServers"]
 

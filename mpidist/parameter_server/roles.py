@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
-from mpidist.cluster_resolver import ClusterResolver, ClusterSpec
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.errors import TopologyError
-from mpidist.transport import name_ranks
+from mpidist.transport.text import name_ranks
 from mpidist.whole_number import whole_number
 
 __all__ = ["Roles", "Task", "check_counts", "roles_by_rank", "roles_of_tasks", "task_of"]

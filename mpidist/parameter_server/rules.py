@@ -18,7 +18,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages import MAX_NUMBERS
+from mpidist.parameter_server.messages.protocol import MAX_NUMBERS
 
 __all__ = ["SGD", "Adam", "Memory", "Momentum", "Registered", "Rule", "register", "rule_named"]
 

@@ -10,18 +10,19 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.attendance import Attendance, Workers
-from mpidist.parameter_server.messages import (
+from mpidist.parameter_server.attendance.attendance import Attendance
+from mpidist.parameter_server.attendance.meetings import Workers
+from mpidist.parameter_server.messages.calls import Calls
+from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.lane import Lane
+from mpidist.parameter_server.messages.protocol import (
     HEADER_BYTES,
     IN_PLACE_BYTES,
     INLINE_BYTES,
     SERVE_CALL,
     WHOLE_NUMBERS,
-    Calls,
     Change,
-    Connection,
     Header,
-    Lane,
     Op,
     Outcome,
     Step,
@@ -29,7 +30,13 @@ from mpidist.parameter_server.messages import (
 )
 from mpidist.parameter_server.store import Store, Stored
 from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
-from mpidist.transport import AwaitedPeers, ServiceGroup, bytes_of, dtype_named, poll, repeat_of, text_of
+from mpidist.transport.arrays import bytes_of
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.half import dtype_named
+from mpidist.transport.shared_errors import repeat_of
+from mpidist.transport.text import text_of
+from mpidist.transport.waiting import poll
 
 __all__ = ["ParameterServer"]
 

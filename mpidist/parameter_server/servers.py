@@ -10,24 +10,18 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.errors import InvalidArgumentError
-from mpidist.parameter_server.messages import (
-    GRACE_SECONDS,
-    Change,
-    Channel,
-    KnownLists,
-    Location,
-    Op,
-    Push,
-    RowsChange,
-    Step,
-    by_server,
-    to_json,
-)
+from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
+from mpidist.parameter_server.messages.known_lists import KnownLists
+from mpidist.parameter_server.messages.locations import Location, RowsChange, by_server
+from mpidist.parameter_server.messages.protocol import Change, Op, Step, to_json
+from mpidist.parameter_server.messages.push import Push
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.servers_in_use import begin_use
 from mpidist.parameter_server.step_check import StepCheck
 from mpidist.parameter_server.store import Store
-from mpidist.transport import ServiceGroup, mark_left, mark_shared, text_of
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.shared_errors import mark_left, mark_shared
+from mpidist.transport.text import text_of
 
 __all__ = ["LocalServers", "RemoteServers", "Servers"]
 

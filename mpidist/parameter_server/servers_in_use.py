@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from threading import get_ident
 from typing import Final, NamedTuple, final
 
-from mpidist.transport import ServiceGroup, name_ranks
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.text import name_ranks
 
 __all__ = ["begin_use", "require_unused"]
 

@@ -8,19 +8,15 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages import RowsChange
+from mpidist.parameter_server.messages.locations import RowsChange
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.variable import ServerVariable, read_together, row_numbers
 from mpidist.values import IndexedSlices, local_component
-from mpidist.variables import (
-    ReadsAsArray,
-    SparseUpdates,
-    VariableAggregation,
-    VariableSynchronization,
-    cast_for,
-    checked_rows,
-    require_no_effect,
-)
+from mpidist.variables.array_protocol import ReadsAsArray
+from mpidist.variables.assigning import require_no_effect
+from mpidist.variables.casting import cast_for
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.sparse_updates import SparseUpdates, checked_rows
 
 __all__ = ["ShardedVariable"]
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import final
 
-from mpidist.parameter_server.messages import Location
+from mpidist.parameter_server.messages.locations import Location
 
 __all__ = ["StepCheck"]
 

@@ -8,10 +8,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages import NO_PLACE, Change
+from mpidist.parameter_server.messages.protocol import NO_PLACE, Change
 from mpidist.parameter_server.rules import Memory, Rule, rule_named
-from mpidist.transport import accumulator_dtype, bytes_of
-from mpidist.variables import change_rows
+from mpidist.transport.arrays import bytes_of
+from mpidist.transport.reduction import accumulator_dtype
+from mpidist.variables.sparse_updates import change_rows
 
 __all__ = ["Store", "Stored", "Turn"]
 

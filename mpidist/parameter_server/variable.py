@@ -11,27 +11,20 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.options import ReduceOp
-from mpidist.parameter_server.messages import Change, Location, RowsChange
+from mpidist.parameter_server.messages.locations import Location, RowsChange
+from mpidist.parameter_server.messages.protocol import Change
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.servers import Servers
 from mpidist.values import Contributions, DistributedValues, IndexedSlices, local_component
-from mpidist.variables import (
-    AGGREGATED_CALLS,
-    ReadsAsArray,
-    SparseUpdates,
-    Variable,
-    VariableAggregation,
-    VariableSynchronization,
-    cast_for,
-    checked_rows,
-    host_indices,
-    is_python_number,
-    require_mean,
-    require_no_effect,
-)
+from mpidist.variables.array_protocol import ReadsAsArray
+from mpidist.variables.assigning import require_no_effect
+from mpidist.variables.casting import cast_for, is_python_number, require_mean
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, checked_rows, host_indices
+from mpidist.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from mpidist.transport import SyncGroup
+    from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["ServerVariable", "VariableTraits", "read_together", "row_numbers"]
 

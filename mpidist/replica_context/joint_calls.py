@@ -8,16 +8,24 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 from mpidist import context_stack, nest
-from mpidist.collectives import PendingResult, Spec, axis_of, name_call, native_dtype, wire_and_result_dtypes
+from mpidist.collectives.arguments.operands import Spec, axis_of, native_dtype
+from mpidist.collectives.arguments.signature import name_call
+from mpidist.collectives.open_call import PendingResult
+from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.cross_device_ops import BoundOps, LateOuts, weighted_mean
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.late_outs import LateOuts
+from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
 from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.results_on_gpus import broadcast_to_gpus, copies_on_gpus
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, copied, library_of, on_device, shard_bounds
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import copied, library_of
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.devices import on_device
 from mpidist.values import Contributions, DistributedValues, contributions, join_components, local_components
 
 __all__ = ["JointCalls", "SharedResult"]

@@ -8,12 +8,14 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist import context_stack
-from mpidist.collectives import PendingResult
+from mpidist.collectives.open_call import PendingResult
 from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.cross_device_ops import BoundOps, weighted_mean
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context.joint_calls import JointCalls, SharedResult
-from mpidist.transport import Device, open_groups
+from mpidist.transport.devices import Device
+from mpidist.transport.failures import open_groups
 from mpidist.values import local_components
 from mpidist.whole_number import whole_number
 

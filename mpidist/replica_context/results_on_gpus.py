@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidist.replicas import Replicas
-from mpidist.transport import DeviceLevels, arrays, on_device
+from mpidist.transport import arrays
+from mpidist.transport.devices import on_device
+from mpidist.transport.group.device_levels import DeviceLevels
 
 __all__ = ["broadcast_to_gpus", "copies_on_gpus"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.cross_device_ops import BoundOps
+from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.replica_context.joint_calls import JointCalls
 from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.replica_context import ReplicaContext

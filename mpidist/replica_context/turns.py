@@ -16,7 +16,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from mpidist import context_stack
 from mpidist.errors import InvalidArgumentError
 from mpidist.replica_context.pending_writes import PendingWrites
-from mpidist.transport import Device, are_several_gpus, arrays
+from mpidist.transport import arrays
+from mpidist.transport.devices import Device, are_several_gpus
 
 __all__ = ["CarryOut", "Turns"]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import devices_on_one_node
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import Device, Intracomm, SyncGroup
-from mpidist.variables import OncePerNode, OnEachRank, VariablePlacement
+from mpidist.transport.devices import Device
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.library import Intracomm
+from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
 
 __all__ = ["CentralStorageStrategy"]
 

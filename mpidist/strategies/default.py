@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import final
 
 from mpidist.context_stack import parts_of
-from mpidist.cross_device_ops import CollectiveAllReduce
-from mpidist.replica_context import ReplicaContext
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
+from mpidist.replica_context.replica_context import ReplicaContext
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import Device, SyncGroup
+from mpidist.transport.devices import Device
+from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["DefaultStrategy", "make_default"]
 

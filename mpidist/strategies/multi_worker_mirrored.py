@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import final
 
-from mpidist.cluster_resolver import ClusterResolver
+from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_tasks import join_tasks
-from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps, HierarchicalCopyAllReduce
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import Device, Intracomm, Service, SyncGroup, choose_device
-from mpidist.variables import OncePerNode
+from mpidist.transport.devices import Device, choose_device
+from mpidist.transport.group.service_group import Service
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.library import Intracomm
+from mpidist.variables.placement import OncePerNode
 from mpidist.whole_number import require_bool
 
 __all__ = ["MultiWorkerMirroredStrategy"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import Device, SyncGroup, choose_device
+from mpidist.transport.devices import Device, choose_device
+from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["OneDeviceStrategy"]
 

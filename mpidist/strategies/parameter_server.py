@@ -9,30 +9,30 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist import context_stack, nest
-from mpidist.absent_names import explain_absent_members
-from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
-from mpidist.collectives import HostOuts
-from mpidist.coordinator import ClusterCoordinator
-from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.resolver import ClusterResolver
+from mpidist.cluster_resolver.simple import SimpleClusterResolver
+from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
+from mpidist.collectives.arguments.checked_outs import HostOuts
+from mpidist.coordinator.cluster_coordinator import ClusterCoordinator
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.options import CommunicationOptions
-from mpidist.parameter_server import (
-    Change,
-    Location,
-    OnServers,
-    Push,
-    Role,
-    RowsChange,
-    Rule,
-    Servers,
-    ServerVariable,
-    ShardedVariable,
-    Wanted,
-    read_together,
-)
+from mpidist.package_names import explain_absent_members
+from mpidist.parameter_server.cluster import Role, Wanted
+from mpidist.parameter_server.messages.locations import Location, RowsChange
+from mpidist.parameter_server.messages.protocol import Change
+from mpidist.parameter_server.messages.push import Push
+from mpidist.parameter_server.placement import OnServers
+from mpidist.parameter_server.rules import Rule
+from mpidist.parameter_server.servers import Servers
+from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.parameter_server.variable import ServerVariable, read_together
 from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import Intracomm, SyncGroup, choose_device
+from mpidist.transport.devices import choose_device
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.library import Intracomm
 from mpidist.values import IndexedSlices
 
 __all__ = ["ParameterServerStrategy", "Server"]

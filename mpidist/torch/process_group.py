@@ -15,22 +15,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.autograd import profiler
 
-from mpidist.collectives import reduce_scatter
-from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce, HierarchicalCopyAllReduce
+from mpidist.collectives.reduce_scatter import reduce_scatter
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.work import MpiWork
-from mpidist.transport import (
-    Call,
-    Communicator,
-    Intracomm,
-    Message,
-    Messages,
-    SyncGroup,
-    fingerprint_of,
-    load_mpi,
-    mark_shared,
-)
+from mpidist.transport.agreement.agreement import Call
+from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.communicator import Communicator
+from mpidist.transport.group.messages import Message, Messages
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.library import Intracomm, load_mpi
+from mpidist.transport.shared_errors import mark_shared
 
 __all__ = ["MpiProcessGroup", "make_process_group"]
 

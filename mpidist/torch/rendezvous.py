@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpidist.transport import load_mpi, meet_ranks
+from mpidist.transport.group.service_group import meet_ranks
+from mpidist.transport.mpi.library import load_mpi
 
 __all__ = ["set_environment"]
 

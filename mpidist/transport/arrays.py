@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist.transport import cuda
-from mpidist.transport.native import KnownLists
+from mpidist.transport.native.known_lists import KnownLists
 
 __all__ = [
     "NativeArray",

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.half import HalfAccumulator
-from mpidist.transport.native import native
+from mpidist.transport.native.loading import native
 from mpidist.transport.tree import Fold
 
 __all__ = ["UFUNCS", "Reduction", "accumulator_dtype", "is_low_precision", "narrow", "widen"]

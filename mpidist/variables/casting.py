@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.transport import arrays, library_of
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of
 
 __all__ = ["cast_for", "is_python_number", "native_of", "require_mean"]
 

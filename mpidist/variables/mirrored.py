@@ -22,7 +22,7 @@ from mpidist.variables.sparse_updates import AGGREGATED_CALLS, change_rows, chec
 from mpidist.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from mpidist.transport import SyncGroup
+    from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["MirroredVariable"]
 

@@ -9,7 +9,11 @@ from typing import Any, final
 
 from mpidist.context_stack import CurrentStrategy
 from mpidist.options import CommunicationOptions
-from mpidist.transport import Call, Device, SyncGroup, arrays, raise_together
+from mpidist.transport import arrays
+from mpidist.transport.agreement.agreement import Call
+from mpidist.transport.devices import Device
+from mpidist.transport.group.raise_together import raise_together
+from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["OnEachRank", "OncePerNode", "VariablePlacement"]
 

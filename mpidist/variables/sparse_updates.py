@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mpidist.transport import arrays, change_rows_of_gpu, library_of
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.gpu.rows import change_rows_of_gpu
 from mpidist.values import IndexedSlices
 from mpidist.variables.assigning import require_no_effect
 from mpidist.variables.casting import cast_for

@@ -9,14 +9,15 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import parts_of
 from mpidist.options import ReduceOp
-from mpidist.transport import arrays, on_device
+from mpidist.transport import arrays
+from mpidist.transport.devices import on_device
 from mpidist.values import Contributions
 from mpidist.variables.assigning import store
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from mpidist.transport import SyncGroup
+    from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["SyncOnReadVariable"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpidist import context_stack, nest
 from mpidist.replicas import Replicas
-from mpidist.transport import on_device
+from mpidist.transport.devices import on_device
 from mpidist.values import PerReplica, join_components, local_components
 from mpidist.variables.variable import Variable
 

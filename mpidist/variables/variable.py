@@ -13,7 +13,9 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, open_groups, rank_from_environment
+from mpidist.transport import arrays
+from mpidist.transport.failures import open_groups
+from mpidist.transport.mpi.launcher_variables import rank_from_environment
 from mpidist.values import DistributedValues
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable

@@ -22,9 +22,10 @@ import mpidist
 from mpidist.__main__ import run_command
 from mpidist.cli import doctor, leftovers, rank_facts
 from mpidist.cli.cuda_aware_mpi import Answer
-from mpidist.cross_device_ops import BoundOps
+from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.errors import UnavailableError
-from mpidist.transport import cuda, load_mpi
+from mpidist.transport import cuda
+from mpidist.transport.mpi.library import load_mpi
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

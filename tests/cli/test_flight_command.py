@@ -15,10 +15,9 @@ import pytest
 from mpi_session import clean_environment
 
 from mpidist.__main__ import run_command
-from mpidist.transport import Stack
-from mpidist.transport.failures import FILE_VERSION, GroupFlight
-from mpidist.transport.failures.flight_files import write_flight
+from mpidist.transport.failures.flight_files import FILE_VERSION, GroupFlight, write_flight
 from mpidist.transport.failures.flight_recorder import FlightEntry
+from mpidist.transport.stacks import Stack
 
 pytestmark = pytest.mark.no_mpi
 

@@ -14,9 +14,10 @@ from mpi_session import clean_environment
 
 from mpidist.cli.measure_costs import measure_cost_model
 from mpidist.cli.tune import explain
-from mpidist.transport.costs import CostModel, TuningKey, load_tuned, name_placement, save_cost_model, tuning_path
-from mpidist.transport.group import SyncGroup
-from mpidist.transport.mpi import load_mpi
+from mpidist.transport.costs.cost_file import TuningKey, load_tuned, save_cost_model, tuning_path
+from mpidist.transport.costs.cost_model import CostModel, name_placement
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.library import load_mpi
 
 KEY = TuningKey((2, 2), "MPICH", "A processor")
 

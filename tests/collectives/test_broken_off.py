@@ -18,9 +18,11 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport import RecycledResults, ResultMemory, arrays, native
-from mpidist.transport.node_memory import NodeBarrier
-from mpidist.transport.shared_memory import TwoShot
+from mpidist.transport import arrays
+from mpidist.transport.host_memory.result_memory import RecycledResults, ResultMemory
+from mpidist.transport.native.loading import native
+from mpidist.transport.node_memory.barrier import NodeBarrier
+from mpidist.transport.shared_memory.two_shot import TwoShot
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

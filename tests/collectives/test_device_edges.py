@@ -16,12 +16,14 @@ from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, 
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context
-from mpidist.collectives import reduce_scatter
-from mpidist.cross_device_ops import BoundOps, HierarchicalCopyAllReduce, NcclAllReduce
+from mpidist.collectives.reduce_scatter import reduce_scatter
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
+from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays, cuda
-from mpidist.transport.group import SyncGroup
+from mpidist.transport.group.sync_group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

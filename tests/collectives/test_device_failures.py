@@ -14,11 +14,13 @@ import pytest
 from host_cuda.emulated import UNDER_WAY, Emulated
 from host_cuda.gpus import busy, connected, emulated, gpus, group, is_total, mine, opened, up
 
-from mpidist.cross_device_ops import BoundOps, HierarchicalCopyAllReduce, NcclAllReduce
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
+from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions
-from mpidist.transport.group import SyncGroup
-from mpidist.transport.nccl import DeviceQueue
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -28,12 +28,16 @@ from host_cuda.gpus import (
 )
 from support.contributions import reduction_of
 
-from mpidist.cross_device_ops import BoundOps, CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
+from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.group import SyncGroup, levels
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.nccl import DeviceQueue
+from mpidist.transport.group import levels
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -16,7 +16,7 @@ import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport import bfloat16
+from mpidist.transport.half import bfloat16
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -17,9 +17,10 @@ from support.reductions import LARGE, all_reduce, are_repeated
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.collectives.plans.repeated_reductions import LargeArray, SmallArray
-from mpidist.cross_device_ops import CollectiveAllReduce
-from mpidist.transport import Progress, native
-from mpidist.transport.agreement import MpiAgreement
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
+from mpidist.transport.agreement.agreement import Progress
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.native.loading import native
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

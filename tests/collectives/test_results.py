@@ -18,7 +18,7 @@ import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.transport import count_text
+from mpidist.transport.text import count_text
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -17,7 +17,7 @@ import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
-from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.mpi.communicator import MpiCommunicator
 
 __all__ = ["clock"]
 

@@ -18,9 +18,10 @@ import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.transport import Progress, native
-from mpidist.transport.agreement import MpiAgreement
+from mpidist.transport.agreement.agreement import Progress
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.failures.flight_recorder import MAX_CALLS, entries_in
+from mpidist.transport.native.loading import native
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -25,8 +25,9 @@ from support.transports import TRANSPORTS, set_sizes
 from mpidist import CollectiveAllReduce, CommunicationOptions, CrossDeviceOps, HierarchicalCopyAllReduce
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.transport import Topology, shard_bounds
+from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.shared_memory.schedule import chunk_bounds
+from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

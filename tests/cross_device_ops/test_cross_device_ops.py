@@ -28,9 +28,9 @@ from mpidist import (
 )
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.cross_device_ops import BoundOps
+from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.errors import InvalidArgumentError, UnavailableError
-from mpidist.transport import SyncGroup
+from mpidist.transport.group.sync_group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -23,7 +23,7 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist import nest
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport import copied, library_of
+from mpidist.transport.array_libraries.libraries import copied, library_of
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.transport import copied, library_of, writable_like
+from mpidist.transport.array_libraries.libraries import copied, library_of, writable_like
 
 pytestmark = pytest.mark.no_mpi
 

@@ -11,7 +11,9 @@ import numpy as np
 from support.contributions import DTYPES, HALVES, UFUNCS, contribution, in_rank_order, reduction_of
 
 from host_cuda.gpus import down, up
-from mpidist.transport import Communicator, Reduction, cuda, shard_bounds
+from mpidist.transport import cuda
+from mpidist.transport.communicator import Communicator, shard_bounds
+from mpidist.transport.reduction import Reduction
 
 __all__ = ["CHECKS", "CHUNK"]
 

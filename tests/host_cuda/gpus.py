@@ -18,10 +18,11 @@ from support.contributions import contribution, reduction_of
 
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
-from mpidist.cross_device_ops import BoundOps, NcclAllReduce
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.group import SyncGroup
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from mpi_session import HANG_SECONDS, OPEN_MPI, clean_environment
 from mpi_session.launch import Launcher
 
 import mpidist
-from mpidist.transport import name_ranks
+from mpidist.transport.text import name_ranks
 
 __all__ = [
     "BLOCKS",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpidist import CommunicationOptions
 from mpidist.context_stack import parts_of
 from mpidist.experimental import ParameterServerStrategy, server_rules
-from mpidist.parameter_server import Role
+from mpidist.parameter_server.cluster import Role
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

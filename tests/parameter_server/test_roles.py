@@ -16,7 +16,7 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, TopologyError
 from mpidist.experimental import ParameterServerStrategy, Server
 from mpidist.experimental.coordinator import ClusterCoordinator
-from mpidist.parameter_server import Role
+from mpidist.parameter_server.cluster import Role
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

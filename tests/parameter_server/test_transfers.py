@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 
 from mpidist.parameter_server import rules
-from mpidist.parameter_server.attendance import Attendance, Workers
-from mpidist.parameter_server.messages import (
-    CHUNK_BYTES,
-    LANE_BYTES,
-    NO_PLACE,
-    Change,
-    Connection,
-    Header,
-    Lane,
-    Op,
-    plan_messages,
-)
+from mpidist.parameter_server.attendance.attendance import Attendance
+from mpidist.parameter_server.attendance.meetings import Workers
+from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane
+from mpidist.parameter_server.messages.protocol import CHUNK_BYTES, NO_PLACE, Change, Header, Op, plan_messages
 from mpidist.parameter_server.store import Store, Stored
 from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
-from mpidist.transport import AwaitedPeers, ServiceGroup
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import ServiceGroup
 
 pytestmark = pytest.mark.no_mpi
 

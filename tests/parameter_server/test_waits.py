@@ -17,8 +17,8 @@ from mpidist import CommunicationOptions, Variable
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
-from mpidist.parameter_server import Role
-from mpidist.transport import AwaitedPeers
+from mpidist.parameter_server.cluster import Role
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

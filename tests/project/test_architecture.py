@@ -130,7 +130,7 @@ def test_package_was_found() -> None:
     assert len(MODULES) > 40
     assert sum(1 for module in MODULES.values() for _ in module.own_imports()) > 200
     edges = {found.target for found in MODULES["mpidist.strategies.mirrored"].own_imports()}
-    assert {"mpidist.strategy", "mpidist.transport", "mpidist.cross_device_ops"} <= edges
+    assert {"mpidist.strategy", "mpidist.strategy_parts", "mpidist.replicas"} <= edges
 
 
 def test_transport_knows_only_itself_and_errors() -> None:
@@ -203,35 +203,38 @@ def test_folders_stay_small() -> None:
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
-def test_folders_are_entered_by_their_init_alone() -> None:
-    """What others may use of a folder, its `__init__` names. The top folder has no such rule: its modules are few."""
-    wrong = [
-        f"{module.at(found.line)} imports {found.source}, which is within a folder"
-        for module in MODULES.values()
-        for found in module.own_imports()
-        if not MODULES[found.source].is_package
-        and MODULES[found.source].folder != PACKAGE.name
-        and not is_in(module.name, MODULES[found.source].folder)
-    ]
-    assert wrong == []
+# Tables of contents of what users import. Every other name has one home.
+TABLES_OF_CONTENTS = {
+    "mpidist",
+    "mpidist.checkpoint",
+    "mpidist.cluster_resolver",
+    "mpidist.coordinator",
+    "mpidist.experimental",
+    "mpidist.nest",
+    "mpidist.torch",
+}
 
 
-def test_inits_list_what_others_import() -> None:
-    """Else a module of a folder could be taken for a name of its `__init__`."""
+def test_names_are_imported_from_the_module_that_defines_them() -> None:
+    """Else an import reads a folder's other modules, too, and hides where a name comes from."""
+    assert {
+        module.name for module in MODULES.values() if module.is_package and listed_names(module)
+    } <= TABLES_OF_CONTENTS
+    own = [(path, found) for path, _, tree in modules_of_tests() for found in _imports(tree, False, False)]
+    own += [(module.at(found.line), found) for module in MODULES.values() for found in module.own_imports()]
     wrong = [
-        f"{module.at(node.lineno)} imports {alias.name}, which {node.module} does not list"
-        for module in MODULES.values()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ImportFrom) and node.module in MODULES and node.module != PACKAGE.name
-        if MODULES[node.module].is_package and not is_in(module.name, node.module)
-        for alias in node.names
-        if alias.name not in listed_names(MODULES[node.module])
+        f"{where} imports a name of {found.source}, which does not define it"
+        for where, found in own
+        if found.source == found.target and found.source in MODULES and MODULES[found.source].is_package
+        if found.source not in TABLES_OF_CONTENTS
     ]
     assert wrong == []
 
 
 def listed_names(module: Module) -> list[str]:
     """What a module's `__all__` has; none if there is none."""
+    if module.name == PACKAGE.name:  # it makes its list of a table
+        return mpidist.__all__
     for node in module.tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names: list[str] = ast.literal_eval(node.value)
@@ -296,28 +299,24 @@ def test_functions_stay_small() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
 
 
-def is_documented_only(module: Module) -> bool:
-    return all(isinstance(node, ast.Expr) for node in module.tree.body)
+def is_without_definitions(module: Module) -> bool:
+    return all(isinstance(node, (ast.Expr, ast.ImportFrom)) for node in module.tree.body)
 
 
 def test_public_names_are_listed() -> None:
     wrong = []
     for module in MODULES.values():
-        listed = [
-            ast.literal_eval(node.value)
-            for node in module.tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        ]
+        listed = listed_names(module)
         if not listed:
-            wrong += [] if is_documented_only(module) else [f"{module.at(1)} has no __all__"]
+            wrong += [] if is_without_definitions(module) else [f"{module.at(1)} has no __all__"]
             continue
         defined = {
             node.name
             for node in module.tree.body
             if isinstance(node, (Function, ast.ClassDef)) and not node.name.startswith("_")
         }
-        wrong += [f"{module.at(1)} does not list {name}" for name in sorted(defined - set(listed[0]))]
-        wrong += [f"{module.at(1)} lists a name twice"] * (len(set(listed[0])) < len(listed[0]))
+        wrong += [f"{module.at(1)} does not list {name}" for name in sorted(defined - set(listed))]
+        wrong += [f"{module.at(1)} lists a name twice"] * (len(set(listed)) < len(listed))
     assert wrong == []
 
 
@@ -372,46 +371,9 @@ def test_classes_are_abstract_or_final() -> None:
         assert (node.name in final) != is_abstract(node), f"{where} is neither abstract nor final, or both"
 
 
-# The tests. A folder of tests has the rights of the folder of mpidist of the same name: it may use what is inside.
+# The tests.
 
 TESTS = Path(__file__).parents[1]
-HOMES = (PACKAGE.name, "mpidist.experimental")  # modules of these folders are users' business
-# Tests that look into another folder, and what for: a part that has no other door, and is no user's business.
-LOOK_INTO = {
-    "cli/test_flight_command.py": {
-        "mpidist.transport.failures.flight_files",
-        "mpidist.transport.failures.flight_recorder",
-    },
-    "collectives/plans/test_compression.py": {"mpidist.transport.reduction"},
-    "collectives/test_device_overlap.py": {"mpidist.transport.group.levels"},
-    "collectives/test_repeated_calls.py": {"mpidist.collectives.plans.repeated_reductions"},
-    "collectives/test_whole_calls.py": {"mpidist.transport.failures.flight_recorder"},
-    "collectives/plans/test_plan.py": {"mpidist.transport.communicator"},
-    "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
-    "strategies/test_refused_strategies.py": {
-        "mpidist.cluster_resolver.addresses",
-        "mpidist.cluster_resolver.resolver",
-    },
-    "support/any_message.py": {
-        "mpidist.transport.failures.failure_notes",
-        "mpidist.transport.failures.status_board",
-        "mpidist.transport.waiting",
-    },
-    "support/reductions.py": {"mpidist.collectives.repeated_calls"},
-    "support/transports.py": {"mpidist.transport.shared_memory.schedule"},
-    "transport/mpi/test_shared_files.py": {"mpidist.cli.leftovers"},
-    "transport/device_over_mpi/test_device_mpi.py": {"mpidist.cli.cuda_aware_mpi"},
-    "transport/device_over_mpi/test_host_staging.py": {
-        "mpidist.cli.cuda_aware_mpi",
-        "mpidist.transport.node_memory.window",
-    },
-    "transport/failures/test_deadlines.py": {"mpidist.transport.agreement.comparison_rounds"},
-    "transport/shared_memory/test_native.py": {
-        "mpidist.transport.group.levels",
-        "mpidist.transport.node_memory.barrier",
-    },
-    "transport/test_communicator.py": {"mpidist.transport.node_memory.window"},
-}
 
 
 @cache
@@ -420,20 +382,6 @@ def modules_of_tests() -> list[tuple[str, str, ast.Module]]:
     inner = [path.relative_to(TESTS) for path in sorted(TESTS.rglob("*.py"))]
     names = [".".join((PACKAGE.name, *path.with_suffix("").parts)) for path in inner]
     return [(str(path), name, ast.parse((TESTS / path).read_text())) for path, name in zip(inner, names, strict=True)]
-
-
-def test_tests_enter_folders_by_their_init() -> None:
-    looked_into: dict[str, set[str]] = {}
-    for path, name, tree in modules_of_tests():
-        for found in _imports(tree, in_function=False, only_typing=False):
-            for target in {found.source, found.target} & set(MODULES):
-                module = MODULES[target]
-                is_inside = module.is_package or module.folder in HOMES or is_in(name, module.folder)
-                seam = MODULES[module.folder]
-                is_listed = found.source == seam.name and target.rpartition(".")[2] in listed_names(seam)
-                if not is_inside and not is_listed:
-                    looked_into.setdefault(path, set()).add(target)
-    assert looked_into == LOOK_INTO
 
 
 def test_folders_of_tests_mirror_those_of_the_package() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpidist
-from mpidist.transport.costs import CostModel
+from mpidist.transport.costs.cost_model import CostModel
 
 sys.path.append(str(Path(mpidist.__file__).parents[1] / "benchmarks"))
 

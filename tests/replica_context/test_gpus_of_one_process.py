@@ -17,7 +17,8 @@ from host_cuda.gpus import down, emulated, gpus, one_node, require_gpus, up
 from mpidist import CommunicationOptions, MirroredStrategy, Variable, get_replica_context
 from mpidist.context_stack import parts_of
 from mpidist.errors import UnavailableError
-from mpidist.transport import cuda, shard_bounds
+from mpidist.transport import cuda
+from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.values import PerReplica
 

@@ -14,7 +14,7 @@ from mpidist.context_stack import Entry
 from mpidist.errors import InvalidArgumentError
 from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.turns import Turns
-from mpidist.transport import Device
+from mpidist.transport.devices import Device
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 

@@ -24,8 +24,10 @@ from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.cluster_resolver.resolver import OwnTask
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.strategy_parts import StrategyParts
-from mpidist.transport import Device, SyncGroup, cuda
-from mpidist.variables import OnEachRank, VariablePlacement
+from mpidist.transport import cuda
+from mpidist.transport.devices import Device
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.variables.placement import OnEachRank, VariablePlacement
 
 WORLD = MPI.COMM_WORLD
 

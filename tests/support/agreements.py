@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from mpidist.transport.agreement import MpiAgreement
-from mpidist.transport.failures import CallWatchdog, StatusBoard
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.failures.call_watchdog import CallWatchdog
+from mpidist.transport.failures.status_board import StatusBoard
 
 if TYPE_CHECKING:
     import pytest

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from mpidist.transport.failures import Awaited, StatusBoard, Stragglers, Watchdog
 from mpidist.transport.failures.failure_notes import FailureNote
-from mpidist.transport.failures.status_board import Status
-from mpidist.transport.mpi import load_mpi
+from mpidist.transport.failures.status_board import Status, StatusBoard
+from mpidist.transport.failures.stragglers import Awaited, Stragglers
+from mpidist.transport.failures.watchdog import Watchdog
+from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.waiting import poll
 
 if TYPE_CHECKING:

@@ -12,7 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpidist.transport import ReplicaTree, Topology, shard_bounds
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.topology import Topology
+from mpidist.transport.tree import ReplicaTree
 
 __all__ = [
     "COMPLEX", "DTYPES", "HALVES", "INTEGERS", "REALS", "UFUNCS", "bits", "cancelling", "contribution", "flat_trees",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mpidist.context_stack import parts_of
-from mpidist.transport.costs import CostModel
+from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.shared_memory import schedule
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tensors import Tensor
 
-from mpidist.transport import arrays, library_of
-from mpidist.transport.array_libraries import LIBRARIES
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import LIBRARIES, library_of
 
 pytestmark = pytest.mark.no_mpi
 

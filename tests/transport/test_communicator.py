@@ -27,11 +27,12 @@ from support.contributions import (
 from support.everywhere import same_everywhere
 
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
-from mpidist.transport.node_memory import Slots
+from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.node_memory.window import LINE_BYTES
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:

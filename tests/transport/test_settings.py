@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist.transport.failures import flight_folder
+from mpidist.transport.failures.flight_files import flight_folder
 from mpidist.transport.settings import STACK_SIGNAL, Settings, unknown_settings
 
 pytestmark = pytest.mark.no_mpi

@@ -21,8 +21,8 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import TopologyError
 from mpidist.transport.communicator import SoloCommunicator
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.shared_memory import SharedMemoryCommunicator
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

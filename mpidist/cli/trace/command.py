@@ -30,12 +30,10 @@ from mpidist.cli.trace.events import events_of
 from mpidist.cli.trace.files import JobTrace, StrategyTrace, TraceFileError, find_trace, load_trace
 from mpidist.cli.trace.phases import ADDING, EXCHANGE, STAGING, WAITING
 from mpidist.cli.trace.waits import RankTimes, StrategyWaits, waits_of
-from mpidist.transport import count_text, name_ranks
+from mpidist.transport.text import count_text, name_ranks
 
-__all__ = ["HELP", "NAME", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-NAME: Final = "trace"
-HELP: Final = "merge the traces of all ranks for Perfetto, and say who waited for whom"
 
 _WIDTH: Final = 10_000  # lines are not broken, nor columns cut
 _MOST_FOR: Final = "most of it for"
@@ -46,7 +44,7 @@ _OFTEN: Final = 0.5  # of the waits: who causes as much is named
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    merge = actions.add_parser("merge", help=HELP, description=__doc__)
+    merge = actions.add_parser("merge", help="write one file for Perfetto", description=__doc__)
     merge.formatter_class = argparse.RawDescriptionHelpFormatter
     merge.add_argument("folder", metavar="FOLDER", help="the files of a trace, or the folders of traces")
     merge.add_argument(

@@ -10,7 +10,8 @@ from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
-from mpidist.transport import TRACE_VERSION, ClockSample
+from mpidist.transport.trace.clocks import ClockSample
+from mpidist.transport.trace.trace import TRACE_VERSION
 
 __all__ = ["JobTrace", "RankTrace", "StrategyTrace", "TraceFileError", "TracedCall", "find_trace", "load_trace"]
 

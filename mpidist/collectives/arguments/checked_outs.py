@@ -11,8 +11,10 @@ import numpy as np
 from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.arguments.out_arrays import check_outs, flatten_out, is_target, native_outs, owners_of
-from mpidist.transport import SharedArrays, fingerprint_of, native, places_digest
 from mpidist.transport import arrays as native_arrays
+from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.native.loading import native
+from mpidist.transport.node_memory.symmetric import SharedArrays, places_digest
 
 __all__ = ["CheckedOuts", "HostOuts", "KnownOuts"]
 

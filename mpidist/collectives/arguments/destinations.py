@@ -15,7 +15,9 @@ from mpidist import nest
 from mpidist.collectives.arguments.operands import require_values
 from mpidist.options import ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import Communicator, SyncGroup, value_text
+from mpidist.transport.communicator import Communicator
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.text import value_text
 from mpidist.values import (
     Contributions,
     DistributedValues,

@@ -13,19 +13,14 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError, InvalidTypeError
-from mpidist.nest import paths
-from mpidist.transport import (
-    DeviceLevels,
-    NewArrays,
-    ResultMemory,
-    arrays,
-    count_text,
-    is_of_numpy,
-    library_of,
-    node_bytes,
-    size_text,
-    value_text,
-)
+from mpidist.nest.text import paths
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.gpu.new_arrays import NewArrays
+from mpidist.transport.group.device_levels import DeviceLevels
+from mpidist.transport.half import is_of_numpy
+from mpidist.transport.host_memory.result_memory import ResultMemory, node_bytes
+from mpidist.transport.text import count_text, size_text, value_text
 from mpidist.values import DistributedValues, contribution, local_component
 
 __all__ = [

@@ -12,10 +12,11 @@ import numpy as np
 from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
-from mpidist.nest import form_text
+from mpidist.nest.text import form_text
 from mpidist.replicas import Replicas
-from mpidist.transport import SharedArrays, library_of
 from mpidist.transport import arrays as native_arrays
+from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.node_memory.symmetric import SharedArrays
 from mpidist.values import Contributions
 
 __all__ = [

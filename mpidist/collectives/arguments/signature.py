@@ -11,9 +11,12 @@ from typing import Any, TypeVar
 from mpidist import nest
 from mpidist.collectives.arguments.operands import Operands, Spec
 from mpidist.errors import UnavailableError
-from mpidist.nest import array_names
+from mpidist.nest.text import array_names
 from mpidist.options import CommunicationImplementation, CommunicationOptions
-from mpidist.transport import Call, SyncGroup, cuda, size_text
+from mpidist.transport import cuda
+from mpidist.transport.agreement.agreement import Call
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.text import size_text
 
 __all__ = ["Arguments", "agreed_call", "name_call", "names_of", "require_usable", "specs_text"]
 

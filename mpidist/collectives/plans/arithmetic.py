@@ -10,16 +10,11 @@ import numpy as np
 
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
-from mpidist.transport import (
-    Fold,
-    Levels,
-    Reduction,
-    accumulator_dtype,
-    bfloat16,
-    count_text,
-    is_low_precision,
-    is_of_numpy,
-)
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.half import bfloat16, is_of_numpy
+from mpidist.transport.reduction import Reduction, accumulator_dtype, is_low_precision
+from mpidist.transport.text import count_text
+from mpidist.transport.tree import Fold
 
 __all__ = ["Arithmetic", "OverflowReport", "result_dtypes", "wire_and_result_dtypes"]
 

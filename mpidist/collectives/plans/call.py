@@ -8,11 +8,18 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import NO_OPERANDS, CheckedOuts, KnownOuts, Operands, Spec, names_of
+from mpidist.collectives.arguments.checked_outs import CheckedOuts, KnownOuts
+from mpidist.collectives.arguments.operands import NO_OPERANDS, Operands, Spec
+from mpidist.collectives.arguments.signature import names_of
 from mpidist.collectives.plans.local_sums import LocalSums
-from mpidist.nest import form_text
+from mpidist.nest.text import form_text
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import CallRecord, FusedReducer, Levels, Pending, Reduction, Steps, name_ranks
+from mpidist.transport.agreement.agreement import CallRecord
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.started_calls import Pending, Steps
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.text import name_ranks
 
 __all__ = ["Algorithm", "Execution", "Plan", "Reduce", "ReductionCall"]
 

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpidist.collectives.arguments import Spec, copy_overwritten, target_arrays
+from mpidist.collectives.arguments.operands import Spec
+from mpidist.collectives.arguments.out_arrays import copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
@@ -25,19 +26,14 @@ from mpidist.collectives.plans.repeated_reductions import (
     SymmetricInPlace,
 )
 from mpidist.collectives.plans.small_lists import SYMMETRIC_BYTES, SmallLists
-from mpidist.transport import (
-    FusedArrays,
-    FusedReducer,
-    InPlace,
-    LentArrays,
-    Pending,
-    Place,
-    ResultMemory,
-    SharedArrays,
-    Steps,
-    TwoShot,
-    complete,
-)
+from mpidist.transport.group.started_calls import Pending, Steps
+from mpidist.transport.host_memory.result_memory import LentArrays, ResultMemory
+from mpidist.transport.node_memory.symmetric import Place, SharedArrays
+from mpidist.transport.shared_memory.fused_arrays import FusedArrays
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.shared_memory.in_place import InPlace
+from mpidist.transport.shared_memory.two_shot import TwoShot
+from mpidist.transport.waiting import complete
 
 __all__ = ["FusedExecution"]
 

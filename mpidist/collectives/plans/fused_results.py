@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport import ResultMemory, SharedArena, native
+from mpidist.transport.host_memory.result_memory import ResultMemory
+from mpidist.transport.native.loading import native
+from mpidist.transport.node_memory.arena import SharedArena
 
 __all__ = ["FusedResults"]
 

@@ -9,11 +9,15 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import Operands, Spec
+from mpidist.collectives.arguments.operands import Operands, Spec
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression
 from mpidist.replicas import Replicas
-from mpidist.transport import Fold, GpusOfProcess, SumMemory, arrays, on_device, wait_for_devices
+from mpidist.transport import arrays
+from mpidist.transport.devices import on_device, wait_for_devices
+from mpidist.transport.host_memory.sum_memory import SumMemory
+from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
+from mpidist.transport.tree import Fold
 
 __all__ = ["LocalSums", "open_all_replicas", "require_like_operands", "require_tree_order"]
 

@@ -13,30 +13,19 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import (
-    NewResults,
-    Spec,
-    copy_overwritten,
-    send_to,
-    target_arrays,
-    write_outs,
-)
+from mpidist.collectives.arguments.destinations import send_to
+from mpidist.collectives.arguments.operands import NewResults, Spec
+from mpidist.collectives.arguments.out_arrays import copy_overwritten, target_arrays, write_outs
 from mpidist.collectives.plans.call import Execution, Reduce, ReductionCall
 from mpidist.collectives.plans.plan import Message, Piece
 from mpidist.options import CommunicationImplementation
-from mpidist.transport import (
-    DeviceQueue,
-    Launched,
-    Levels,
-    NcclReach,
-    Pending,
-    Reduction,
-    Steps,
-    SyncGroup,
-    narrow,
-    record_event,
-    widen,
-)
+from mpidist.transport.gpu.events import Launched, record_event
+from mpidist.transport.group.compression import narrow, widen
+from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.group.started_calls import Pending, Steps
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.nccl.launch_queue import DeviceQueue
+from mpidist.transport.reduction import Reduction
 
 __all__ = ["DeviceMessages", "PackedExecution", "PackedPart", "reduce_to_ranks"]
 

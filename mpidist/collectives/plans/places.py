@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any, Final, final
 
-from mpidist.collectives.arguments import CheckedOuts
-from mpidist.transport import Place, SharedArrays, places_digest
+from mpidist.collectives.arguments.checked_outs import CheckedOuts
+from mpidist.transport.node_memory.symmetric import Place, SharedArrays, places_digest
 
 __all__ = ["NOWHERE", "PRIVATE", "KnownPlaces", "Places"]
 

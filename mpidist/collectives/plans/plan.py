@@ -14,9 +14,13 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.plans.arithmetic import Arithmetic
-from mpidist.transport import FusedReducer, Levels, PackLayout, Reduction, Schedule, is_low_precision
+from mpidist.transport.gpu.copy_table import PackLayout
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.reduction import Reduction, is_low_precision
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.shared_memory.schedule import Schedule
 from mpidist.whole_number import whole_number
 
 __all__ = [

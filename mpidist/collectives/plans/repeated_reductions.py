@@ -9,20 +9,17 @@ from typing import Any, cast, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport import (
-    FusedArrays,
-    FusedReducer,
-    InPlace,
-    LentArrays,
-    OneShot,
-    RecycledResults,
-    TwoShot,
-    complete,
-    native,
-)
+from mpidist.transport.host_memory.result_memory import LentArrays, RecycledResults
+from mpidist.transport.native.loading import native
+from mpidist.transport.shared_memory.fused_arrays import FusedArrays
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.shared_memory.in_place import InPlace
+from mpidist.transport.shared_memory.one_shot import OneShot
+from mpidist.transport.shared_memory.two_shot import TwoShot
+from mpidist.transport.waiting import complete
 
 __all__ = [
     "LargeArray",

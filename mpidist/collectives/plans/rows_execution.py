@@ -7,10 +7,17 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import NewResults, Spec, target_arrays, write_outs
+from mpidist.collectives.arguments.operands import NewResults, Spec
+from mpidist.collectives.arguments.out_arrays import target_arrays, write_outs
 from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.local_sums import LocalSums
-from mpidist.transport import Pending, Reduction, ReplicaTree, Steps, SumMemory, SyncGroup, all_reduce_rows, arrays
+from mpidist.transport import arrays
+from mpidist.transport.group.row_reduction import all_reduce_rows
+from mpidist.transport.group.started_calls import Pending, Steps
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.host_memory.sum_memory import SumMemory
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.tree import ReplicaTree
 
 __all__ = ["RowList", "RowsExecution"]
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport import FusedReducer, OneShot
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.shared_memory.one_shot import OneShot
 
 __all__ = ["SYMMETRIC_BYTES", "SmallLists"]
 

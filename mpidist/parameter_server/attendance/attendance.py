@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Final, final
 
 from mpidist.parameter_server.attendance.meetings import Workers
-from mpidist.parameter_server.messages import Connection
-from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi
+from mpidist.parameter_server.messages.connection import Connection
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.mpi.library import is_process_failure, load_mpi
 
 __all__ = ["Attendance"]
 

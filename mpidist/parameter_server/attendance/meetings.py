@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
-from mpidist.parameter_server.messages import Outcome
-from mpidist.transport import name_ranks
+from mpidist.parameter_server.messages.protocol import Outcome
+from mpidist.transport.text import name_ranks
 
 __all__ = ["Workers"]
 

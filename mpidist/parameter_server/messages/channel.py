@@ -34,17 +34,13 @@ from mpidist.parameter_server.messages.protocol import (
     plan_stream,
     to_json,
 )
-from mpidist.transport import (
-    AwaitedPeers,
-    ServiceGroup,
-    bytes_of,
-    first_line,
-    is_process_failure,
-    load_mpi,
-    never_free,
-    poll,
-    repeat_of,
-)
+from mpidist.transport.arrays import bytes_of
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.mpi.library import is_process_failure, load_mpi
+from mpidist.transport.shared_errors import repeat_of
+from mpidist.transport.text import first_line
+from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["GRACE_SECONDS", "Channel"]
 

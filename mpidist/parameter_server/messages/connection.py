@@ -23,7 +23,8 @@ from mpidist.parameter_server.messages.protocol import (
     join_bytes,
     plan_messages,
 )
-from mpidist.transport import Intracomm, load_mpi, never_free
+from mpidist.transport.mpi.library import Intracomm, load_mpi
+from mpidist.transport.waiting import never_free
 
 __all__ = ["Connection"]
 

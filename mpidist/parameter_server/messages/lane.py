@@ -8,7 +8,8 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.parameter_server.messages.protocol import CHUNK_BYTES
-from mpidist.transport import LINE_BYTES, ServiceGroup
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.node_memory.window import LINE_BYTES
 
 __all__ = ["LANE_BYTES", "Lane", "lanes_to"]
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.transport import bytes_of
+from mpidist.transport.arrays import bytes_of
 
 __all__ = [
     "ANSWER",

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.errors import InvalidArgumentError
 from mpidist.parameter_server.messages.locations import Location, RowsChange
-from mpidist.transport import Reduction
+from mpidist.transport.reduction import Reduction
 
 __all__ = ["Push"]
 

@@ -15,7 +15,7 @@ from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.agreement.stop_notice import StopNotice
 from mpidist.transport.communicator import Array
-from mpidist.transport.failures import FlightRecorder
+from mpidist.transport.failures.flight_recorder import FlightRecorder
 
 __all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "Progress", "SoloAgreement"]
 

@@ -8,8 +8,8 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.transport.mpi import Intracomm, load_mpi
-from mpidist.transport.node_memory import Barrier
+from mpidist.transport.mpi.library import Intracomm, load_mpi
+from mpidist.transport.node_memory.barrier import Barrier
 
 __all__ = ["MpiRounds", "NodeRounds", "Rounds"]
 

@@ -22,8 +22,9 @@ from mpidist.transport.agreement.mismatch_report import (
     step_exit_error,
 )
 from mpidist.transport.agreement.step_exit import StepExit
-from mpidist.transport.failures import BROKE_OFF, CallWatchdog
-from mpidist.transport.mpi import Intracomm, failed_ranks, load_mpi, ranks_in_world
+from mpidist.transport.failures.call_watchdog import CallWatchdog
+from mpidist.transport.failures.failure_notes import BROKE_OFF
+from mpidist.transport.mpi.library import Intracomm, failed_ranks, load_mpi, ranks_in_world
 from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
 from mpidist.transport.text import name_ranks, text_of
 from mpidist.transport.waiting import never_free, poll

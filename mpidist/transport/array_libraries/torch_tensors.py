@@ -15,7 +15,7 @@ from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
 from mpidist.transport.array_libraries.library import ArrayLibrary
 from mpidist.transport.arrays import NativeArray
 from mpidist.transport.half import dtype_named, is_of_numpy
-from mpidist.transport.native import KnownLists
+from mpidist.transport.native.known_lists import KnownLists
 
 __all__ = ["TorchTensors"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from mpidist.transport.costs.cost_model import CostModel, Placement
-from mpidist.transport.mpi import load_mpi
+from mpidist.transport.mpi.library import load_mpi
 
 __all__ = [
     "Tuned",

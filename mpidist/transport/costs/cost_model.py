@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias, final
 
-from mpidist.transport.node_memory import LINE_BYTES
+from mpidist.transport.node_memory.window import LINE_BYTES
 
 __all__ = ["ALGORITHMS", "LEADER_BYTES", "NEVER", "CostModel", "Placement", "name_placement"]
 

@@ -13,10 +13,10 @@ from mpidist.transport import arrays
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
-from mpidist.transport.gpu import address_of
-from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.gpu.array_lists import address_of
+from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
 
 __all__ = ["MessagedCommunicator"]
 

@@ -12,8 +12,10 @@ import numpy as np
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, StagingSizes, aligned
-from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_event, new_stream, on_stream
-from mpidist.transport.mpi import load_mpi
+from mpidist.transport.gpu.array_lists import address_of
+from mpidist.transport.gpu.events import is_complete, new_event, new_stream, on_stream
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
 

@@ -11,7 +11,7 @@ from mpidist.transport.failures.failure_notes import ENDED, LEFT, FailureNote
 from mpidist.transport.failures.status_board import Status, StatusBoard, name_call
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.failures.watchdog import Watchdog
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi.library import Intracomm
 
 __all__ = ["CallWatchdog"]
 

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.failures.status_board import Status
-from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi
+from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi
 from mpidist.transport.waiting import never_free, poll
 
 __all__ = [

@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.transport.communicator import Array
+if TYPE_CHECKING:  # every rank imports this module with `import mpidist`
+    from mpidist.transport.communicator import Array
 
 __all__ = ["FLIGHT_BYTES", "MAX_CALLS", "FlightEntry", "FlightRecorder", "entries_in", "last_in"]
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import final
 
 from mpidist.transport.failures.exit_code import status_of, watch_exits
-from mpidist.transport.mpi import is_forked_from_rank
+from mpidist.transport.mpi.child_process import is_forked_from_rank
 
 __all__ = ["leave_mpi_to_parent"]
 

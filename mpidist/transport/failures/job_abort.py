@@ -15,7 +15,8 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.transport.failures.exit_code import status_of, watch_exits, watch_immediate_exits, where_raised
-from mpidist.transport.mpi import FORWARD_SECONDS, rank_prefix, store_code, write_lines
+from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
+from mpidist.transport.mpi.launcher_abort import store_code
 from mpidist.transport.shared_errors import following_of, has_left
 from mpidist.transport.stacks import Stack
 from mpidist.transport.text import text_of

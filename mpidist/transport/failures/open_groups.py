@@ -20,16 +20,12 @@ from mpidist.transport.failures.exit_code import end_at_once
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
 from mpidist.transport.failures.process_state import RUNNING
-from mpidist.transport.mpi import (
-    FORWARD_SECONDS,
-    Intracomm,
-    LaunchedRank,
-    ask_launcher_to_abort,
-    launcher_or_parent,
-    load_mpi,
-    rank_before_start,
-    rank_from_environment,
-)
+from mpidist.transport.mpi.child_process import launcher_or_parent
+from mpidist.transport.mpi.error_output import FORWARD_SECONDS
+from mpidist.transport.mpi.launched_rank import LaunchedRank
+from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start
+from mpidist.transport.mpi.launcher_variables import rank_from_environment
+from mpidist.transport.mpi.library import Intracomm, load_mpi
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.stacks import Stack, publish_stack, read_stacks, withdraw_stack

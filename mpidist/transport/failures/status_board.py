@@ -12,8 +12,8 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightEntry, FlightRecorder, entries_in, last_in
 from mpidist.transport.failures.process_state import GONE, RUNNING, STOPPED, Process
-from mpidist.transport.mpi import Intracomm
-from mpidist.transport.node_memory import SharedWindow
+from mpidist.transport.mpi.library import Intracomm
+from mpidist.transport.node_memory.window import SharedWindow
 from mpidist.transport.stacks import read_stacks
 
 __all__ = ["RESET", "StatusBoard", "Status", "name_call"]

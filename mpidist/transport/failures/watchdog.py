@@ -31,7 +31,7 @@ from mpidist.transport.failures.failure_notes import (
 from mpidist.transport.failures.process_state import GONE
 from mpidist.transport.failures.status_board import Status, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.shared_errors import mark_following
 from mpidist.transport.text import name_ranks
 

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.gpu.copy_table import Dtypes
-from mpidist.transport.native import KnownLists
+from mpidist.transport.native.known_lists import KnownLists
 
 __all__ = ["ArrayList", "ArrayLists", "address_of", "is_plain"]
 

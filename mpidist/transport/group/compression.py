@@ -11,7 +11,7 @@ import numpy as np
 from mpidist.transport import arrays
 from mpidist.transport import reduction as host
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.gpu import DeviceKernels
+from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["CompressingCommunicator", "narrow", "widen"]

@@ -12,20 +12,27 @@ from typing import Any, Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import arrays, cuda
-from mpidist.transport.agreement import Agreement
+from mpidist.transport.agreement.agreement import Agreement
 from mpidist.transport.communicator import Communicator, SoloCommunicator
-from mpidist.transport.costs import CostModel
+from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.cuda import INSTALL_CUPY
-from mpidist.transport.device_over_mpi import MessagedCommunicator, Staging, StagingSizes, wait_for_event
+from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
+from mpidist.transport.device_over_mpi.pieces import StagingSizes
+from mpidist.transport.device_over_mpi.staging import Staging, wait_for_event
 from mpidist.transport.devices import Device
-from mpidist.transport.gpu import Background, DeviceKernels, new_stream, on_stream, record_event
+from mpidist.transport.gpu.background import Background
+from mpidist.transport.gpu.events import new_stream, on_stream, record_event
+from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, NcclCommunicator, reason_against_nccl
+from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
-from mpidist.transport.shared_memory import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
 from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import Patience

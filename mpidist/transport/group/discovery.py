@@ -16,22 +16,13 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, TopologyError
-from mpidist.transport.costs import CostModel, TuningKey, load_tuned
+from mpidist.transport.costs.cost_file import TuningKey, load_tuned
+from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.failures import open_groups
-from mpidist.transport.mpi import (
-    INHERITS_FROM_RANK,
-    Intracomm,
-    check_launch,
-    command_line,
-    launcher_or_parent,
-    load_mpi,
-    mapped_mpi_files,
-    mark_rank,
-    numbers_in_world,
-    ranks_in_world,
-    require_no_child,
-    unlink_files_of_all,
-)
+from mpidist.transport.mpi.child_process import INHERITS_FROM_RANK, launcher_or_parent, mark_rank, require_no_child
+from mpidist.transport.mpi.launch import check_launch
+from mpidist.transport.mpi.library import Intracomm, command_line, load_mpi, numbers_in_world, ranks_in_world
+from mpidist.transport.mpi.shared_files import mapped_mpi_files, unlink_files_of_all
 from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import count_text, name_ranks

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi
+from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi
 from mpidist.transport.text import name_ranks
 from mpidist.transport.waiting import never_free, poll
 

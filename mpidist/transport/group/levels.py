@@ -14,22 +14,24 @@ import numpy as np
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
-from mpidist.transport.costs import CostModel
-from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.gpu.kernels import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.group.splits import across_nodes, within_node
-from mpidist.transport.host_memory import most_result_bytes
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, eager_limit_bytes, greatest
-from mpidist.transport.native import native
-from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
-from mpidist.transport.node_memory import SharedArena, Slots, file_system_bytes
+from mpidist.transport.host_memory.result_memory import most_result_bytes
+from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.mpi.library import Intracomm, greatest
+from mpidist.transport.mpi.open_mpi import eager_limit_bytes
+from mpidist.transport.native.loading import native
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.launch_queue import DeviceQueue
+from mpidist.transport.node_memory.arena import SharedArena
+from mpidist.transport.node_memory.staging_slots import Slots
+from mpidist.transport.node_memory.window import file_system_bytes
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import (
-    FusedReducer,
-    InterNode,
-    ShardExchange,
-    SharedMemoryCommunicator,
-)
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
+from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach", "report_no_shared_memory"]

@@ -11,35 +11,23 @@ from typing import Final, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
-from mpidist.transport.failures import (
-    PROBES,
-    RESET,
-    Awaited,
-    CallWatchdog,
-    FlightRecorder,
-    GroupFlight,
-    StatusBoard,
-    Stragglers,
-    Watchdog,
-    flight_folder,
-    job_abort,
-    open_groups,
-)
+from mpidist.transport.failures import job_abort, open_groups
+from mpidist.transport.failures.call_watchdog import CallWatchdog
+from mpidist.transport.failures.flight_files import GroupFlight, flight_folder
+from mpidist.transport.failures.flight_recorder import FlightRecorder
+from mpidist.transport.failures.status_board import RESET, StatusBoard
+from mpidist.transport.failures.stragglers import Awaited, Stragglers
+from mpidist.transport.failures.watchdog import PROBES, Watchdog
 from mpidist.transport.group.exit_barrier import ExitBarrier
 from mpidist.transport.group.splits import on_node
-from mpidist.transport.mpi import (
-    Intracomm,
-    failed_ranks,
-    is_process_failure,
-    launcher_or_parent,
-    load_mpi,
-    numbers_in_world,
-)
+from mpidist.transport.mpi.child_process import launcher_or_parent
+from mpidist.transport.mpi.library import Intracomm, failed_ranks, is_process_failure, load_mpi, numbers_in_world
 from mpidist.transport.settings import Settings
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
-from mpidist.transport.trace import Gather, Seat, Trace, begin_trace, end_trace
+from mpidist.transport.trace.begin_and_end import Gather, Seat, begin_trace, end_trace
+from mpidist.transport.trace.trace import Trace
 from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Membership"]

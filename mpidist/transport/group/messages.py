@@ -11,7 +11,8 @@ from typing import Any, final
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.transport.communicator import Array
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator, load_mpi
+from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.text import count_text
 from mpidist.transport.waiting import never_free, poll, poll_or_keep
 

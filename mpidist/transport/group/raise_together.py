@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
 from mpidist.errors import PeerFailedError
-from mpidist.transport.agreement import Call
+from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import name_ranks, text_of

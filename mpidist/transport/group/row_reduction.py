@@ -8,10 +8,11 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.group.levels import Levels
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.mpi import all_reduce_rows as all_reduce_by_messages
-from mpidist.transport.shared_memory import SharedMemoryCommunicator, fits_into_slots
-from mpidist.transport.shared_memory import all_reduce_rows as all_reduce_in_slots
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi.rows import all_reduce_rows as all_reduce_by_messages
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.rows import all_reduce_rows as all_reduce_in_slots
+from mpidist.transport.shared_memory.rows import fits_into_slots
 from mpidist.transport.tree import ReplicaTree
 
 __all__ = ["all_reduce_rows"]

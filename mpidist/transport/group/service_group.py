@@ -16,7 +16,12 @@ from typing import Any, Final, TypeGuard, cast, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, UnavailableError
-from mpidist.transport.failures import AwaitedPeers, GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
+from mpidist.transport.failures import open_groups
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.failures.exit_code import ends_normally
+from mpidist.transport.failures.flight_files import GroupFlight
+from mpidist.transport.failures.open_groups import OpenGroup
+from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.group.discovery import (
     communicators,
     discover,
@@ -27,8 +32,8 @@ from mpidist.transport.group.levels import report_no_shared_memory
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.splits import on_node
 from mpidist.transport.group.thread_guard import ThreadGuard
-from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
-from mpidist.transport.node_memory import SharedArena
+from mpidist.transport.mpi.library import Intracomm, load_mpi, ranks_in_world
+from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import following_of, is_shared_by
 from mpidist.transport.text import text_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.topology import Topology
 
 __all__ = ["across_nodes", "on_node", "within_node"]

@@ -13,8 +13,8 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport.agreement import Agreement
-from mpidist.transport.mpi import load_mpi
+from mpidist.transport.agreement.agreement import Agreement
+from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.waiting import complete
 
 __all__ = ["Pending", "PendingCalls", "Workplace", "Steps"]

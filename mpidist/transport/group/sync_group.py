@@ -13,19 +13,16 @@ from threading import get_ident
 from typing import final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
-from mpidist.transport.agreement import (
-    CLOSE,
-    END,
-    Agreement,
-    Call,
-    CallRecord,
-    MpiAgreement,
-    NodeRounds,
-    SoloAgreement,
-    StepExit,
-)
-from mpidist.transport.costs import CostModel
-from mpidist.transport.failures import GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
+from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
+from mpidist.transport.agreement.comparison_rounds import NodeRounds
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.agreement.step_exit import StepExit
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.failures import open_groups
+from mpidist.transport.failures.exit_code import ends_normally
+from mpidist.transport.failures.flight_files import GroupFlight
+from mpidist.transport.failures.open_groups import OpenGroup
+from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.discovery import (
     agreed_cost_model,
@@ -38,9 +35,10 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls, Workplace
 from mpidist.transport.group.thread_guard import ThreadGuard
-from mpidist.transport.host_memory import ResultMemory
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi, ranks_in_world
-from mpidist.transport.node_memory import SharedArrays
+from mpidist.transport.host_memory.result_memory import ResultMemory
+from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES
+from mpidist.transport.mpi.library import Intracomm, load_mpi, ranks_in_world
+from mpidist.transport.node_memory.symmetric import SharedArrays
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import is_shared_by, mark_shared
 from mpidist.transport.text import text_of

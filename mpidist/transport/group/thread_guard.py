@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Final, final
 
-from mpidist.transport.mpi import load_mpi
+from mpidist.transport.mpi.library import load_mpi
 
 __all__ = ["ThreadGuard", "forbid_calls_here"]
 

@@ -10,10 +10,12 @@ from typing import Final
 
 import numpy as np
 
-from mpidist.transport.agreement import Call, SoloAgreement, fingerprint_of
-from mpidist.transport.failures import FLIGHT_BYTES, FlightRecorder
+from mpidist.transport.agreement.agreement import Call, SoloAgreement
+from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightRecorder
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.trace import Seat, Trace, begin_trace, end_trace
+from mpidist.transport.trace.begin_and_end import Seat, begin_trace, end_trace
+from mpidist.transport.trace.trace import Trace
 
 __all__ = ["traced"]
 

@@ -22,7 +22,8 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport import arrays
-from mpidist.transport.node_memory import ResultBlock, SharedArena
+from mpidist.transport.node_memory.arena import SharedArena
+from mpidist.transport.node_memory.result_block import ResultBlock
 
 __all__ = ["LentArrays", "RecycledResults", "ResultMemory", "most_result_bytes", "node_bytes"]
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.gpu import DeviceKernels, address_of
+from mpidist.transport.gpu.array_lists import address_of
+from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue

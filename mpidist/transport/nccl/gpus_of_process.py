@@ -12,7 +12,9 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_event, new_stream, on_stream
+from mpidist.transport.gpu.array_lists import address_of
+from mpidist.transport.gpu.events import is_complete, new_event, new_stream, on_stream
+from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.text import first_line

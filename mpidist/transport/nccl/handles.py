@@ -20,7 +20,7 @@ from typing import Any, Final, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import arrays, cuda
-from mpidist.transport.gpu import Background
+from mpidist.transport.gpu.background import Background
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
 

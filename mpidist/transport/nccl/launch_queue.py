@@ -24,15 +24,8 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
-from mpidist.transport.gpu import (
-    Background,
-    Launched,
-    is_complete,
-    new_event,
-    new_stream,
-    on_stream,
-    record_event,
-)
+from mpidist.transport.gpu.background import Background
+from mpidist.transport.gpu.events import Launched, is_complete, new_event, new_stream, on_stream, record_event
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.waiting import never_free, poll

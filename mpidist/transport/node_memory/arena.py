@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from mpidist.transport.mpi import Intracomm, greatest
+from mpidist.transport.mpi.library import Intracomm, greatest
 from mpidist.transport.node_memory.barrier import Fence
 from mpidist.transport.node_memory.window import (
     LINE_BYTES,

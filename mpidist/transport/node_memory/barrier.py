@@ -6,8 +6,8 @@ import platform
 from collections.abc import Callable
 from typing import Any, Final, Protocol, final
 
-from mpidist.transport.mpi import load_mpi
-from mpidist.transport.native import native
+from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 from mpidist.transport.waiting import SPINS
 

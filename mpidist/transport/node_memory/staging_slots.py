@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.node_memory.barrier import Fence, make_barrier
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 

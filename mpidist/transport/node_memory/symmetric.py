@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array, Communicator
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.node_memory.result_block import is_result
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.mpi import Intracomm, greatest
+from mpidist.transport.mpi.library import Intracomm, greatest
 from mpidist.transport.text import size_text
 
 __all__ = [

@@ -10,7 +10,8 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.mpi import Intracomm, MpiCommunicator
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer

@@ -12,8 +12,9 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, Traffic
-from mpidist.transport.native import native
-from mpidist.transport.node_memory import SharedArena, Slots
+from mpidist.transport.native.loading import native
+from mpidist.transport.node_memory.arena import SharedArena
+from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardExchange

@@ -9,8 +9,9 @@ from typing import final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.native import native
-from mpidist.transport.node_memory import BLOCK_BYTES, Run, Slots
+from mpidist.transport.native.loading import native
+from mpidist.transport.node_memory.staging_slots import BLOCK_BYTES, Slots
+from mpidist.transport.node_memory.symmetric import Run
 from mpidist.transport.reduction import Reduction, is_low_precision
 from mpidist.transport.shared_memory.schedule import chunk_bounds
 

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.reduction import Reduction, narrow, widen
 from mpidist.transport.waiting import never_free
 

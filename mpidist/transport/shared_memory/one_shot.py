@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.node_memory import Slots
+from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["OneShot"]

@@ -14,8 +14,9 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.mpi import MpiCommunicator, row_traffic
-from mpidist.transport.mpi import all_reduce_rows as all_reduce_by_messages
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi.rows import all_reduce_rows as all_reduce_by_messages
+from mpidist.transport.mpi.rows import row_traffic
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.schedule import chunk_bounds
 from mpidist.transport.tree import ReplicaTree

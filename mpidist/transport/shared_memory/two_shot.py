@@ -25,8 +25,8 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.native import native
-from mpidist.transport.node_memory import BLOCK_BYTES, Slots
+from mpidist.transport.native.loading import native
+from mpidist.transport.node_memory.staging_slots import BLOCK_BYTES, Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.failures import FlightRecorder, open_groups
-from mpidist.transport.mpi import Intracomm, ranks_in_world
+from mpidist.transport.failures import open_groups
+from mpidist.transport.failures.flight_recorder import FlightRecorder
+from mpidist.transport.mpi.library import Intracomm, ranks_in_world
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.trace.clocks import compare_clocks, name_clock
 from mpidist.transport.trace.trace import Trace, write_all

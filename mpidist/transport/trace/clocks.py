@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.mpi.library import Intracomm
 
 __all__ = ["ClockSample", "compare_clocks", "name_clock"]
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
-from mpidist.transport.failures import FlightRecorder
+from mpidist.transport.failures.flight_recorder import FlightRecorder
 from mpidist.transport.trace.clocks import ClockSample
 from mpidist.transport.waiting import observe_waits
 

@@ -10,7 +10,7 @@ import pytest
 from support.trace_events import process_of, read_events
 
 from mpidist.__main__ import run_command
-from mpidist.transport import TRACE_VERSION
+from mpidist.transport.trace.trace import TRACE_VERSION
 
 pytestmark = pytest.mark.no_mpi
 

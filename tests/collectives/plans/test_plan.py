@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 
 from mpidist import ReduceOp
-from mpidist.collectives.arguments import Spec
-from mpidist.collectives.plans import Arithmetic, make_fused_lists, make_messages, wire_and_result_dtypes
-from mpidist.collectives.plans.plan import FusedList, Message, group_by_size
-from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce, HierarchicalCopyAllReduce
+from mpidist.collectives.arguments.operands import Spec
+from mpidist.collectives.plans.arithmetic import Arithmetic, wire_and_result_dtypes
+from mpidist.collectives.plans.plan import FusedList, Message, group_by_size, make_fused_lists, make_messages
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
-from mpidist.transport import SyncGroup, accumulator_dtype
 from mpidist.transport.communicator import Traffic
-from mpidist.transport.group import Levels
-from mpidist.transport.node_memory import Slots
-from mpidist.transport.shared_memory import FusedReducer, InterNode
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.node_memory.staging_slots import Slots
+from mpidist.transport.reduction import accumulator_dtype
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
 
 pytestmark = pytest.mark.no_mpi
 

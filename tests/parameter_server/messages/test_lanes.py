@@ -17,9 +17,10 @@ from mpidist import IndexedSlices, Variable
 from mpidist.context_stack import parts_of
 from mpidist.errors import PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
-from mpidist.parameter_server import Role
+from mpidist.parameter_server.cluster import Role
 from mpidist.parameter_server.messages.lane import LANE_BYTES, NUM_SLOTS, Lane
-from mpidist.transport import ServiceGroup, SharedArena
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.node_memory.arena import SharedArena
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -8,11 +8,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mpidist.parameter_server.attendance import Workers
-from mpidist.parameter_server.messages import HEADER_BYTES, INLINE_BYTES, Change, Op, Outcome, plan_messages, to_json
-from mpidist.parameter_server.messages.protocol import ANSWER, CHUNK_BYTES, DATA, HEADER, MESSAGE_BYTES, REQUEST
+from mpidist.parameter_server.attendance.meetings import Workers
+from mpidist.parameter_server.messages.protocol import (
+    ANSWER,
+    CHUNK_BYTES,
+    DATA,
+    HEADER,
+    HEADER_BYTES,
+    INLINE_BYTES,
+    MESSAGE_BYTES,
+    REQUEST,
+    Change,
+    Op,
+    Outcome,
+    plan_messages,
+    to_json,
+)
 from mpidist.parameter_server.server import ParameterServer
-from mpidist.transport import AwaitedPeers, ServiceGroup, meet_ranks
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
+from mpidist.transport.group.service_group import ServiceGroup, meet_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

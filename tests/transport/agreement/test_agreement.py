@@ -17,7 +17,7 @@ from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, R
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError
-from mpidist.transport.agreement import Call, SoloAgreement
+from mpidist.transport.agreement.agreement import Call, SoloAgreement
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 

@@ -15,7 +15,8 @@ from host_cuda.emulated import Emulated
 from host_cuda.gpus import emulated, gpus, is_total, mine, opened
 
 from mpidist.cli.cuda_aware_mpi import Answer, child_command, child_environment, hint, prove, takes_device_memory
-from mpidist.cross_device_ops import BoundOps, HierarchicalCopyAllReduce
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.transport import cuda
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from host_cuda.gpus import down, emulated, gpus, grown_by, is_total, mine, opene
 from support.everywhere import raises_everywhere
 
 from mpidist.cli.cuda_aware_mpi import hint
-from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
@@ -27,14 +28,15 @@ from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
 from mpidist.transport.device_over_mpi.pieces import StagingSizes, cut_evenly, cut_shards
 from mpidist.transport.device_over_mpi.staging import Staging
-from mpidist.transport.gpu import DeviceKernels
-from mpidist.transport.group import SyncGroup
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.node_memory import Slots
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.node_memory.window import LINE_BYTES
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
-from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -23,7 +23,7 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport import waiting
-from mpidist.transport.agreement import Call
+from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.comparison_rounds import MpiRounds
 from mpidist.transport.failures import watchdog
 from mpidist.transport.text import name_ranks

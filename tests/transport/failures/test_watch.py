@@ -19,12 +19,12 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement import MpiAgreement
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.failure_notes import GAVE_UP
 from mpidist.transport.failures.status_board import StatusBoard
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.shared_memory import TwoShot
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.shared_memory.two_shot import TwoShot
 from mpidist.transport.text import name_ranks
 
 __all__ = ["clock"]

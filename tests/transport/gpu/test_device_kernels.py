@@ -35,7 +35,7 @@ from mpidist.transport.gpu.compiled import CASTS, QUOTIENTS, compile_kernel
 from mpidist.transport.gpu.copy_table import CopyTables, PackLayout
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.gpu.new_arrays import NewArrays, _Kept
-from mpidist.transport.native import native
+from mpidist.transport.native.loading import native
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["emulated", "gpus", "kernels"]  # fixtures

@@ -20,9 +20,10 @@ from support.contributions import (
 )
 from support.transports import set_sizes
 
-from mpidist.transport import ReplicaTree, Topology
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.row_reduction import all_reduce_rows
+from mpidist.transport.topology import Topology
+from mpidist.transport.tree import ReplicaTree
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

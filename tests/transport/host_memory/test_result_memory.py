@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist.transport import RecycledResults, ResultMemory
+from mpidist.transport.host_memory.result_memory import RecycledResults, ResultMemory
 
 pytestmark = pytest.mark.no_mpi
 

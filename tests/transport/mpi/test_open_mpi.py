@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mpidist.transport.mpi import MpiCommunicator, eager_limit_bytes, load_mpi, open_mpi
+from mpidist.transport.mpi import open_mpi
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.mpi.open_mpi import eager_limit_bytes
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidist.transport import cuda
-from mpidist.transport.gpu import DeviceKernels
+from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue

@@ -19,7 +19,7 @@ from host_cuda.gpus import Compiler, compiler, down, emulated, gpus, require_gpu
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.arrays import current_gpu
-from mpidist.transport.gpu import Background
+from mpidist.transport.gpu.background import Background
 from mpidist.transport.nccl import gpus_of_process
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.gpus_of_process import GpusOfProcess

@@ -17,12 +17,16 @@ from support.contributions import COMPLEX, HALVES, UFUNCS
 from support.everywhere import raises_everywhere
 from transport.nccl.made_communicators import connect
 
-from mpidist.cross_device_ops import BoundOps, CollectiveAllReduce, HierarchicalCopyAllReduce, NcclAllReduce
+from mpidist.cross_device_ops.bound_ops import BoundOps
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
+from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.gpu import DeviceKernels, address_of
-from mpidist.transport.group import NcclReach
+from mpidist.transport.gpu.array_lists import address_of
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.group.levels import NcclReach
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.reduction import Reduction

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.node_memory import LINE_BYTES, ResultBlock, SharedArena
 from mpidist.transport.node_memory import arena as arena_module
+from mpidist.transport.node_memory.arena import SharedArena
+from mpidist.transport.node_memory.result_block import ResultBlock
+from mpidist.transport.node_memory.window import LINE_BYTES
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

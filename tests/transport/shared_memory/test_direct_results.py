@@ -19,8 +19,9 @@ from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport import native
-from mpidist.transport.node_memory import LINE_BYTES, NodeBarrier, SharedWindow
+from mpidist.transport.native.loading import native
+from mpidist.transport.node_memory.barrier import NodeBarrier
+from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
 

@@ -19,7 +19,7 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport import reduction
 from mpidist.transport.group import levels
 from mpidist.transport.half import HalfAccumulator, bfloat16
-from mpidist.transport.native import native
+from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory import barrier
 from mpidist.transport.reduction import UFUNCS, Reduction
 from mpidist.transport.shared_memory import in_place, two_shot

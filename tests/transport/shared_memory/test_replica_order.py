@@ -21,7 +21,7 @@ from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.transport.node_memory import SharedArrays
+from mpidist.transport.node_memory.symmetric import SharedArrays
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.in_place import InPlace

@@ -25,7 +25,7 @@ from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
-from mpidist.transport import SharedArrays, places_digest
+from mpidist.transport.node_memory.symmetric import SharedArrays, places_digest
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

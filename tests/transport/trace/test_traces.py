@@ -19,7 +19,7 @@ from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, OneDevice
 from mpidist.__main__ import run_command
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
-from mpidist.transport.agreement import SoloAgreement
+from mpidist.transport.agreement.agreement import SoloAgreement
 from mpidist.transport.waiting import observe_waits, tell_wait
 
 if TYPE_CHECKING:

@@ -1,14 +1,19 @@
-"""Names of tf.distribute that mpidist lacks: why, and what to use instead."""
+"""The names of packages: imported at their first use, or absent, with the reason and what to use instead.
+
+Every rank of a job imports mpidist, often from a shared file system: what a program does not use is not read.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final, NoReturn, TypeVar
 
-__all__ = ["explain_absent_arguments", "explain_absent_members", "explain_absent_names"]
+__all__ = ["explain_absent_arguments", "explain_absent_members", "explain_absent_names", "import_at_first_use"]
 
 _Class = TypeVar("_Class", bound=type)
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -85,6 +90,30 @@ _WHY_NO_ARGUMENT: Final[Mapping[str, str]] = {
 }
 
 
+def import_at_first_use(package: str, names: Mapping[str, Sequence[str]]) -> None:
+    """Give a package a `__getattr__` that imports a name's module, and a `__dir__` with all names (PEP 562).
+
+    Args:
+        package: The package's name. The package calls this while it is imported.
+        names: By each module the names that it defines. Modules of the package are imported without being named.
+    """
+    homes = {name: home for home, its in names.items() for name in its}
+    scope = vars(sys.modules[package])
+
+    def look_up(name: str) -> Any:
+        if name in homes:
+            found = getattr(import_module(homes[name]), name)
+        elif not name.startswith("__") and find_spec(f"{package}.{name}"):
+            found = import_module(f"{package}.{name}")
+        else:
+            raise AttributeError(_text_of(package, name))
+        scope[name] = found
+        return found
+
+    scope["__getattr__"] = look_up
+    scope["__dir__"] = lambda: sorted({*scope, *homes})
+
+
 def explain_absent_names(module: str) -> None:
     """Give a module a `__getattr__` whose `AttributeError` says why a name is absent.
 
@@ -132,6 +161,6 @@ def _text_of(module: str, name: str) -> str:
     text = f"module {module!r} has no attribute {name!r}"
     if name.startswith("_"):
         return text
-    listed = {public: home for home in reversed(_MODULES) for public in sys.modules[home].__all__}
+    listed = {public: home for home in reversed(_MODULES) for public in import_module(home).__all__}
     near = [name] if name in listed else get_close_matches(name, listed, 1, cutoff=0.8)
     return f"{text}; did you mean {listed[near[0]]}.{near[0]}?" if near else text

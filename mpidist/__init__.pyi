@@ -1,0 +1,54 @@
+"""The public names, for type checkers and editors; `__init__.py` imports each at its first use."""
+
+from mpidist import checkpoint as checkpoint
+from mpidist import cluster_resolver as cluster_resolver
+from mpidist import coordinator as coordinator
+from mpidist import errors as errors
+from mpidist import experimental as experimental
+from mpidist import partitioners as partitioners
+from mpidist import server_rules as server_rules
+from mpidist.contexts import experimental_set_strategy as experimental_set_strategy
+from mpidist.contexts import get_loss_reduction as get_loss_reduction
+from mpidist.contexts import get_replica_context as get_replica_context
+from mpidist.contexts import get_strategy as get_strategy
+from mpidist.contexts import has_strategy as has_strategy
+from mpidist.contexts import in_cross_replica_context as in_cross_replica_context
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce as NcclAllReduce
+from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice as ReductionToOneDevice
+from mpidist.datasets.array_batches import Batches as Batches
+from mpidist.datasets.distributed_dataset import DistributedDataset as DistributedDataset
+from mpidist.datasets.distributed_iterator import DistributedIterator as DistributedIterator
+from mpidist.datasets.files import Files as Files
+from mpidist.datasets.input_options import AutoShardPolicy as AutoShardPolicy
+from mpidist.datasets.input_options import InputContext as InputContext
+from mpidist.datasets.input_options import InputOptions as InputOptions
+from mpidist.datasets.input_options import InputReplicationMode as InputReplicationMode
+from mpidist.options import CollectiveCommunication as CollectiveCommunication
+from mpidist.options import CollectiveHints as CollectiveHints
+from mpidist.options import CommunicationImplementation as CommunicationImplementation
+from mpidist.options import CommunicationOptions as CommunicationOptions
+from mpidist.options import Compression as Compression
+from mpidist.options import ReduceOp as ReduceOp
+from mpidist.parameter_server.sharded_variable import ShardedVariable as ShardedVariable
+from mpidist.replica_context.replica_context import ReplicaContext as ReplicaContext
+from mpidist.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from mpidist.strategies.mirrored import MirroredStrategy as MirroredStrategy
+from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from mpidist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from mpidist.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
+from mpidist.strategies.parameter_server import Server as Server
+from mpidist.strategy import Strategy as Strategy
+from mpidist.strategy import ValueContext as ValueContext
+from mpidist.strategy_extended import StrategyExtended as StrategyExtended
+from mpidist.values import DistributedValues as DistributedValues
+from mpidist.values import IndexedSlices as IndexedSlices
+from mpidist.values import Mirrored as Mirrored
+from mpidist.values import PerReplica as PerReplica
+from mpidist.variables.rules import VariableAggregation as VariableAggregation
+from mpidist.variables.rules import VariableSynchronization as VariableSynchronization
+from mpidist.variables.variable import Variable as Variable
+
+__version__: str
