@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,13 @@ from support.everywhere import same_everywhere
 from support.placements import PLACEMENTS
 from support.transports import TRANSPORTS, set_sizes
 
-from mpidist import CollectiveAllReduce, CommunicationOptions, CrossDeviceOps, HierarchicalCopyAllReduce
+from mpidist import (
+    CollectiveAllReduce,
+    CommunicationOptions,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    cross_device_ops,
+)
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.transport.communicator import shard_bounds
@@ -38,6 +46,9 @@ LEADER_BYTES = 16 << 10  # up to here a leader speaks for its node
 LEAST_BYTES = 64 << 10  # from here on fused arrays go across nodes, in these tests
 CHUNK_BYTES = 48 << 10
 OPS = ["SUM", "MEAN", "MIN", "MAX", "PROD"]
+
+for _module in pkgutil.iter_modules(cross_device_ops.__path__, "mpidist.cross_device_ops."):
+    import_module(_module.name)
 
 # Name -> the algorithm and the options that make it run.
 ALGORITHMS: dict[str, tuple[CrossDeviceOps, CommunicationOptions]] = {
