@@ -33,7 +33,7 @@ PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtyp
 LANES = min(4, max(2, (os.cpu_count() or 1) // 4))  # parts that do not measure run so many at a time
 FIND = """
 from mpidist.transport.cuda import current
-from mpidist.transport.native import native
+from mpidist.transport.native.loading import native
 found = current().support
 print("compiled:", ("no", "yes")[native is not None], "GPUs:", found.num_devices, found.reason)
 """

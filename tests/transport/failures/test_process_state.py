@@ -23,7 +23,8 @@ def test_process_state_is_that_of_the_process_that_was_meant() -> None:
 
 
 def test_process_state_follows_signals() -> None:
-    own, code = Process.own(), "from mpidist.transport import Process; print(*Process.own(), flush=True); input()"
+    own = Process.own()
+    code = f"from {Process.__module__} import Process; print(*Process.own(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

@@ -16,8 +16,10 @@ import atexit, threading
 atexit.register(lambda: print([its.name for its in threading.enumerate() if its.name.startswith("mpidist")]))
 from host_cuda.emulated import HANGS, Emulated
 from mpidist.transport import cuda
-from mpidist.transport.gpu import DeviceKernels
-from mpidist.transport.nccl import DeviceQueue, NcclCommunicator, handles
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.nccl import handles
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 from mpidist.transport.reduction import Reduction
 
 cupy, emulated = cuda.cupy(), Emulated()
