@@ -240,9 +240,12 @@ class StrategyParts:
         self.group.agreement.end()
         return has_same_variant
 
-    def raise_together(self, call: str, what: str = "", advice: str = "") -> AbstractContextManager[None]:
+    def raise_together(
+        self, call: str, what: str = "", advice: str = "", timeout_seconds: float | None = None
+    ) -> AbstractContextManager[None]:
         """Raise an exception of one rank on all ranks: `transport.raise_together`. Collective."""
-        return raise_together(self.group, call, self.options.timeout_seconds, what, advice)
+        limit = self.options.timeout_seconds if timeout_seconds is None else timeout_seconds
+        return raise_together(self.group, call, limit, what, advice)
 
     def all_gather(
         self,

@@ -12,7 +12,6 @@ from mpidist.checkpoint.folder_lock import release_all
 from mpidist.checkpoint.parts import part_of_rank
 from mpidist.checkpoint.record import SaveRecord
 from mpidist.checkpoint.saving import Snapshot, publish_folder, write_parts
-from mpidist.errors import DeadlineExceededError
 from mpidist.transport.failures import open_groups
 from mpidist.transport.text import text_of
 
@@ -22,7 +21,8 @@ logger = logging.getLogger("mpidist.checkpoint")
 
 _FAILED: Final = ".failed"  # how the file ends that tells of a rank's failure
 _TELL_SECONDS: Final = 1.0  # of waiting before the job ends, after which a warning says why
-_PARTS_SECONDS: Final = 600.0  # in which the other ranks write their parts
+_NAME_SECONDS: Final = 5.0  # in which rank 0 names the rank whose files are missing
+_PARTS_SECONDS: Final = 600.0  # in which all ranks write their parts, without MPIDIST_IO_TIMEOUT
 
 
 @final
@@ -66,6 +66,22 @@ class BackgroundWriting(Thread):
             self.snapshot = snapshot._replace(part=None)  # whose memory is needed no longer
             self.is_done = True
 
+    def join_in_time(self) -> None:
+        """Wait until this rank's files are written, and raise what went wrong.
+
+        Raises:
+            TimeoutError: If it takes longer than files may.
+            Exception: What went wrong.
+        """
+        self.join(_limit(self.snapshot) + _NAME_SECONDS)
+        if self.error is not None:
+            raise self.error
+        if not self.is_done:
+            raise TimeoutError(
+                f"the files of rank {self.snapshot.rank} in {str(self.snapshot.folder)!r} are not written after "
+                f"{_limit(self.snapshot):g} s (MPIDIST_IO_TIMEOUT): does the file system answer?"
+            )
+
     def is_under_way(self) -> bool:
         """Whether ranks still write, as far as this one sees."""
         folder = self.snapshot.folder
@@ -100,11 +116,15 @@ def _finish_before_abort() -> None:
 open_groups.call_before_abort(_finish_before_abort)
 
 
+def _limit(snapshot: Snapshot) -> float:
+    return snapshot.io_timeout_seconds or _PARTS_SECONDS
+
+
 def _wait_for_parts(snapshot: Snapshot) -> None:
     """Wait for the files of all ranks, on rank 0."""
     if snapshot.rank != 0:
         return
-    until = time.monotonic() + _PARTS_SECONDS
+    until = time.monotonic() + _limit(snapshot)
     for name in snapshot.all_parts:
         while not (snapshot.folder / f"{name}.json").exists():
             failed = snapshot.folder / f"{name}{_FAILED}"
@@ -113,7 +133,7 @@ def _wait_for_parts(snapshot: Snapshot) -> None:
             if not snapshot.folder.is_dir():
                 raise FileNotFoundError(f"{str(snapshot.folder)!r} was removed while ranks wrote into it")
             if time.monotonic() > until:
-                raise DeadlineExceededError(f"the part {name} did not come within {_PARTS_SECONDS:.0f} s")
+                raise TimeoutError(f"the part {name} did not come within {_limit(snapshot):g} s (MPIDIST_IO_TIMEOUT)")
             time.sleep(0.01)
 
 

@@ -6,7 +6,8 @@ import logging
 import operator
 import os
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
@@ -16,7 +17,7 @@ from mpidist.checkpoint.background import BackgroundWriting
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.dealing import require_writers
 from mpidist.checkpoint.folder_lock import FolderLock
-from mpidist.checkpoint.numbered import MAX_DIGITS, NumberedCheckpoints
+from mpidist.checkpoint.numbered import MAX_DIGITS, NumberedCheckpoints, Retention
 from mpidist.checkpoint.places import NumberedPlace
 from mpidist.checkpoint.rank_0 import on_rank_0
 from mpidist.checkpoint.record import SaveRecord
@@ -24,7 +25,8 @@ from mpidist.checkpoint.restoring import ADVICE
 from mpidist.checkpoint.restoring import CALL as RESTORE
 from mpidist.checkpoint.saving import CopyMemory, capture, require_on_difference, write_together
 from mpidist.context_stack import parts_of
-from mpidist.errors import DataLossError
+from mpidist.errors import DataLossError, DeadlineExceededError, PeerFailedError
+from mpidist.transport.text import text_of
 from mpidist.whole_number import require_bool, whole_number
 
 __all__ = ["CheckpointManager"]
@@ -54,9 +56,14 @@ class CheckpointManager:
         checkpoint: What is saved.
         directory: The folder; made when it is needed. Equal on all ranks.
         max_to_keep: How many checkpoints are kept, of those that were saved last; `None` for all.
+        keep_every_n_steps: Checkpoints whose number is a multiple of it are kept beside these.
+        keep_checkpoint_every_n_hours: Of those that `max_to_keep` would remove, the first is kept, and each that was
+            saved at least so many hours after the one before that was kept.
         checkpoint_name: How the names of the checkpoints begin.
         background: Whether `save` returns as soon as it has copied the state, and a thread writes the copy. The thread
             makes no call of MPI. The manager keeps the memory of the copy for the next one.
+        on_error: What `save` and `wait` do if files cannot be written, as on a full disk: `"raise"` an `OSError`, or
+            `"warn"`, so that the training goes on. The checkpoints before are whole in both cases.
         on_difference: What `save` does if copies differ that should be equal, as in `Checkpoint.write`.
         writers: Which ranks write what is equal, as in `Checkpoint.write`.
         grace_seconds: How long a job that an error ends waits until the thread has written what `save` has returned.
@@ -67,8 +74,8 @@ class CheckpointManager:
 
     Raises:
         TypeError: If an argument is of another kind.
-        ValueError: If `max_to_keep` is less than 1, the name is no name of a folder, or another argument is out of its
-            range.
+        ValueError: If `max_to_keep` is less than 1, or is `None` beside another number of those to keep, the name is no
+            name of a folder, or another argument is out of its range.
     """
 
     def __init__(
@@ -76,28 +83,33 @@ class CheckpointManager:
         checkpoint: Checkpoint,
         directory: str | os.PathLike[str],
         max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
         *,
+        keep_every_n_steps: int | None = None,
         checkpoint_name: str = "ckpt",
         background: bool = False,
+        on_error: str = "raise",
         on_difference: str = "raise",
         writers: int | str = "all",
         grace_seconds: float = 30.0,
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"CheckpointManager takes a Checkpoint, got {checkpoint!r}")
-        if max_to_keep is not None:
-            whole_number("max_to_keep", max_to_keep, 1, "None for all")
+        retention = Retention(max_to_keep, keep_every_n_steps, keep_checkpoint_every_n_hours)
+        _check(retention)
         require_bool("background", background)
         if not isinstance(checkpoint_name, str):
             raise TypeError(f"checkpoint_name must be a text, got {checkpoint_name!r}")
         if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):
             raise ValueError(f"checkpoint_name is for letters, digits, '_', '-' and '.', got {checkpoint_name!r}")
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}")
         require_on_difference(on_difference)
         require_writers(writers)
         if not grace_seconds >= 0:
             raise ValueError(f"grace_seconds must be at least 0, got {grace_seconds}")
         self.checkpoint, self.directory = checkpoint, str(directory)
-        self._max_to_keep, self._name = max_to_keep, checkpoint_name
+        self._retention, self._name, self._warns = retention, checkpoint_name, on_error == "warn"
         self._on_difference, self._writers, self._grace_seconds = on_difference, writers, grace_seconds
         self._copies = CopyMemory() if background else None
         self._writing: BackgroundWriting | None = None
@@ -133,7 +145,7 @@ class CheckpointManager:
                 one more than the largest in the folder.
 
         Returns:
-            The path of the checkpoint.
+            The path of the checkpoint; "" if it could not be written, and `on_error` is `"warn"`.
 
         Raises:
             TypeError: If the number is no whole number. On every rank that passes it.
@@ -149,9 +161,14 @@ class CheckpointManager:
             number = None if checkpoint_number is None else _checked(checkpoint_number)
         except (TypeError, ValueError) as problem:  # the other ranks must learn of it
             error = problem
+        with self._warned_of():
+            return self._save(number, error)
+        return ""
+
+    def _save(self, number: int | None, error: Exception | None) -> str:
         strategy = self.checkpoint.strategy
         text = str(self._place("<next>" if number is None else number))
-        save_place = NumberedPlace(self._numbered(), number, self._max_to_keep, text, self._keep_lock)
+        save_place = NumberedPlace(self._numbered(), number, self._retention, text, self._keep_lock)
         items = self.checkpoint.items()
         snapshot = capture(strategy, save_place, items, self._copies, self._on_difference, self._writers, error)
         if self._copies is not None:
@@ -162,14 +179,31 @@ class CheckpointManager:
             self._last_save = SaveRecord.of(snapshot)
         return str(self._place(snapshot.number))
 
+    @contextmanager
+    def _warned_of(self) -> Iterator[None]:
+        """Warn of files that cannot be written, if the program wants it: all ranks have the same error."""
+        try:
+            yield
+        except (DataLossError, DeadlineExceededError, PeerFailedError):
+            raise
+        except OSError as error:
+            if not self._warns:
+                raise
+            if parts_of(self.checkpoint.strategy).group.topology.rank == 0:
+                logger.warning("mpidist: a checkpoint is not saved, and the program goes on: %s", text_of(error))
+
     def wait(self) -> None:
         """Wait until this rank's files of the last `save` are written. Collective if `background` is true.
 
         After the strategy is closed it is local, and raises what went wrong on this rank.
 
         Raises:
-            OSError: If a rank could not write. On every rank.
+            OSError: If a rank could not write, unless `on_error` is `"warn"`. On every rank.
         """
+        with self._warned_of():
+            self._wait()
+
+    def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -177,9 +211,7 @@ class CheckpointManager:
         try:
             together = extended.raise_together("wait for a checkpoint", "writing it in the background")
             with together if _is_open(extended) else nullcontext():
-                writing.join()
-                if writing.error is not None:
-                    raise writing.error
+                writing.join_in_time()
                 self._last_save = writing.record
         except Exception:
             if _is_open(extended):  # else other ranks may still write
@@ -240,6 +272,21 @@ def _with_text(error: DataLossError, text: str) -> DataLossError:
     another = DataLossError(text)
     vars(another).update(vars(error))
     return another
+
+
+def _check(retention: Retention) -> None:
+    """Refuse numbers of checkpoints to keep that are out of their ranges, or of no effect."""
+    keeps_all = retention.max_to_keep is None
+    if retention.max_to_keep is not None:
+        whole_number("max_to_keep", retention.max_to_keep, 1, "None for all")
+    if retention.every_n_steps is not None:
+        whole_number("keep_every_n_steps", retention.every_n_steps, 1, "None for none")
+    if retention.every_n_hours is not None and not retention.every_n_hours > 0:
+        raise ValueError(f"keep_checkpoint_every_n_hours must be above 0, or None, got {retention.every_n_hours!r}")
+    if keeps_all and retention != Retention(None):
+        raise ValueError(
+            "max_to_keep=None keeps all checkpoints: leave out keep_every_n_steps and the hours, or give it"
+        )
 
 
 def _checked(number: Any) -> int:

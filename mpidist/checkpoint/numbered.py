@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from mpidist.checkpoint.files import MANIFEST, existing, find, read_manifest, withdraw
 from mpidist.checkpoint.folder_lock import FolderLock
 from mpidist.errors import DataLossError
 
-__all__ = ["MAX_DIGITS", "NumberedCheckpoints"]
+__all__ = ["MAX_DIGITS", "NumberedCheckpoints", "Retention"]
 
 logger = logging.getLogger("mpidist.checkpoint")
 
 MAX_DIGITS: Final = 18  # of a number
+
+
+@final
+class Retention(NamedTuple):
+    """Which checkpoints are not removed when they are old.
+
+    Attributes:
+        max_to_keep: How many that were saved last are not old; `None` for all.
+        every_n_steps: Those whose number is a multiple of it stay; `None` for none.
+        every_n_hours: Of old ones the first stays, and each that was saved so many hours after the one before that
+            stays; `None` for none.
+    """
+
+    max_to_keep: int | None
+    every_n_steps: int | None = None
+    every_n_hours: float | None = None
+
+    def stays(self, number: int) -> bool:
+        """Whether a checkpoint stays for its number."""
+        return self.every_n_steps is not None and number % self.every_n_steps == 0
 
 
 @final
@@ -89,16 +110,33 @@ class NumberedCheckpoints:
         lock.written.add(number)
         return number, lock.last_order
 
-    def remove_old(self, newest: int, max_to_keep: int) -> None:
+    def remove_old(self, newest: int, retention: Retention) -> None:
         """Remove the checkpoints that were saved first, if there are too many; never one of them.
 
         Args:
-            newest: The number of the one that stays.
-            max_to_keep: How many stay.
+            newest: The number of the one that was saved now.
+            retention: Which ones stay.
         """
-        others = [number for number in self.numbers() if number != newest]
-        for number in others[: max(len(others) + 1 - max_to_keep, 0)]:
-            withdraw(self.place(number))
+        if retention.max_to_keep is None:
+            return
+        numbers = self.numbers()
+        others = [number for number in numbers if number != newest and not retention.stays(number)]
+        old = set(others[: max(len(others) + 1 - retention.max_to_keep, 0)])
+        last_hours = -math.inf
+        for number in numbers:
+            hours = _saved_seconds(self.place(number)) / 3600
+            if number in old and not (retention.every_n_hours and hours - last_hours >= retention.every_n_hours):
+                withdraw(self.place(number))
+            else:
+                last_hours = hours
+
+
+def _saved_seconds(place: Path) -> float:
+    """Return when a checkpoint was saved, in seconds since 1970; 0 if its manifest is missing."""
+    try:
+        return (place / MANIFEST).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _order_of(place: Path) -> int | None:

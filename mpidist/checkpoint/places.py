@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, final
 
 from mpidist.checkpoint.files import clean_up, make_unfinished, publish, remove
 from mpidist.checkpoint.folder_lock import FolderLock
-from mpidist.checkpoint.numbered import NumberedCheckpoints
+from mpidist.checkpoint.numbered import NumberedCheckpoints, Retention
 
 __all__ = ["Chosen", "NumberedPlace", "OnePlace", "SavePlace"]
 
@@ -132,7 +132,7 @@ class NumberedPlace(SavePlace):
     Args:
         checkpoints: Those in the folder; its path is absolute.
         number: The number; `None` for one more than the largest.
-        max_to_keep: How many checkpoints are kept; `None` for all.
+        retention: Which checkpoints are kept.
         path_text: As in `SavePlace`.
         keep_lock: Called on rank 0 when the lock is held.
     """
@@ -141,11 +141,11 @@ class NumberedPlace(SavePlace):
         self,
         checkpoints: NumberedCheckpoints,
         number: int | None,
-        max_to_keep: int | None,
+        retention: Retention,
         path_text: str,
         keep_lock: Callable[[Path], None],
     ) -> None:
-        self._checkpoints, self._number, self._max_to_keep = checkpoints, number, max_to_keep
+        self._checkpoints, self._number, self._retention = checkpoints, number, retention
         self.path_text, self._keep_lock = path_text, keep_lock
 
     def path(self, number: int | None) -> Path:
@@ -164,5 +164,4 @@ class NumberedPlace(SavePlace):
     def finish(self, number: int | None) -> None:
         """See `SavePlace`."""
         assert number is not None
-        if self._max_to_keep is not None:
-            self._checkpoints.remove_old(number, self._max_to_keep)
+        self._checkpoints.remove_old(number, self._retention)

@@ -65,6 +65,7 @@ class Snapshot(NamedTuple):
         rank: This rank.
         began: When the save began, in seconds of `time.perf_counter`.
         extra_bytes: The memory of the copies of states.
+        io_timeout_seconds: In which all ranks write their parts; `None` for the default.
     """
 
     save_place: SavePlace
@@ -77,6 +78,7 @@ class Snapshot(NamedTuple):
     rank: int
     began: float
     extra_bytes: int
+    io_timeout_seconds: float | None
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +194,10 @@ def capture(
     names = [part_of_rank(rank) for rank in (range(topology.size) if is_any_own else sorted(writing))]
     folder = place.with_name(chosen.folder)
     extra_bytes = 0 if part is None else read.extra_bytes(part, memory)
-    return Snapshot(save_place, chosen.number, place, folder, part, names, about, topology.rank, began, extra_bytes)
+    limit = extended.group.settings.io_timeout_seconds
+    return Snapshot(
+        save_place, chosen.number, place, folder, part, names, about, topology.rank, began, extra_bytes, limit
+    )
 
 
 @final
@@ -265,9 +270,10 @@ def write_together(strategy: Any, snapshot: Snapshot) -> None:
     """
     parts = parts_of(strategy)
     with _given_up_on_error(snapshot.save_place):
-        with parts.raise_together(CALL, "writing the files"):
+        limit = snapshot.io_timeout_seconds
+        with parts.raise_together(CALL, "writing the files", timeout_seconds=limit):
             write_parts(snapshot)
-        with parts.raise_together(CALL, "publishing the files"):
+        with parts.raise_together(CALL, "publishing the files", timeout_seconds=limit):
             publish_folder(snapshot)
             snapshot.save_place.release()  # before any rank goes on
 

@@ -34,6 +34,7 @@ _KNOWN: Final = (
     "MPIDIST_EXIT_CODE_FILE",
     "MPIDIST_FLIGHT_DIR",
     "MPIDIST_FLIGHT_SIGNAL",
+    "MPIDIST_IO_TIMEOUT",
     "MPIDIST_LOG",
     "MPIDIST_NATIVE",
     "MPIDIST_NCCL",
@@ -78,6 +79,7 @@ class Settings:
         device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
         native: Whether the compiled part of the library may be used; read when the library is imported.
         unlink_mpi_files: Whether the files in which MPI shares memory lose their names after the start.
+        io_timeout_seconds: The deadline of writing a checkpoint; `None` for that of calls, and 600 s in the background.
         check_values: In which runs of a strategy its variables are compared over ranks, each so many-th; 0 for none.
     """
 
@@ -97,6 +99,7 @@ class Settings:
     device_mpi: bool = False
     native: bool = True
     unlink_mpi_files: bool = True
+    io_timeout_seconds: float | None = None
     check_values: int = 0
 
     @classmethod
@@ -122,6 +125,7 @@ class Settings:
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             native=_choice(environ, "MPIDIST_NATIVE", {"1": True, "0": False}, default=True),
             unlink_mpi_files=_choice(environ, "MPIDIST_UNLINK_MPI_FILES", {"1": True, "0": False}, default=True),
+            io_timeout_seconds=_finite(_seconds(environ, "MPIDIST_IO_TIMEOUT", 0.0)) or None,
             check_values=_count(environ, "MPIDIST_CHECK_VALUES", "runs"),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
@@ -142,8 +146,8 @@ def unknown_settings(environ: Mapping[str, str]) -> list[str]:
     """Say of each `MPIDIST_` variable that means nothing, which variable may be meant."""
     texts = []
     for name in sorted(name for name in environ if name.startswith("MPIDIST_") and name not in _KNOWN):
-        near = get_close_matches(name, _KNOWN, 1, cutoff=0.85)
-        near = near or [known for known in _KNOWN if known.startswith(name) or name.startswith(known)]
+        near = [known for known in _KNOWN if known.startswith(name)] or get_close_matches(name, _KNOWN, 1, cutoff=0.85)
+        near = near or [known for known in _KNOWN if name.startswith(known)]
         texts.append(f"the variable {name} means nothing" + (f"; is {near[0]} meant?" if near else ""))
     return texts
 

@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy
-from mpidist.checkpoint import Checkpoint, CheckpointManager
+from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -71,6 +72,41 @@ def test_error_of_a_full_disk_names_the_file_and_leaves_the_old_one(comm: Intrac
         assert not weights.any()
         comm.Barrier()
         assert [path.name for path in folder.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_program_goes_on_when_the_disk_is_full_if_it_wants(
+    comm: Intracomm, folder: Path, background: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        checkpoint = Checkpoint(weights=np.zeros(100_000), own=np.full(9, comm.rank))
+        manager = CheckpointManager(checkpoint, folder, background=background, on_error="warn")
+        first = manager.save()
+        manager.wait()
+        caplog.clear()
+        with limited_files(4096):
+            assert bool(manager.save()) == background  # the thread has not failed yet
+            manager.wait()
+        assert len([one for one in caplog.messages if "the program goes on" in one]) == (comm.rank == 0)
+        assert manager.latest_checkpoint == first == manager.restore_or_initialize()
+        comm.Barrier()
+        assert manager.save() == str(folder / "ckpt-2")
+
+
+@pytest.mark.ranks(min=2)
+def test_disk_that_does_not_answer_is_an_error_after_the_time_of_files(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = Event()
+    monkeypatch.setenv("MPIDIST_IO_TIMEOUT", "1")
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        manager = CheckpointManager(Checkpoint(own=np.full(9, comm.rank)), folder, background=True)
+        if comm.rank == 1:
+            monkeypatch.setattr(saving, "write_part", lambda *arguments: goes_on.wait(60))
+        manager.save()
+        with raises_everywhere(comm, TimeoutError, r"the part rank-1 did not come within 1 s \(MPIDIST_IO_TIMEOUT\)"):
+            manager.wait()
+        goes_on.set()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,3 +153,40 @@ def test_restore_any_flipped_bit_is_data_loss_and_passed_over_if_asked(comm: Int
             file.write_bytes(whole)
         assert manager.restore_or_initialize() == str(place)
         assert arrays["a"].tolist() == [2, 2, 2]
+
+
+def test_every_nth_step_is_kept_beside_the_newest(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        manager = CheckpointManager(made(strategy), folder, 2, keep_every_n_steps=3)
+        save(manager, 1, 2, 3, 4, 5, 6, 7)
+        comm.Barrier()
+        assert numbers(manager) == [3, 5, 6, 7]
+        comm.Barrier()
+
+
+def test_one_of_each_two_hours_is_kept_also_by_a_second_job(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        for hour in range(6):  # a job an hour
+            manager = CheckpointManager(made(strategy), folder, 1, 2.0)
+            save(manager, hour)
+            if comm.rank == 0:
+                os.utime(folder / f"ckpt-{hour}" / "manifest.json", (hour * 3600, hour * 3600))
+            comm.Barrier()
+        assert numbers(manager) == [0, 2, 4, 5]
+        comm.Barrier()
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("max_to_keep", "hours", "steps", "text"),
+    [
+        (None, None, 5, "max_to_keep=None keeps all checkpoints"),
+        (3, 0.0, None, "keep_checkpoint_every_n_hours must be above 0"),
+        (3, None, 0, "keep_every_n_steps"),
+    ],
+)
+def test_numbers_to_keep_that_mean_nothing_are_refused(
+    max_to_keep: int | None, hours: float | None, steps: int | None, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        CheckpointManager(Checkpoint(step=0), "folder", max_to_keep, hours, keep_every_n_steps=steps)
