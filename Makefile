@@ -195,8 +195,8 @@ $(foreach extra,test dev docs,$(eval $(call add_extra,$(extra))))
 
 CONSTRAIN := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-# Modules are compiled when they are first imported, which few of those that are installed ever are; what every rank of an
-# example imports is compiled here, once. Without pip's environment for builds, which would install NumPy twice: what
+# Modules are compiled when they are first imported, which few of those that are installed ever are; what the ranks of an
+# example import is compiled here, once. Without pip's environment for builds, which would install NumPy twice: what
 # pyproject.toml asks for comes first. The warning that is left out is that an editable installation is one.
 define make_venv
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mpidist needs Python 3.10 or later; say which with: make PYTHON=python3.12")'
@@ -204,6 +204,7 @@ define make_venv
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/pip install --quiet --no-compile 'pip >= 25' 'setuptools >= 70.1' 'numpy >= 2'
 	PYTHONWARNINGS=ignore $(1)/bin/pip install --quiet --no-compile --no-build-isolation $(CONSTRAIN) --editable '.[$(2),examples]' $(4)
-	$(1)/bin/python -c 'import mpidist, sklearn.model_selection'
+	$(1)/bin/python -m compileall -q mpidist
+	$(1)/bin/python -c 'import mpi4py, sklearn.model_selection'
 	touch $(1)/.installed
 endef
