@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
@@ -199,12 +200,16 @@ class DistributedIterator(Iterator[Any]):
 
     def _take_step(self) -> Any:
         position = self._progress.next_pass() if self._position is None else self._position
+        begun = time.monotonic_ns()
         step = self._read(position)
+        nanoseconds = time.monotonic_ns() - begun
         pass_ = f"that began with call {self._first_call}" if self._num_steps else "begins"
         fields = {"pass": pass_, "step": str(self._num_steps), "advice": IN_STEP}
         has_same_variant = self._strategy_parts.agree(self._call, fields, variant=step.digest)
+        agreement = self._strategy_parts.group.agreement
+        agreement.note_read(nanoseconds)
         if not self._num_steps:
-            self._first_call = self._strategy_parts.group.agreement.sequence
+            self._first_call = agreement.sequence
             self._position = position
         self._progress.note_step(position, self)  # on all ranks, as the ranks have agreed
         self._num_steps += 1

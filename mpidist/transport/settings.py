@@ -44,6 +44,7 @@ _KNOWN: Final = (
     "MPIDIST_STACK_SIGNAL",
     "MPIDIST_STAGING_BYTES",
     "MPIDIST_STALL_SECONDS",
+    "MPIDIST_STRAGGLER",
     "MPIDIST_TIMEOUT_SECONDS",
     "MPIDIST_TRACE",
     "MPIDIST_TRACEBACK",
@@ -70,6 +71,7 @@ class Settings:
         log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
         nccl: Whether NCCL may be used for device memory.
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
+        straggler_seconds: How often to log which rank the others wait for, at most, in seconds; 0 never.
         staging_bytes: Size of the chunks in which device memory is staged through the host; 0 to compute the best.
         flight_signal: The signal at which flight recorders are written, or `None`.
         stack_signal: The signal at which a rank writes its stack, or `None`.
@@ -90,6 +92,7 @@ class Settings:
     transport: str = "auto"
     log_level: str | None = None
     stall_seconds: float = 60.0
+    straggler_seconds: float = 60.0
     nccl: bool = True
     staging_bytes: int = 0
     flight_signal: str | None = "SIGUSR1"
@@ -114,6 +117,7 @@ class Settings:
             check=_choice(environ, "MPIDIST_CHECK", {"1": True, "0": False}, default=True),
             timeout_seconds=_finite(_seconds(environ, "MPIDIST_TIMEOUT_SECONDS", 0.0)) or None,
             stall_seconds=_finite(_seconds(environ, "MPIDIST_STALL_SECONDS", 60.0)),
+            straggler_seconds=_finite(_seconds(environ, "MPIDIST_STRAGGLER", 60.0)),
             abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
             transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
             nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),

@@ -6,8 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.status_board import StatusBoard
+from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     import pytest
@@ -20,7 +22,9 @@ def make_agreement(comm: Intracomm, timeout_seconds: float | None = None) -> Mpi
     """Make an agreement of a communicator's ranks, which are on one node. Collective; free it."""
     own = comm.Dup()
     board = StatusBoard(comm if comm.size > 1 else None, range(comm.size))
-    return MpiAgreement(own, CallWatchdog(own, board, ("here",) * comm.size), timeout_seconds=timeout_seconds)
+    watchdog = CallWatchdog(own, board, ("here",) * comm.size)
+    slow_ranks = SlowRanks(board.recorder, Topology.from_labels(comm.rank, "h" * comm.size, "h" * comm.size), 60.0)
+    return MpiAgreement(own, watchdog, slow_ranks, timeout_seconds=timeout_seconds)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -41,6 +41,8 @@ def test_an_empty_environment_means_the_defaults() -> None:
         ("TIMEOUT_SECONDS", "inf", "timeout_seconds", None),
         ("TIMEOUT_SECONDS", "1e400", "timeout_seconds", None),
         ("STALL_SECONDS", "inf", "stall_seconds", 0.0),
+        ("STRAGGLER", "2", "straggler_seconds", 2.0),
+        ("STRAGGLER", "0", "straggler_seconds", 0.0),
         ("STALL_SECONDS", "1e300", "stall_seconds", 0.0),
         ("TIMEOUT_SECONDS", "0", "timeout_seconds", None),  # X26
         ("TIMEOUT_SECONDS", "", "timeout_seconds", None),
@@ -86,6 +88,7 @@ def test_a_variable_sets_its_field_alone(name: str, text: str, attribute: str, v
         ("CHECK_VALUES", "often"),
         ("TIMEOUT_SECONDS", "-1"),  # X26
         ("TIMEOUT_SECONDS", "nan"),
+        ("STRAGGLER", "off"),
         ("TIMEOUT_SECONDS", "soon"),
         ("ON_ERROR", "ignore"),
         ("DEVICE_MPI", "auto"),

@@ -214,6 +214,9 @@ class Agreement(ABC):
     def mark_started(self, is_started: bool = True) -> None:  # noqa: B027  no other rank reads it of a single rank
         """Record whether the last call is only started: this rank does other work, and waits for it later. Local."""
 
+    def note_read(self, nanoseconds: int) -> None:  # noqa: B027  no other rank waits for a single rank
+        """Note how long this rank read data before the call that was joined last. Local."""
+
     @property
     def is_node_barrier(self) -> bool:
         """Whether every `join` that raises no error is a barrier of the node's shared memory, too."""

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, final
 
 from mpidist.errors import InvalidArgumentError, PeerFailedError
 from mpidist.transport.agreement.agreement import CLOSE, END
+from mpidist.transport.agreement.slow_ranks import WaitReport
 from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.text import name_ranks
 
@@ -37,6 +38,7 @@ class CallReport(NamedTuple):
         posted: The fingerprint.
         notice: `StopNotice.own`.
         step_exit: How the rank left a step by an exception since its last call; `None` if it did not.
+        waits: How long the rank waited in its last calls.
     """
 
     fields: Mapping[str, str]
@@ -44,6 +46,7 @@ class CallReport(NamedTuple):
     posted: int
     notice: tuple[int, str]
     step_exit: StepExit | None
+    waits: WaitReport
 
     @property
     def call(self) -> str:

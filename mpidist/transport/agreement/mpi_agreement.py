@@ -21,6 +21,7 @@ from mpidist.transport.agreement.mismatch_report import (
     peer_left_error,
     step_exit_error,
 )
+from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.failure_notes import BROKE_OFF
@@ -39,6 +40,7 @@ class MpiAgreement(Agreement):
     Args:
         comm: A communicator for this object and its watchdog alone. This object frees it.
         call_watchdog: The watchdog of calls in `comm`.
+        slow_ranks: Finds out for which rank the others wait.
         check: Whether to compare all calls. If not, calls with a deadline are still compared, and so are all calls on
             one node, where the barrier in shared memory compares at no cost.
         timeout_seconds: The group's own deadline, or `None`.
@@ -50,6 +52,7 @@ class MpiAgreement(Agreement):
         self,
         comm: Intracomm,
         call_watchdog: CallWatchdog,
+        slow_ranks: SlowRanks,
         check: bool = True,
         timeout_seconds: float | None = None,
         rounds: Rounds | None = None,
@@ -59,6 +62,7 @@ class MpiAgreement(Agreement):
         comm.Set_name("mpidist.agreement")
         self._comm = comm
         self._call_watchdog, self._watchdog = call_watchdog, call_watchdog.watchdog
+        self._slow_ranks = slow_ranks
         self._rounds = MpiRounds(comm) if rounds is None else rounds
         self.compares_all_calls = check or self.is_node_barrier
         self._posted = self._notice_bit = 0  # of this call: the fingerprint, and the bit that a notice changes in it
@@ -165,6 +169,8 @@ class MpiAgreement(Agreement):
             if self._watchdog.broken is not None:  # by an earlier call, in which this rank has waited since `arrive`
                 raise self._repeated(self._watchdog.broken)
             self._call_watchdog.timeout = record.timeout
+            if self._slow_ranks.note_wait(self.sequence):
+                self.notice.ask()
             self._wait(have_arrived, lambda: self._rounds.memory)
         are_equal, has_same_variant = self._compared or self._rounds.compare()
         if not are_equal or self._notice_bit:  # fingerprints are equal, too, if every rank gives a notice
@@ -175,6 +181,9 @@ class MpiAgreement(Agreement):
             raise error
         self._note_agreed()
         return has_same_variant
+
+    def note_read(self, nanoseconds: int) -> None:
+        self._slow_ranks.note_read(self.sequence, nanoseconds)
 
     @property
     def is_node_barrier(self) -> bool:
@@ -272,11 +281,13 @@ class MpiAgreement(Agreement):
             fields.update(record.describe())
         if (handled := sys.exc_info()[1]) is not None:  # why a `finally` clause calls, perhaps, what no other rank does
             fields.setdefault("exception", text_of(handled))
-        own = CallReport(fields, record.is_last, self._posted, self.notice.own, self._step_exit)
+        waits = self._slow_ranks.report(self.sequence)
+        own = CallReport(fields, record.is_last, self._posted, self.notice.own, self._step_exit, waits)
         reports: list[CallReport] = self.all_gather_object(own)
         has_left_alone = is_step_left_by_some(reports)
         if not has_left_alone and all(report.posted == self._posted for report in reports):
             self.notice.decide(report.notice for report in reports)
+            self._slow_ranks.take([report.waits for report in reports])
             return
         num_leavers = sum(report.is_last for report in reports)
         if 0 < num_leavers < len(reports):

@@ -16,7 +16,7 @@ class StopNotice:
 
     A rank that was asked to stop changes a bit of the fingerprint of its next call. So the fingerprints differ, and all
     ranks gather the descriptions of their calls, which include `own`: as always when fingerprints differ. They do so,
-    too, if every rank was asked to stop. Calls without a notice cost nothing.
+    too, if every rank was asked to stop. Calls without a notice cost nothing. `SlowRanks` uses the same bit.
 
     Attributes:
         bit: The bit to change in the fingerprint of the next call; 0 if this rank has nothing to tell.
@@ -37,6 +37,10 @@ class StopNotice:
             self.reason = self.reason or reason
             self.bit = _BIT
 
+    def ask(self) -> None:
+        """Let all ranks gather what they report of their calls, with the next call, whether they stop or not. Local."""
+        self.bit = _BIT
+
     @property
     def own(self) -> tuple[int, str]:
         """This rank's step, and why to stop; "" if this rank was not asked to."""
@@ -44,8 +48,10 @@ class StopNotice:
 
     def decide(self, of_ranks: Iterable[tuple[int, str]]) -> None:
         """Let all ranks stop after the step of the rank that is the farthest. `of_ranks`: `own` of each rank."""
-        if self.stop_step is None:
-            gathered = list(of_ranks)
+        gathered = list(of_ranks)
+        if self.stop_step is None and any(reason for _, reason in gathered):
             self.stop_step = max(step for step, _ in gathered) + 1
             self.reason = ", ".join(reason for _, reason in gathered if reason)
         self.bit = 0
+        if self.reason and self.stop_step is None:  # given since the ranks have gathered their reports
+            self.bit = _BIT

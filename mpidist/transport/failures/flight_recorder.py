@@ -143,6 +143,11 @@ class FlightRecorder:
         """Return the last call."""
         return last_in(self.memory)
 
+    @property
+    def rows(self) -> Array:
+        """[calls, 5], the calls that are kept, in no order: sequence, text, begun, agreed, ended; zeros for none."""
+        return self.memory[8 * _RING : 8 * _TEXTS].view(np.int64).reshape(MAX_CALLS, _WORDS)
+
     def rows_since(self, number: int) -> list[list[int]]:
         """Return the calls from a number on, as far as they are kept: number, sequence, text, begun, agreed, ended."""
         numbers = range(max(number, self.count - MAX_CALLS), self.count)

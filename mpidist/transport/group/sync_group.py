@@ -16,6 +16,7 @@ from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableErro
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
 from mpidist.transport.agreement.comparison_rounds import NodeRounds
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.failures import open_groups
@@ -402,7 +403,8 @@ class SyncGroup(OpenGroup):
         call_watchdog = membership.make_call_watchdog(comm)
         self._watchdog = watchdog = call_watchdog.watchdog
         watchdog.advance_others = partial(open_groups.advance_others, self)
-        self.agreement = MpiAgreement(comm, call_watchdog, check, timeout, rounds, self._sequence)
+        slow_ranks = SlowRanks(call_watchdog.recorder, self.topology, settings.straggler_seconds)
+        self.agreement = MpiAgreement(comm, call_watchdog, slow_ranks, check, timeout, rounds, self._sequence)
         self.levels.set_wait_hook(call_watchdog.check_peers)
         self.devices = self._device_levels()
         self.calls = PendingCalls(self.agreement, Workplace.of_thread(rounds is not None), self.devices.use)

@@ -1,0 +1,155 @@
+"""A rank for which the others wait in most calls is named in the log, once in an interval and on rank 0 alone."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.agreements import warnings_of
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.agreement.slow_ranks import SlowRanks, WaitReport
+from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightRecorder
+from mpidist.transport.topology import Topology
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.ranks(min=2)
+
+SECONDS = 0.02  # what a slow rank takes for a step, besides what all take
+NODES = pytest.mark.parametrize("nodes", ["0,0,0,0", "0,0,1,1", "0,1,1,2"])
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, comm: Intracomm) -> Callable[..., Strategy]:
+    def made(interval: str = "0.3", nodes: str = "0,0,0,0") -> Strategy:
+        monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes[: 2 * comm.size - 1])
+        monkeypatch.setenv("MPIDIST_STRAGGLER", interval)
+        return Strategy(comm=comm)
+
+    return made
+
+
+def line_of(caplog: pytest.LogCaptureFixture, strategy: Strategy, work: Callable[[int], object]) -> str:
+    """Make steps until rank 0 has logged a line, and return the line on rank 0. Collective."""
+    step = 0
+    while not strategy.reduce("max", len(warnings_of(caplog)), axis=None):
+        work(step)
+        step += 1
+    texts = warnings_of(caplog)
+    assert len(texts) == (strategy.rank == 0), texts
+    return "".join(texts)
+
+
+def pattern(who: str, size: int, does: str, pronouns: str = "was it it") -> str:
+    was, it, they = pronouns.split()
+    return (
+        rf"mpidist: {who} of {size} ranks, on host \S+, {was} last in (\d+) of (\d+) calls in which ranks waited; most "
+        rf"others waited for {it} for (\d+)% of \S+ s, while {they} {was} {does}"
+    )
+
+
+@NODES
+@pytest.mark.parametrize("slow", [0, -1])
+def test_slow_rank_that_computes_is_named(
+    caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy], nodes: str, slow: int
+) -> None:
+    with make(nodes=nodes) as strategy:
+        slow %= strategy.size
+        text = line_of(caplog, strategy, lambda step: time.sleep(SECONDS * (strategy.rank == slow)))
+        if strategy.rank == 0:
+            found = re.fullmatch(pattern(f"rank {slow}", strategy.size, "computing"), text)
+            assert found, text
+            late, waited, share = map(int, found.groups())
+            assert 3 <= late <= waited
+            assert waited <= late / 0.8
+            assert share >= 5
+
+
+@NODES
+def test_slow_rank_that_reads_data_is_named(
+    caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy], nodes: str
+) -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                time.sleep(SECONDS * (strategy.rank == 1))
+                yield np.ones(2)
+
+    with make(nodes=nodes) as strategy:
+        batches = iter(strategy.distribute_datasets_from_function(lambda context: Endless()))
+        text = line_of(caplog, strategy, lambda step: next(batches))
+        if strategy.rank == 0:
+            does = r"reading data \(next of a data set\)"
+            assert re.fullmatch(pattern("rank 1", strategy.size, does), text), text
+
+
+@pytest.mark.ranks(4)
+def test_slow_node_is_named_by_its_ranks(caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy]) -> None:
+    """Its two ranks come last in turn, so that neither comes last in most calls."""
+    with make(nodes="0,1,0,1") as strategy:
+
+        def work(step: int) -> None:
+            if strategy.rank % 2:
+                time.sleep(SECONDS * (1.2 if strategy.rank == step % 2 * 2 + 1 else 1))
+
+        text = line_of(caplog, strategy, work)
+        if strategy.rank == 0:
+            assert re.fullmatch(pattern("ranks 1, 3", 4, "computing", "were them they"), text), text
+
+
+@NODES
+def test_ranks_that_are_slow_in_turn_are_not_named(
+    caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy], nodes: str
+) -> None:
+    """As equal ranks, of which one or another comes last. They wait so long that they exchange their reports."""
+    with make("0.6", nodes) as strategy:
+        for step in range(80):
+            time.sleep(SECONDS * (strategy.rank == step % strategy.size))
+            strategy.reduce("sum", 1.0, axis=None)
+        assert warnings_of(caplog) == []
+
+
+def reports(waits: Sequence[Sequence[float]], reads: Sequence[Sequence[float]]) -> list[WaitReport]:
+    return [WaitReport(True, 10.0, np.array(one), np.array(other)) for one, other in zip(waits, reads, strict=True)]
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("waits", "reads", "found"),
+    [
+        ([[0, 0, 0], [1, 1, 1]], [[1, 1, 1], [1, 1, 1]], "3 of 3 .* 30% .* computing"),
+        ([[0, 0, 0], [1, 1, 1]], [[1, 1, 0], [0, 0, 0]], "3 of 3 .* 30% .* reading data"),
+        ([[0, 0, 0, 9, 9], [1, 1, 1]], [[0, 0, 0, 0, 0], [0, 0, 0]], ""),
+        ([[9, 9, 0, 0, 0], [1, 1, 1]], [[0, 0, 0, 0, 0], [0, 0, 0]], "3 of 3 .* 30% "),  # reports of several lengths
+        ([[0, 0, 0, 0], [0, 5, 0, 0]], [[0] * 4] * 2, ""),  # a single wait
+        ([[0, 0, 0], [0.16, 0.16, 0.16]], [[0] * 3] * 2, ""),  # short waits
+        ([[0, 0, 0, 1], [1, 1, 1, 0]], [[0] * 4] * 2, ""),  # one call of four waits for the other rank
+        ([[0, 0, 0, 0.1], [1, 1, 1, 0]], [[0] * 4] * 2, "3 of 3 "),  # but not for long
+        ([[0.9, 0.9, 0.9], [1, 1, 1], [0, 0, 0]], [[0] * 3] * 3, "rank 2 of 3 .* 27%"),
+        ([[0.1, 0.1, 0.1], [1, 1, 1], [0, 0, 0]], [[0] * 3] * 3, ""),  # most other ranks come late, too: one waits
+        ([[], []], [[], []], ""),
+    ],
+)
+def test_slow_rank_is_the_one_for_which_most_others_wait_in_most_calls(
+    caplog: pytest.LogCaptureFixture, waits: list[list[float]], reads: list[list[float]], found: str
+) -> None:
+    recorder, size = FlightRecorder(np.zeros(FLIGHT_BYTES, np.uint8)), len(waits)
+    slow_ranks = SlowRanks(recorder, Topology.from_labels(0, "h" * size, "h" * size), 60.0)
+    slow_ranks.take(reports(waits, reads))
+    assert re.search(found, *warnings_of(caplog)) if found else warnings_of(caplog) == []
+
+
+def test_straggler_variable_of_zero_turns_the_line_off(
+    caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy]
+) -> None:
+    with make("0") as strategy:
+        for _ in range(40):
+            time.sleep(SECONDS * (strategy.rank == 1))
+            strategy.reduce("sum", 1.0, axis=None)
+        assert warnings_of(caplog) == []
