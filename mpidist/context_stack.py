@@ -26,6 +26,7 @@ __all__ = [
     "current_strategy",
     "exchange_entries",
     "innermost",
+    "innermost_of_all_threads",
     "is_default",
     "parts_of",
     "pop",
@@ -124,10 +125,14 @@ class Entry:
     is_set_globally: bool = False
 
 
+_entries_of_threads: Final[dict[int, list[Entry]]] = {}
+
+
 @final
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        _entries_of_threads[threading.get_ident()] = self.entries
 
 
 @final
@@ -214,6 +219,12 @@ def current() -> Entry | None:
 def innermost() -> Entry | None:
     """Return the innermost entry of this thread, also of the default strategy; `None` if there is none."""
     return _stack.entries[-1] if _stack.entries else None
+
+
+def innermost_of_all_threads() -> Entry | None:
+    """Return the innermost entry of the one thread that has any; `None` if no thread has, or several have."""
+    found = [entries[-1] for entries in list(_entries_of_threads.values()) if entries]
+    return found[0] if len(found) == 1 else None
 
 
 def push(entry: Entry) -> None:

@@ -24,7 +24,8 @@ PACKAGE = Path(mpidist.__file__).parent
 MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 40
 MAX_MODULES = 16  # in a folder, besides its `__init__`
-GUARDED = ("mpi4py", "cupy", "ml_dtypes")  # may be imported inside functions: they start MPI or CUDA, or take long
+# May be imported inside functions: they start MPI or CUDA, take long, or are needed by one function alone.
+GUARDED = ("mpi4py", "cupy", "ml_dtypes", "optax")
 WHERE_GUARDED = {
     "mpi4py": (
         "mpidist.transport.mpi.library",
@@ -33,6 +34,7 @@ WHERE_GUARDED = {
     ),
     "cupy": ("mpidist.transport.cuda",),
     "ml_dtypes": ("mpidist.transport.half",),
+    "optax": ("mpidist.jax",),
 }
 EXCEPTIONS = ("Exception", "Error", "Warning")
 
@@ -210,6 +212,7 @@ TABLES_OF_CONTENTS = {
     "mpidist.cluster_resolver",
     "mpidist.coordinator",
     "mpidist.experimental",
+    "mpidist.jax",
     "mpidist.nest",
     "mpidist.torch",
 }

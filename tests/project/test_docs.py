@@ -39,6 +39,7 @@ NOT_RUN = {
     "needs a running job": 3,
     "needs h5py": 2,
     "needs jax": 2,
+    "needs optax": 2,
     "needs Slurm": 4,
     "needs TensorFlow": 1,
     "needs torch": 10,

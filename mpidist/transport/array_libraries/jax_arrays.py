@@ -35,7 +35,7 @@ class JaxArrays(ArrayLibrary):
         if isinstance(value, sys.modules["jax"].core.Tracer):
             raise TypeError(
                 "JAX traces this array, which has no numbers yet: call mpidist outside of functions that jax.jit, "
-                "jax.grad or jax.vmap transform, on what they return"
+                "jax.grad or jax.vmap transform, on what they return, or mpidist.jax.psum inside"
             )
         if hasattr(value, "__cuda_array_interface__"):
             return _CUPY.to_native(value)

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -195,6 +195,10 @@ class SyncGroup(OpenGroup):
         if self.trace is not None:
             self.trace.enter()
         self._handled_exception = sys.exc_info()[1]
+
+    def lent_to_this_thread(self, call: str) -> AbstractContextManager[None]:
+        """Let this thread make the group's calls while the thread that makes them waits for it. Local."""
+        return nullcontext() if self._threads is None else self._threads.lend(call)
 
     def agree(self, record: CallRecord) -> bool:
         """Finish started calls, then `Agreement.join`: compare the call on all ranks. Collective; after `enter`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, final
 
 from mpidist.transport.mpi.library import load_mpi
@@ -40,6 +42,7 @@ class ThreadGuard:
         self._owner = threading.current_thread()
         self.ident = threading.get_ident()
         self._may_be_taken_over = True
+        self._is_lent = False
 
     @classmethod
     def of_group(cls) -> ThreadGuard:
@@ -63,21 +66,39 @@ class ThreadGuard:
         why = getattr(_forbidden, "why", "")
         if why:
             raise RuntimeError(f"{call} {why}")
+        self._require_free(call)
+        self._may_be_taken_over = not self._owner.is_alive()
+        self._owner, self.ident = threading.current_thread(), threading.get_ident()
+
+    @contextmanager
+    def lend(self, call: str) -> Iterator[None]:
+        """Let this thread make the group's calls while the thread that makes them waits for it. Local.
+
+        Raises:
+            RuntimeError: If this thread may make none.
+        """
+        owner = self._owner, self.ident
+        self._require_free(call, lends=True)
+        self._owner, self.ident, self._is_lent = threading.current_thread(), threading.get_ident(), True
+        try:
+            yield
+        finally:
+            self._owner, self.ident, self._is_lent = *owner, False
+
+    def _require_free(self, call: str, lends: bool = False) -> None:
         new, level = threading.current_thread(), _level()
         if level in ("SINGLE", "FUNNELED") and new is not threading.main_thread():
             raise RuntimeError(
                 f"{call} in thread {new.name!r}: MPI was started with THREAD_{level}, so only the main thread may make "
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
-        if self._owner.is_alive() and not self._may_be_taken_over:
+        if self._is_lent or (self._owner.is_alive() and not self._may_be_taken_over and not lends):
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
             raise RuntimeError(
                 f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: only one "
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
                 "Build one strategy for each thread, in the same order on all ranks"
             )
-        self._may_be_taken_over = not self._owner.is_alive()
-        self._owner, self.ident = new, threading.get_ident()
 
 
 def _level() -> str:

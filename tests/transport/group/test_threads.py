@@ -12,6 +12,7 @@ from jobs.failing import LONG_SECONDS, Job, job
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -61,6 +62,22 @@ def test_two_threads_with_a_strategy_each(comm: Intracomm, placement: object) ->
     assert wrong == []
     for strategy in strategies:
         strategy.close()
+
+
+@several
+def test_thread_that_waits_lends_its_calls(comm: Intracomm) -> None:
+    """As a thread of JAX makes the calls of a compiled function, which the program waits for."""
+    with Strategy(comm=comm) as strategy:
+        group = parts_of(strategy).group
+
+        def reduce() -> float:
+            with group.lent_to_this_thread("psum"):
+                with pytest.raises(RuntimeError, match="but thread 'worker' makes this strategy's calls"):
+                    in_thread(lambda: strategy.reduce("SUM", 1.0), "other")
+                return float(strategy.reduce("SUM", 1.0))
+
+        for _ in range(3):
+            assert in_thread(reduce) == strategy.reduce("SUM", 1.0) == comm.size
 
 
 @several

@@ -1,0 +1,219 @@
+"""Sums, means, minima and maxima over ranks inside functions that JAX transforms: jit, scan, grad, vmap.
+
+`import mpidist.jax` before JAX computes anything: it makes JAX's dispatch on the CPU synchronous, so that a rank makes
+the calls inside and outside of compiled functions in the order of its program. Needs no Optax but for `across_ranks`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.xla_bridge import backends_are_initialized
+from jax.experimental import io_callback
+
+from mpidist import context_stack
+from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
+from mpidist.context_stack import CurrentStrategy, parts_of
+from mpidist.errors import InvalidArgumentError
+from mpidist.options import ReduceOp
+
+if TYPE_CHECKING:
+    import optax
+
+__all__ = ["across_ranks", "pmax", "pmean", "pmin", "psum"]
+
+_GRADIENT: Final = "gradient of "
+_ASYNCHRONOUS: Final = "jax_cpu_enable_async_dispatch"
+
+
+def psum(tree: Any) -> Any:
+    """Add the arrays of all ranks. Collective: one call for the whole tree, over the ranks of the current strategy.
+
+    Works inside `strategy.run` and `strategy.scope()`, and inside `jax.jit`, `lax.scan`, `lax.cond`, `jax.grad` and
+    `jax.vmap`. The gradient of a sum over ranks is the sum of the ranks' gradients; `vmap` makes one call for all rows.
+
+    Args:
+        tree: A pytree of arrays and numbers of the same structure, shapes and dtypes on every rank. Booleans are
+            counted as int32; leaves of dtype `float0` stay as they are.
+
+    Returns:
+        A tree like `tree`, the same on all ranks.
+
+    Raises:
+        InvalidArgumentError: If numbers of a dtype cannot be reduced. If the ranks' arguments or calls differ: on every
+            rank; out of a compiled function JAX raises it as a `JaxRuntimeError` with this error's text.
+        RuntimeError: If no strategy is current, or the current one has no ranks in lock step with one replica each.
+        TypeError: If a leaf is no array of numbers.
+    """
+    return _all_reduce(ReduceOp.SUM, "psum", tree)
+
+
+def pmean(tree: Any) -> Any:
+    """Average the arrays of all ranks. Collective: as `psum`, and the gradient is the mean of the ranks' gradients.
+
+    Each rank counts the same. For parts of different lengths, divide a `psum` of sums by a `psum` of lengths. The mean
+    of integers and booleans is float32, or float64 where JAX has it.
+    """
+    return _all_reduce(ReduceOp.MEAN, "pmean", tree)
+
+
+def pmax(tree: Any) -> Any:
+    """Return the largest number over all ranks, element by element. Collective: as `psum`, but without a gradient."""
+    return _all_reduce(ReduceOp.MAX, "pmax", tree)
+
+
+def pmin(tree: Any) -> Any:
+    """Return the smallest number over all ranks, element by element. Collective: as `psum`, but without a gradient."""
+    return _all_reduce(ReduceOp.MIN, "pmin", tree)
+
+
+def across_ranks() -> optax.GradientTransformation:
+    """Make a transformation for `optax.chain` whose update is the `pmean` of the gradients of all ranks.
+
+    Put it first, so that all ranks clip, scale and accumulate the same gradients. Its update is collective.
+    """
+    import optax
+
+    return optax.GradientTransformation(
+        lambda params: optax.EmptyState(), lambda updates, state, params=None: (pmean(updates), state)
+    )
+
+
+def _all_reduce(op: ReduceOp, function: str, tree: Any) -> Any:
+    call = f"mpidist.jax.{function}"
+    _current_strategy(call)  # also before JAX compiles: the traceback shows the line of the call
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    values = dict(zip(_names([path for path, _ in paths]), (leaf for _, leaf in paths), strict=True))
+    numbers = {name: _array(op, f"{call}: {name}", leaf) for name, leaf in values.items() if not _is_float0(leaf)}
+    return jax.tree.unflatten(structure, (values | _traceable(op, call)(numbers)).values())
+
+
+def _names(paths: Sequence[Any]) -> list[str]:
+    """Return the names of a tree's leaves, `layer/w`, with numbers where two leaves had the same name."""
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "array" for path in paths]
+    return names if len({*names}) == len(names) else [f"{name} ({at})" for at, name in enumerate(names)]
+
+
+def _array(op: ReduceOp, name: str, leaf: Any) -> Any:
+    """Return a leaf as an array of JAX of a dtype that `op` takes."""
+    if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.extended):
+        raise TypeError(f"{name}: {leaf.dtype} is no dtype of numbers; pass jax.random.key_data(key)")
+    try:
+        array = jnp.asarray(leaf)
+        if array.dtype == np.bool_ and op in (ReduceOp.SUM, ReduceOp.MEAN):
+            array = array.astype(np.int32)
+        _result_dtype(op, array)
+    except (TypeError, InvalidArgumentError) as problem:
+        raise type(problem)(f"{name}: {problem}") from None
+    return array
+
+
+def _is_float0(value: Any) -> bool:
+    """Whether a value is what JAX has for the gradient of an integer."""
+    return bool(getattr(value, "dtype", None) == jax.dtypes.float0)
+
+
+def _result_dtype(op: ReduceOp, value: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(wire_and_result_dtypes(op, value.dtype)[1])
+
+
+@cache
+def _traceable(op: ReduceOp, call: str) -> Any:
+    """Return the all-reduce of arrays by name that JAX traces, batches and differentiates."""
+
+    def primal(values: Mapping[str, Any]) -> Any:
+        results = {name: jax.ShapeDtypeStruct(one.shape, _result_dtype(op, one)) for name, one in values.items()}
+        return io_callback(_Callback(op, call), results, values, ordered=True)
+
+    def batch(size: int, is_batched: Any, values: Mapping[str, Any]) -> Any:
+        return batchable(values), is_batched[0]
+
+    def forward(values: Mapping[str, Any]) -> Any:
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            raise NotImplementedError(f"{call} has no gradient: pass it jax.lax.stop_gradient(x)")
+        is_inexact = {name: () for name, one in values.items() if jnp.issubdtype(one.dtype, jnp.inexact)}
+        return differentiable(values), is_inexact
+
+    def backward(is_inexact: Mapping[str, Any], cotangents: Mapping[str, Any]) -> Any:
+        gradient = _traceable(op, call if call.startswith(_GRADIENT) else _GRADIENT + call)
+        return ({**dict.fromkeys(cotangents), **gradient({name: cotangents[name] for name in is_inexact})},)
+
+    batchable = jax.custom_batching.custom_vmap(primal)
+    batchable.def_vmap(batch)
+    differentiable = jax.custom_vjp(lambda values: batchable(values))
+    differentiable.defvjp(forward, backward)
+    return differentiable
+
+
+@final
+@dataclass(frozen=True)
+class _Callback:
+    """What JAX calls when the arrays have numbers. Equal for equal calls, so that JAX compiles them once.
+
+    JAX makes new arrays of the results, so that these are NumPy's: JAX's own could wait for the thread that makes them.
+    """
+
+    op: ReduceOp
+    call: str
+
+    def __call__(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        parts = parts_of(_current_strategy(self.call))
+        arrays = {name: np.asarray(value) for name, value in values.items()}
+        with parts.group.lent_to_this_thread(self.call) if _is_thread_of_jax() else nullcontext():
+            results = parts.cross_device_ops.all_reduce(self.op, arrays, call=self.call)
+        return {name: np.asarray(results[name], _result_dtype(self.op, one)) for name, one in arrays.items()}
+
+
+def _current_strategy(call: str) -> CurrentStrategy:
+    """Return the strategy whose `run` or `scope` this thread is in, or that which waits for this thread of JAX.
+
+    Raises:
+        RuntimeError: If there is none, or its replicas cannot make the call.
+    """
+    entry = context_stack.innermost_of_all_threads() if _is_thread_of_jax() else context_stack.innermost()
+    if entry is None:
+        raise RuntimeError(
+            f"{call}: no strategy is current, so that there are no ranks to combine; call the function by "
+            "strategy.run(), or inside `with strategy.scope():`"
+        )
+    parts = parts_of(entry.strategy)
+    if parts.service is not None or parts.replicas.tree is not None:
+        raise RuntimeError(f"{call}: {entry.strategy} has no ranks in lock step with one replica each")
+    if jax.default_backend() != "cpu":
+        raise RuntimeError(
+            f"{call}: JAX computes on {jax.default_backend()}, and its calls inside compiled functions are those of "
+            "the CPU; reduce what the compiled function returns, or set JAX_PLATFORMS=cpu"
+        )
+    return entry.strategy
+
+
+def _is_thread_of_jax() -> bool:
+    """Whether JAX made this thread; the thread that called the compiled function waits for it."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _dispatch_synchronously() -> None:
+    """Let a compiled function return when it has ended: else its calls and those that follow it had no order.
+
+    Raises:
+        RuntimeError: If JAX has computed before, when it is too late.
+    """
+    if not jax.config.read(_ASYNCHRONOUS):
+        return
+    if backends_are_initialized():
+        raise RuntimeError(
+            "import mpidist.jax before JAX computes anything: JAX's dispatch on the CPU must be synchronous from the "
+            f'start. Or begin the program with jax.config.update("{_ASYNCHRONOUS}", False)'
+        )
+    jax.config.update(_ASYNCHRONOUS, False)
+
+
+_dispatch_synchronously()

@@ -1,0 +1,266 @@
+"""Calls of all ranks inside functions that JAX transforms: `mpidist.jax`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jobs.faults import run_command
+from mpi_session.launch import Launcher
+from support.everywhere import raises_everywhere, same_everywhere
+
+import mpidist.jax
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
+from mpidist.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+several = pytest.mark.ranks(min=2)
+
+
+def calls_of(strategy: Strategy) -> int:
+    """How many calls the ranks have made together."""
+    return int(parts_of(strategy).group.agreement.sequence)
+
+
+def ranks_sum(comm: Intracomm) -> int:
+    """The sum of 1, 2, ... over the ranks."""
+    return comm.size * (comm.size + 1) // 2
+
+
+TREE = {
+    "layers": [(jnp.ones((2, 3)), jnp.ones(3, jnp.bfloat16)), None],
+    "empty": jnp.ones((0, 3)),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "numbers": (np.arange(3, dtype=np.int32), 1.0, 2, True, np.float64(3)),
+}
+
+
+@several
+def test_psum_of_tree_in_jit_is_one_call(comm: Intracomm, placement: object) -> None:
+    with Strategy(comm=comm) as strategy:
+        before = calls_of(strategy)
+        total = strategy.run(jax.jit(lambda: mpidist.jax.psum(TREE)))
+        assert calls_of(strategy) == before + 1
+    assert jax.tree.structure(total) == jax.tree.structure(TREE)
+    assert total["float0"].dtype == jax.dtypes.float0
+    (matrix, half), none = total["layers"]
+    assert (matrix == comm.size).all()
+    assert (half == comm.size).all()
+    assert (half.dtype, none, total["empty"].shape) == (jnp.bfloat16, None, (0, 3))
+    dtypes = ["int32", "float32", "int32", "int32", "float32"]
+    assert [one.dtype.name for one in total["numbers"]] == dtypes
+    assert [one.tolist() for one in total["numbers"]] == [[0, comm.size, 2 * comm.size]] + [
+        comm.size * one for one in (1, 2, 1, 3)
+    ]
+
+
+@pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "pmin"])
+def test_every_reduction_in_jit_and_outside(comm: Intracomm, name: str) -> None:
+    everyone = np.arange(1.0, comm.size + 1)
+    want = {"psum": everyone.sum(), "pmean": everyone.mean(), "pmax": everyone.max(), "pmin": everyone.min()}[name]
+    call = getattr(mpidist.jax, name)
+    with Strategy(comm=comm) as strategy, strategy.scope():
+        for function in (call, jax.jit(call)):
+            result = function({"x": jnp.full(2, comm.rank + 1.0), "n": comm.rank + 1})
+            assert result["x"].tolist() == [pytest.approx(want)] * 2
+            assert float(result["n"]) == pytest.approx(want)
+
+
+def test_pmean_in_scan_divides_once_a_step(comm: Intracomm) -> None:
+    def step(weight: Any, _: None) -> Any:
+        return mpidist.jax.pmean(weight) + 1, mpidist.jax.psum(1)
+
+    with Strategy(comm=comm) as strategy:
+        train = jax.jit(lambda weight: jax.lax.scan(step, weight, None, length=3))
+        weight, sizes = strategy.run(train, args=(jnp.float32(comm.rank),))
+    assert float(weight) == pytest.approx((comm.size - 1) / 2 + 3)
+    assert sizes.tolist() == [comm.size] * 3
+
+
+@pytest.mark.parametrize("name", ["psum", "pmean"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_gradient_is_the_same_reduction_of_gradients(comm: Intracomm, name: str, order: int) -> None:
+    call = getattr(mpidist.jax, name)
+
+    def loss(x: Any, n: Any) -> Any:  # each rank weighs it by its number, from 1 on
+        result = call({"x": x, "n": n})
+        return (comm.rank + 1) * (result["x"] ** 2).sum() + result["n"].sum()
+
+    gradient = jax.grad(loss)
+    if order == 2:
+        gradient = jax.grad(lambda x, n: jax.grad(loss)(x, n).sum())
+    with Strategy(comm=comm) as strategy:
+        result = strategy.run(jax.jit(gradient), args=(jnp.ones(3), jnp.arange(2)))
+    size, total = (comm.size, ranks_sum(comm)) if name == "psum" else (1, ranks_sum(comm) / comm.size)
+    want = 2 * size * total
+    assert result.tolist() == [pytest.approx(want)] * 3
+
+
+@pytest.mark.parametrize("name", ["pmax", "pmin"])
+def test_gradient_of_pmax_is_refused(comm: Intracomm, name: str) -> None:
+    call = getattr(mpidist.jax, name)
+    with Strategy(comm=comm) as strategy, strategy.scope():
+        with pytest.raises(NotImplementedError, match=f"{name} has no gradient: pass it jax.lax.stop_gradient"):
+            jax.jit(jax.grad(call))(1.0)
+        scaled = jax.grad(lambda x: x / call(jax.lax.stop_gradient(x)))
+        assert float(jax.jit(scaled)(2.0)) == 0.5
+
+
+@several
+def test_vmap_makes_one_call(comm: Intracomm) -> None:
+    def loss(x: Any) -> Any:
+        return (mpidist.jax.psum({"x": x, "same": jnp.ones(2)})["x"] * jnp.arange(3.0)).sum()
+
+    rows = jnp.ones((3, 4)) * (comm.rank + 1)
+    with Strategy(comm=comm) as strategy, strategy.scope():
+        before = calls_of(strategy)
+        losses = jax.jit(jax.vmap(loss, in_axes=1))(rows)
+        assert calls_of(strategy) == before + 1
+        gradients = jax.jit(jax.vmap(jax.grad(loss), in_axes=1, out_axes=1))(rows)
+    assert losses.tolist() == [3 * ranks_sum(comm)] * 4
+    assert gradients.T.tolist() == [[0, comm.size, 2 * comm.size]] * 4
+
+
+def test_across_ranks_trains_as_one_process_with_the_whole_batch(comm: Intracomm) -> None:
+    x = jnp.linspace(-1, 1, 12 * 3).reshape(12, 3)
+    weights = {"w": jnp.ones(3), "b": jnp.zeros(())}
+
+    def train(optimizer: Any, x: Any) -> Any:
+        def step(carried: Any, _: None) -> Any:
+            weights, state = carried
+            gradient = jax.grad(lambda own: ((x @ own["w"] + own["b"] - jnp.sin(x[:, 0])) ** 2).mean())(weights)
+            updates, state = optimizer.update(gradient, state, weights)
+            return (optax.apply_updates(weights, updates), state), None
+
+        return jax.lax.scan(step, (weights, optimizer.init(weights)), None, length=5)[0][0]
+
+    plain = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+    with Strategy(comm=comm) as strategy:
+        optimizer = optax.chain(mpidist.jax.across_ranks(), plain)
+        trained = strategy.run(jax.jit(lambda x: train(optimizer, x)), args=(x[comm.rank :: comm.size],))
+    for name, want in jax.jit(lambda x: train(plain, x))(x).items():
+        assert same_everywhere(comm, np.asarray(trained[name]))
+        np.testing.assert_allclose(trained[name], want, rtol=1e-4, atol=1e-5)
+
+
+@several
+def test_mismatch_in_jit_raises_on_every_rank(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        for own, text in (
+            (lambda: mpidist.jax.psum({"w": jnp.ones(2 + comm.rank)}), r"array \['w'\]: rank 0: f32\[2\]; rank 1: f32"),
+            (lambda: mpidist.jax.psum(1) if comm.rank else mpidist.jax.pmax(1), "rank 0: mpidist.jax.pmax; rank"),
+        ):
+            seen = None
+            try:
+                strategy.run(jax.jit(own))
+            except jax.errors.JaxRuntimeError as error:
+                seen = str(error)[str(error).rindex("InvalidArgumentError:") :]
+            with raises_everywhere(comm, InvalidArgumentError, text):
+                raise InvalidArgumentError(seen or "nothing was raised")
+        assert int(strategy.run(jax.jit(lambda: mpidist.jax.psum(1)))) == comm.size
+
+
+def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm: Intracomm) -> None:
+    """XLA goes on in a thread of its own after a product of large matrices."""
+
+    def step(weight: Any, _: None) -> Any:
+        weight = mpidist.jax.pmean(jnp.sin(weight @ weight) * 0.01 + 1)
+        return weight, mpidist.jax.psum(weight[0, 0])
+
+    train = jax.jit(lambda x: jax.lax.scan(step, x, None, length=10))
+    with Strategy(comm=comm) as strategy:
+        for _ in range(3):
+            weight, sums = strategy.run(train, args=(jnp.full((512, 512), comm.rank + 1.0),))
+            strategy.check_equal((weight, sums), what="the weights")
+            assert float(strategy.reduce("max", sums[-1])) == pytest.approx(comm.size * float(weight[0, 0]))
+
+
+def test_compiled_function_uses_the_strategy_of_the_call(comm: Intracomm) -> None:
+    count = jax.jit(lambda: mpidist.jax.psum(1))
+    half = comm.Split(comm.rank % 2)
+    with Strategy(comm=comm) as everyone, Strategy(comm=half) as some:
+        assert [int(one.run(count)) for one in (everyone, some, everyone)] == [comm.size, half.size, comm.size]
+        with some.scope():
+            assert int(count()) == half.size
+    half.Free()
+
+
+def test_call_without_ranks_to_combine_is_refused(comm: Intracomm) -> None:
+    with pytest.raises(RuntimeError, match=r"^mpidist.jax.psum: no strategy is current.* call the function by "):
+        jax.jit(mpidist.jax.psum)(1.0)
+    why = "has no ranks in lock step with one replica each"
+    with (
+        Strategy(replicas=2 * comm.size, comm=comm) as strategy,
+        strategy.scope(),
+        pytest.raises(RuntimeError, match=why),
+    ):
+        jax.jit(mpidist.jax.psum)(1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("text", "mpidist.jax.psum: layer/w: .*text"),
+        (jnp.ones(2, jnp.int4), "mpidist.jax.psum: layer/w: SUM needs numbers, got dtype int4"),
+        (None, r"mpidist.jax.psum: layer/w: key<fry> .* pass jax.random.key_data\(key\)"),
+    ],
+)
+def test_leaf_without_numbers_is_named(comm: Intracomm, value: Any, text: str) -> None:
+    value = jax.random.key(0) if value is None else value
+    problems = (TypeError, InvalidArgumentError)
+    with Strategy(comm=comm) as strategy, strategy.scope(), pytest.raises(problems, match=text):
+        mpidist.jax.psum({"layer": {"w": value}})
+
+
+@pytest.mark.no_mpi
+def test_import_after_jax_has_computed_is_refused() -> None:
+    program = 'import jax; CONFIG; jax.numpy.ones(1); import mpidist.jax; print("imported")'
+    ends = []
+    for config in ("0", 'jax.config.update("jax_cpu_enable_async_dispatch", False)'):
+        command = [sys.executable, "-c", program.replace("CONFIG", config)]
+        ends.append(subprocess.run(command, capture_output=True, text=True, check=False))
+    assert "RuntimeError: import mpidist.jax before JAX computes anything" in ends[0].stderr
+    assert [(one.returncode, one.stdout) for one in ends] == [(1, ""), (0, "imported\n")]
+
+
+FAILS = """
+import jax, mpidist, mpidist.jax
+with mpidist.MultiWorkerMirroredStrategy() as strategy:
+    step = jax.jit(lambda x: jax.lax.scan(lambda c, _: (mpidist.jax.psum(c), None), x, None, length=3)[0])
+    strategy.run(step, args=(jax.numpy.ones(2),))
+    print("first", flush=True)
+    FAULT
+    print("second", flush=True)
+"""
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("strategy.run(step, args=(jax.numpy.ones(2 + strategy.rank),))", "InvalidArgumentError: mpidist.jax.psum"),
+        ("strategy.rank == 1 and 1 / 0; strategy.run(step, args=(jax.numpy.ones(2),))", "ZeroDivisionError"),
+    ],
+    ids=["other shape", "a rank raises"],
+)
+def test_job_ends_with_the_error(tmp_path: Path, fault: str, text: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(FAILS.replace("FAULT", fault))
+    ended = run_command(tmp_path, [*Launcher.find(None).command, "-n", "2", sys.executable, str(file)], 2)
+    assert ended.status != 0
+    assert "first" in ended.out
+    assert text in ended.err
