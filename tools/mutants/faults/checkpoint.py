@@ -108,14 +108,14 @@ FAULTS = [
     ),
     Fault(
         "numbered.py",
-        "others[: max(len(others) + 1 - max_to_keep, 0)]",
-        "others[: max(len(others) - max_to_keep, 0)]",
+        "others[: max(len(others) + 1 - retention.max_to_keep, 0)]",
+        "others[: max(len(others) - retention.max_to_keep, 0)]",
         "one checkpoint too many is kept",
     ),
     Fault(
         "numbered.py",
-        "others = [number for number in self.numbers() if number != newest]",
-        "others = self.numbers()",
+        "others = [number for number in numbers if number != newest and not retention.stays(number)]",
+        "others = [number for number in numbers if not retention.stays(number)]",
         "one checkpoint too few is kept",
     ),
     Fault(
@@ -125,9 +125,9 @@ FAULTS = [
         "skip_broken finds no older checkpoint",
     ),
     Fault(
-        "manager.py",
-        "if writing.error is not None:\n                    raise writing.error",
-        "if False:\n                    raise AssertionError",
+        "background.py",
+        "if self.error is not None:\n            raise self.error",
+        "if False:\n            raise AssertionError",
         "an error of the background is lost",
     ),
     Fault(
