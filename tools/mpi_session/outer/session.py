@@ -1,8 +1,7 @@
 """The pytest session that the user starts: plans the launches and replays them.
 
-The launches of 1, 2, ... ranks make two rows, in which they follow each other. Beside them are *lanes*, launches of one
-process for the tests that need no ranks: many of these start jobs of their own and wait for them. One thread follows
-all launches in turn.
+The launches of 1, 2, ... ranks follow each other. Beside them are *lanes*, launches of one process for the tests that
+need no ranks: many of these start jobs of their own and wait for them. One thread follows all launches in turn.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class OuterSession:
         self.launcher: Launcher | None = None
         self.teams = teams_of(settings.ranks, settings.num_lanes)
         self.replays: dict[Team, Replay] = {}
-        self.rows_that_run = 0
+        self.ranks_are_over = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
@@ -71,9 +70,7 @@ class OuterSession:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         sizes = [team for team in self.teams if not team.lane]
         lanes = [team for team in self.teams if team.lane]
-        rows = [sizes] if self.config.getoption("maxfail") else _rows(sizes)  # -x ends at the first failure
-        self.rows_that_run = len(rows)
-        runs = [self._run_ranks(session, row) for row in rows] + [self._run_lane(session, team) for team in lanes]
+        runs = [self._run_ranks(session, sizes), *(self._run_lane(session, team) for team in lanes)]
         with _ended_by_sigterm():
             try:
                 while runs:
@@ -89,10 +86,10 @@ class OuterSession:
         for team in teams:
             if self._planned(team) != 0:
                 yield from self._run_all(session, team)
-        self.rows_that_run -= 1
+        self.ranks_are_over = True
 
     def _run_lane(self, session: pytest.Session, team: Team) -> Iterator[None]:
-        while self._planned(team) is None and self.rows_that_run:
+        while self._planned(team) is None and not self.ranks_are_over:
             yield
         if self._planned(team):
             yield from self._run_all(session, team)
@@ -189,12 +186,6 @@ class OuterSession:
         session.testscollected = sum(
             len(known[team]["tests"]) if team in known else self._planned(team) or 0 for team in self.teams
         )
-
-
-def _rows(teams: list[Team]) -> list[list[Team]]:
-    """Deal out the launches, which take the longer the more ranks they have: 4 and then 1, beside 3 and then 2."""
-    large_first = sorted(teams, key=lambda team: -team.size)
-    return [row for row in (large_first[0::4] + large_first[3::4], large_first[1::4] + large_first[2::4]) if row]
 
 
 class _Counting(Replay):
