@@ -119,7 +119,7 @@ def test_ranks_measure_together_and_alike(
     monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
     group = SyncGroup.from_mpi(None)
     try:
-        model, measured = measure_cost_model(group.levels, 0.2)
+        model, measured = measure_cost_model(group.levels, 0.02)
         assert set(load_mpi().COMM_WORLD.allgather((model, measured))) == {(model, measured)}
         several = max(group.topology.node_sizes) > 1
         assert ("mpi_seconds" in measured) == several

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,7 @@ def simulate(op: str, parts: list[Any]) -> Any:
         return total.astype(dtype)
 
 
+@cache
 def numbers(replica: int, index: int, shape: tuple[int, ...], dtype: str) -> Any:
     """Numbers of very different sizes, so that another order gives other bits."""
     rng = np.random.default_rng([replica, index])
@@ -72,8 +74,10 @@ def test_bits_are_those_of_the_simulation(
         for op in UFUNCS:
 
             def step(op: str = op) -> Any:
-                own = get_replica_context().replica_id_in_sync_group
-                return get_replica_context().all_reduce(op, [numbers(own, at, *spec) for at, spec in enumerate(specs)])
+                own = get_replica_context()
+                return own.all_reduce(
+                    op, [numbers(own.replica_id_in_sync_group, at, *spec).copy() for at, spec in enumerate(specs)]
+                )
 
             result = strategy.experimental_local_results(strategy.run(step))[0]
             for at, spec in enumerate(specs):
@@ -172,7 +176,7 @@ def test_memory_of_sums_is_not_shared_by_results_and_started_calls(
     def step() -> Any:
         own = get_replica_context()
         time.sleep(0.02 * comm.rank)  # a rank opens its second call while its first one waits for the others
-        values = [numbers(own.replica_id_in_sync_group, at, shape, "f4") for at, shape in enumerate(shapes)]
+        values = [numbers(own.replica_id_in_sync_group, at, shape, "f4").copy() for at, shape in enumerate(shapes)]
         started = [own.start_all_reduce("sum", value) for value in values[:2]]
         results = [own.all_reduce("sum", value) for value in values[2:]]
         return [pending.wait() for pending in started] + results
@@ -208,7 +212,7 @@ def test_random_programs_are_those_of_the_simulation(
             def step() -> Any:
                 own, results = get_replica_context(), []
                 for op, specs, is_started in program:
-                    value = [numbers(own.replica_id_in_sync_group, at, *spec) for at, spec in enumerate(specs)]
+                    value = [numbers(own.replica_id_in_sync_group, at, *spec).copy() for at, spec in enumerate(specs)]
                     results.append(own.start_all_reduce(op, value) if is_started else own.all_reduce(op, value))
                 return [result.wait() if hasattr(result, "wait") else result for result in results]
 
