@@ -30,10 +30,10 @@ AT_ONCE = 3  # jobs that run at the same time: each waits now and then
 # What the pages say of blocks that are not run, and how many there are of each.
 NOT_RUN = {
     "a fragment": 1,
-    "a part of a program": 2,
-    "changes the library": 14,
+    "a part of a program": 1,
+    "changes the library": 13,
     "for any program": 2,
-    "installs packages": 8,
+    "installs packages": 6,
     "measures the machine": 4,
     "needs a GPU": 3,
     "needs a running job": 3,
