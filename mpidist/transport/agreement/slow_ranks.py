@@ -73,6 +73,8 @@ class SlowRanks:
 
     def note_wait(self, sequence: int) -> bool:
         """Note that this rank begins to wait in a call. Local. Returns whether to ask all ranks for reports."""
+        if self._interval == math.inf:
+            return False
         now = _now()
         self._waits.append((sequence, now))
         if now < self._due:
@@ -83,7 +85,8 @@ class SlowRanks:
 
     def note_read(self, sequence: int, nanoseconds: int) -> None:
         """Note how long this rank read data before a call. Local."""
-        self._reads.append((sequence, nanoseconds))
+        if self._interval < math.inf:
+            self._reads.append((sequence, nanoseconds))
 
     def report(self, sequence: int) -> WaitReport:
         """Report on the calls before one, which this rank has joined. Local."""
