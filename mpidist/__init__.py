@@ -8,7 +8,7 @@ import os as _os
 from importlib import import_module as _import_module
 
 from mpidist.context_stack import set_default_factory as _set_default_factory
-from mpidist.package_names import import_at_first_use as _import_at_first_use
+from mpidist.package_names import define_names as _define_names
 from mpidist.transport.failures import open_groups as _open_groups
 
 __version__ = "0.1.0"
@@ -84,7 +84,7 @@ _NAMES = {
 }
 __all__ = sorted((*_MODULES, *(name for names in _NAMES.values() for name in names)))
 
-_import_at_first_use(__name__, _NAMES)
+_define_names(__name__, _NAMES)
 _set_default_factory(lambda: _import_module("mpidist.strategies.default").make_default())
 _open_groups.explain_failures(_os.environ)
 _open_groups.show_stack(_os.environ)

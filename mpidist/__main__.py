@@ -83,9 +83,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mpidist", description="Commands of mpidist. Also: python -m mpidist")
     parser.add_argument("--version", action="version", version=f"mpidist {mpidist.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    first = next((word for word in arguments if not word.startswith("-")), None)
     for name, (module, help_line) in _COMMANDS.items():
         subparser = commands.add_parser(name, help=help_line)
-        if arguments[:1] == [name]:
+        if name == first:
             command, chosen_parser = import_module(f"mpidist.cli.{module}"), subparser
             subparser.description = command.__doc__
             subparser.formatter_class = argparse.RawDescriptionHelpFormatter

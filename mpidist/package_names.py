@@ -11,9 +11,10 @@ from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeVar
 
-__all__ = ["explain_absent_arguments", "explain_absent_members", "explain_absent_names", "import_at_first_use"]
+__all__ = ["define_names", "explain_absent_arguments", "explain_absent_members"]
 
 _Class = TypeVar("_Class", bound=type)
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -90,8 +91,10 @@ _WHY_NO_ARGUMENT: Final[Mapping[str, str]] = {
 }
 
 
-def import_at_first_use(package: str, names: Mapping[str, Sequence[str]]) -> None:
-    """Give a package a `__getattr__` that imports a name's module, and a `__dir__` with all names (PEP 562).
+def define_names(package: str, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
+    """Give a package a `__getattr__` that imports names at their first use, and says why others are absent (PEP 562).
+
+    The function is set at run time, because a type checker accepts any name of a module that defines `__getattr__`.
 
     Args:
         package: The package's name. The package calls this while it is imported.
@@ -112,21 +115,6 @@ def import_at_first_use(package: str, names: Mapping[str, Sequence[str]]) -> Non
 
     scope["__getattr__"] = look_up
     scope["__dir__"] = lambda: sorted({*scope, *homes})
-
-
-def explain_absent_names(module: str) -> None:
-    """Give a module a `__getattr__` whose `AttributeError` says why a name is absent.
-
-    The function is set at run time, because a type checker accepts any name of a module that defines `__getattr__`.
-
-    Args:
-        module: The module's name. The module calls this while it is imported.
-    """
-
-    def look_up(name: str) -> NoReturn:
-        raise AttributeError(_text_of(module, name))
-
-    vars(sys.modules[module])["__getattr__"] = look_up
 
 
 def explain_absent_members(kind: _Class) -> _Class:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from threading import Thread
+from threading import Event, Thread
 from typing import Final, final
 
 from mpidist.checkpoint.folder_lock import release_all
@@ -21,7 +21,6 @@ logger = logging.getLogger("mpidist.checkpoint")
 
 _FAILED: Final = ".failed"  # how the file ends that tells of a rank's failure
 _TELL_SECONDS: Final = 1.0  # of waiting before the job ends, after which a warning says why
-_NAME_SECONDS: Final = 5.0  # in which rank 0 names the rank whose files are missing
 _PARTS_SECONDS: Final = 600.0  # in which all ranks write their parts, without MPIDIST_IO_TIMEOUT
 
 
@@ -45,6 +44,7 @@ class BackgroundWriting(Thread):
         self.error: Exception | None = None
         self.record: SaveRecord | None = None
         self.is_done = False
+        self._has_written = Event()
         self.snapshot, self._grace_seconds = snapshot, grace_seconds
         self._blocked_seconds = time.perf_counter() - snapshot.began
         _under_way.add(self)
@@ -54,6 +54,7 @@ class BackgroundWriting(Thread):
         snapshot = self.snapshot
         try:
             write_parts(snapshot)
+            self._has_written.set()
             _wait_for_parts(snapshot)
             publish_folder(snapshot)
             self.record = SaveRecord.of(snapshot, self._blocked_seconds)
@@ -65,6 +66,7 @@ class BackgroundWriting(Thread):
             snapshot.save_place.release()
             self.snapshot = snapshot._replace(part=None)  # whose memory is needed no longer
             self.is_done = True
+            self._has_written.set()
 
     def join_in_time(self) -> None:
         """Wait until this rank's files are written, and raise what went wrong.
@@ -73,7 +75,8 @@ class BackgroundWriting(Thread):
             TimeoutError: If it takes longer than files may.
             Exception: What went wrong.
         """
-        self.join(_limit(self.snapshot) + _NAME_SECONDS)
+        if self._has_written.wait(_limit(self.snapshot)):
+            self.join(2 * _limit(self.snapshot))  # within the first half rank 0 names the rank whose files are missing
         if self.error is not None:
             raise self.error
         if not self.is_done:

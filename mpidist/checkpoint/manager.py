@@ -276,16 +276,16 @@ def _with_text(error: DataLossError, text: str) -> DataLossError:
 
 def _check(retention: Retention) -> None:
     """Refuse numbers of checkpoints to keep that are out of their ranges, or of no effect."""
-    keeps_all = retention.max_to_keep is None
     if retention.max_to_keep is not None:
         whole_number("max_to_keep", retention.max_to_keep, 1, "None for all")
     if retention.every_n_steps is not None:
         whole_number("keep_every_n_steps", retention.every_n_steps, 1, "None for none")
     if retention.every_n_hours is not None and not retention.every_n_hours > 0:
         raise ValueError(f"keep_checkpoint_every_n_hours must be above 0, or None, got {retention.every_n_hours!r}")
-    if keeps_all and retention != Retention(None):
+    if retention.max_to_keep is None and retention != Retention(None):
         raise ValueError(
-            "max_to_keep=None keeps all checkpoints: leave out keep_every_n_steps and the hours, or give it"
+            "max_to_keep=None keeps all checkpoints: give a number, or leave out keep_every_n_steps and "
+            "keep_checkpoint_every_n_hours"
         )
 
 

@@ -143,8 +143,9 @@ def _mpiexec(library: MpiLibrary) -> str:
 
 def _threads(arguments: argparse.Namespace, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for threads; a number that the user has set holds, unless --threads was given."""
-    is_given = _THREADS[0] in environ and not arguments.threads  # the other libraries read it, too
-    return {} if is_given else {name: str(threads) for name in _THREADS if arguments.threads or name not in environ}
+    if _THREADS[0] in environ and not arguments.threads:  # the other libraries read it, too
+        return {}
+    return {name: str(threads) for name in _THREADS if arguments.threads or name not in environ}
 
 
 def _num_cores() -> int:

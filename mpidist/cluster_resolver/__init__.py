@@ -21,7 +21,7 @@ from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.cluster_resolver.slurm import SlurmClusterResolver
 from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
 from mpidist.cluster_resolver.union import UnionResolver
-from mpidist.package_names import explain_absent_names as _explain_absent_names
+from mpidist.package_names import define_names as _define_names
 
 __all__ = [
     "ClusterResolver",
@@ -33,4 +33,4 @@ __all__ = [
     "UnionResolver",
 ]
 
-_explain_absent_names(__name__)
+_define_names(__name__)

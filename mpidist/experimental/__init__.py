@@ -9,7 +9,7 @@ from mpidist.options import CollectiveCommunication as CollectiveCommunication
 from mpidist.options import CollectiveHints as CollectiveHints
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
-from mpidist.package_names import explain_absent_names as _explain_absent_names
+from mpidist.package_names import define_names as _define_names
 from mpidist.parameter_server.sharded_variable import ShardedVariable as ShardedVariable
 from mpidist.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
@@ -35,4 +35,4 @@ __all__ = [
     "server_rules",
 ]
 
-_explain_absent_names(__name__)
+_define_names(__name__)

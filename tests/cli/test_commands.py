@@ -73,10 +73,11 @@ def test_a_finding_that_fails_ends_all_ranks_with_1_and_colours_are_for_terminal
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("name", ["doctor", "tune", "flight", "trace"])
-def test_the_usage_is_that_of_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    needed = ["merge", "x"] if name == "trace" else []
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_usage_is_that_of_the_command(name: str, is_first: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [name, *(["merge", "x"] if name == "trace" else [])]
     with pytest.raises(SystemExit) as end:
-        run_command([name, *needed, "--bogus"])
+        run_command(["--bogus", *words] if is_first else [*words, "--bogus"])
     assert end.value.code == 2
     err = capsys.readouterr().err
     assert err.startswith(f"usage: mpidist {name} [-h]")
