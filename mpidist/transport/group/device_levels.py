@@ -309,11 +309,10 @@ class DeviceLevels:
         while True:
             self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL, or NVRTC
             is_over, error = (True, "") if work is None else work.outcome()
-            if not is_over and time.monotonic() > until:
-                error = f"it did not start within {nccl_handles.START_SECONDS:g} s"
-            seen = self._agreement.all_gather_object((is_over, error))
-            self._raise_first(failure, [report for _, report in seen])
-            if all(done for done, _ in seen):
+            seen = self._agreement.all_gather_object((is_over, error, time.monotonic() > until))
+            late = f"it did not start within {nccl_handles.START_SECONDS:g} s" if any(is_late for *_, is_late in seen) else ""
+            self._raise_first(failure, [report or ("" if done else late) for done, report, _ in seen])
+            if all(done for done, *_ in seen):
                 return
             time.sleep(nap)
             nap = min(2 * nap, _LAST_NAP)
