@@ -26,7 +26,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "doctor": ("doctor", "say what mpidist sees here, and what is wrong"),
     "tune": ("tune", "measure this machine, so that reductions take the fastest way"),
     "stacks": ("stacks", "print where the ranks of a running job are in their programs"),
-    "flight": ("flight", "merge the flight recorders of a job, and say where its ranks diverged"),
+    "flight": ("flight.command", "merge the flight recorders of a job, and say where its ranks diverged"),
     "trace": ("trace.command", "merge the traces of all ranks for Perfetto, and say who waited for whom"),
     "checkpoint": ("checkpoint", "list checkpoints, or name the leaves in which two differ"),
     "sbatch": ("batch_job", "submit a training to Slurm, with the job script that fits"),

@@ -112,6 +112,11 @@ class Strategy(CollectiveCalls, ABC):
         return self._parts.topology.node
 
     @property
+    def restarts(self) -> int:
+        """How often this job was started again, by `mpidist run --max-restarts` and by Slurm."""
+        return self._parts.group.settings.restarts
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that are combined at each step: of ranks, unless the number of replicas was chosen."""
         return self._parts.replicas.total

@@ -5,8 +5,17 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, final
 
-__all__ = ["RefusedError", "command_text", "count"]
+__all__ = ["Launch", "RefusedError", "command_text", "count"]
+
+
+@final
+class Launch(NamedTuple):
+    """A command line, and the variables that are set for it."""
+
+    command: list[str]
+    variables: dict[str, str]
 
 
 class RefusedError(Exception):

@@ -6,6 +6,12 @@
 In an allocation of Slurm (sbatch, salloc) srun starts the ranks; without -n, as many as the job has tasks. Elsewhere
 mpiexec starts them on this machine, each on cores of its own if there are enough. --dry-run prints the command. The
 exit status is that of the launcher. Variables that are set already stay as they are.
+
+    mpidist run -n 4 --max-restarts 10 train.py
+    mpidist run -n 4 --max-restarts 10 --min-ranks 2 train.py
+
+starts the ranks again when one is killed, a node of the job is lost, or the program fails; the program goes on from its
+newest checkpoint. If it fails twice without a new checkpoint in between, it is not started again.
 """
 
 from __future__ import annotations
@@ -14,11 +20,13 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final
 
-from mpidist.cli.launching import RefusedError, command_text, count
+from mpidist.cli.allocation import find_lost_nodes
+from mpidist.cli.launching import Launch, RefusedError, command_text, count
+from mpidist.cli.restarts import Limits, Nodes, start_until_done
 from mpidist.transport.mpi.launch import is_in_step
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
 from mpidist.transport.mpi.library import library_version
@@ -40,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=count, metavar="T", help="threads of a rank; by default its share of the cores"
     )
     parser.add_argument("--tag", action="store_true", help="put its rank before each line that a rank prints")
+    parser.add_argument("--max-restarts", type=count, metavar="N", help="start again after a failure, at most N times")
+    parser.add_argument(
+        "--min-ranks", type=count, metavar="M", help="after a killed rank go on with one rank fewer, down to M"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as of python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python file, or a command")
@@ -47,59 +59,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the launcher, or print its command."""
+    """Become the launcher, start it again and again, or print its command."""
     library = recognise(library_version())
     try:
-        launch = _launch(arguments, library, os.environ, _num_cores())
+        ranks = _num_ranks(arguments, os.environ)
+        launch = _launch(arguments, library, ranks)
     except RefusedError as error:
         print(f"mpidist run: {error}", file=sys.stderr)
         return 2
+    sys.stdout.flush()
+    if arguments.max_restarts and not arguments.dry_run:
+        limits = Limits(arguments.max_restarts, arguments.min_ranks)
+        return start_until_done(lambda n, lost: _launch(arguments, library, n, lost), ranks, limits, _nodes(os.environ))
     if not arguments.dry_run:
-        sys.stdout.flush()
         os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.variables})
     print(command_text(launch.command, launch.variables))
     return 0
 
 
-@final
-class _Launch(NamedTuple):
-    """A command line, and the variables that are set for it."""
-
-    command: list[str]
-    variables: dict[str, str]
+def _in_job(environ: Mapping[str, str]) -> bool:
+    """Whether this process is in a job of Slurm, whose srun starts the ranks."""
+    return "SLURM_JOB_ID" in environ and shutil.which("srun") is not None
 
 
-def _launch(arguments: argparse.Namespace, library: MpiLibrary, environ: Mapping[str, str], cores: int) -> _Launch:
-    """Choose the launcher and its options."""
+def _nodes(environ: Mapping[str, str]) -> Nodes:
+    if not _in_job(environ):
+        return Nodes(1, list, None)
+    return Nodes(int(environ.get("SLURM_JOB_NUM_NODES", "1")), find_lost_nodes, Path.cwd())
+
+
+def _num_ranks(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Return the number of ranks, and refuse arguments that do not fit."""
     if is_in_step(environ) or ("SLURM_JOB_ID" not in environ and rank_from_environment(environ) is not None):
         raise RefusedError("this process is a rank already: a launcher has started it; use `mpidist run` without one")
-    program = _program(arguments)
-    if "SLURM_JOB_ID" in environ and shutil.which("srun"):
-        tasks = arguments.ranks or int(environ.get("SLURM_NTASKS", "1"))
-        threads = arguments.threads or int(environ.get("SLURM_CPUS_PER_TASK", "1"))
-        label = ["--label"] if arguments.tag else []
-        options = [
-            f"--mpi={library.slurm_plugin}",
-            "-n",
-            str(tasks),
-            "-c",
-            str(threads),
-            "--kill-on-bad-exit=1",
-            *label,
-        ]
-        return _Launch(["srun", *options, *program], _threads(arguments, threads, environ))
-    if arguments.ranks is None:
+    ranks: int | None = arguments.ranks
+    if ranks is None and _in_job(environ):
+        ranks = int(environ.get("SLURM_NTASKS", "1"))
+    if ranks is None:
+        cores = _num_cores()
         raise RefusedError(
             f"how many ranks? Give -n, as in `mpidist run -n {cores} ...`: this machine has {cores} cores"
         )
-    share = cores // arguments.ranks
+    if arguments.min_ranks and not arguments.max_restarts:
+        raise RefusedError("--min-ranks is for ranks that are started again: give --max-restarts, too")
+    if ranks < (arguments.min_ranks or 1):
+        raise RefusedError(f"--min-ranks {arguments.min_ranks} is more than the {ranks} ranks of the start")
+    return ranks
+
+
+def _launch(arguments: argparse.Namespace, library: MpiLibrary, ranks: int, lost: Sequence[str] = ()) -> Launch:
+    """Choose the launcher and its options. `lost`: nodes of the job that are left out."""
+    environ, program = os.environ, _program(arguments)
+    if _in_job(environ):
+        threads = arguments.threads or int(environ.get("SLURM_CPUS_PER_TASK", "1"))
+        options = [f"--mpi={library.slurm_plugin}", "-n", str(ranks), "-c", str(threads), "--kill-on-bad-exit=1"]
+        options += ["--label"] * arguments.tag
+        if lost:
+            num_nodes = int(environ["SLURM_JOB_NUM_NODES"]) - len(lost)
+            options += [f"--nodes={num_nodes}", f"--exclude={','.join(lost)}"]
+        return Launch(["srun", *options, *program], _threads(arguments, threads, environ))
+    cores = _num_cores()
+    share = cores // ranks
     threads = arguments.threads or max(1, share)
-    options, variables = _options_of(library, share if share >= threads else 0, arguments.ranks > cores)
+    options, variables = _options_of(library, share if share >= threads else 0, ranks > cores)
     if arguments.tag:
         options.append("--tag-output" if library.name == "Open MPI" else "-prepend-rank")
-    command = [_mpiexec(library), "-n", str(arguments.ranks), *options, *program]
+    command = [_mpiexec(library), "-n", str(ranks), *options, *program]
     variables = {name: value for name, value in variables.items() if name not in environ}
-    return _Launch(command, _threads(arguments, threads, environ) | variables)
+    return Launch(command, _threads(arguments, threads, environ) | variables)
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:

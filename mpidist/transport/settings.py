@@ -40,7 +40,9 @@ _KNOWN: Final = (
     "MPIDIST_NCCL",
     "MPIDIST_ON_ERROR",
     "MPIDIST_PRETEND_NODES",
+    "MPIDIST_RESTARTS",
     "MPIDIST_RESULT_BYTES",
+    "MPIDIST_SAVED_FILE",
     "MPIDIST_STACK_SIGNAL",
     "MPIDIST_STAGING_BYTES",
     "MPIDIST_STALL_SECONDS",
@@ -83,6 +85,7 @@ class Settings:
         unlink_mpi_files: Whether the files in which MPI shares memory lose their names after the start.
         io_timeout_seconds: The deadline of writing a checkpoint; `None` for that of calls, and 600 s in the background.
         check_values: In which runs of a strategy its variables are compared over ranks, each so many-th; 0 for none.
+        restarts: How often this job was started again, by `mpidist run` and by Slurm.
     """
 
     pretend_nodes: tuple[int, ...] | None = None
@@ -104,6 +107,7 @@ class Settings:
     unlink_mpi_files: bool = True
     io_timeout_seconds: float | None = None
     check_values: int = 0
+    restarts: int = 0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -131,6 +135,7 @@ class Settings:
             unlink_mpi_files=_choice(environ, "MPIDIST_UNLINK_MPI_FILES", {"1": True, "0": False}, default=True),
             io_timeout_seconds=_finite(_seconds(environ, "MPIDIST_IO_TIMEOUT", 0.0)) or None,
             check_values=_count(environ, "MPIDIST_CHECK_VALUES", "runs"),
+            restarts=sum(_count(environ, name, "restarts") for name in ("MPIDIST_RESTARTS", "SLURM_RESTART_COUNT")),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 

@@ -28,7 +28,8 @@ BLOCK = re.compile(
 )
 # What can be run anywhere: programs of the page, and the library's own commands, with the variables before them.
 _PROGRAM = r"(\w+\.py|-m mpidist \w+|-m mpi4py \w+\.py)[\w\s,./-]*"
-_SAFE = re.compile(rf"([A-Z][A-Z_]*=[\w,.]+ )*((mpiexec -n \d+ )?python|mpidist run -n \d+) {_PROGRAM}")
+_LAUNCH = r"(mpiexec -n \d+ )?python|mpidist run -n \d+( --[a-z-]+ \d+)*"
+_SAFE = re.compile(rf"([A-Z][A-Z_]*=[\w,.]+ )*({_LAUNCH}) {_PROGRAM}")
 _LEFT_OUT = "..."
 _TRACEBACK = "Traceback (most recent call last):"
 _MAX_BREAKS = 8  # of one line that was printed, in a block

@@ -1,22 +1,24 @@
-"""A soak: a training is preempted twenty times, at random moments, and goes on with other numbers of ranks."""
+"""A soak: a training is preempted, or loses ranks, twenty times, and goes on with other numbers of ranks."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pytest
 from jobs.failing import Job, job
-from mpi_session import HANG_SECONDS
+from mpi_session import HANG_SECONDS, clean_environment
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["job"]
 
-NUM_PREEMPTIONS: Final = 20
+NUM_DISTURBANCES: Final = 20
 NUM_SAMPLES, NUM_EPOCHS = 96, 20
 STEPS_PER_EPOCH: Final = 10  # the last batch of an epoch is a smaller one
 MOST_STEPS: Final = 6  # that a job makes before it is preempted
@@ -92,7 +94,7 @@ def test_preempted_training_has_the_weights_and_the_samples_of_one_that_was_not(
     assert re.fullmatch(r"weights [0-9a-f]{16} True\n", undisturbed.out)
     draw = np.random.default_rng(5)
     folder, ranks = tmp_path / "preempted", 0
-    for attempt in range(NUM_PREEMPTIONS):
+    for attempt in range(NUM_DISTURBANCES):
         ranks = int(draw.choice([number for number in range(1, 5) if number != ranks]))
         body = training(
             folder,
@@ -109,3 +111,51 @@ def test_preempted_training_has_the_weights_and_the_samples_of_one_that_was_not(
     seen = Counter((int(epoch), int(number)) for epoch, numbers in lines for number in numbers.split())
     assert seen == Counter((epoch, number) for epoch in range(NUM_EPOCHS) for number in range(NUM_SAMPLES))
     assert len(lines) == NUM_EPOCHS * STEPS_PER_EPOCH
+
+
+# A rank is killed, or all ranks at once, while they start, make a step or save: at once or after some steps.
+LOSSES: Final = """
+restarts = int(os.environ["MPIDIST_RESTARTS"])
+draw = np.random.default_rng([5, restarts])
+numbers = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+rank = int(next(os.environ[name] for name in numbers if name in os.environ))
+of_all, early, killed, most = draw.integers([4, 4, 3, 9])
+seconds = draw.random()
+num_steps = 0
+
+def kill():
+    if early:
+        while num_steps < most:
+            time.sleep(0.001)
+    time.sleep(seconds * 0.01 if early else seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if restarts < {losses} and (not of_all or rank == killed or (rank == 0 and not early)):
+    threading.Thread(target=kill, daemon=True).start()
+"""
+
+
+@pytest.mark.no_mpi
+@pytest.mark.timeout(5 * HANG_SECONDS)
+def test_training_that_loses_ranks_has_the_weights_and_the_samples_of_one_that_did_not(
+    job: Job, tmp_path: Path
+) -> None:
+    undisturbed = job(training(tmp_path / "undisturbed"), head=HEAD, ranks=2)
+    assert undisturbed.status == 0, undisturbed.err
+    body = training(tmp_path / "lost")
+    body = body.replace("        handler.save_checkpoint_if_preempted()", "        num_steps % 2 or manager.save()")
+    (tmp_path / "train.py").write_text(HEAD + LOSSES.format(losses=NUM_DISTURBANCES) + body)
+    ended = subprocess.run(
+        [sys.executable, "-m", "mpidist", "run", "-n", "4", "--max-restarts", "40", "--min-ranks", "3", "train.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith(undisturbed.out), ended.stderr  # launchers print to it, too
+    assert f"restart {NUM_DISTURBANCES} of" in ended.stderr
+    lines = (tmp_path / "lost.log").read_text().splitlines()
+    assert len(lines) > NUM_EPOCHS * STEPS_PER_EPOCH, "some steps were made twice"
+    assert list(dict.fromkeys(lines)) == (tmp_path / "undisturbed.log").read_text().splitlines()

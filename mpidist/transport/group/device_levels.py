@@ -310,8 +310,9 @@ class DeviceLevels:
             self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL, or NVRTC
             is_over, error = (True, "") if work is None else work.outcome()
             seen = self._agreement.all_gather_object((is_over, error, time.monotonic() > until))
-            late = f"it did not start within {nccl_handles.START_SECONDS:g} s" if any(is_late for *_, is_late in seen) else ""
-            self._raise_first(failure, [report or ("" if done else late) for done, report, _ in seen])
+            is_late = any(late for *_, late in seen)  # on all ranks alike
+            late = f"it did not start within {nccl_handles.START_SECONDS:g} s"
+            self._raise_first(failure, [report or late * (is_late and not done) for done, report, _ in seen])
             if all(done for done, *_ in seen):
                 return
             time.sleep(nap)

@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from mpidist.cli.flight_job import Call, FlightFileError, JobFlight, StrategyFlight, find_job, load_job
-from mpidist.cli.flight_verdict import Verdict, judge, seconds_text, some_of
+from mpidist.cli.flight.job import Call, FlightFileError, JobFlight, StrategyFlight, find_job, load_job
+from mpidist.cli.flight.verdict import Verdict, judge, seconds_text, some_of
 from mpidist.cli.launching import count
 from mpidist.transport.stacks import together
 from mpidist.transport.text import name_ranks

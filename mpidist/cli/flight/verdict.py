@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
-from mpidist.cli.flight_job import Call, RankFlight, StrategyFlight
+from mpidist.cli.flight.job import Call, RankFlight, StrategyFlight
 from mpidist.transport.text import name_ranks
 
 __all__ = ["Place", "Verdict", "judge", "seconds_text", "some_of"]
