@@ -176,11 +176,11 @@ def test_what_all_replicas_wrote_stays_if_some_raise(strategy: Strategy) -> None
     def step() -> None:
         weight.assign(9.0)
         if replica_id() in (0, last):
-            raise KeyError("on purpose")
+            raise StopIteration("on purpose")
 
     weight, last = make(strategy, 1.0), strategy.num_replicas_in_sync - 1
     if not {0, last}.isdisjoint(ids_here(strategy)):
-        with pytest.raises(KeyError, match="on purpose"):
+        with pytest.raises(StopIteration, match="on purpose"):
             strategy.run(step)
     else:
         strategy.run(step)
