@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.replicas import ids_here, local
+from support.replicas import ids_here, local, shared_ranks
 
 import mpidist
 from mpidist import InputContext, InputOptions, MirroredStrategy, get_replica_context
@@ -41,13 +43,6 @@ def total(strategy: MultiWorker) -> int:
     return strategy.num_replicas_in_sync
 
 
-def expected_parts(batch: Any, num_replicas: int) -> list[Any]:
-    """Cut a batch by the number of replicas alone: lengths differ by one at most, longer parts first."""
-    lengths = [len(batch) // num_replicas + (at < len(batch) % num_replicas) for at in range(num_replicas)]
-    starts = [sum(lengths[:at]) for at in range(num_replicas)]
-    return [batch[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-
-
 def of_all(comm: Intracomm, strategy: MultiWorker, value: Any) -> list[Any]:
     """List the components of all replicas, in the order of replicas. Collective."""
     return [part for of_rank in comm.allgather(local(strategy, value)) for part in of_rank]
@@ -64,7 +59,7 @@ def test_parts_follow_from_the_number_of_replicas_alone(comm: Intracomm, strateg
     steps = list(strategy.experimental_distribute_dataset(whole))
     assert len(steps) == len(whole)
     for batch, part in zip(whole, steps, strict=True):
-        assert of_all(comm, strategy, part) == [rows.tolist() for rows in expected_parts(batch, total)]
+        assert of_all(comm, strategy, part) == [rows.tolist() for rows in np.array_split(batch, total)]
         for mine in strategy.experimental_local_results(part):
             assert (mine.dtype, mine.shape[1:]) == (np.float32, (2,))
             assert not len(mine) or np.shares_memory(mine, batch)
@@ -86,10 +81,10 @@ def test_nest_is_cut_leaf_by_leaf(comm: Intracomm, strategy: MultiWorker, total:
     assert list(part) == ["pair", "names"]
     assert isinstance(part["pair"], Pair)
     for leaf, whole in ((part["pair"].x, batch["pair"].x), (part["pair"].y[0], batch["pair"].y[0])):
-        assert of_all(comm, strategy, leaf) == [rows.tolist() for rows in expected_parts(whole, total)]
+        assert of_all(comm, strategy, leaf) == [rows.tolist() for rows in np.array_split(whole, total)]
         assert {mine.dtype for mine in strategy.experimental_local_results(leaf)} == {whole.dtype}
     names = of_all(comm, strategy, part["names"])
-    assert ["".join(of_replica) for of_replica in names] == expected_parts("abcde", total)
+    assert names == [part.tolist() for part in np.array_split(batch["names"], total)]
 
 
 class Lazy:
@@ -109,7 +104,7 @@ class Lazy:
 def test_lazy_rows_are_read_by_their_replicas_alone(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
     lazy = Lazy(np.arange(11))
     (part,) = strategy.experimental_distribute_dataset([lazy])
-    assert of_all(comm, strategy, part) == [rows.tolist() for rows in expected_parts(np.arange(11), total)]
+    assert of_all(comm, strategy, part) == [rows.tolist() for rows in np.array_split(np.arange(11), total)]
     everyone = [bounds for of_rank in comm.allgather(lazy.read) for bounds in of_rank]
     assert len(everyone) == total  # each part once
     assert sorted(row for start, stop in everyone for row in range(start, stop)) == list(range(11))
@@ -383,7 +378,7 @@ def test_training_with_an_early_break_is_the_same_on_any_number_of_ranks(
 
     def make(context: InputContext) -> list[Any]:
         num_pipelines = context.num_input_pipelines
-        parts = [{name: expected_parts(batch[name], num_pipelines) for name in batch} for batch in batches]
+        parts = [{name: np.array_split(batch[name], num_pipelines) for name in batch} for batch in batches]
         return [{name: cut[name][context.input_pipeline_id] for name in cut} for cut in parts]
 
     if kind == "global":
@@ -406,7 +401,7 @@ def test_training_with_an_early_break_is_the_same_on_any_number_of_ranks(
                 break
     expected = []
     for batch in batches:
-        parts = expected_parts(batch["x"] * batch["y"], total)
+        parts = np.array_split(batch["x"] * batch["y"], total)
         expected.append(sum((1 + at) * int(rows.sum()) for at, rows in enumerate(parts)))
     assert totals == expected[:3] + expected
 
@@ -428,3 +423,66 @@ def test_rank_that_breaks_out_of_an_epoch_is_told_on_all_ranks(comm: Intracomm, 
         program()
     assert strategy.reduce("max", 1) == 1
     assert len(list(train)) == 5  # a new pass is the same on all ranks
+
+
+# --- Several replicas of a rank ---
+
+
+@pytest.mark.no_mpi
+def test_one_rank_with_replicas_compares_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zlib, "crc32", lambda *arguments: pytest.fail("there is nobody to compare with"))
+    with MirroredStrategy(replicas=3) as strategy:
+        assert len(list(strategy.experimental_distribute_dataset([np.ones(4)]))) == 1
+
+
+def test_replicas_of_a_rank_must_make_batches_of_one_form(comm: Intracomm) -> None:
+    last = 2 * comm.size - 1
+
+    def make(context: InputContext) -> list[Any]:
+        return [(np.ones(2), np.ones(2)) if context.input_pipeline_id == last else {"x": np.ones(2)}]
+
+    with MultiWorker(replicas=2 * comm.size, comm=comm) as strategy:
+        steps = iter(strategy.distribute_datasets_from_function(make, PER_REPLICA))
+        with raises_everywhere(
+            comm, InvalidArgumentError, f"replica {last} passes .* and replica {last - 1} .*one form"
+        ):
+            next(steps)
+        assert list(steps) == []
+
+
+@shared_ranks
+def test_pipelines_of_ranks_are_warned_of_once(
+    comm: Intracomm, strategy: MultiWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "mpidist")
+    list(strategy.distribute_datasets_from_function(lambda context: range(2), PER_REPLICA))
+    list(strategy.experimental_distribute_dataset([np.ones(2)]))
+    with MultiWorker(comm=comm) as other:
+        list(other.distribute_datasets_from_function(lambda context: range(2)))
+    assert caplog.messages == []
+    dataset = strategy.distribute_datasets_from_function(lambda context: range(2))
+    list(dataset)
+    list(dataset)
+    assert len(caplog.messages) == (comm.rank == 0)
+    for text in caplog.messages:
+        assert "depend on the number of ranks" in text
+        assert "each of the 7 replicas" in text
+        assert "experimental_replication_mode='per_replica'" in text
+
+
+@shared_ranks
+@pytest.mark.parametrize("kind", ["global", "PER_WORKER", "PER_REPLICA"])
+def test_steps_are_read_ahead(comm: Intracomm, strategy: MultiWorker, kind: str) -> None:
+    mode = "PER_REPLICA" if kind == "PER_REPLICA" else "PER_WORKER"
+    options = InputOptions(experimental_replication_mode=mode, experimental_per_replica_buffer_size=3)
+    ahead, now = (
+        strategy.experimental_distribute_dataset([np.arange(9) + step for step in range(6)], given)
+        if kind == "global"
+        else strategy.distribute_datasets_from_function(lambda context: [np.arange(3) + at for at in range(6)], given)
+        for given in (options, InputOptions(experimental_replication_mode=mode))
+    )
+    assert [of_all(comm, strategy, part) for part in ahead] == [of_all(comm, strategy, part) for part in now]
+    for part in ahead:
+        assert len(part.values) == len(ids_here(strategy))
+        break
+    assert len(list(ahead)) == len(list(now))
