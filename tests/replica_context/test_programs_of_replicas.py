@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.contributions import in_tree_order
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 RULES = ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE", "ON_READ SUM", "ON_READ MEAN")
 SHAPE = (7,)
+SLOW = [HealthCheck.too_slow]  # on a busy machine
 
 
 class Step(NamedTuple):
@@ -109,7 +110,7 @@ def test_programs_give_the_bits_of_a_plain_loop(comm: Intracomm, placement: tupl
     totals = np.random.default_rng([*placement]).integers(comm.size, 17, 2)
     strategies = [MultiWorkerMirroredStrategy(replicas=int(total)) for total in totals]
 
-    @settings(max_examples=6, database=None, derandomize=True, deadline=None)
+    @settings(max_examples=6, database=None, derandomize=True, deadline=None, suppress_health_check=SLOW)
     @given(PROGRAMS)
     def compare(program: list[Step]) -> None:
         for strategy in strategies:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.transports import set_sizes
 
@@ -21,6 +21,7 @@ from mpidist.options import CommunicationOptions
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+SLOW = [HealthCheck.too_slow]  # on a busy machine
 UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
@@ -201,7 +202,7 @@ def test_random_programs_are_those_of_the_simulation(
     totals = np.random.default_rng([*placement]).integers(comm.size, 17, 2)
     strategies = [MultiWorkerMirroredStrategy(replicas=int(total)) for total in totals]
 
-    @settings(max_examples=8, database=None, derandomize=True, deadline=None)
+    @settings(max_examples=8, database=None, derandomize=True, deadline=None, suppress_health_check=SLOW)
     @given(programs())
     def run(program: Any) -> None:
         for strategy in strategies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import tracemalloc
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -21,7 +22,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.ranks(max=3)
+pytestmark = pytest.mark.ranks(3)
 
 # What becomes of the values of all replicas.
 COMBINED: dict[str, Callable[[list[float]], float]] = {
@@ -34,7 +35,6 @@ SYNCHRONIZATIONS = ["ON_WRITE", "ON_READ"]
 METHODS = {"assign": lambda old, new: new, "assign_add": operator.add, "assign_sub": operator.sub}
 
 every_synchronization = pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
-every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
 every_combining = pytest.mark.parametrize("aggregation", COMBINED)
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -54,21 +54,20 @@ def combined(aggregation: str, strategy: Strategy) -> float:
 
 
 @pytest.mark.core
-@every_combining
-@every_method
 @pytest.mark.parametrize("per_node", [False, True])
 def test_assignment_in_run_is_aggregated_over_replicas_and_written_once(
-    comm: Intracomm, replicas: int | None, aggregation: str, method: str, per_node: bool
+    comm: Intracomm, replicas: int | None, per_node: bool
 ) -> None:
     with Strategy(comm=comm, replicas=replicas, per_node_variables=per_node) as strategy:
-        variable = make(strategy, [10.0, 20.0], aggregation)
-        expected = np.array([10.0, 20.0])
-        for _ in range(2):
-            assert strategy.run(lambda: getattr(variable, method)(np.array([1.0, 2.0]) * replica_id())) is variable
-            expected = METHODS[method](expected, np.array([1.0, 2.0]) * combined(aggregation, strategy))
-        assert variable.numpy().tolist() == expected.tolist()
-        assert local(strategy, strategy.run(variable.read_value)) == [expected.tolist()] * len(ids_here(strategy))
-        assert same_everywhere(comm, variable.local_value())
+        for aggregation, method in product(COMBINED, METHODS):
+            variable = make(strategy, [10.0, 20.0], aggregation)
+            expected, change = np.array([10.0, 20.0]), getattr(variable, method)
+            for _ in range(2):
+                assert strategy.run(lambda by=change: by(np.array([1.0, 2.0]) * replica_id())) is variable
+                expected = METHODS[method](expected, np.array([1.0, 2.0]) * combined(aggregation, strategy))
+            assert variable.numpy().tolist() == expected.tolist(), (aggregation, method)
+            assert local(strategy, strategy.run(variable.read_value)) == [expected.tolist()] * len(ids_here(strategy))
+            assert same_everywhere(comm, variable.local_value())
 
 
 def test_eight_replicas_come_to_the_same_on_any_nodes(comm: Intracomm, placement: tuple[int, ...]) -> None:
@@ -83,25 +82,24 @@ def test_eight_replicas_come_to_the_same_on_any_nodes(comm: Intracomm, placement
                         assert float(variable) == expected
 
 
-@every_synchronization
-@every_aggregation
-@every_method
 def test_number_assigned_in_run_is_assigned_once_and_refused_where_it_would_be_summed(
-    comm: Intracomm, strategy: Strategy, synchronization: str, aggregation: str, method: str
+    comm: Intracomm, strategy: Strategy
 ) -> None:
-    variable, total = make(strategy, 1.0, aggregation, synchronization), strategy.num_replicas_in_sync
-    if (synchronization, aggregation) == ("ON_WRITE", "SUM") and total > 1:
-        with raises_everywhere(comm, ValueError, rf"DistributedValues value 5\.0 cannot be reduced.* {total} times"):
-            strategy.run(lambda: getattr(variable, method)(5.0))
-        with raises_everywhere(comm, ValueError, "is no replica's contribution"):
-            strategy.run(lambda: getattr(variable, method)(Mirrored((np.float64(5),))))
-        assert variable.local_value() == 1
-    else:
-        strategy.run(lambda: getattr(variable, method)(5.0))
-        assert local(strategy, strategy.run(lambda: +variable)) == [METHODS[method](1.0, 5.0)] * len(ids_here(strategy))
+    total, num_here = strategy.num_replicas_in_sync, len(ids_here(strategy))
+    for synchronization, aggregation, method in product(SYNCHRONIZATIONS, AGGREGATIONS, METHODS):
+        variable = make(strategy, 1.0, aggregation, synchronization)
+        change = getattr(variable, method)
+        if (synchronization, aggregation) == ("ON_WRITE", "SUM"):
+            with raises_everywhere(comm, ValueError, rf"Values value 5\.0 cannot be reduced.* {total} times"):
+                strategy.run(change, (5.0,))
+            with raises_everywhere(comm, ValueError, "is no replica's contribution"):
+                strategy.run(lambda by=change: by(Mirrored((np.float64(5),))))
+            assert variable.local_value() == 1
+        else:
+            strategy.run(change, (5.0,))
+            assert local(strategy, strategy.run(lambda var=variable: +var)) == [METHODS[method](1.0, 5.0)] * num_here
 
 
-@pytest.mark.ranks(3)
 def test_components_and_numbers_assigned_in_run_are_aggregated(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         for aggregation, expected in (("SUM", 3.0), ("MEAN", 1.0), ("ONLY_FIRST_REPLICA", 1.0)):
@@ -147,7 +145,6 @@ def test_metric_with_aggregation_none_is_read_by_replicas_alone(strategy: Strate
             use()
 
 
-@pytest.mark.ranks(3)
 def test_metric_of_unlike_numbers_of_steps_is_read_once(comm: Intracomm) -> None:
     """A counter: nothing is sent until it is read."""
     with Strategy(comm=comm) as strategy:
@@ -162,27 +159,24 @@ def test_metric_of_unlike_numbers_of_steps_is_read_once(comm: Intracomm) -> None
 
 
 @pytest.mark.core
-@every_synchronization
-@every_aggregation
-@every_method
-def test_assignment_across_replicas_changes_every_copy(
-    strategy: Strategy, synchronization: str, aggregation: str, method: str
-) -> None:
+def test_assignment_across_replicas_changes_every_copy(strategy: Strategy) -> None:
     """A copy of what is summed when it is read gets its share."""
-    variable, ids = make(strategy, 2.0, aggregation, synchronization), ids_here(strategy)
-    change = getattr(variable, method)
-    if synchronization == "ON_READ" and aggregation in ("NONE", "SUM") and method != "assign":
-        with pytest.raises(ValueError, match=f"aggregation {aggregation}"):
-            change(1.0)
-        assert variable.local_value() == 2
-    elif (synchronization, aggregation) != ("ON_READ", "NONE"):
-        assert change(1.0) is variable
-        is_shared = (synchronization, aggregation) == ("ON_READ", "SUM")
-        expected = METHODS[method](2.0, 1.0) / (strategy.num_replicas_in_sync if is_shared else 1)
-        assert [float(value) for value in variable.values] == [expected] * len(ids)
-        assert variable.read_value() == pytest.approx(METHODS[method](2.0, 1.0))
-        with strategy.scope():
+    total, num_here = strategy.num_replicas_in_sync, len(ids_here(strategy))
+    for synchronization, aggregation, method in product(SYNCHRONIZATIONS, AGGREGATIONS, METHODS):
+        variable = make(strategy, 2.0, aggregation, synchronization)
+        change = getattr(variable, method)
+        if synchronization == "ON_READ" and aggregation in ("NONE", "SUM") and method != "assign":
+            with pytest.raises(ValueError, match=f"aggregation {aggregation}"):
+                change(1.0)
+            assert variable.local_value() == 2
+        elif (synchronization, aggregation) != ("ON_READ", "NONE"):
             assert change(1.0) is variable
+            expected = METHODS[method](2.0, 1.0)
+            share = expected / (total if (synchronization, aggregation) == ("ON_READ", "SUM") else 1)
+            assert [float(value) for value in variable.values] == [share] * num_here, (synchronization, aggregation)
+            assert variable.read_value() == pytest.approx(expected)
+            with strategy.scope():
+                assert change(1.0) is variable
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "bool"])
@@ -230,13 +224,12 @@ def test_update_is_called_for_each_copy(strategy: Strategy, replicas: int | None
         assert update(variable, add, (own,), group=False) == (1.0 + 4 * ids[0],)
 
 
-@every_synchronization
-@every_aggregation
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation"), [("ON_WRITE", "NONE"), *product(SYNCHRONIZATIONS, COMBINED)]
+)
 def test_per_replica_value_must_be_reduced_before_it_is_assigned(
     strategy: Strategy, replicas: int | None, synchronization: str, aggregation: str
 ) -> None:
-    if (synchronization, aggregation) == ("ON_READ", "NONE"):
-        return
     variable = make(strategy, 1.0, aggregation, synchronization)
     ids = strategy.experimental_distribute_values_from_function(lambda own: float(own.replica_id_in_sync_group))
     if replicas is None:  # one component is this rank's
@@ -261,7 +254,6 @@ def test_per_replica_value_must_be_reduced_before_it_is_assigned(
 
 
 @every_combining
-@pytest.mark.ranks(min=2)
 def test_what_one_replica_cannot_assign_is_everyones_error(
     comm: Intracomm, strategy: Strategy, aggregation: str
 ) -> None:
@@ -310,7 +302,6 @@ UNFIT: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.ranks(3)
 @pytest.mark.parametrize("rules", [("NONE",), ("SUM",), ("ONLY_FIRST_REPLICA",), ("SUM", "ON_READ")], ids=" ".join)
 def test_value_that_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(
     comm: Intracomm, rules: tuple[str, ...]
@@ -358,7 +349,6 @@ def test_number_of_the_same_kind_is_cast() -> None:
         assert (variable.local_value() == (np.zeros(0) if held is None else held)).all(), (dtype, value)
 
 
-@pytest.mark.ranks(3)
 @every_synchronization
 @every_method
 def test_arguments_of_tensorflow_are_taken(comm: Intracomm, synchronization: str, method: str) -> None:
@@ -394,7 +384,6 @@ def test_changes_in_place_make_no_copies() -> None:
         assert (variable.local_value() == 1).all()
 
 
-@pytest.mark.ranks(2, 3)
 @every_method
 def test_other_strategys_variable_is_read_and_not_assigned(strategy: Strategy, method: str) -> None:
     variable = make(strategy, 1.0, "MEAN")
