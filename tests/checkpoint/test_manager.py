@@ -540,7 +540,7 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
         comm.Barrier()
         manager = CheckpointManager(checkpoint, folder)  # of the next job
         checkpoint.restore(folder / "ckpt-5")
-        assert manager.restore_or_initialize() == str(folder / "ckpt-5")
+        assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-5")
         assert (folder / aside).is_dir()
         comm.Barrier()
         assert manager.save(6) == str(folder / "ckpt-6")
