@@ -5,6 +5,7 @@ import os
 from mpi_session.plugin import comm, pytest_addoption, pytest_configure, pytest_pycollect_makeitem
 from support.placements import placement
 from support.reductions import repeated
+from support.replicas import replicas
 from support.transports import pytest_generate_tests, transport
 
 os.environ.setdefault("MPIDIST_FLIGHT_DIR", "off")  # of the calls that fail on purpose, no files
@@ -18,5 +19,6 @@ __all__ = [
     "pytest_generate_tests",
     "pytest_pycollect_makeitem",
     "repeated",
+    "replicas",
     "transport",
 ]

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
+pytestmark = pytest.mark.ranks(3)
+
+
 def set_tasks(monkeypatch: pytest.MonkeyPatch, comm: Intracomm, tasks: list[str], listed: list[str]) -> str:
     """Describe a cluster with the tasks `listed`, of which rank r is tasks[r]."""
     cluster = {job: [f"localhost:{at}" for at in range(listed.count(job))] for job in set(listed)}
@@ -26,7 +29,6 @@ def set_tasks(monkeypatch: pytest.MonkeyPatch, comm: Intracomm, tasks: list[str]
     return own
 
 
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("first", [True, False])
 def test_tf_config_with_a_ps_runs_a_block_of_each_task(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, first: bool
@@ -50,7 +52,6 @@ def test_tf_config_with_a_ps_runs_a_block_of_each_task(
                     call()
 
 
-@pytest.mark.ranks(min=2)
 def test_tf_config_with_an_evaluator_computes_alone(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = ["worker"] * (comm.size - 1) + ["evaluator"]
     own = set_tasks(monkeypatch, comm, tasks, tasks)
@@ -59,7 +60,6 @@ def test_tf_config_with_an_evaluator_computes_alone(comm: Intracomm, monkeypatch
         assert step == (1 if own == "evaluator" else comm.size - 1)
 
 
-@pytest.mark.ranks(min=2)
 def test_tf_config_with_a_ps_and_too_few_workers_is_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = ["worker"] * (comm.size - 1) + ["ps"]
     set_tasks(monkeypatch, comm, tasks, [*tasks, "worker"])

@@ -21,9 +21,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.core
-
-several = pytest.mark.ranks(min=2)
+pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 
 def state(own: Any = None) -> dict[str, Any]:
@@ -34,7 +32,7 @@ def state(own: Any = None) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": moments, "param_groups": groups}, "half": np.ones(3, ">f2")}
 
 
-def test_check_equal_equal_nests_pass(comm: Intracomm, placement: object) -> None:
+def test_check_equal_equal_nests_pass(comm: Intracomm) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         strategy.check_equal(state())
         strategy.check_equal([])
@@ -42,8 +40,7 @@ def test_check_equal_equal_nests_pass(comm: Intracomm, placement: object) -> Non
         strategy.check_equal(np.arange(6)[::2] if comm.rank else np.array([0, 2, 4]), "an array")
 
 
-@several
-def test_check_equal_leaves_that_differ_are_named(comm: Intracomm, placement: object) -> None:
+def test_check_equal_leaves_that_differ_are_named(comm: Intracomm) -> None:
     last = comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         weight = np.zeros((3, 2))
@@ -62,7 +59,6 @@ def test_check_equal_leaves_that_differ_are_named(comm: Intracomm, placement: ob
         strategy.check_equal(state())
 
 
-@several
 def test_check_equal_variable_that_one_rank_has_changed_is_named(comm: Intracomm) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         weights = Variable(np.zeros(3))
@@ -72,7 +68,6 @@ def test_check_equal_variable_that_one_rank_has_changed_is_named(comm: Intracomm
             strategy.check_equal({"w": weights})
 
 
-@several
 def test_check_equal_other_forms_are_an_error_everywhere(comm: Intracomm) -> None:
     last = comm.rank == comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -107,10 +102,9 @@ def test_check_equal_wrong_use_is_refused(comm: Intracomm) -> None:
         strategy.check_equal(PerReplica([*range(len(parts_of(strategy).replicas.ids_here))]))
 
 
-@several
 @pytest.mark.parametrize("replicas", [None, 8])
 def test_check_values_finds_a_variable_that_differs_after_the_run(
-    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, replicas: int | None
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, replicas: int | None
 ) -> None:
     monkeypatch.setenv("MPIDIST_CHECK_VALUES", "3")
     with MultiWorkerMirroredStrategy(replicas=replicas, comm=comm) as strategy:
@@ -137,7 +131,6 @@ def test_check_values_finds_a_variable_that_differs_after_the_run(
             strategy.run(lambda: None)
 
 
-@several
 def test_check_values_chief_that_runs_alone_is_told(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_CHECK_VALUES", "1")
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:

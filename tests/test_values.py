@@ -69,7 +69,6 @@ def test_distributed_values_itself_is_abstract() -> None:
 
 
 def test_values_that_differ_cannot_be_computed_with_across_replicas() -> None:
-    """Reference 1.4.7."""
     value = PerReplica((np.ones(2),))
     with pytest.raises(TypeError):
         value + 1  # type: ignore[operator]
@@ -121,7 +120,6 @@ def test_slices_are_what_was_given() -> None:
 
 @both
 def test_copies_keep_the_component(kind: type[DistributedValues]) -> None:
-    """T65."""
     value = kind(([1, 2],))
     assert copy.copy(value).values[0] is value.values[0]
     for other in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
@@ -131,7 +129,6 @@ def test_copies_keep_the_component(kind: type[DistributedValues]) -> None:
 
 
 def test_opening_a_nest_keeps_its_form() -> None:
-    """T67, T68, T71."""
     nest = (PerReplica(("a1",)), ["b1", {"e": PerReplica(("f1",)), "c": Mirrored(("d1",))}], Point(PerReplica((0,)), 1))
     opened = contributions(nest)
     assert opened == ("a1", ["b1", {"c": "d1", "e": "f1"}], Point(0, 1))
@@ -140,7 +137,7 @@ def test_opening_a_nest_keeps_its_form() -> None:
 
 
 def test_nest_without_distributed_values_stays_the_same_object() -> None:
-    """T70: so does every leaf beside one."""
+    """So does every leaf beside one."""
     foo = object()
     nest = {"a": [foo]}
     assert contributions(nest) is nest

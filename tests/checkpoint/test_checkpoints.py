@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,34 +23,18 @@ from mpidist.experimental import CentralStorageStrategy, partitioners
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
-several = pytest.mark.ranks(min=2)
 DTYPES = ["float16", "float32", "float64", "int8", "uint16", "int64", "bool", "complex64", "complex128"]
-
-
-@pytest.fixture
-def folder(comm: Intracomm, tmp_path: Path) -> Path:
-    return Path(comm.bcast(str(tmp_path)))
 
 
 def numbers(dtype: Any, *shape: int) -> Any:
     return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 100 - 3).astype(dtype)
 
 
-def test_variables_and_arrays_come_back_in_place(comm: Intracomm, placement: object, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        require_all_come_back(comm, strategy, folder)
-
-
-@pytest.mark.parametrize("make", [MirroredStrategy, CentralStorageStrategy])
-def test_variables_of_one_node_come_back_in_place(comm: Intracomm, folder: Path, make: Any) -> None:
-    with make(comm=comm) as strategy:
-        require_all_come_back(comm, strategy, folder)
-
-
-def require_all_come_back(comm: Intracomm, strategy: Any, folder: Path) -> None:
-    with strategy.scope():
+@pytest.mark.parametrize("make", [MultiWorkerMirroredStrategy, MirroredStrategy, CentralStorageStrategy])
+def test_variables_and_arrays_come_back_in_place(comm: Intracomm, folder: Path, make: Any) -> None:
+    with make(comm=comm) as strategy, strategy.scope():
         arrays = {dtype: numbers(dtype, 3, 5) for dtype in DTYPES} | {
             "bfloat16": numbers(ml_dtypes.bfloat16, 7),
             "float8": numbers(ml_dtypes.float8_e4m3fn, 4),
@@ -109,7 +93,7 @@ def test_numbers_texts_and_generators(comm: Intracomm, folder: Path) -> None:
         assert checkpoint.tensor.array.tolist() == [0, 1, 2]
 
 
-def test_one_copy_of_what_is_equal(comm: Intracomm, placement: object, folder: Path) -> None:
+def test_one_copy_of_what_is_equal(comm: Intracomm, folder: Path) -> None:
     """Of what differs, each rank's; and the files are open to others."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         kernel = Variable(numbers("f", 100, 10))
@@ -155,9 +139,7 @@ def copies(comm: Intracomm, variable: Variable) -> list[Any]:
 
 
 @pytest.mark.parametrize("replicas", [None, 8])
-def test_copies_that_differ_come_back_on_as_many_replicas(
-    comm: Intracomm, placement: object, folder: Path, replicas: int | None
-) -> None:
+def test_copies_that_differ_come_back_on_as_many_replicas(comm: Intracomm, folder: Path, replicas: int | None) -> None:
     """Also on other ranks, if the number of replicas was chosen."""
     half = comm.Split(comm.rank * 2 >= comm.size, comm.rank) if replicas else comm
     with MultiWorkerMirroredStrategy(replicas=replicas, comm=comm) as strategy:
@@ -174,7 +156,6 @@ def test_copies_that_differ_come_back_on_as_many_replicas(
     comm.Barrier()
 
 
-@pytest.mark.ranks(3, 4)
 def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         variables = metrics(strategy)
@@ -198,40 +179,32 @@ def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm: Intracomm, fold
     comm.Barrier()
 
 
-CHIEFS = {  # what the chief calls alone, and what the error says of it
-    "save": (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).save(), "save"),
-    "save of a number": (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).save(3), "save"),
-    "write": (lambda checkpoint, folder: checkpoint.write(folder / "one"), "save"),
-    "restore": (lambda checkpoint, folder: checkpoint.restore(folder / "one"), "restore"),
-    "restore of the newest": (
-        lambda checkpoint, folder: CheckpointManager(checkpoint, folder).restore_or_initialize(),
-        "restore",
-    ),
-}
+CHIEFS: list[tuple[Callable[[Checkpoint, Path], Any], str]] = [  # what the chief calls alone, and its name in the error
+    (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).save(), "save"),
+    (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).save(3), "save"),
+    (lambda checkpoint, folder: checkpoint.write(folder / "one"), "save"),
+    (lambda checkpoint, folder: checkpoint.restore(folder / "one"), "restore"),
+    (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).restore_or_initialize(), "restore"),
+]
 
 
-@several
-@pytest.mark.parametrize("what", CHIEFS)
-def test_save_or_restore_by_the_chief_alone_is_named(
-    comm: Intracomm, placement: object, folder: Path, what: str
-) -> None:
-    call, name = CHIEFS[what]
-    last = (
-        "save, and each writes a share" if name == "save" else "restore; rank 0 alone reads what is equal on all ranks"
-    )
+def test_save_or_restore_by_the_chief_alone_is_named(comm: Intracomm, folder: Path) -> None:
+    last = {
+        "save": "save, and each writes a share",
+        "restore": "restore; rank 0 alone reads what is equal on all ranks",
+    }
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         with strategy.scope():
             checkpoint = Checkpoint(v=Variable(np.zeros(3)))
-        with raises_everywhere(
-            comm, InvalidArgumentError, rf"rank 0: {name} of a checkpoint; .*reduce\n  all ranks call {last}$"
-        ):
-            if comm.rank == 0:
-                call(checkpoint, folder)  # type: ignore[no-untyped-call]
-            strategy.reduce("sum", 1.0)
+        for call, name in CHIEFS:
+            text = rf"rank 0: {name} of a checkpoint; .*reduce\n  all ranks call {last[name]}$"
+            with raises_everywhere(comm, InvalidArgumentError, text):
+                if comm.rank == 0:
+                    call(checkpoint, folder)
+                strategy.reduce("sum", 1.0)
         assert list(folder.iterdir()) == []
 
 
-@several
 def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +225,6 @@ def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(
             manager.checkpoint.restore("absent")
 
 
-@several
 def test_what_differs_by_rank_needs_as_many_ranks(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         rng = np.random.default_rng(comm.rank)
@@ -384,7 +356,6 @@ def test_scope_says_whose_a_checkpoint_is(comm: Intracomm) -> None:
             assert Checkpoint(a=1).strategy is strategy
 
 
-@several
 def test_ranks_that_save_different_things_are_told(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         extra = {"more": 1} if comm.rank == comm.size - 1 else {}
@@ -396,14 +367,6 @@ def test_ranks_that_save_different_things_are_told(comm: Intracomm, folder: Path
         path = Checkpoint(a=1).write(folder / "one")
         with raises_everywhere(comm, InvalidArgumentError, "restore of a checkpoint .*names"):
             Checkpoint(a=1, **extra).restore(path)
-
-
-def test_manifest_says_who_saved(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(replicas=5, comm=comm) as strategy, strategy.scope():
-        path = Checkpoint(v=Variable([1.0, 2.0]), n=1).write(folder / "one")
-    about = json.loads((Path(path) / "manifest.json").read_text())
-    assert (about["format"], about["ranks"], about["replicas"]) == ("mpidist checkpoint", comm.size, 5)
-    assert about["owners"] == {"v": "all", "n": "all"}
 
 
 def test_nothing_but_a_checkpoint_is_replaced(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +424,6 @@ def test_names_are_one_each(comm: Intracomm, folder: Path) -> None:
         assert checkpoint.items() == {"self": 3, "a/b\n": "ü"}
 
 
-@several
 def test_ranks_that_restore_to_different_things_are_told(comm: Intracomm, folder: Path) -> None:
     last = comm.rank == comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():

@@ -18,18 +18,13 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 TEXT = r"save of a checkpoint \(call \d+\): copies that should be equal differ .* so nothing was saved\n"
 DRIFTED = (
     TEXT
     + r"  model\['w'\] \(variable 'kernel'\): ranks? [-0-9]+: checksum \w{8}; rank \d: checksum \w{8}\n  was an all"
 )
-
-
-@pytest.fixture
-def folder(comm: Intracomm, tmp_path: Path) -> Path:
-    return Path(comm.bcast(str(tmp_path)))
 
 
 def drifted(strategy: Any, comm: Intracomm) -> Checkpoint:
@@ -43,7 +38,7 @@ def drifted(strategy: Any, comm: Intracomm) -> Checkpoint:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_save_of_a_copy_that_differs_raises(comm: Intracomm, placement: object, folder: Path, background: bool) -> None:
+def test_save_of_a_copy_that_differs_raises(comm: Intracomm, folder: Path, background: bool) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = drifted(strategy, comm)
         manager = CheckpointManager(checkpoint, folder / "runs", background=background)

@@ -25,7 +25,7 @@ from mpidist.checkpoint import saving as saving_module
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 # A program that does what it reads, and answers: the test and its other jobs run between two steps of it.
 OBEYS = """
@@ -69,11 +69,6 @@ HANGS_SECONDS = 60  # 6,000 signs of life
 REFUSED = r"another job \(.*host .*, process \d+, since [-0-9]+ [:0-9]+\) writes to this folder, '.*', so nothing was "
 
 
-@pytest.fixture
-def folder(comm: Intracomm, tmp_path: Path) -> Path:
-    return Path(comm.bcast(str(tmp_path)))
-
-
 @contextmanager
 def other_job(folder: Path) -> Iterator[tuple[Callable[[str], str], subprocess.Popen[str]]]:
     """Run `OBEYS`, and give what lets it make one step."""
@@ -112,37 +107,25 @@ def leave_lock(folder: Path, comm: Intracomm, **changes: Any) -> Path:
 
 
 @pytest.mark.no_mpi
-def test_save_of_a_second_job_raises_on_all_ranks(job: Job, tmp_path: Path) -> None:  # noqa: F811
+def test_save_of_a_second_job_raises_until_the_first_one_is_killed(job: Job, tmp_path: Path) -> None:  # noqa: F811
     folder = tmp_path / "saved"
     with other_job(folder) as (step, process):
         assert step("save") == "ckpt-1"
-        ended = job("", ranks=2, head=SAVES.format(folder=f"{folder}"))
-        assert ended.out.count(f"process {process.pid}, since") == ended.out.count("refused another job (") == 2
         assert step("fork and save") == "ckpt-2"
         unfinished = step("stop in save")
-        ended = job("", ranks=1, head=SAVES.format(folder=f"{folder}"))
-        assert "refused another job (" in ended.out
+        ended = job("", ranks=2, head=SAVES.format(folder=f"{folder}"))
+        assert ended.out.count(f"process {process.pid}, since") == ended.out.count("refused another job (") == 2
         assert (folder / unfinished).is_dir(), "the folder of a job that lives is no leftover"
         assert step("go on") == "ckpt-3"
-    ended = job("", ranks=2, head=SAVES.format(folder=f"{folder}"))
-    assert (ended.out, ended.err) == (f"saved {folder}/ckpt-4\n" * 2, "")
-    assert {path.name for path in folder.iterdir()} == {f"ckpt-{number}" for number in (1, 2, 3, 4)}
-
-
-@pytest.mark.no_mpi
-def test_lock_of_a_job_that_was_killed_is_taken_over(job: Job, tmp_path: Path) -> None:  # noqa: F811
-    folder = tmp_path / "saved"
-    with other_job(folder) as (step, process):
-        assert step("save") == "ckpt-1"
         unfinished = step("stop in save")
         process.kill()
         process.wait()
     assert (folder / unfinished).is_dir()
     ended = job("", ranks=2, head=SAVES.format(folder=f"{folder}"))
-    assert ended.out == f"saved {folder}/ckpt-2\n" * 2
+    assert ended.out == f"saved {folder}/ckpt-4\n" * 2
     assert f"takes over the lock {folder}/.ckpt.lock of another job (" in ended.err
     assert f"process {process.pid}" in ended.err
-    assert {path.name for path in folder.iterdir()} == {"ckpt-1", "ckpt-2"}
+    assert {path.name for path in folder.iterdir()} == {f"ckpt-{number}" for number in (1, 2, 3, 4)}
 
 
 @pytest.mark.no_mpi
@@ -249,7 +232,6 @@ def refuse(*_: object) -> None:
     raise OSError("it lives")
 
 
-@pytest.mark.ranks(min=2)
 def test_strategies_of_other_ranks_save_one_after_another_but_not_at_once(comm: Intracomm, folder: Path) -> None:
     backwards, alone = comm.Split(0, -comm.rank), comm.Split(comm.rank, 0)
     for ranks in (comm, backwards):  # another rank is rank 0

@@ -26,7 +26,7 @@ from mpidist.errors import DataLossError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 ENDS_EARLY = """
 import sys, time
@@ -35,7 +35,7 @@ import mpidist
 from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
 really = saving.write_part
 def write_part(*arguments):
-    time.sleep(1)  # the program comes to its end meanwhile
+    time.sleep(0.5)  # the program comes to its end meanwhile
     really(*arguments)
 saving.write_part = write_part
 with mpidist.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
@@ -52,7 +52,7 @@ from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
 really = saving.write_part
 def write_part(*arguments):
     await_signs({awaited!r})
-    time.sleep(2)  # the job would end meanwhile
+    time.sleep(1)  # the job would end meanwhile
     really(*arguments)
 saving.write_part = write_part
 strategy = mpidist.MultiWorkerMirroredStrategy()
@@ -64,11 +64,6 @@ if strategy.topology.rank == {rank}:
     raise KeyError("labels")
 strategy.barrier()
 """
-
-
-@pytest.fixture
-def folder(comm: Intracomm, tmp_path: Path) -> Path:
-    return Path(comm.bcast(str(tmp_path)))
 
 
 @pytest.fixture
@@ -94,7 +89,7 @@ def made(strategy: Any, own: int) -> Checkpoint:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_program_goes_on_where_it_was(comm: Intracomm, placement: object, folder: Path, background: bool) -> None:
+def test_program_goes_on_where_it_was(comm: Intracomm, folder: Path, background: bool) -> None:
     for run in range(3):
         with MultiWorkerMirroredStrategy(comm=comm) as strategy:
             checkpoint = made(strategy, comm.rank)
@@ -158,7 +153,7 @@ def test_numbers(comm: Intracomm, folder: Path) -> None:
         comm.Barrier()
 
 
-@pytest.mark.parametrize("max_to_keep", [1, 2, 5])
+@pytest.mark.parametrize("max_to_keep", [1, 2])
 def test_as_many_are_kept_as_was_said(comm: Intracomm, folder: Path, max_to_keep: int) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         manager = CheckpointManager(made(strategy, 0), folder, max_to_keep)
@@ -232,44 +227,38 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "manifest gone": ("manifest.json", Path.unlink, "is no checkpoint of mpidist: it has no manifest.json"),
     "manifest of others": ("manifest.json", lambda path: path.write_text('{"format": "x"}') and None, "another format"),
     "manifest without owners": ("manifest.json", without_owners, "manifest.json' is damaged: it has another checksum"),
-    "own arrays": ("rank-{last}.safetensors", flip, "own in .* is damaged"),
+    "own arrays": ("rank-{last}.safetensors", flip, "damaged"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_told_on_all_ranks_and_passed_over_if_asked(
-    comm: Intracomm, folder: Path, damage: str, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name, spoil, pattern = DAMAGES[damage]
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint = made(strategy, comm.rank)
-        with strategy.scope():
-            checkpoint = Checkpoint(
-                **checkpoint.items(), seen=Variable(0, synchronization="ON_READ", aggregation="SUM")
-            )
-        manager = CheckpointManager(checkpoint, folder)
-        for step in (1, 2):
-            checkpoint.step = step
-            checkpoint.weights.assign(np.full(1000, float(step)))
-            path = Path(manager.save(step))
-        if comm.size == 1 and damage == "own arrays":
-            name, pattern = "rank-0.safetensors", "seen of replica 0 in .* is damaged|is missing or damaged"
-        if comm.rank == 0:
-            spoil(path / name.format(last=comm.size - 1))
-        comm.Barrier()
-        checkpoint.weights.assign(np.full(1000, 7.0))
-        pattern = pattern if damage != "own arrays" else "damaged"
-        with raises_everywhere(comm, DataLossError, rf"({pattern}).*; restore_or_initialize\(skip_broken=True\) takes"):
-            manager.restore_or_initialize()
-        assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (2, 7)
-        assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-1")
-        assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (1, 1)
-        assert sum("ckpt-2 is passed over" in record.getMessage() for record in caplog.records) == (comm.rank == 0)
-        comm.Barrier()
-        if comm.rank == 0:
-            shutil.rmtree(folder / "ckpt-1")
-        comm.Barrier()
-        assert manager.restore_or_initialize(skip_broken=True) is None
+        for damage, (name, spoil, pattern) in DAMAGES.items():
+            caplog.clear()
+            checkpoint, place = made(strategy, comm.rank), folder / damage
+            manager = CheckpointManager(checkpoint, place)
+            for step in (1, 2):
+                checkpoint.step = step
+                checkpoint.weights.assign(np.full(1000, float(step)))
+                path = Path(manager.save(step))
+            if comm.rank == 0:
+                spoil(path / name.format(last=comm.size - 1))
+            comm.Barrier()
+            checkpoint.weights.assign(np.full(1000, 7.0))
+            text = rf"({pattern}).*; restore_or_initialize\(skip_broken=True\) takes"
+            with raises_everywhere(comm, DataLossError, text):
+                manager.restore_or_initialize()
+            assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (2, 7)
+            assert manager.restore_or_initialize(skip_broken=True) == str(place / "ckpt-1")
+            assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (1, 1)
+            assert sum("ckpt-2 is passed over" in text for text in caplog.messages) == (comm.rank == 0)
+            comm.Barrier()
+            if comm.rank == 0:
+                shutil.rmtree(place / "ckpt-1")
+            comm.Barrier()
+            assert manager.restore_or_initialize(skip_broken=True) is None
 
 
 def test_waiting_after_the_strategy_is_closed_is_local(
@@ -299,7 +288,6 @@ def test_waiting_after_the_strategy_is_closed_is_local(
     comm.Barrier()
 
 
-@pytest.mark.ranks(1)
 def test_error_of_a_checksum_is_the_error_of_the_save(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,14 +392,14 @@ def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
 ) -> None:
     """By Ctrl-C on all ranks: the next save takes other memory, and both checkpoints are right."""
     go_on = threading.Event()
-    really_write, really_join = saving_module.write_part, background_module.BackgroundWriting.join
+    really_write, really_join = saving_module.write_part, background_module.BackgroundWriting.join_in_time
 
     def write_part(place: Path, name: str, part: Any) -> None:
-        assert "2" in place.name or go_on.wait()
+        assert "ckpt-2" in place.name or go_on.wait()
         really_write(place, name, part)
 
-    def join(self: Any, timeout: float | None = None) -> None:
-        monkeypatch.setattr(background_module.BackgroundWriting, "join", really_join)
+    def join(self: Any) -> None:
+        monkeypatch.setattr(background_module.BackgroundWriting, "join_in_time", really_join)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(saving_module, "write_part", write_part)
@@ -420,7 +408,7 @@ def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
         manager = CheckpointManager(checkpoint, folder, background=True)
         checkpoint.weights.assign(np.full(1000, 1.0))
         manager.save(1)
-        monkeypatch.setattr(background_module.BackgroundWriting, "join", join)
+        monkeypatch.setattr(background_module.BackgroundWriting, "join_in_time", join)
         with pytest.raises(KeyboardInterrupt):
             manager.wait()
         comm.Barrier()
@@ -441,7 +429,7 @@ def test_what_another_manager_is_writing_stays(comm: Intracomm, folder: Path, mo
     really = saving_module.write_part
 
     def write_part(place: Path, name: str, part: Any) -> None:
-        assert "100" not in place.name or go_on.wait()
+        assert "ckpt-100" not in place.name or go_on.wait()
         really(place, name, part)
 
     monkeypatch.setattr(saving_module, "write_part", write_part)
@@ -479,9 +467,8 @@ def test_background_writes_what_a_program_saved_last_also_after_its_end(job: Job
 
 
 @pytest.mark.no_mpi
-@pytest.mark.parametrize("rank", [0, 1])
-def test_background_save_is_finished_before_an_error_ends_the_job(job: Job, tmp_path: Path, rank: int) -> None:  # noqa: F811
-    program = RAISES_AFTER_A_SAVE.format(awaited="raises", grace=300, rank=rank)
+def test_background_save_is_finished_before_an_error_ends_the_job(job: Job, tmp_path: Path) -> None:  # noqa: F811
+    program = RAISES_AFTER_A_SAVE.format(awaited="raises", grace=300, rank=0)
     ended = job("", ranks=2, head=SIGNS + program)
     assert ended.status == 1, ended.err
     assert "KeyError: 'labels'" in ended.err
@@ -537,14 +524,15 @@ def test_old_checkpoints_of_other_names_and_links_are_no_error(comm: Intracomm, 
 
 
 def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) -> None:
-    """And moves back what was about to be replaced; what has another name is left alone."""
+    """And moves back what was about to be replaced, which is read where it is; what has another name is left alone."""
+    aside = f".ckpt-5.{16 * '0'}.old"
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         CheckpointManager(checkpoint, folder).save(5)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         if comm.rank == 0:
-            (folder / "ckpt-5").rename(folder / ".ckpt-5.old")
+            (folder / "ckpt-5").rename(folder / aside)
             for name in (".ckpt-4.new", f".ckpt-4.{16 * 'a'}.new", ".ckpt-6.old", ".other-3.new", ".ckpt-x.old"):
                 (folder / name).mkdir()
                 (folder / name / "rank-0.json").touch()
@@ -552,6 +540,9 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
         comm.Barrier()
         manager = CheckpointManager(checkpoint, folder)  # of the next job
         checkpoint.restore(folder / "ckpt-5")
+        assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-5")
+        assert (folder / aside).is_dir()
+        comm.Barrier()
         assert manager.save(6) == str(folder / "ckpt-6")
         assert names_in(folder) == {"ckpt-5", "ckpt-6", ".ckpt.lock", ".other-3.new", ".ckpt-x.old", ".notes.old"}
         assert manager.restore_or_initialize() == str(folder / "ckpt-6")
@@ -572,12 +563,12 @@ def test_numbers_too_large_for_a_message_are_passed_over(comm: Intracomm, folder
         assert manager.restore_or_initialize() == str(folder / f"ckpt-{10**18 - 1}")
 
 
-@pytest.mark.parametrize("number", ["x", -1, 10**18])
-def test_a_wrong_number_on_one_rank_is_told_to_the_others(comm: Intracomm, folder: Path, number: Any) -> None:
-    text = "checkpoint_number must be .*got " + repr(number)
+def test_a_wrong_number_on_one_rank_is_told_to_the_others(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         manager = CheckpointManager(made(strategy, comm.rank), folder / "runs")
-        with pytest.raises((TypeError, ValueError), match=text):  # `InvalidArgumentError` is a `ValueError`
-            manager.save(number if comm.rank == comm.size - 1 else 3)
+        for number in ("x", -1, 10**18):
+            text = f"checkpoint_number must be .*got {number!r}"
+            with pytest.raises((TypeError, ValueError), match=text):  # `InvalidArgumentError` is a `ValueError`
+                manager.save(number if comm.rank == comm.size - 1 else 3)  # type: ignore[arg-type]
         assert manager.save(4) == str(folder / "runs" / "ckpt-4")
     assert not (folder / "runs" / "ckpt-0").exists()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jobs.failing import PROJECT, Job, job  # noqa: F401
 
-from mpidist import MultiWorkerMirroredStrategy
+from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.context_stack import parts_of
 from mpidist.experimental import PreemptionCheckpointHandler
@@ -59,9 +59,11 @@ def save(number=None):
 manager.save = save
 train(before_call=lambda step: rank == 1 and step == 2 and send())
 """
+AT_ONE_RANK = "train(before_call=lambda step: rank == 1 and step == 2 and send())"
 SIGNALS = {
-    "at one rank": ("train(before_call=lambda step: rank == 1 and step == 2 and send())", 3),
-    "after the call": ("train(after_call=lambda step: rank == 2 and step == 2 and send())", 4),
+    "over messages": (AT_ONE_RANK, 3),
+    "not compared": (AT_ONE_RANK, 3),
+    "after the call": ("train(after_call=lambda step: rank == 1 and step == 2 and send())", 4),
     "at all ranks, at other steps": ("train(before_call=lambda step: step == rank + 1 and send())", 2),
     "at all ranks, at once": ("train(before_call=lambda step: step == 1 and send())", 2),
     "twice, of two kinds": (
@@ -84,31 +86,25 @@ SIGNALS = {
 @pytest.mark.no_mpi
 @pytest.mark.core
 @pytest.mark.parametrize("when", SIGNALS)
-def test_all_ranks_save_one_step_and_go_on_from_there(job: Job, when: str) -> None:  # noqa: F811
+def test_all_ranks_save_one_step_and_leave(job: Job, tmp_path: Path, when: str) -> None:  # noqa: F811
+    """The exit code is written for a script whose launcher ends the others as soon as the first one has left."""
     body, step = SIGNALS[when]
-    ended = job(body, head=HEAD)
+    variables = {"over messages": {"MPIDIST_TRANSPORT": "mpi"}, "not compared": {"MPIDIST_CHECK": "0"}}.get(when, {})
+    ended = job(body, ranks=2, head=HEAD, MPIDIST_EXIT_CODE_FILE=f"{tmp_path}/code", **variables)
     assert ended.status == 75, ended.err
+    assert (tmp_path / "code").read_text() == "75\n"
     assert "Traceback" not in ended.err
     assert len(re.findall("leaving with exit code 75", ended.err)) == 1
-    again = job(f"assert manager.restore_or_initialize()\nassert checkpoint.step == {step}\ntrain()", head=HEAD)
-    assert again.status == 0, again.err
-    assert sorted(again.out.splitlines()) == [f"rank {rank} ended at 6 with 18" for rank in range(3)]
-
-
-@pytest.mark.no_mpi
-@pytest.mark.parametrize(
-    "variables", [{"MPIDIST_TRANSPORT": "mpi"}, {"MPIDIST_TRANSPORT": "mpi", "MPIDIST_CHECK": "0"}]
-)
-def test_over_messages_compared_or_not(job: Job, variables: dict[str, str]) -> None:  # noqa: F811
-    ended = job("train(40, before_call=lambda step: rank == 1 and step == 2 and send())", head=HEAD, **variables)
-    assert ended.status == 75, ended.err
-    assert "SIGTERM on rank 1: saved" in ended.err
+    assert "over" not in when or "SIGTERM on rank 1: saved" in ended.err
+    checkpoint = Checkpoint(total=Variable(np.zeros(3)), step=0)
+    assert CheckpointManager(checkpoint, tmp_path / "program.py.saved").restore_or_initialize()
+    assert (checkpoint.step, checkpoint.total.numpy().tolist()) == (step, [2.0 * step] * 3)
 
 
 @pytest.mark.no_mpi
 @pytest.mark.core
 def test_in_the_last_step_the_program_ends(job: Job) -> None:  # noqa: F811
-    ended = job("train(before_call=lambda step: step == 5 and send())", head=HEAD)
+    ended = job("train(before_call=lambda step: step == 5 and send())", ranks=2, head=HEAD)
     assert (ended.status, "ended at 6" in ended.out) == (0, True), ended.err
 
 
@@ -119,7 +115,7 @@ import atexit
 atexit.register(lambda: sys.stdout.write(f"rank {rank} heard {heard}\\n"))
 train(before_call=lambda step: rank == 0 and step == 1 and send(signal.SIGUSR1), exit_code=42)
 """
-    ended = job(body, head=HEAD)
+    ended = job(body, ranks=2, head=HEAD)
     assert ended.status == 42, ended.err
     assert f"rank 0 heard [{int(signal.SIGUSR1)}]" in ended.out
 
@@ -131,8 +127,8 @@ handlers = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUS
 sys.stdout.write(f"{[handler is signal.SIG_DFL for handler in handlers]}\\n")
 """
     for value, shown in {"": [False, True], "usr2": [True, False], "off": [True, True]}.items():
-        ended = job(body, MPIDIST_FLIGHT_SIGNAL=value)
-        assert ended.out.splitlines() == [str(shown)] * 3, ended.err
+        ended = job(body, ranks=2, MPIDIST_FLIGHT_SIGNAL=value)
+        assert ended.out.splitlines() == [str(shown)] * 2, ended.err
 
 
 @pytest.mark.no_mpi
@@ -140,7 +136,8 @@ sys.stdout.write(f"{[handler is signal.SIG_DFL for handler in handlers]}\\n")
 def test_example_ends_with_the_same_bits_as_without_preemption(job: Job, tmp_path: Path) -> None:  # noqa: F811
     def run(folder: str, *arguments: str, signalled: str = "") -> object:
         body = f"import runpy\nsys.argv[1:] = {[str(tmp_path / folder), *arguments]}\n{signalled}\n"
-        return job(f"{body}runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')", head="import os, signal, sys\n")
+        body += f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
+        return job(body, ranks=2, head="import os, signal, sys\n")
 
     soon = """
 import threading, time, mpi4py.MPI
@@ -209,7 +206,8 @@ def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
             signal.signal(number, handler_before)
 
 
-def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path, placement: tuple[int, ...]) -> None:
+@pytest.mark.ranks(3)
+def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path) -> None:
     """A notice goes with the calls of the step."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         with strategy.scope():
@@ -219,13 +217,4 @@ def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path, placem
         before = agreement.sequence
         for _ in range(num_steps):
             assert handler.run(strategy.reduce, "sum", 1) == comm.size
-        assert agreement.sequence - before == (num_steps if comm.size > 1 else 0)
-
-
-@pytest.mark.no_mpi
-def test_exit_code_is_written_for_a_script_whose_launcher_ends_ranks(job: Job, tmp_path: Path) -> None:  # noqa: F811
-    """It may end the others as soon as the first one has left."""
-    file = tmp_path / "code"
-    ended = job("train(before_call=lambda step: rank == 1 and send())", head=HEAD, MPIDIST_EXIT_CODE_FILE=str(file))
-    assert ended.status == 75, ended.err
-    assert file.read_text() == "75\n"
+        assert agreement.sequence - before == num_steps

@@ -1,21 +1,29 @@
-"""Data sets: every rank its part of each global batch, or batches of its own, and all ranks the same steps."""
+"""Data sets: every replica its part of each global batch, or batches of its own pipeline, and all the same steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import logging
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from support.everywhere import raises_everywhere
+from support.replicas import ids_here, local, shared_ranks
 
 import mpidist
-from mpidist import InputContext, MultiWorkerMirroredStrategy, Strategy
-from mpidist.errors import InvalidArgumentError
+from mpidist import InputContext, InputOptions, MirroredStrategy, get_replica_context
+from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist.context_stack import parts_of
+from mpidist.errors import InvalidArgumentError, OutOfRangeError
 
-WORLD = MPI.COMM_WORLD
-RANK, SIZE = WORLD.rank, WORLD.size
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.ranks(3)
+
+PER_REPLICA = InputOptions(experimental_replication_mode="PER_REPLICA")
 
 
 class Pair(NamedTuple):
@@ -24,207 +32,457 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
+def strategy(comm: Intracomm, replicas: int | None) -> Iterator[MultiWorker]:
+    with MultiWorker(replicas=replicas, comm=comm) as made:
         yield made
 
 
-def batches(count: int, size: int) -> list[Any]:
-    """Cut 0 ... count - 1 into batches: `range(count).batch(size)`."""
-    return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
+@pytest.fixture
+def total(strategy: MultiWorker) -> int:
+    """Give the number of replicas."""
+    return strategy.num_replicas_in_sync
 
 
-def share(length: int) -> list[int]:
-    """Give the lengths of the ranks' parts of a global batch: they differ by at most one, longer parts first."""
-    return [length // SIZE + (rank < length % SIZE) for rank in range(SIZE)]
-
-
-def lists(dataset: Iterable[Any]) -> list[list[Any]]:
-    return [batch.tolist() for batch in dataset]
+def of_all(comm: Intracomm, strategy: MultiWorker, value: Any) -> list[Any]:
+    """List the components of all replicas, in the order of replicas. Collective."""
+    return [part for of_rank in comm.allgather(local(strategy, value)) for part in of_rank]
 
 
 # --- Global batches ---
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("count", "size"),
-    [(10, 4), (8, 7), (8, 3), (9, 6), (14, 5), (22, 10), (7, 5), (9, 2), (15, 4), (8, 4), (100, 10), (4, 1), (0, 3)],
-)
-def test_every_batch_is_cut_in_contiguous_parts(strategy: Strategy, count: int, size: int) -> None:
-    """Reference 4.1; T157, T158, T161, T163, T169, X51: every element once, in rank order."""
-    everything = batches(count, size)
-    mine = list(strategy.experimental_distribute_dataset(everything))
-    assert len(mine) == len(everything)
-    for part, whole in zip(mine, everything, strict=True):
-        assert part.dtype == whole.dtype
-        parts = WORLD.allgather(part.tolist())
-        assert [len(its) for its in parts] == share(len(whole))
-        assert [item for its in parts for item in its] == whole.tolist()
+@pytest.mark.ranks(max=3)
+def test_parts_follow_from_the_number_of_replicas_alone(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+    """Every row once, in the order of replicas, whatever the length of a batch."""
+    whole = [np.arange(2 * length, dtype=np.float32).reshape(length, 2) for length in (10, 0, 1, 17, total)]
+    steps = list(strategy.experimental_distribute_dataset(whole))
+    assert len(steps) == len(whole)
+    for batch, part in zip(whole, steps, strict=True):
+        assert of_all(comm, strategy, part) == [rows.tolist() for rows in np.array_split(batch, total)]
+        for mine in strategy.experimental_local_results(part):
+            assert (mine.dtype, mine.shape[1:]) == (np.float32, (2,))
+            assert not len(mine) or np.shares_memory(mine, batch)
 
 
-@pytest.mark.ranks(4)
-def test_six_elements_keep_all_of_four_ranks_busy(strategy: Strategy) -> None:
-    """X51; section 7, fault 21."""
-    dataset = strategy.experimental_distribute_dataset(batches(9, 6))
-    assert WORLD.allgather(lists(dataset)) == [[[0, 1], [6]], [[2, 3], [7]], [[4], [8]], [[5], []]]
+@pytest.mark.core
+def test_devices_that_are_more_than_ranks_are_replicas(comm: Intracomm) -> None:
+    with MirroredStrategy([f"CPU:{at}" for at in range(4)], comm=comm) as strategy:
+        (part,) = strategy.experimental_distribute_dataset([np.arange(10)])
+        assert of_all(comm, strategy, part) == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
+        assert comm.allgather(len(part.values)) == [2, 1, 1]
+        assert comm.rank or repr(part) == "PerReplica:{0: array([0, 1, 2]), 1: array([3, 4, 5])}"
+        assert strategy.gather(part, axis=0).tolist() == list(range(10))
 
 
-def test_nest_of_arrays_is_cut_leaf_by_leaf(strategy: Strategy) -> None:
-    x = np.arange(20, dtype=np.float32).reshape(5, 2, 2)
-    batch = {"pair": Pair(x, [np.arange(5, dtype=np.int8)]), "names": np.array(list("abcde"))}
+def test_nest_is_cut_leaf_by_leaf(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+    batch = {"pair": Pair(np.arange(10).reshape(5, 2), [np.arange(5, dtype=np.int8)]), "names": np.array(list("abcde"))}
     (part,) = strategy.experimental_distribute_dataset([batch])
-    start = sum(share(5)[:RANK])
-    stop = start + share(5)[RANK]
     assert list(part) == ["pair", "names"]
     assert isinstance(part["pair"], Pair)
-    assert np.array_equal(part["pair"].x, x[start:stop])
-    assert part["pair"].x.dtype == np.float32
-    assert part["pair"].y[0].tolist() == list(range(start, stop))
-    assert "".join(part["names"]) == "abcde"[start:stop]
+    for leaf, whole in ((part["pair"].x, batch["pair"].x), (part["pair"].y[0], batch["pair"].y[0])):
+        assert of_all(comm, strategy, leaf) == [rows.tolist() for rows in np.array_split(whole, total)]
+        assert {mine.dtype for mine in strategy.experimental_local_results(leaf)} == {whole.dtype}
+    names = of_all(comm, strategy, part["names"])
+    assert names == [part.tolist() for part in np.array_split(batch["names"], total)]
 
 
-def test_arrays_and_labels_come_together(strategy: Strategy) -> None:
-    """T127."""
-    x = np.array([[1, 2], [6, 12], [2, 4], [5, 10], [3, 6], [4, 8]])
-    y = np.arange(6)[::-1]
-    steps = iter(strategy.experimental_distribute_dataset([(x, y)] * 2))
-    for _ in range(2):
-        part = next(steps)
-        whole = strategy.gather(part, axis=0)
-        assert np.array_equal(whole[0], x)
-        assert np.array_equal(whole[1], y)
-    with pytest.raises(StopIteration):
+class Lazy:
+    """Rows of a file, which are read by slices alone, as those of h5py."""
+
+    def __init__(self, numbers: Any) -> None:
+        self._numbers = numbers
+        self.shape = numbers.shape
+        self.read: list[tuple[int, int]] = []
+
+    def __getitem__(self, rows: Any) -> Any:
+        assert isinstance(rows, slice)
+        self.read.append((rows.start, rows.stop))
+        return self._numbers[rows].copy()
+
+
+def test_lazy_rows_are_read_by_their_replicas_alone(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+    lazy = Lazy(np.arange(11))
+    (part,) = strategy.experimental_distribute_dataset([lazy])
+    assert of_all(comm, strategy, part) == [rows.tolist() for rows in np.array_split(np.arange(11), total)]
+    everyone = [bounds for of_rank in comm.allgather(lazy.read) for bounds in of_rank]
+    assert len(everyone) == total  # each part once
+    assert sorted(row for start, stop in everyone for row in range(start, stop)) == list(range(11))
+
+
+def test_unlike_global_batches_are_told(comm: Intracomm, strategy: MultiWorker) -> None:
+    unlike = strategy.experimental_distribute_dataset([np.arange(4) + comm.rank])
+    with raises_everywhere(comm, InvalidArgumentError, "checksum of the first batch: rank 0: .*same seed"):
+        next(iter(unlike))
+    longer = strategy.experimental_distribute_dataset([np.ones(4 + (comm.rank == 1))])
+    advice = "(?s:(?!seed).)*files, rows and batch size$"  # and nothing of seeds
+    with raises_everywhere(comm, InvalidArgumentError, f"global batch: ranks 0, 2: 4 rows; rank 1: 5 rows{advice}"):
+        next(iter(longer))
+    steps = iter(strategy.experimental_distribute_dataset([np.ones(4)] * (1 + (comm.rank > 0))))
+    next(steps)
+    with raises_everywhere(comm, InvalidArgumentError, f"global batch: rank 0: none; rank.*: 4 rows{advice}"):
         next(steps)
-    if RANK == 0:  # what is over stays over, and nobody is asked
-        with pytest.raises(StopIteration):
-            next(steps)
+    assert list(steps) == []
 
 
-def test_steps_are_run_on_the_parts(strategy: Strategy) -> None:
-    """T173, T176."""
-    dataset = strategy.experimental_distribute_dataset([np.array([5, 6]), np.array([7, 8])])
-    squares = [strategy.gather(strategy.run(lambda x: x * x, (part,)), axis=0).tolist() for part in dataset]
-    assert squares == [[25, 36], [49, 64]]
-    dataset = strategy.experimental_distribute_dataset([np.array([0, 1]), np.array([2, 3])])
-    first = strategy.run(lambda x: [{"a": x - 1, "b": x + 1}], (next(iter(dataset)),))
-    gathered = strategy.gather(first, axis=0)
-    assert (gathered[0]["a"].tolist(), gathered[0]["b"].tolist()) == ([-1, 0], [1, 2])
-
-
-def test_means_of_batches_weigh_empty_parts_right(strategy: Strategy) -> None:
-    """T175."""
-    dataset = strategy.experimental_distribute_dataset([np.array([5.0, 6.0]), np.array([7.0, 8.0])])
-    product = 2.0
-    for part in dataset:
-        product *= strategy.reduce("MEAN", part, axis=0)
-    assert product == pytest.approx(82.5)
-    with strategy.scope():
-        variable = mpidist.Variable(1.0, aggregation="ONLY_FIRST_REPLICA")
-        counter = mpidist.Variable(0.0, aggregation="MEAN")
-    for _ in dataset:
-        strategy.run(lambda: (variable.assign_add(1.0), counter.assign_add(1.0)))
-    assert (variable.read_value(), counter.read_value()) == (3, 2)
-
-
-@pytest.mark.parametrize(
-    ("batch", "text"),
-    [
+def test_batches_that_cannot_be_cut_are_refused(comm: Intracomm, strategy: MultiWorker) -> None:
+    for batch, text in (
         ((np.ones(3), np.ones(2)), r"equally long on axis 0, got shapes \[\[3\], \[2\]\]"),
         ([np.ones(2), 1.0], "equally long"),
         (np.float32(1), "put batches in a list"),
         ("text", "equally long"),
         ({}, "equally long"),
-    ],
-)
-def test_batch_that_cannot_be_cut_is_refused(strategy: Strategy, batch: Any, text: str) -> None:
-    steps = iter(strategy.experimental_distribute_dataset([np.ones(2), batch]))
-    next(steps)
-    with raises_everywhere(WORLD, InvalidArgumentError, text):
+    ):
+        steps = iter(strategy.experimental_distribute_dataset([np.ones(2), batch]))
         next(steps)
+        with raises_everywhere(comm, InvalidArgumentError, text):
+            next(steps)
+    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
+        strategy.experimental_distribute_dataset([np.ones(2)], PER_REPLICA)
+    for batch in (np.arange(6).reshape(3, 2), (np.ones((4, 2)), np.arange(4)), {"x": np.arange(4)}):
+        with raises_everywhere(comm, TypeError, r"put batches in a list: \[batch, \.\.\.\]"):
+            strategy.experimental_distribute_dataset(batch)
+        with raises_everywhere(comm, TypeError, "put batches in a list"):
+            strategy.distribute_datasets_from_function(lambda context, batch=batch: batch, PER_REPLICA)
+        (part,) = strategy.experimental_distribute_dataset([batch])
+        assert type(part) is type(batch) or isinstance(batch, np.ndarray)
 
 
-ONE_BATCH: dict[str, Any] = {
-    "array": np.arange(6),
-    "matrix": np.arange(6).reshape(3, 2),
-    "tuple of arrays": (np.arange(8.0).reshape(4, 2), np.arange(4)),
-    "dict": {"x": np.arange(4)},
-}
-
-
-@pytest.mark.parametrize("name", ONE_BATCH)
-def test_one_batch_is_no_data_set_of_batches(strategy: Strategy, name: str) -> None:
-    """Section 7, fault 20: the advice instead of an IndexError, and of rows that are taken for batches."""
-    with raises_everywhere(WORLD, TypeError, r"put batches in a list: \[batch, \.\.\.\]"):
-        strategy.experimental_distribute_dataset(ONE_BATCH[name])
-    with raises_everywhere(WORLD, TypeError, "put batches in a list"):
-        strategy.distribute_datasets_from_function(lambda context: ONE_BATCH[name])
-    (part,) = strategy.experimental_distribute_dataset([ONE_BATCH[name]])
-    assert type(part) is type(ONE_BATCH[name])
-
-
-# --- Batches of each rank's own ---
+# --- A pipeline of each replica ---
 
 
 @pytest.mark.core
-def test_every_rank_makes_its_own_batches(strategy: Strategy) -> None:
-    """T155, T158, T161, T170: nothing is cut, and the function is called once."""
+def test_each_replica_has_a_pipeline_of_its_own(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
     calls: list[InputContext] = []
 
     def make(context: InputContext) -> list[Any]:
         calls.append(context)
-        return batches(4 * SIZE, 2)[context.input_pipeline_id :: context.num_input_pipelines]
+        return [np.full(2, 10 * context.input_pipeline_id + step) for step in range(3)]
 
-    dataset = strategy.distribute_datasets_from_function(make)
-    expected = [[2 * RANK, 2 * RANK + 1], [2 * (RANK + SIZE), 2 * (RANK + SIZE) + 1]]
-    assert lists(dataset) == expected
-    assert lists(dataset) == expected
-    assert calls == [InputContext(SIZE, RANK, SIZE)]
-
-
-def test_elements_need_not_be_batches(strategy: Strategy) -> None:
-    """T155, T176: unbatched numbers, and pairs of them."""
-    dataset = strategy.distribute_datasets_from_function(lambda context: range(5, 8))
-    assert list(dataset) == [5, 6, 7]
-    assert [strategy.reduce("SUM", element) for element in dataset] == [5 * SIZE, 6 * SIZE, 7 * SIZE]
-    dataset = strategy.distribute_datasets_from_function(lambda context: [(i, i * i) for i in range(3)])
-    assert list(dataset) == [(0, 0), (1, 1), (2, 4)]
-
-
-def test_rank_that_has_run_out_gets_empty_batches(strategy: Strategy) -> None:
-    """T160, T169, T172: as many steps as the longest, of the same dtypes and trailing shapes."""
-
-    def make(context: InputContext) -> list[Any]:
-        batch = {"x": np.full((2, 3), RANK, np.float16), "y": [np.full(2, RANK, np.int8)]}
-        return [batch] * (context.input_pipeline_id + 1)
-
-    steps = list(strategy.distribute_datasets_from_function(make))
-    assert len(steps) == SIZE
-    for number, batch in enumerate(steps):
-        length = 2 if number <= RANK else 0
-        assert (batch["x"].shape, batch["x"].dtype) == ((length, 3), np.float16)
-        assert (batch["y"][0].shape, batch["y"][0].dtype) == ((length,), np.int8)
+    dataset = strategy.distribute_datasets_from_function(make, PER_REPLICA)
+    everyone = [context for of_rank in comm.allgather(calls) for context in of_rank]
+    assert everyone == [InputContext(total, replica_id, total) for replica_id in range(total)]
+    for _ in range(2):
+        steps = [of_all(comm, strategy, part) for part in dataset]
+        assert steps == [[[10 * at + step] * 2 for at in range(total)] for step in range(3)]
+    assert len(dataset) == 3
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("empty", ["first", "last"])
-def test_rank_without_any_batch_learns_their_form_from_others(strategy: Strategy, empty: str) -> None:
-    without = 0 if empty == "first" else SIZE - 1
+@pytest.mark.parametrize("longest", ["first", "last"])
+def test_replica_that_has_run_out_gets_empty_batches(
+    comm: Intracomm, strategy: MultiWorker, total: int, longest: str
+) -> None:
+    """The first or the last replica has no batch at all; its form is that of the others."""
 
-    def make(_: InputContext) -> list[Any]:
-        return [] if without == RANK else [Pair(np.ones((2, 3), np.float16), 5)] * 2
+    def num_batches(at: int) -> int:
+        return at if longest == "last" else total - 1 - at
 
-    steps = list(strategy.distribute_datasets_from_function(make))
-    assert len(steps) == (2 if SIZE > 1 else 0)
-    for batch in steps:
-        assert isinstance(batch, Pair)
-        if without == RANK:
-            assert (batch.x.shape, batch.x.dtype) == ((0, 3), np.float16)
-            assert (batch.y.shape, batch.y.dtype) == ((0,), np.int64)
-        assert strategy.reduce("SUM", batch.x, axis=0).tolist() == [2 * (SIZE - 1)] * 3
+    def make(context: InputContext) -> list[Any]:
+        batch = Pair(np.full((2, 3), context.input_pipeline_id, np.float16), 5)
+        return [batch] * num_batches(context.input_pipeline_id)
+
+    steps = list(strategy.distribute_datasets_from_function(make, PER_REPLICA))
+    assert len(steps) == total - 1
+    for number, part in enumerate(steps):
+        assert isinstance(part, Pair)
+        full = [number < num_batches(at) for at in range(total)]
+        assert of_all(comm, strategy, part.x) == [[[at] * 3] * 2 if full[at] else [] for at in range(total)]
+        assert of_all(comm, strategy, part.y) == [5 if full[at] else [] for at in range(total)]
+        for mine in strategy.experimental_local_results(part.x):
+            assert (mine.dtype, mine.shape[1:]) == (np.float16, (3,))
+        ids = [at for at in range(total) if full[at]]
+        assert strategy.reduce("SUM", part.x, axis=0).tolist() == [2 * sum(ids)] * 3
 
 
-def test_no_batch_on_any_rank_is_no_step(strategy: Strategy) -> None:
-    """Reference 4.1: empty data set."""
+def test_no_batch_of_any_replica_is_no_step(strategy: MultiWorker) -> None:
+    assert list(strategy.distribute_datasets_from_function(lambda context: [], PER_REPLICA)) == []
     assert list(strategy.distribute_datasets_from_function(lambda context: [])) == []
     assert list(strategy.experimental_distribute_dataset([])) == []
+
+
+@pytest.mark.core
+def test_error_of_one_replicas_pipeline_reaches_all(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+    class Failing:
+        def __init__(self, context: InputContext) -> None:
+            self.fails = context.input_pipeline_id == total - 1
+            self.num_passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.num_passes += 1
+            yield np.ones(2)
+            if self.fails and self.num_passes == 1:
+                raise OSError("disk")
+            yield np.zeros(2)
+
+    dataset = strategy.distribute_datasets_from_function(Failing, PER_REPLICA)
+    steps = iter(dataset)
+    next(steps)
+    with raises_everywhere(comm, OSError, "disk"):
+        next(steps)
+    assert list(steps) == []
+    assert [of_all(comm, strategy, part) for part in dataset] == [[[1, 1]] * total, [[0, 0]] * total]
+
+
+def test_function_that_fails_for_one_replica_fails_on_all(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+    """And the strategy is as good as before, also for the next data set."""
+
+    def make(context: InputContext) -> list[Any]:
+        if context.input_pipeline_id == total - 1:
+            raise FileNotFoundError("train.h5")
+        return [np.arange(2)]
+
+    with raises_everywhere(comm, FileNotFoundError, r"train\.h5"):
+        strategy.distribute_datasets_from_function(make, PER_REPLICA)
+    with raises_everywhere(comm, TypeError, "options must be an InputOptions"):
+        strategy.distribute_datasets_from_function(lambda context: [], "fast")  # type: ignore[arg-type]
+    numbers = strategy.distribute_datasets_from_function(lambda context: range(2), PER_REPLICA)
+    assert [of_all(comm, strategy, part) for part in numbers] == [[0] * total, [1] * total]
+
+
+class Rows:
+    """Rows in a form that cannot be sliced, as that of some sparse matrices."""
+
+    def __init__(self, count: int) -> None:
+        self.shape = (count, 2)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError("rows cannot be sliced")
+
+
+def test_batches_need_not_be_sliced_where_all_replicas_have_as_many(comm: Intracomm, strategy: MultiWorker) -> None:
+    """Only a replica that runs out gets an empty one of others; then it is everybody's error."""
+
+    def steps_of(count: Callable[[int], int]) -> Iterator[Any]:
+        def make(context: InputContext) -> list[Any]:
+            return [Rows(3)] * count(context.input_pipeline_id)
+
+        return iter(strategy.distribute_datasets_from_function(make, PER_REPLICA))
+
+    for rows in steps_of(lambda replica_id: 2):
+        assert {part.shape for part in strategy.experimental_local_results(rows)} == {(3, 2)}
+    steps = steps_of(lambda replica_id: 1 + (replica_id == 0))  # on rank 0 a replica runs out, on others all do
+    next(steps)
+    with raises_everywhere(comm, TypeError, "rows cannot be sliced"):
+        next(steps)
+    assert strategy.reduce("max", 1) == 1
+
+
+# --- A pipeline of each rank ---
+
+
+@pytest.mark.core
+def test_replicas_take_turns_at_the_pipeline_of_their_rank(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+    num_here = len(ids_here(strategy))
+    calls: list[InputContext] = []
+
+    def make(context: InputContext) -> Any:
+        calls.append(context)
+        return range(5)
+
+    dataset = strategy.distribute_datasets_from_function(make)
+    assert calls == [InputContext(comm.size, comm.rank, total)]
+    for _ in range(2):
+        steps = list(dataset)
+        assert len(steps) == -(-5 // min(comm.allgather(num_here)))
+        taken = [part for step in steps for part in strategy.experimental_local_results(step)]
+        assert taken[:5] == [0, 1, 2, 3, 4]
+        assert all((part.shape, part.dtype) == ((0,), np.int64) for part in taken[5:])
+    assert len(dataset) == -(-5 // num_here)
+
+
+# --- Steps ---
+
+
+class Endless:
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield np.full(2, 3)
+
+
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+def test_lengths_and_forms_are_told(strategy: MultiWorker, mode: str) -> None:
+    batch = {"x": np.ones((4, 3), np.float32), "y": np.arange(4)}
+    options = InputOptions(experimental_replication_mode=mode)
+    own = strategy.distribute_datasets_from_function(lambda context: [batch] * 4, options)
+    assert len(own) == (4 if mode == "PER_REPLICA" else -(-4 // len(ids_here(strategy))))
+    shared = strategy.experimental_distribute_dataset([batch] * 4)
+    assert len(shared) == 4
+    for dataset in (own, shared):
+        spec = dataset.element_spec
+        assert (spec["x"], spec["y"]) == (((None, 3), np.float32), ((None,), np.int64))
+    endless = strategy.distribute_datasets_from_function(lambda context: Endless(), options)
+    assert endless
+    with pytest.raises(TypeError, match=r"Endless, has no len\(\)"):
+        len(endless)
+    assert endless.element_spec == ((None,), np.int64)
+    with pytest.raises(ValueError, match="no element_spec"):
+        _ = strategy.experimental_distribute_dataset([]).element_spec
+
+    class WithSpec(Endless):
+        element_spec = "as told"
+
+    assert strategy.distribute_datasets_from_function(lambda context: WithSpec(), options).element_spec == "as told"
+
+
+def test_get_next_tells_the_end(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+    dataset = strategy.experimental_distribute_dataset([np.full(total, 5)])
+    steps = iter(dataset)
+    assert of_all(comm, strategy, steps.get_next()) == [[5]] * total
+    with pytest.raises(OutOfRangeError, match="at its end"):
+        steps.get_next()
+    if comm.rank == 0:  # what is over stays over, and nobody is asked
+        with pytest.raises(StopIteration):
+            next(steps)
+    steps = iter(dataset)
+    first, second = steps.get_next_as_optional(), steps.get_next_as_optional()
+    assert (first.has_value(), second.has_value()) == (True, False)
+    assert of_all(comm, strategy, first.get_value()) == [[5]] * total
+    with pytest.raises(OutOfRangeError, match="has_value"):
+        second.get_value()
+
+
+def test_step_costs_one_round(strategy: MultiWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = parts_of(strategy).group
+    own = strategy.distribute_datasets_from_function(lambda context: [np.ones(2)] * 3, PER_REPLICA)
+    for dataset in (strategy.experimental_distribute_dataset([np.ones(4)] * 3), own):
+        steps = iter(dataset)
+        before = group.agreement.sequence
+        with monkeypatch.context() as patch:
+            for name in ("all_reduce_or", "all_gather_object"):
+                patch.setattr(type(group.agreement), name, lambda self, item: pytest.fail("a second message"))
+            assert len(list(steps)) == 3
+        assert group.agreement.sequence - before == 4
+
+
+def test_steps_are_run_on_the_parts(strategy: MultiWorker) -> None:
+    dataset = strategy.experimental_distribute_dataset([np.array([5, 6]), np.array([7, 8])])
+    squares = [strategy.gather(strategy.run(lambda x: x * x, (part,)), axis=0).tolist() for part in dataset]
+    assert squares == [[25, 36], [49, 64]]
+    nests = strategy.run(lambda x: [{"a": x - 1, "b": x + 1}], (next(iter(dataset)),))
+    (gathered,) = strategy.gather(nests, axis=0)
+    assert (gathered["a"].tolist(), gathered["b"].tolist()) == ([4, 5], [6, 7])
+    product = 2.0
+    for part in dataset:  # an empty part weighs nothing
+        product *= strategy.reduce("MEAN", part, axis=0)
+    assert product == pytest.approx(82.5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["global", "PER_REPLICA"])
+def test_training_with_an_early_break_is_the_same_on_any_number_of_ranks(
+    strategy: MultiWorker, total: int, kind: str
+) -> None:
+    """Two epochs, the first of which ends at its third step; whole numbers, computed once more from R alone."""
+    batches = [{"x": np.arange(11) * (step + 1), "y": np.arange(11) - step} for step in range(5)]
+
+    def make(context: InputContext) -> list[Any]:
+        num_pipelines = context.num_input_pipelines
+        parts = [{name: np.array_split(batch[name], num_pipelines) for name in batch} for batch in batches]
+        return [{name: cut[name][context.input_pipeline_id] for name in cut} for cut in parts]
+
+    if kind == "global":
+        dataset = strategy.experimental_distribute_dataset(batches)
+    else:
+        dataset = strategy.distribute_datasets_from_function(make, PER_REPLICA)
+
+    def step(part: Any) -> Any:
+        context = get_replica_context()
+        own = (1 + context.replica_id_in_sync_group) * (part["x"] * part["y"]).sum()
+        return context.all_reduce("sum", own)
+
+    totals = []
+    for epoch in range(2):
+        for number, part in enumerate(dataset):
+            (result, *others) = strategy.experimental_local_results(strategy.run(step, args=(part,)))
+            assert all(other == result for other in others)
+            totals.append(int(result))
+            if epoch == 0 and number == 2:
+                break
+    expected = []
+    for batch in batches:
+        parts = np.array_split(batch["x"] * batch["y"], total)
+        expected.append(sum((1 + at) * int(rows.sum()) for at, rows in enumerate(parts)))
+    assert totals == expected[:3] + expected
+
+
+@pytest.mark.core
+def test_rank_that_breaks_out_of_an_epoch_is_told_on_all_ranks(comm: Intracomm, strategy: MultiWorker) -> None:
+    """A whole program: an early stop by each rank's own loss."""
+    train = strategy.experimental_distribute_dataset([np.full(9, step) for step in range(5)])
+
+    def program() -> None:
+        for epoch in range(2):
+            for number, part in enumerate(train):
+                strategy.run(lambda rows: mpidist.get_replica_context().all_reduce("sum", rows.sum()), args=(part,))
+                if epoch == 0 and comm.rank == 2 and number == 2:
+                    break
+
+    text = r"next of data set 0 .*pass: ranks 0-1: that began with call 2; rank 2: begins.*step: .*: 3; .*reduced"
+    with raises_everywhere(comm, InvalidArgumentError, text):
+        program()
+    assert strategy.reduce("max", 1) == 1
+    assert len(list(train)) == 5  # a new pass is the same on all ranks
+
+
+# --- Several replicas of a rank ---
+
+
+@pytest.mark.no_mpi
+def test_one_rank_with_replicas_compares_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zlib, "crc32", lambda *arguments: pytest.fail("there is nobody to compare with"))
+    with MirroredStrategy(replicas=3) as strategy:
+        assert len(list(strategy.experimental_distribute_dataset([np.ones(4)]))) == 1
+
+
+def test_replicas_of_a_rank_must_make_batches_of_one_form(comm: Intracomm) -> None:
+    last = 2 * comm.size - 1
+
+    def make(context: InputContext) -> list[Any]:
+        return [(np.ones(2), np.ones(2)) if context.input_pipeline_id == last else {"x": np.ones(2)}]
+
+    with MultiWorker(replicas=2 * comm.size, comm=comm) as strategy:
+        steps = iter(strategy.distribute_datasets_from_function(make, PER_REPLICA))
+        with raises_everywhere(
+            comm, InvalidArgumentError, f"replica {last} passes .* and replica {last - 1} .*one form"
+        ):
+            next(steps)
+        assert list(steps) == []
+
+
+@shared_ranks
+def test_pipelines_of_ranks_are_warned_of_once(
+    comm: Intracomm, strategy: MultiWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "mpidist")
+    list(strategy.distribute_datasets_from_function(lambda context: range(2), PER_REPLICA))
+    list(strategy.experimental_distribute_dataset([np.ones(2)]))
+    with MultiWorker(comm=comm) as other:
+        list(other.distribute_datasets_from_function(lambda context: range(2)))
+    assert caplog.messages == []
+    dataset = strategy.distribute_datasets_from_function(lambda context: range(2))
+    list(dataset)
+    list(dataset)
+    assert len(caplog.messages) == (comm.rank == 0)
+    for text in caplog.messages:
+        assert "depend on the number of ranks" in text
+        assert "each of the 7 replicas" in text
+        assert "experimental_replication_mode='per_replica'" in text
+
+
+@shared_ranks
+@pytest.mark.parametrize("kind", ["global", "PER_WORKER", "PER_REPLICA"])
+def test_steps_are_read_ahead(comm: Intracomm, strategy: MultiWorker, kind: str) -> None:
+    mode = "PER_REPLICA" if kind == "PER_REPLICA" else "PER_WORKER"
+    options = InputOptions(experimental_replication_mode=mode, experimental_per_replica_buffer_size=3)
+    ahead, now = (
+        strategy.experimental_distribute_dataset([np.arange(9) + step for step in range(6)], given)
+        if kind == "global"
+        else strategy.distribute_datasets_from_function(lambda context: [np.arange(3) + at for at in range(6)], given)
+        for given in (options, InputOptions(experimental_replication_mode=mode))
+    )
+    assert [of_all(comm, strategy, part) for part in ahead] == [of_all(comm, strategy, part) for part in now]
+    for part in ahead:
+        assert len(part.values) == len(ids_here(strategy))
+        break
+    assert len(list(ahead)) == len(list(now))

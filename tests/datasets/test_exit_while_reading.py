@@ -31,11 +31,15 @@ next(steps)
 
 
 @pytest.mark.parametrize(
-    ("end", "status"),
-    [("", 0), ("strategy.close()", 0), ("strategy.close(); sys.exit(3)", 3), ("steps = None", 0)],
+    ("end", "status", "seconds", "buffer_size"),
+    [
+        ("", 0, 0, 100_000),
+        ("strategy.close()", 0, LONG_SECONDS, 8),
+        ("strategy.close(); sys.exit(3)", 3, 0, 3),
+        ("steps = None", 0, LONG_SECONDS, 8),
+    ],
     ids=["end of program", "closed", "sys.exit", "pass that was left"],
 )
-@pytest.mark.parametrize(("seconds", "buffer_size"), [(LONG_SECONDS, 8), (0, 3), (0, 100_000)])
 def test_reader_does_not_keep_a_program_from_ending(
     job: Job, end: str, status: int, seconds: int, buffer_size: int
 ) -> None:
@@ -45,10 +49,9 @@ def test_reader_does_not_keep_a_program_from_ending(
     assert not any(word in ended.err for word in ("Thread", "Fatal", "read_ahead")), ended.err
 
 
-@pytest.mark.parametrize("seconds", [LONG_SECONDS, 0])
-def test_exception_ends_the_job_while_threads_read(job: Job, seconds: int) -> None:
+def test_exception_ends_the_job_while_threads_read(job: Job) -> None:
     end = "if rank == 1: raise ValueError('mine')\nreduce_for_ever()"
-    ended = job(PROGRAM.format(seconds=seconds, buffer_size=8, end=end), ranks=2)
+    ended = job(PROGRAM.format(seconds=LONG_SECONDS, buffer_size=8, end=end), ranks=2)
     assert ended.status not in (0, None)
     assert ended.lines_of(1)[-1] == "ValueError: mine"
     assert ended.err.count("Traceback") == 1, ended.err

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.contributions import in_tree_order
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 RULES = ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE", "ON_READ SUM", "ON_READ MEAN")
 SHAPE = (7,)
+SLOW = [HealthCheck.too_slow]  # on a busy machine
 
 
 class Step(NamedTuple):
@@ -106,12 +106,11 @@ def run(strategy: Any, program: list[Step]) -> list[Any]:
     return [variable.numpy() for variable in variables]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_programs_give_the_bits_of_a_plain_loop(seed: int, comm: Intracomm, placement: tuple[int, ...]) -> None:
-    totals = np.random.default_rng(seed).integers(comm.size, 17, 2)
+def test_programs_give_the_bits_of_a_plain_loop(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    totals = np.random.default_rng([*placement]).integers(comm.size, 17, 2)
     strategies = [MultiWorkerMirroredStrategy(replicas=int(total)) for total in totals]
 
-    @settings(max_examples=6, database=None, derandomize=True, deadline=None)
+    @settings(max_examples=6, database=None, derandomize=True, deadline=None, suppress_health_check=SLOW)
     @given(PROGRAMS)
     def compare(program: list[Step]) -> None:
         for strategy in strategies:
@@ -122,26 +121,3 @@ def test_programs_give_the_bits_of_a_plain_loop(seed: int, comm: Intracomm, plac
     compare()
     for strategy in strategies:
         strategy.close()
-
-
-def test_metric_is_reduced_by_the_copy_of_each_replica(comm: Intracomm) -> None:
-    total = 2 * comm.size
-    with MultiWorkerMirroredStrategy(replicas=total) as strategy:
-        with strategy.scope():
-            metric = Variable(0.0, synchronization="ON_READ", aggregation="SUM")
-            weight = Variable(3.0)
-
-        def body() -> Any:
-            context = get_replica_context()
-            assert context is not None
-            metric.assign_add(context.replica_id_in_sync_group)
-            return context.all_reduce("sum", [metric, weight]), context.all_gather(metric.value()[None], 0)
-
-        (metrics, weights), gathered = strategy.run(body)
-        expected = total * (total - 1) / 2
-        assert [float(value) for value in metrics.values] == [expected] * 2
-        assert [float(value) for value in weights.values] == [3.0 * total] * 2
-        assert gathered.values[0].tolist() == list(range(total))
-        assert strategy.reduce("sum", metric) == expected
-        assert strategy.reduce("mean", weight) == 3.0
-        assert [float(value) for value in strategy.experimental_local_results(weight)] == [3.0, 3.0]

@@ -53,10 +53,6 @@ def test_replicas_meet_in_each_call_once(count: int) -> None:
     assert order == [(step, at) for step in range(3) for at in range(count)]  # in turn, by replica
 
 
-def test_replicas_that_make_no_call_just_run() -> None:
-    assert turns_of(4, 5).run([lambda: "a", lambda: "b"]) == ["a", "b"]
-
-
 def differ(first: Callable[[Turns, Log], Any], second: Callable[[Turns, Log], Any]) -> Exception:
     turns, log = turns_of(6, 7), Log()
     with pytest.raises((InvalidArgumentError, KeyError)) as raised:
@@ -71,17 +67,6 @@ def add(turns: Turns, log: Log) -> Any:
 
 def fail(turns: Turns, log: Log) -> Any:
     raise KeyError("mine")
-
-
-@pytest.mark.parametrize(
-    ("second", "text"),
-    [
-        (lambda turns, log: 3, "replica 7 returned from the function, while replica 6 called add"),
-        (lambda turns, log: turns.meet("sub", log.add, 1), "replica 7 called sub, while replica 6 called add"),
-    ],
-)
-def test_unlike_calls_are_an_error_that_names_the_replicas(second: Callable[[Turns, Log], Any], text: str) -> None:
-    assert text in str(differ(add, second))
 
 
 def test_error_of_a_replica_ends_the_others() -> None:
@@ -100,34 +85,6 @@ def test_error_of_a_replica_ends_the_others() -> None:
     assert repr(differ(waits, fail)) == "KeyError('mine')"
     assert seen == ["add: replica 6 was ended, as another replica has failed"]
     assert repr(differ(fail, waits)) == "KeyError('mine')"
-
-
-def test_error_reaches_the_other_ranks_with_the_replica_that_had_it() -> None:
-    """Where other replicas wait in a call, that call is made, with an error."""
-    turns, given = turns_of(6, 7), []
-
-    def call(arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
-        given.append(str(error))
-        raise InvalidArgumentError(str(error))
-
-    with pytest.raises(KeyError, match="mine"):
-        turns.run([lambda: turns.meet("add", call, 1), lambda: fail(turns, Log())])
-    advice = "all replicas must make the same calls in the same order"
-    assert given == [f"replica 7 raised KeyError: 'mine', while replica 6 called add; {advice}"]
-
-
-def test_error_of_a_call_can_be_caught_by_every_replica() -> None:
-    turns, log = turns_of(0, 1), Log()
-
-    def refuse(arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
-        raise InvalidArgumentError("no")
-
-    def body() -> Any:
-        with pytest.raises(InvalidArgumentError, match="no"):
-            turns.meet("refused", refuse, 1)
-        return turns.meet("add", log.add, 1)
-
-    assert turns.run([body, body]) == [2, 2]
 
 
 def test_cause_of_an_error_is_kept() -> None:

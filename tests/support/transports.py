@@ -34,7 +34,6 @@ _ON_EVERY_TRANSPORT = (
     "test_results",
     "test_run_and_reduce",
     "test_server_variables",
-    "test_variables",
 )
 
 

@@ -1,357 +1,276 @@
-"""Assigning to variables and reading them: synchronization x aggregation x operation, at any number of ranks."""
+"""Assigning to variables and reading them: synchronization x aggregation x operation x number of replicas."""
 
 from __future__ import annotations
 
 import operator
 import tracemalloc
 from collections.abc import Callable, Iterator
-from typing import Any
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from mpi4py import MPI
 from support.everywhere import raises_everywhere, same_everywhere
+from support.replicas import context, ids_here, local, replica_id
+from support.replicas import make_variable as make
 
-import mpidist
-from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, PerReplica, Strategy, Variable
+from mpidist import Mirrored, OneDeviceStrategy, PerReplica, Variable
+from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
 
-WORLD = MPI.COMM_WORLD
-RANK, SIZE = WORLD.rank, WORLD.size
-RANKS = list(range(SIZE))
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
-# What becomes of the ranks' values, in the table of reference 1.4.8.
-COMBINED: dict[str, Callable[[list[Any]], Any]] = {
+pytestmark = pytest.mark.ranks(3)
+
+# What becomes of the values of all replicas.
+COMBINED: dict[str, Callable[[list[float]], float]] = {
     "SUM": sum,
-    "MEAN": lambda values: sum(values) / SIZE,
+    "MEAN": lambda values: sum(values) / len(values),
     "ONLY_FIRST_REPLICA": lambda values: values[0],
 }
 AGGREGATIONS = ["NONE", *COMBINED]
+SYNCHRONIZATIONS = ["ON_WRITE", "ON_READ"]
+METHODS = {"assign": lambda old, new: new, "assign_add": operator.add, "assign_sub": operator.sub}
 
-on_write = pytest.mark.parametrize("synchronization", ["AUTO", "ON_WRITE"])
-every_synchronization = pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
-every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
+every_synchronization = pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
 every_combining = pytest.mark.parametrize("aggregation", COMBINED)
-only_several = pytest.mark.ranks(min=2)
+every_method = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
+def strategy(comm: Intracomm, replicas: int | None) -> Iterator[Strategy]:
+    with Strategy(comm=comm, replicas=replicas) as made:
         yield made
 
 
-@pytest.fixture
-def make(strategy: Strategy) -> Callable[..., Variable]:
-    def create(value: Any, aggregation: str = "NONE", synchronization: str = "AUTO") -> Variable:
-        with strategy.scope():
-            return Variable(value, aggregation=aggregation, synchronization=synchronization)
-
-    return create
+def combined(aggregation: str, strategy: Strategy) -> float:
+    """Aggregate the ids of all replicas."""
+    return COMBINED[aggregation](list(range(strategy.num_replicas_in_sync)))
 
 
-def replica_id() -> float:
-    context = mpidist.get_replica_context()
-    assert context is not None
-    return float(context.replica_id_in_sync_group)
-
-
-def array_of(number: float) -> Any:
-    return np.asarray(number)
-
-
-# --- The table of reference 1.4.8 ---
+# --- In run ---
 
 
 @pytest.mark.core
-@on_write
-@every_aggregation
-def test_assigning_in_run_aggregates_what_replicas_write(
-    make: Callable[..., Variable], strategy: Strategy, synchronization: str, aggregation: str
+@pytest.mark.parametrize("per_node", [False, True])
+def test_assignment_in_run_is_aggregated_over_replicas_and_written_once(
+    comm: Intracomm, replicas: int | None, per_node: bool
 ) -> None:
-    """Rows 1, 3 and 4: NONE lets the copies diverge."""
-    variable = make(0.0, aggregation, synchronization)
-    assert strategy.run(lambda: variable.assign(array_of(replica_id()))) is variable
-    expected = RANK if aggregation == "NONE" else COMBINED[aggregation](RANKS)
-    assert variable.local_value() == expected
-    assert strategy.run(variable.read_value) == expected
-    assert variable.read_value() == expected
-    if aggregation != "NONE":
-        assert same_everywhere(WORLD, variable.local_value())
+    with Strategy(comm=comm, replicas=replicas, per_node_variables=per_node) as strategy:
+        for aggregation, method in product(COMBINED, METHODS):
+            variable = make(strategy, [10.0, 20.0], aggregation)
+            expected, change = np.array([10.0, 20.0]), getattr(variable, method)
+            for _ in range(2):
+                assert strategy.run(lambda by=change: by(np.array([1.0, 2.0]) * replica_id())) is variable
+                expected = METHODS[method](expected, np.array([1.0, 2.0]) * combined(aggregation, strategy))
+            assert variable.numpy().tolist() == expected.tolist(), (aggregation, method)
+            assert local(strategy, strategy.run(variable.read_value)) == [expected.tolist()] * len(ids_here(strategy))
+            assert same_everywhere(comm, variable.local_value())
 
 
-@pytest.mark.core
-@every_aggregation
-def test_assigning_in_run_to_what_is_read_together_is_local(
-    make: Callable[..., Variable], strategy: Strategy, aggregation: str
+def test_eight_replicas_come_to_the_same_on_any_nodes(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    """The first replica is that of all nodes."""
+    for replicas, first in ((8, 0.0), (None, 7.0)):
+        with Strategy(comm=comm, replicas=replicas) as strategy:
+            for aggregation, expected in (("SUM", 28.0), ("MEAN", 3.5), ("ONLY_FIRST_REPLICA", first)):
+                for synchronization in SYNCHRONIZATIONS:
+                    if replicas or aggregation == "ONLY_FIRST_REPLICA":
+                        variable = make(strategy, 5.0, aggregation, synchronization)
+                        strategy.run(lambda v=variable, by=first: v.assign(np.float64(replica_id() + by)))
+                        assert float(variable) == expected
+
+
+def test_number_assigned_in_run_is_assigned_once_and_refused_where_it_would_be_summed(
+    comm: Intracomm, strategy: Strategy
 ) -> None:
-    """Rows 1, 3 and 4; T103, T106: aggregated where it is read across replicas."""
-    variable = make(0.0, aggregation, "ON_READ")
-    strategy.run(lambda: variable.assign(array_of(replica_id())))
-    assert variable.local_value() == RANK
-    assert strategy.run(variable.read_value) == RANK
-    reads: list[Callable[[], Any]] = [variable.read_value, variable.value, variable.numpy, lambda: np.asarray(variable)]
-    for read in reads:
-        if aggregation == "NONE":
-            with pytest.raises(ValueError, match="could not convert"):
-                read()
+    total, num_here = strategy.num_replicas_in_sync, len(ids_here(strategy))
+    for synchronization, aggregation, method in product(SYNCHRONIZATIONS, AGGREGATIONS, METHODS):
+        variable = make(strategy, 1.0, aggregation, synchronization)
+        change = getattr(variable, method)
+        if (synchronization, aggregation) == ("ON_WRITE", "SUM"):
+            with raises_everywhere(comm, ValueError, rf"Values value 5\.0 cannot be reduced.* {total} times"):
+                strategy.run(change, (5.0,))
+            with raises_everywhere(comm, ValueError, "is no replica's contribution"):
+                strategy.run(lambda by=change: by(Mirrored((np.float64(5),))))
+            assert variable.local_value() == 1
         else:
-            assert read() == COMBINED[aggregation](RANKS)
-    assert variable.local_value() == RANK
+            strategy.run(change, (5.0,))
+            assert local(strategy, strategy.run(lambda var=variable: +var)) == [METHODS[method](1.0, 5.0)] * num_here
 
 
-@every_synchronization
-@every_aggregation
-@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
-def test_python_number_assigned_in_run(
-    make: Callable[..., Variable], strategy: Strategy, synchronization: str, aggregation: str, method: str
-) -> None:
-    """Row 2; T77: refused where every replica would add it."""
-    variable = make(1.0, aggregation, synchronization)
+def test_components_and_numbers_assigned_in_run_are_aggregated(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        for aggregation, expected in (("SUM", 3.0), ("MEAN", 1.0), ("ONLY_FIRST_REPLICA", 1.0)):
+            variable = make(strategy, [5.0, 1.0], aggregation)
+            strategy.run(lambda v=variable: v.assign(PerReplica((np.ones(2),))))
+            assert variable.read_value().tolist() == [expected] * 2
+            strategy.run(lambda v=variable: v.assign(np.ones(2) if comm.rank else np.float64(1)))
+            assert variable.read_value().tolist() == [expected] * 2
+        wraps = make(strategy, np.uint8(0), "SUM")
+        strategy.run(lambda: wraps.assign_add(np.uint8(200)))
+        assert wraps.local_value() == 600 % 256
 
-    def step() -> Any:
-        return getattr(variable, method)(5.0)
 
-    if (synchronization, aggregation) == ("ON_WRITE", "SUM") and SIZE > 1:
-        with raises_everywhere(WORLD, ValueError, r"non-DistributedValues value 5\.0 cannot be reduced"):
-            strategy.run(step)
-        assert variable.local_value() == 1
-    else:
-        strategy.run(step)
-        assert variable.local_value() == {"assign": 5, "assign_add": 6, "assign_sub": -4}[method]
+# --- What is aggregated when it is read ---
 
 
 @pytest.mark.core
-@every_synchronization
-@every_aggregation
-def test_assigning_across_replicas_writes_every_copy(
-    make: Callable[..., Variable], synchronization: str, aggregation: str
+@every_combining
+def test_metric_has_a_copy_of_each_replica_and_is_aggregated_when_it_is_read(
+    strategy: Strategy, aggregation: str
 ) -> None:
-    """Row 5; T79, T101: a copy of what is summed when it is read gets its share."""
-    variable = make(0.0, aggregation, synchronization)
-    if (synchronization, aggregation) == ("ON_READ", "NONE"):
+    ids, total = ids_here(strategy), strategy.num_replicas_in_sync
+    metric = make(strategy, [2.0], aggregation, "ON_READ")
+    seen = strategy.run(lambda: (metric.assign_add(np.array([float(replica_id())])), metric[0])[1])
+    assert local(strategy, seen) == [2.0 + at for at in ids]
+    assert [value.tolist() for value in metric.values] == [[2.0 + at] for at in ids]
+    assert metric.local_value().tolist() == [2.0 + ids[0]]
+    expected = combined(aggregation, strategy) + (2 * total if aggregation == "SUM" else 2)
+    for read in (metric.read_value, metric.value, metric.numpy, lambda: np.asarray(metric), lambda: metric + 0):
+        assert read().tolist() == [expected]
+    assert strategy.reduce("sum", metric).tolist() == [combined("SUM", strategy) + 2 * total]
+    assert strategy.gather(metric, 0).tolist() == [2.0 + at for at in range(total)]
+    largest = strategy.run(lambda: context().all_reduce("max", metric))
+    assert local(strategy, largest) == [[total + 1]] * len(ids)
+
+
+def test_metric_with_aggregation_none_is_read_by_replicas_alone(strategy: Strategy) -> None:
+    metric = make(strategy, 0.0, "NONE", "ON_READ")
+    strategy.run(lambda: metric.assign(replica_id()))
+    assert [float(value) for value in metric.values] == list(ids_here(strategy))
+    for use in (metric.read_value, lambda: np.asarray(metric), lambda: metric + 1, lambda: metric.assign(8.0)):
         with pytest.raises(ValueError, match="could not convert"):
-            variable.assign(8.0)
-        return
-    assert variable.assign(8.0) is variable
-    share = 8.0 / SIZE if (synchronization, aggregation) == ("ON_READ", "SUM") else 8.0
-    assert variable.local_value() == share
-    assert variable.read_value() == pytest.approx(8)
+            use()
 
 
-@every_synchronization
-@every_aggregation
-@pytest.mark.parametrize(("method", "expected"), [("assign_add", 3.0), ("assign_sub", 1.0)])
-def test_adding_across_replicas_changes_every_copy(
-    make: Callable[..., Variable], synchronization: str, aggregation: str, method: str, expected: float
-) -> None:
-    """Row 6."""
-    variable = make(2.0, aggregation, synchronization)
-    if synchronization == "ON_READ" and aggregation in ("NONE", "SUM"):
-        with pytest.raises(ValueError, match=f"aggregation {aggregation}"):
-            getattr(variable, method)(1.0)
-        expected = 2.0
-    else:
-        assert getattr(variable, method)(1.0) is variable
-    assert variable.local_value() == expected
-
-
-@every_aggregation
-def test_distributed_value_assigned_across_replicas_goes_component_by_component(
-    make: Callable[..., Variable], aggregation: str
-) -> None:
-    """Row 7."""
-    variable = make(0.0, aggregation)
-    variable.assign(PerReplica((RANK + 1,)))
-    assert variable.local_value() == RANK + 1
-
-
-@every_synchronization
-@every_aggregation
-def test_update_works_on_every_copy(
-    make: Callable[..., Variable], strategy: Strategy, synchronization: str, aggregation: str
-) -> None:
-    """Row 8; T73."""
-    variable = make(0.0, aggregation, synchronization)
-    value, update = PerReplica((RANK + 1.0,)), strategy.extended.update
-    steps: list[tuple[Callable[..., Any], tuple[Any, ...], int]] = [
-        (lambda var, x: var.assign(x), (value,), 1),
-        (lambda var, x: var.assign_add(x), (value,), 2),
-        (lambda var, x: var.assign_sub(x), (value,), 1),
-        (lambda var: var.assign_add(var + var), (), 3),
-    ]
-    for change, args, factor in steps:
-        assert update(variable, change, args) is variable
-        assert variable.local_value() == factor * (RANK + 1)
-    results = update(variable, lambda var, x, k: var + x + k, (value,), {"k": 1}, group=False)
-    assert isinstance(results, tuple)
-    assert results == (4 * (RANK + 1) + 1,)
-
-
-@every_synchronization
-@every_aggregation
-def test_arithmetic_reads_as_the_context_does(
-    make: Callable[..., Variable], strategy: Strategy, synchronization: str, aggregation: str
-) -> None:
-    """Row 9; T107."""
-    variable = make(0.0, aggregation, synchronization)
-    strategy.run(lambda: variable.assign(array_of(replica_id())))
-    own = RANK if aggregation == "NONE" or synchronization == "ON_READ" else COMBINED[aggregation](RANKS)
-    assert strategy.run(lambda: variable + 1) == own + 1
-    if (synchronization, aggregation) == ("ON_READ", "NONE"):
-        with pytest.raises(ValueError, match="could not convert"):
-            variable + 1
-    else:
-        assert variable + 1 == (own if aggregation == "NONE" else COMBINED[aggregation](RANKS)) + 1
-
-
-# --- Cases of the reference beside the table ---
-
-
-@every_aggregation
-@pytest.mark.parametrize(("method", "value"), [("assign", 1.0), ("assign_add", 1.0), ("assign_sub", -1.0)])
-def test_every_way_of_assigning_gives_one(
-    make: Callable[..., Variable], strategy: Strategy, aggregation: str, method: str, value: float
-) -> None:
-    """T74, T88: outside any scope, in the scope, and (but for SUM) in run."""
-    outside, inside, in_run = (make(0.0, aggregation) for _ in range(3))
-    getattr(outside, method)(value)
-    with strategy.scope():
-        getattr(inside, method)(value)
-    if aggregation != "SUM":
-        strategy.run(lambda: getattr(in_run, method)(value))
-        assert in_run.local_value() == 1
-    assert (outside.local_value(), inside.local_value()) == (1, 1)
-
-
-@every_combining
-def test_distributed_value_assigned_in_run_is_aggregated(
-    make: Callable[..., Variable], strategy: Strategy, aggregation: str
-) -> None:
-    """T76."""
-    variable = make(0.0, aggregation)
-    strategy.run(lambda: variable.assign(PerReplica((np.float64(2),))))
-    assert variable.local_value() == {"SUM": 2 * SIZE}.get(aggregation, 2)
-
-
-@every_combining
-@pytest.mark.parametrize(("method", "combine"), [("assign_add", operator.add), ("assign_sub", operator.sub)])
-def test_what_is_added_in_run_is_aggregated(
-    make: Callable[..., Variable], strategy: Strategy, aggregation: str, method: str, combine: Any
-) -> None:
-    """T80, T83, T85, T86."""
-    variable = make([5.0, 1.0], aggregation)
-    for _ in range(2):
-        strategy.run(lambda: getattr(variable, method)(np.array([replica_id(), 2 * replica_id()])))
-    total = COMBINED[aggregation](RANKS)
-    assert variable.read_value().tolist() == [combine(5, 2 * total), combine(1, 4 * total)]
-
-
-@every_combining
-def test_number_of_one_replica_meets_the_array_of_another(
-    make: Callable[..., Variable], strategy: Strategy, aggregation: str
-) -> None:
-    variable = make([5.0, 1.0], aggregation)
-    strategy.run(lambda: variable.assign(np.float64(1) if RANK == 0 else np.ones(2)))
-    assert variable.read_value().tolist() == [{"SUM": SIZE}.get(aggregation, 1)] * 2
-
-
-def test_changes_across_replicas_add_up(make: Callable[..., Variable]) -> None:
-    """T82, T85."""
-    variable = make(1.0)
-    assert variable.assign_add(6.0).read_value() == 7
-    variable.assign_add(2.0)
-    assert variable.local_value() == 9
-    variable.assign_sub(2.0)
-    assert variable.local_value() == 7
-
-
-def test_elements_of_a_summed_variable_are_added_once_across_replicas(make: Callable[..., Variable]) -> None:
-    """T98, without scatter."""
-    variable = make([1.0, 1.0, 1.0], "SUM")
-    variable.assign_add([2.0, 0.0, 0.0])
-    assert variable.local_value().tolist() == [3, 1, 1]
-
-
-@pytest.mark.parametrize(("aggregation", "before"), [("SUM", SIZE), ("MEAN", 1.0)])
-def test_what_is_read_together_may_be_set_together(
-    make: Callable[..., Variable], aggregation: str, before: float
-) -> None:
-    """T110."""
-    variable = make(1.0, aggregation, "ON_READ")
-    assert variable.read_value() == before
-    variable.assign(6.0)
-    assert variable.read_value() == pytest.approx(6)
-    assert variable.local_value() == {"SUM": 6.0 / SIZE}.get(aggregation, 6.0)
-
-
-def test_first_replica_is_that_of_all_nodes(placement: tuple[int, ...]) -> None:
-    """X29; section 7, fault 3."""
-    with MultiWorkerMirroredStrategy() as strategy, strategy.scope():
-        written = Variable(15.0, aggregation="ONLY_FIRST_REPLICA")
-        read = Variable(15.0, aggregation="ONLY_FIRST_REPLICA", synchronization="ON_READ")
-        strategy.run(lambda: (written.assign(replica_id() + 7), read.assign(replica_id() + 7)))
-        assert written.local_value() == 7
-        assert read.local_value() == 7 + RANK
-        assert read.read_value() == 7
-
-
-@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
-def test_metric_of_all_steps_is_read_once(make: Callable[..., Variable], strategy: Strategy, aggregation: str) -> None:
+def test_metric_of_unlike_numbers_of_steps_is_read_once(comm: Intracomm) -> None:
     """A counter: nothing is sent until it is read."""
-    variable = make(0.0, aggregation, "ON_READ")
-    if RANK == 0:  # ranks may differ in their number of steps
-        strategy.run(lambda: variable.assign_add(1.0))
-    for _ in range(3):
-        strategy.run(lambda: variable.assign_add(1.0))
-    assert variable.read_value() == pytest.approx(COMBINED[aggregation]([3 + (rank == 0) for rank in RANKS]))
+    with Strategy(comm=comm) as strategy:
+        for aggregation, expected in (("SUM", 10.0), ("MEAN", 10 / 3)):
+            metric = make(strategy, 0.0, aggregation, "ON_READ")
+            for _ in range(3 + (comm.rank == 0)):
+                strategy.run(lambda v=metric: v.assign_add(1.0))
+            assert metric.read_value() == pytest.approx(expected)
+
+
+# --- Across replicas ---
+
+
+@pytest.mark.core
+def test_assignment_across_replicas_changes_every_copy(strategy: Strategy) -> None:
+    """A copy of what is summed when it is read gets its share."""
+    total, num_here = strategy.num_replicas_in_sync, len(ids_here(strategy))
+    for synchronization, aggregation, method in product(SYNCHRONIZATIONS, AGGREGATIONS, METHODS):
+        variable = make(strategy, 2.0, aggregation, synchronization)
+        change = getattr(variable, method)
+        if synchronization == "ON_READ" and aggregation in ("NONE", "SUM") and method != "assign":
+            with pytest.raises(ValueError, match=f"aggregation {aggregation}"):
+                change(1.0)
+            assert variable.local_value() == 2
+        elif (synchronization, aggregation) != ("ON_READ", "NONE"):
+            assert change(1.0) is variable
+            expected = METHODS[method](2.0, 1.0)
+            share = expected / (total if (synchronization, aggregation) == ("ON_READ", "SUM") else 1)
+            assert [float(value) for value in variable.values] == [share] * num_here, (synchronization, aggregation)
+            assert variable.read_value() == pytest.approx(expected)
+            with strategy.scope():
+                assert change(1.0) is variable
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "bool"])
+def test_sum_that_was_assigned_is_read_again(strategy: Strategy, dtype: str) -> None:
+    """What does not divide by the number of replicas is the first one's."""
+    metric = make(strategy, np.zeros(2, dtype), "SUM", "ON_READ")
+    if dtype == "bool":
+        metric.assign(True)
+        assert metric.local_value().dtype == np.bool_
+        return
+    signed = [-10, -1, [-128, 127]] if dtype[0] == "i" else []
+    for total in (1, 0, 127, [7, 3], np.array([1, 100], dtype), *signed, 10):
+        metric.assign(total)
+        assert metric.read_value().tolist() == np.broadcast_to(total, 2).tolist()
+    share, rest = divmod(10, strategy.num_replicas_in_sync)
+    assert [value.tolist() for value in metric.values] == [
+        [share + (0 if at else rest)] * 2 for at in ids_here(strategy)
+    ]
+
+
+@every_synchronization
+def test_update_is_called_for_each_copy(strategy: Strategy, replicas: int | None, synchronization: str) -> None:
+    ids, update = ids_here(strategy), strategy.extended.update
+    variable = make(strategy, 1.0, "MEAN", synchronization)
+    own = PerReplica(tuple(float(at) for at in ids))
+
+    def add(var: Variable, by: Any, factor: float = 1.0) -> Any:
+        calls.append(by)
+        var.assign_add(by)
+        return var + by * factor
+
+    calls: list[Any] = []
+    if synchronization == "ON_WRITE" and replicas is not None:
+        with pytest.raises(ValueError, match="reduce the PerReplica first"):
+            update(variable, add, (own,))
+        assert update(variable, add, (Mirrored((2.0,)),), group=False) == (5,)
+        assert update(variable, add, (2.0,), {"factor": 2.0}) == 9
+        assert (calls, float(variable)) == ([2.0, 2.0], 5)
+        return
+    assert local(strategy, update(variable, add, (own,))) == [1.0 + 2 * at for at in ids]
+    assert [float(value) for value in variable.values] == [1.0 + at for at in ids]
+    assert calls == list(own.values)
+    assert local(strategy, update(variable, add, (own,), {"factor": 2.0})) == [1.0 + 4 * at for at in ids]
+    if replicas is None:
+        assert update(variable, add, (own,), group=False) == (1.0 + 4 * ids[0],)
+
+
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation"), [("ON_WRITE", "NONE"), *product(SYNCHRONIZATIONS, COMBINED)]
+)
+def test_per_replica_value_must_be_reduced_before_it_is_assigned(
+    strategy: Strategy, replicas: int | None, synchronization: str, aggregation: str
+) -> None:
+    variable = make(strategy, 1.0, aggregation, synchronization)
+    ids = strategy.experimental_distribute_values_from_function(lambda own: float(own.replica_id_in_sync_group))
+    if replicas is None:  # one component is this rank's
+        variable.assign(PerReplica((3.0,)))
+        assert variable.read_value() == pytest.approx(3)
+    else:
+        for assign in (
+            variable.assign,
+            lambda value: strategy.extended.update(variable, lambda var: var.assign(value)),
+        ):
+            with pytest.raises(ValueError, match=r"reduce the PerReplica first, as with strategy\.reduce"):
+                assign(ids)
+    variable.assign(strategy.reduce("mean", ids))
+    variable.assign(Mirrored((4.0,)))
+    assert variable.read_value() == pytest.approx(4)
+    if synchronization == "ON_WRITE" and aggregation != "NONE":
+        strategy.run(lambda x: variable.assign(np.asarray(x)), (ids,))
+        assert float(variable) == combined(aggregation, strategy)
 
 
 # --- What must not be assigned ---
 
 
 @every_combining
-@only_several
-def test_wrong_shape_on_one_rank_is_an_error_on_all(
-    make: Callable[..., Variable], strategy: Strategy, aggregation: str
+def test_what_one_replica_cannot_assign_is_everyones_error(
+    comm: Intracomm, strategy: Strategy, aggregation: str
 ) -> None:
-    variable = make([1.0, 2.0], aggregation)
-    with raises_everywhere(WORLD, InvalidArgumentError, "rank 0.*shape"):
-        strategy.run(lambda: variable.assign(np.ones(3 if RANK == 0 else 2)))
-    assert variable.local_value().tolist() == [1, 2]
-    strategy.run(lambda: variable.assign_add(np.zeros(2)))
-
-
-@every_combining
-@only_several
-def test_assignment_of_another_kind_on_one_rank_is_an_error_on_all(
-    make: Callable[..., Variable], strategy: Strategy, aggregation: str
-) -> None:
-    """The copies would differ from then on."""
-    variable = make([1.0, 2.0], aggregation)
-    with raises_everywhere(WORLD, InvalidArgumentError, r"rank 0: assignment to variable '\w+' by add; rank"):
-        strategy.run(lambda: (variable.assign_sub if RANK else variable.assign_add)(np.ones(2)))
-    with raises_everywhere(WORLD, InvalidArgumentError, r"rank 0: assignment to variable '\w+'; rank.* by add"):
-        strategy.run(lambda: (variable.assign_add if RANK else variable.assign)(np.ones(2)))
-    assert variable.local_value().tolist() == [1, 2]
-
-
-@every_synchronization
-@every_aggregation
-@pytest.mark.parametrize("value", [np.ones(3), np.ones((1, 2)), np.ones((2, 1)), [1.0], object(), None])
-def test_value_that_does_not_fit_changes_nothing(
-    make: Callable[..., Variable], strategy: Strategy, synchronization: str, aggregation: str, value: Any
-) -> None:
-    variable = make([1.0, 2.0], aggregation, synchronization)
-    kind = ValueError if isinstance(value, (np.ndarray, list)) else TypeError
-    with raises_everywhere(WORLD, kind):
-        strategy.run(lambda: variable.assign(value))
-    with raises_everywhere(WORLD, kind):
-        strategy.extended.update(variable, lambda var: var.assign_add(value))
-    with raises_everywhere(WORLD, (ValueError, TypeError)):
-        variable.assign(value)
-    assert variable.local_value().tolist() == [1, 2]
+    variable, total = make(strategy, np.zeros(2), aggregation), strategy.num_replicas_in_sync
+    with raises_everywhere(comm, (ValueError, InvalidArgumentError), "shape"):
+        strategy.run(lambda: variable.assign(np.ones(3 if replica_id() == total - 1 else 2)))
+    with raises_everywhere(comm, InvalidArgumentError, r"(rank|replica) \d.* assignment to variable '\w+' by add"):
+        strategy.run(lambda: (variable.assign_add if replica_id() else variable.assign)(np.ones(2)))
+    with raises_everywhere(comm, InvalidArgumentError, "by subtract"):
+        strategy.run(lambda: (variable.assign_add if replica_id() else variable.assign_sub)(np.ones(2)))
+    assert variable.numpy().tolist() == [0, 0]
+    strategy.run(lambda: variable.assign(np.ones(2)))
+    assert variable.numpy().tolist() == [total if aggregation == "SUM" else 1] * 2
+    count = make(strategy, 0, "SUM")
+    with raises_everywhere(comm, (ValueError, InvalidArgumentError), "another kind of number"):
+        strategy.run(lambda: count.assign_add(np.int64(1) if replica_id() else np.float64(0.5)))
+    assert count.local_value() == 0
 
 
 # dtype of the variable, what is assigned, and what the error says
@@ -363,7 +282,6 @@ UNFIT: list[tuple[str, Any, str]] = [
     ("int64", np.full(2, 0.5), "dtype float64"),
     ("int64", [1.5, 2], "another kind"),
     ("float64", 1j, "dtype complex128"),
-    ("float32", np.ones(2, np.complex64), "dtype complex64"),
     ("bfloat16", np.ones(2, np.complex64), "dtype complex64"),
     ("uint8", 300, "300 does not fit in variable '.*', which is of dtype uint8 and takes 0 to 255"),
     ("uint8", -1, "-1 does not fit"),
@@ -375,36 +293,39 @@ UNFIT: list[tuple[str, Any, str]] = [
     ("bool", 1, "dtype int64"),
     ("int64", "5", "str"),
     ("float64", [[1], [1, 2]], "variable '.*' takes lists of equal lengths: .*inhomogeneous shape"),
+    ("float64", np.ones(3), "shape"),
+    ("float64", np.ones((1, 2)), "shape"),
+    ("float64", np.ones((2, 1)), "shape"),
+    ("float64", [1.0], "shape"),
+    ("float64", object(), "object"),
+    ("float64", None, "NoneType"),
 ]
 
 
-def assignments(strategy: Strategy, variable: Variable, value: Any) -> list[Callable[[], Any]]:
-    return [
-        lambda: strategy.run(lambda: variable.assign(value)),
-        lambda: strategy.run(lambda: variable.assign_add(value)),
-        lambda: variable.assign(value),
-        lambda: strategy.extended.update(variable, lambda var: var.assign_sub(value)),
-    ]
-
-
-@pytest.mark.parametrize(("dtype", "value", "text"), UNFIT, ids=lambda it: str(it)[:20])
-def test_number_of_another_kind_or_size_is_an_error_on_all_ranks(
-    make: Callable[..., Variable], strategy: Strategy, dtype: str, value: Any, text: str
+@pytest.mark.parametrize("rules", [("NONE",), ("SUM",), ("ONLY_FIRST_REPLICA",), ("SUM", "ON_READ")], ids=" ".join)
+def test_value_that_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(
+    comm: Intracomm, rules: tuple[str, ...]
 ) -> None:
-    """And changes nothing, wherever it is assigned, and whatever is aggregated."""
-    before = np.ones(2, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    for rules in (("NONE",), ("SUM",), ("ONLY_FIRST_REPLICA",), ("SUM", "ON_READ")):
-        variable = make(before, *rules)
-        # A bare Python number would be refused for another reason.
-        for assignment in assignments(strategy, variable, PerReplica((value,)) if rules == ("SUM",) else value):
-            with raises_everywhere(WORLD, (TypeError, ValueError), text):
-                assignment()
-        assert variable.local_value().tolist() == [1, 1]
+    with Strategy(comm=comm) as strategy:
+        for dtype, value, text in UNFIT:
+            variable = make(strategy, np.ones(2, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype), *rules)
+            # A bare Python number would be refused for another reason.
+            given = PerReplica((value,)) if rules == ("SUM",) else value
+            changes = [
+                lambda given=given, to=variable: strategy.run(lambda: to.assign(given)),
+                lambda given=given, to=variable: strategy.run(lambda: to.assign_add(given)),
+                lambda given=given, to=variable: to.assign(given),
+                lambda given=given, to=variable: strategy.extended.update(to, lambda var: var.assign_sub(given)),
+            ]
+            for change in changes:
+                with raises_everywhere(comm, (TypeError, ValueError), text):
+                    change()
+            assert variable.local_value().tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value", "held"),
-    [
+@pytest.mark.no_mpi
+def test_number_of_the_same_kind_is_cast() -> None:
+    for dtype, value, held in (
         ("int64", True, 1),
         ("int8", np.int64(3), 3),
         ("int64", np.uint8(3), 3),
@@ -419,101 +340,60 @@ def test_number_of_another_kind_or_size_is_an_error_on_all_ranks(
         ("complex64", np.float64(2), 2),
         ("bool", np.array([True, False]), [True, False]),
         ("float32", np.arange(2, dtype=">i2"), [0, 1]),
-    ],
-    ids=str,
-)
-def test_number_of_the_same_kind_is_cast(make: Callable[..., Variable], dtype: str, value: Any, held: Any) -> None:
-    count = 0 if held is None else 2
-    variable = make(np.zeros(count, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
-    assert variable.assign(value) is variable
-    assert variable.dtype.name == dtype
-    assert (variable.local_value() == (np.zeros(0) if held is None else held)).all()
-
-
-@only_several
-def test_one_ranks_fraction_is_everyones_error(make: Callable[..., Variable], strategy: Strategy) -> None:
-    variable = make(0, "SUM")
-    with raises_everywhere(WORLD, InvalidArgumentError, "rank 0.*another kind of number"):
-        strategy.run(lambda: variable.assign_add(np.float64(0.5) if RANK == 0 else np.int64(1)))
-    assert variable.local_value() == 0
-
-
-@pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "uint64"])
-def test_sum_of_integers_that_was_assigned_is_read_again(make: Callable[..., Variable], dtype: str) -> None:
-    """What does not divide by the number of ranks is rank 0's."""
-    variable = make(np.zeros(2, dtype), "SUM", "ON_READ")
-    for total in (
-        10,
-        1,
-        0,
-        127,
-        [7, 3],
-        np.array([1, 100], dtype),
-        *([-10, -1, [-128, 127]] if dtype[0] == "i" else []),
+        ("float32", np.ones((), ">f8"), 1),
     ):
-        variable.assign(total)
-        assert variable.read_value().tolist() == np.broadcast_to(total, 2).tolist()
-    variable.assign(10)
-    assert variable.local_value().tolist() == [10 // SIZE + (10 % SIZE if RANK == 0 else 0)] * 2
-
-
-def test_sums_of_small_integers_wrap(make: Callable[..., Variable], strategy: Strategy) -> None:
-    """As NumPy's do, when they are added in the same dtype."""
-    variable = make(np.uint8(0), "SUM")
-    strategy.run(lambda: variable.assign_add(np.uint8(200)))
-    assert variable.local_value() == 200 * SIZE % 256
+        count = 0 if held is None else 2
+        variable = Variable(np.zeros(count, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+        assert variable.assign(value) is variable
+        assert variable.dtype.name == dtype
+        assert (variable.local_value() == (np.zeros(0) if held is None else held)).all(), (dtype, value)
 
 
 @every_synchronization
-@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
-def test_arguments_of_tensorflow_are_taken(
-    make: Callable[..., Variable], strategy: Strategy, synchronization: str, method: str
-) -> None:
-    """T82: without `read_value` nothing is returned; of the others, which would change nothing, the defaults."""
-    variable = make(1.0, "MEAN", synchronization)
-    with pytest.raises(ValueError, match=f"{method}: use_locking must be False: .*; leave it out"):
-        getattr(variable, method)(2.0, True)
-    with pytest.raises(ValueError, match=f"{method}: name must be None: .*; leave it out"):
-        getattr(variable, method)(2.0, name="name")
-    assert getattr(variable, method)(2.0, False, None) is variable
-    assert getattr(variable, method)(2.0, use_locking=False, name=None, read_value=True) is variable
-    assert getattr(variable, method)(2.0, read_value=False) is None
-    assert strategy.run(lambda: getattr(variable, method)(2.0, read_value=False)) is None
-    assert variable.local_value() == {"assign": 2, "assign_add": 9, "assign_sub": -7}[method]
+@every_method
+def test_arguments_of_tensorflow_are_taken(comm: Intracomm, synchronization: str, method: str) -> None:
+    """Without `read_value` nothing is returned; of the others, which would change nothing, the defaults."""
+    with Strategy(comm=comm) as strategy:
+        variable = make(strategy, 1.0, "MEAN", synchronization)
+        change = getattr(variable, method)
+        with pytest.raises(ValueError, match=f"{method}: use_locking must be False: .*; leave it out"):
+            change(2.0, True)
+        with pytest.raises(ValueError, match=f"{method}: name must be None: .*; leave it out"):
+            change(2.0, name="name")
+        assert change(2.0, False, None) is variable
+        assert change(2.0, use_locking=False, name=None, read_value=True) is variable
+        assert change(2.0, read_value=False) is None
+        assert strategy.run(lambda: change(2.0, read_value=False)) is None
+        assert variable.local_value() == {"assign": 2, "assign_add": 9, "assign_sub": -7}[method]
 
 
-def test_changes_in_place_make_no_copies(make: Callable[..., Variable]) -> None:
+@pytest.mark.no_mpi
+def test_changes_in_place_make_no_copies() -> None:
     """Of the variable, and of a value of the same dtype."""
-    variable, value = make(np.ones(1 << 20, np.float32)), np.ones(1 << 20, np.float32)
-    for method in (variable.assign, variable.assign_add, variable.assign_sub):
-        method(value)
-        tracemalloc.start()
-        try:
+    with OneDeviceStrategy() as strategy:
+        variable, value = make(strategy, np.ones(1 << 20, np.float32)), np.ones(1 << 20, np.float32)
+        for method in (variable.assign, variable.assign_add, variable.assign_sub):
             method(value)
-            assert tracemalloc.get_traced_memory()[1] < 100_000
-        finally:
-            tracemalloc.stop()
-    variable.assign(variable.local_value()[::-1])
-    assert (variable.local_value() == 1).all()
+            tracemalloc.start()
+            try:
+                method(value)
+                assert tracemalloc.get_traced_memory()[1] < 100_000
+            finally:
+                tracemalloc.stop()
+        variable.assign(variable.local_value()[::-1])
+        assert (variable.local_value() == 1).all()
 
 
-@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
-def test_other_strategys_variable_cannot_be_assigned(make: Callable[..., Variable], method: str) -> None:
-    """Table of misuse 1.4.2; T49."""
-    variable = make(1.0, "MEAN")
+@every_method
+def test_other_strategys_variable_is_read_and_not_assigned(strategy: Strategy, method: str) -> None:
+    variable = make(strategy, 1.0, "MEAN")
     with OneDeviceStrategy() as other:
+        change = getattr(variable, method)
         with pytest.raises(RuntimeError, match="mixing different strategies"):
-            other.run(lambda: getattr(variable, method)(2.0))
+            other.run(lambda: change(2.0))
         with other.scope(), pytest.raises(RuntimeError, match="mixing different strategies"):
-            getattr(variable, method)(2.0)
+            change(2.0)
         with pytest.raises(ValueError, match="not a variable that was created in this strategy's scope"):
             other.extended.update(variable, lambda var: var.assign(2.0))
         assert other.run(lambda: variable + 1) == 2
     assert variable.local_value() == 1
-
-
-def test_flag_that_is_read_together_can_be_assigned_across_replicas(strategy: Strategy) -> None:
-    with strategy.scope():
-        flag = mpidist.Variable(False, synchronization="ON_READ", aggregation="SUM")
-    flag.assign(True)
-    assert flag.local_value().dtype == np.bool_
