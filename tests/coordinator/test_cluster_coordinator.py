@@ -115,13 +115,10 @@ def data(context: InputContext) -> list[int]:
     return list(range(100 * context.input_pipeline_id, 100 * context.input_pipeline_id + 50))
 
 
+@pytest.mark.ranks(1, 3, 4)
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_functions_are_called_and_joined(comm: Intracomm, num_ps: int) -> None:
-    """Cases T206 and T208."""
-    if comm.size not in (1, 2) and comm.size <= num_ps:
-        return
-
     def work(coordinator: ClusterCoordinator) -> list[float]:
         sums = []
         assert coordinator.done()
@@ -138,9 +135,9 @@ def test_functions_are_called_and_joined(comm: Intracomm, num_ps: int) -> None:
     assert coordinate(comm, work, num_ps=num_ps) == [[20, 40], [40, 80]]
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.core
 def test_arguments_and_results_are_nests(comm: Intracomm) -> None:
-    """Case T209."""
     large = np.arange(400_000.0)
     given: list[Any] = [
         (2, (3, 4.5), [5], {"v": 1, 2: None, (1, "b"): True}),
@@ -166,6 +163,7 @@ def test_arguments_and_results_are_nests(comm: Intracomm) -> None:
     coordinate(comm, work)
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.core
 def test_errors_are_raised_once_and_cancel_what_waits(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
@@ -197,7 +195,7 @@ def finish(coordinator: ClusterCoordinator) -> Callable[[], None]:
     return ask
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(4)
 def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
     HERE["comm"], workers = comm, range(1, comm.size - 1)
 
@@ -223,6 +221,7 @@ def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
         comm.recv(source=0)
 
 
+@pytest.mark.ranks(1, 3)
 def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         value = coordinator.schedule(echo)
@@ -258,9 +257,8 @@ def len_of(item: Any) -> int:
     return len(item)
 
 
+@pytest.mark.ranks(1, 3)
 def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
-    """Case T211."""
-
     def work(coordinator: ClusterCoordinator) -> list[Any]:
         with pytest.raises(NotImplementedError, match="in functions that are scheduled"):
             next(iter(HERE["dataset"]))
@@ -279,6 +277,7 @@ def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
             assert numbers == list(range(100 * max(0, rank - 1), 100 * max(0, rank - 1) + len(numbers)))
 
 
+@pytest.mark.ranks(3)
 def test_what_is_no_data_set_is_refused(comm: Intracomm) -> None:
     """At once, or, if a function returns it, in the function that asks for it."""
 
@@ -298,6 +297,7 @@ def test_what_is_no_data_set_is_refused(comm: Intracomm) -> None:
     on_workers(comm, on_each)
 
 
+@pytest.mark.ranks(3)
 def test_the_end_of_a_data_set_is_an_error(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         iterator = iter(HERE["dataset"])
@@ -313,6 +313,7 @@ def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
     coordinator.join()
 
 
+@pytest.mark.ranks(3)
 def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         assert ClusterCoordinator(coordinator.strategy) is coordinator
@@ -328,6 +329,7 @@ def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
     coordinate(comm, work)
 
 
+@pytest.mark.ranks(3)
 def test_other_strategies_are_refused(comm: Intracomm) -> None:
     """Each rank by itself, before it waits for others."""
     with mpidist.MultiWorkerMirroredStrategy(comm=comm) as mirrored:
@@ -337,11 +339,11 @@ def test_other_strategies_are_refused(comm: Intracomm) -> None:
             ClusterCoordinator("strategy")  # type: ignore[arg-type]
     with ParameterServerStrategy(comm=comm, staleness=2) as strategy:
         text = "on a parameter server" if strategy.is_ps else "needs staleness=None, got 2"
-        if comm.size > 1:
-            with pytest.raises((ValueError, RuntimeError), match=text):
-                ClusterCoordinator(strategy)
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            ClusterCoordinator(strategy)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_server_of_tensorflows_scripts_joins_on_workers(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> int:
@@ -356,6 +358,7 @@ def test_server_of_tensorflows_scripts_joins_on_workers(comm: Intracomm) -> None
     assert sum(on_workers(comm, work)) == 1
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_workers_go_on_after_the_coordinator(comm: Intracomm) -> None:
     """All of them make calls together again."""
@@ -383,6 +386,7 @@ def test_workers_go_on_after_the_coordinator(comm: Intracomm) -> None:
     assert found == [6.0 + len(found)] * len(found)
 
 
+@pytest.mark.ranks(3, 4)
 @pytest.mark.core
 def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> Any:
@@ -415,9 +419,9 @@ def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm: Intraco
 
 
 @pytest.mark.core
-@pytest.mark.ranks(min=4)
+@pytest.mark.ranks(4)
 def test_calls_of_a_worker_that_left_are_made_again_and_their_pushes_once(comm: Intracomm) -> None:
-    """Cases T214 and T215, where the worker says that it leaves."""
+    """Where the worker says that it leaves."""
     calls, num_left, found = 40, 0, None
     try:
         with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
@@ -445,7 +449,7 @@ def test_calls_of_a_worker_that_left_are_made_again_and_their_pushes_once(comm: 
         assert (found[1] == 111.0 * calls).all()
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 def test_functions_without_a_worker_are_an_error(comm: Intracomm) -> None:
     try:
         with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
@@ -471,7 +475,7 @@ def test_functions_without_a_worker_are_an_error(comm: Intracomm) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 def test_workers_go_on_without_a_chief_that_left(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
     try:
         with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
@@ -492,6 +496,7 @@ def test_workers_go_on_without_a_chief_that_left(comm: Intracomm, caplog: pytest
         pass
 
 
+@pytest.mark.ranks(1, 3)
 def test_an_error_that_nobody_asked_for_is_logged(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         coordinator.schedule(fail, args=("unseen",))

@@ -61,6 +61,7 @@ _MARK = "FAULT_JOB"
 
 HEAD = """
 import gc, json, os, resource, signal, subprocess, sys, threading, time
+from sys import exit as early_exit
 import numpy as np
 import mpidist
 from mpidist import CommunicationOptions

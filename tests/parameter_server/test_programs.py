@@ -25,6 +25,7 @@ TRUTH = np.array([2.0, -1.0, 0.5])
 TARGETS = FEATURES @ TRUTH
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("staleness", [None, 2, 0])
 def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
@@ -59,6 +60,7 @@ def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
     strategy.close()
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("rule", [server_rules.SGD(0.5), server_rules.Adam(0.05)], ids=str)
 def test_embedding_in_shards(comm: Intracomm, rule: server_rules.Rule) -> None:
     """Workers look up rows, and push gradients of these rows alone."""
@@ -75,11 +77,12 @@ def test_embedding_in_shards(comm: Intracomm, rule: server_rules.Rule) -> None:
         strategy.barrier()
         return float(np.abs(table.numpy() - target).max())
 
-    num_ps = max(1, min(2, comm.size - 1))
+    num_ps = 2
     errors = on_workers(comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(3), num_ps=num_ps)
     assert max(errors) < 0.05
 
 
+@pytest.mark.ranks(3)
 def test_early_return_and_exception_inside_run(comm: Intracomm) -> None:
     with ParameterServerStrategy(comm=comm) as strategy:
         if strategy.is_ps:
@@ -103,6 +106,7 @@ def test_early_return_and_exception_inside_run(comm: Intracomm) -> None:
         assert float(loss) == 21.0 * strategy.topology.size
 
 
+@pytest.mark.ranks(3)
 def test_two_strategies_after_each_other_and_at_once(comm: Intracomm) -> None:
     for num_ps in (1, max(1, min(2, comm.size - 1))):
         first = ParameterServerStrategy(comm=comm, num_ps=num_ps)
@@ -119,6 +123,7 @@ def test_two_strategies_after_each_other_and_at_once(comm: Intracomm) -> None:
             assert mirrored.reduce("SUM", 1.0) == comm.size
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_a_server_serves_open_strategies_one_after_the_other(comm: Intracomm) -> None:
     """Workers that close the first one need not wait until the server has closed it."""
@@ -138,7 +143,7 @@ def test_a_server_serves_open_strategies_one_after_the_other(comm: Intracomm) ->
 
 
 @pytest.mark.core
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_a_strategy_whose_servers_serve_another_one_is_refused(comm: Intracomm) -> None:
     first, second = (ParameterServerStrategy(comm=comm, communication_options=PATIENT) for _ in range(2))
     if first.is_ps:
@@ -161,6 +166,7 @@ def test_a_strategy_whose_servers_serve_another_one_is_refused(comm: Intracomm) 
     second.close()
 
 
+@pytest.mark.ranks(1, 3)
 def test_update_and_merge_call(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -178,6 +184,7 @@ def test_update_and_merge_call(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.long
 @pytest.mark.core
 def test_ten_thousand_requests_leave_nothing_behind(comm: Intracomm) -> None:
@@ -218,6 +225,7 @@ def test_ten_thousand_requests_leave_nothing_behind(comm: Intracomm) -> None:
     assert sizes[-1] < 6 << 20, sizes
 
 
+@pytest.mark.ranks(3)
 def test_an_idle_server_sleeps(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its looks at the workers; a machine that is busy makes them fewer."""
     looks, look = list[float](), ParameterServer._advance

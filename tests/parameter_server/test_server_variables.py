@@ -30,10 +30,10 @@ def made(strategy: ParameterServerStrategy, *args: Any, **kwargs: Any) -> Any:
         return Variable(*args, **kwargs)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
-@pytest.mark.parametrize("count", [1, 1000, LARGE])
+@pytest.mark.parametrize("count", [1, LARGE])
 def test_all_pushes_of_all_workers_are_added_once(comm: Intracomm, count: int) -> None:
-    """Case X41: 100 pushes of 1.0 from each of W workers give 100 W."""
     pushes = 100 if count < LARGE else 5
 
     def work(strategy: ParameterServerStrategy) -> float:
@@ -49,10 +49,11 @@ def test_all_pushes_of_all_workers_are_added_once(comm: Intracomm, count: int) -
     assert on_workers(comm, work) == [pushes * workers] * workers
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("count", [2, 5 * LARGE])
 def test_a_read_is_a_snapshot_and_a_write_is_whole(comm: Intracomm, count: int) -> None:
-    """Case X42: all numbers that are written together are read together, and never fall behind."""
+    """All numbers that are written together are read together, and never fall behind."""
 
     def work(strategy: ParameterServerStrategy) -> None:
         variable = made(strategy, np.zeros(count, np.float32))
@@ -73,6 +74,7 @@ def test_a_read_is_a_snapshot_and_a_write_is_whole(comm: Intracomm, count: int) 
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(3)
 def test_a_worker_reads_its_own_writes(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         rank = strategy.topology.rank
@@ -86,9 +88,10 @@ def test_a_worker_reads_its_own_writes(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_variables_are_placed_in_turn(comm: Intracomm, num_ps: int) -> None:
-    """Cases T178 and T187: `colocate_vars_with` does not take a turn."""
+    """`colocate_vars_with` does not take a turn."""
 
     def work(strategy: ParameterServerStrategy) -> list[int]:
         with strategy.scope():
@@ -98,13 +101,11 @@ def test_variables_are_placed_in_turn(comm: Intracomm, num_ps: int) -> None:
             z, more = Variable(4.0), Variable(5.0)
         return [variable.server for variable in (n, x, y, z, more)]
 
-    if comm.size > num_ps or comm.size == 1:
-        servers = 1 if comm.size == 1 else num_ps
-        expected = [0, 0, 0, 0, 0] if servers == 1 else [0, 1, 1, 0, 1]
-        assert on_workers(comm, work, num_ps=num_ps) == [expected] * num_workers(comm, num_ps)
+    expected = [0, 0, 0, 0, 0] if num_ps == 1 else [0, 1, 1, 0, 1]
+    assert on_workers(comm, work, num_ps=num_ps) == [expected] * num_workers(comm, num_ps)
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 def test_variables_can_be_placed_by_bytes(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> list[int]:
         with strategy.scope():
@@ -114,8 +115,9 @@ def test_variables_can_be_placed_by_bytes(comm: Intracomm) -> None:
     assert servers == [[0, 1, 1, 1, 1, 0]] * (comm.size - 2)
 
 
+@pytest.mark.ranks(1, 3)
 def test_expressions_read_variables(comm: Intracomm) -> None:
-    """Case T179, on one worker after the other."""
+    """On one worker after the other."""
 
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -140,29 +142,7 @@ def test_expressions_read_variables(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
-@pytest.mark.core
-def test_each_worker_steps_the_global_step(comm: Intracomm) -> None:
-    """Case T181: aggregation is over the replicas of a worker, and every worker has one."""
-
-    def work(strategy: ParameterServerStrategy) -> tuple[float, ...]:
-        with strategy.scope():
-            x = Variable(10.0, aggregation="SUM")
-            y = Variable(20.0, aggregation="MEAN")
-            z = Variable(30, aggregation="ONLY_FIRST_REPLICA")
-
-        def step() -> None:
-            x.assign_add(np.asarray(1.0))
-            y.assign_add(1.0)
-            z.assign_add(1)
-
-        strategy.run(step)
-        strategy.barrier()
-        return tuple(map(float, strategy.read((x, y, z))))
-
-    workers = num_workers(comm)
-    assert on_workers(comm, work) == [(10.0 + workers, 20.0 + workers, 30.0 + workers)] * workers
-
-
+@pytest.mark.ranks(3)
 def test_reductions_are_those_of_the_workers_own_replica(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> tuple[Any, ...]:
         rank = float(strategy.topology.rank)
@@ -170,13 +150,14 @@ def test_reductions_are_those_of_the_workers_own_replica(comm: Intracomm) -> Non
         assert context.num_replicas_in_sync == strategy.num_replicas_in_sync == 1
         inside = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", rank))  # type: ignore[union-attr]
         with pytest.raises(ValueError, match="rank"):
-            strategy.extended.reduce_to("SUM", rank, 1)  # case T185: another worker
+            strategy.extended.reduce_to("SUM", rank, 1)  # another worker
         return float(strategy.reduce("MEAN", rank)), float(inside), rank
 
     for one, other, rank in on_workers(comm, work):
         assert one == other == rank
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("late", [0, 1])
 def test_initial_values_are_the_chiefs(comm: Intracomm, late: int) -> None:
     def work(strategy: ParameterServerStrategy) -> float:
@@ -189,7 +170,8 @@ def test_initial_values_are_the_chiefs(comm: Intracomm, late: int) -> None:
     assert set(on_workers(comm, work)) == {7.0}
 
 
-@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64", "int8", "uint64", "complex64", "bool"])
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, "int8", "complex64", "bool"])
 def test_dtypes(comm: Intracomm, dtype: Any) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         variable = made(strategy, np.ones((2, 3), dtype))
@@ -205,7 +187,8 @@ def test_dtypes(comm: Intracomm, dtype: Any) -> None:
     on_workers(comm, work)
 
 
-@pytest.mark.parametrize("dtype", ["U3", "S3", "O", "f8, i4"])
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", ["U3", "O"])
 def test_dtypes_that_no_message_can_name_are_refused(comm: Intracomm, dtype: str) -> None:
     """On one rank, too, and the strategy goes on."""
 
@@ -218,8 +201,9 @@ def test_dtypes_that_no_message_can_name_are_refused(comm: Intracomm, dtype: str
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(1, 3)
 def test_layouts_of_what_is_assigned(comm: Intracomm) -> None:
-    """Cases X49 and X50: reversed, Fortran-ordered, big-endian, 0-d, read-only, empty."""
+    """Reversed, Fortran-ordered, big-endian, 0-d, read-only, empty."""
 
     def work(strategy: ParameterServerStrategy) -> None:
         if not strategy.is_chief:
@@ -244,6 +228,7 @@ def test_layouts_of_what_is_assigned(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(1, 3)
 def test_results_belong_to_the_caller(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         value = np.zeros(LARGE, np.float32)
@@ -260,6 +245,7 @@ def test_results_belong_to_the_caller(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(1, 3)
 def test_rows_are_changed_on_the_server(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         table = made(strategy, np.zeros((10, 2)))
@@ -288,6 +274,7 @@ def test_rows_are_changed_on_the_server(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(3)
 def test_many_rows_take_several_messages(comm: Intracomm) -> None:
     rows = np.arange(LARGE // 4)[::-1]
 
@@ -302,11 +289,10 @@ def test_many_rows_take_several_messages(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_ps", [1, 2])
 @pytest.mark.core
 def test_nests_are_read_and_changed_together(comm: Intracomm, num_ps: int) -> None:
-    if comm.size == num_ps:
-        return
     sizes = [1, 3, 200, 70_000, 5, LARGE, 2, 0, 300_000, 1]
 
     def work(strategy: ParameterServerStrategy) -> None:
@@ -332,6 +318,7 @@ def mapped(nest: dict[str, Any], function: Any) -> dict[str, Any]:
     return {name: type(part)(map(function, part)) for name, part in nest.items()}
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.core
 def test_nests_are_read_into_arrays_that_are_kept(comm: Intracomm) -> None:
     """Of any layout: side by side in one buffer, columns of a matrix, the other byte order, other parts of shards."""
@@ -358,6 +345,7 @@ def test_nests_are_read_into_arrays_that_are_kept(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(3)
 def test_arrays_that_cannot_take_what_is_read_are_refused(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         variables = {"a": made(strategy, np.arange(3.0)), "b": made(strategy, np.zeros(2))}
@@ -388,6 +376,7 @@ def test_arrays_that_cannot_take_what_is_read_are_refused(comm: Intracomm) -> No
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(1)
 def test_nests_that_do_not_fit_are_refused(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         variable = made(strategy, np.zeros(3))
@@ -402,6 +391,7 @@ def test_nests_that_do_not_fit_are_refused(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(3)
 def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         variable, whole = made(strategy, np.zeros((2, 3), np.float32)), made(strategy, np.zeros(2, np.int8))
@@ -429,6 +419,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(1)
 def test_variable_says_what_it_is(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -447,6 +438,7 @@ def test_variable_says_what_it_is(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(1)
 def test_another_strategys_scope_is_refused(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         variable = made(strategy, 1.0)
@@ -456,7 +448,7 @@ def test_another_strategys_scope_is_refused(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_workers_must_make_the_same_variables(comm: Intracomm) -> None:
     """The text is the same on all workers; then they can go on."""
@@ -477,7 +469,7 @@ def test_workers_must_make_the_same_variables(comm: Intracomm) -> None:
     strategy.close()
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("worker", [0, 1])
 def test_initial_value_that_raises_is_an_error_of_all_workers(comm: Intracomm, worker: int) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
@@ -494,6 +486,7 @@ def test_initial_value_that_raises_is_an_error_of_all_workers(comm: Intracomm, w
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(3)
 def test_rules_of_variables_are_checked(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         for arguments, text in (

@@ -20,12 +20,11 @@ def rows(number: float, *indices: int, width: int = 2) -> IndexedSlices:
     return IndexedSlices(np.full((len(indices), width), number), np.array(indices, np.int64))
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_nest_of_rows_and_arrays_is_changed(comm: Intracomm, num_ps: int) -> None:
     """Also rows that come twice, none at all, and a variable that is there twice."""
-    if comm.size == num_ps:
-        return
 
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -46,6 +45,7 @@ def test_a_nest_of_rows_and_arrays_is_changed(comm: Intracomm, num_ps: int) -> N
     on_workers(comm, work, num_ps=num_ps)
 
 
+@pytest.mark.ranks(3)
 def test_rules_get_each_row_once(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -61,7 +61,7 @@ def test_rules_get_each_row_once(comm: Intracomm) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, num_ps: int) -> None:
     """Of sharded variables, too."""
@@ -72,8 +72,6 @@ def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: py
         calls.append(call)
         really(channel, call, *args, **kwargs)
 
-    if comm.size == num_ps:
-        return
     monkeypatch.setattr(Channel, "start", start)
 
     def work(strategy: ParameterServerStrategy) -> None:
@@ -92,6 +90,7 @@ def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: py
     on_workers(comm, work, num_ps=num_ps, variable_partitioner=partitioners.FixedShardsPartitioner(2))
 
 
+@pytest.mark.ranks(1, 3)
 def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():

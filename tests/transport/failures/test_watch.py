@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.core
 
-several = pytest.mark.ranks(min=2)
+several = pytest.mark.ranks(3)
 
 
 @several
 def test_a_long_wait_is_told_once_by_one_rank_of_each_node(
     comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    """X: the missing ranks are named with what they did last, on all nodes where ranks wait."""
+    """The missing ranks are named with what they did last, on all nodes where ranks wait."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "600")
     strategy = Strategy(comm=comm)
     topology, last = strategy.topology, comm.size - 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from jobs.faults import BLOCKS, TWO, Job, Placement, job, of_others, on
+from jobs.faults import BLOCKS, Job, Placement, job, of_others, on
 from support.agreements import warnings_of
 from support.any_message import Mailbox
 from transport.failures.clocks import LONG_SECONDS, Clock, clock, come_late, wait_for_late_rank
@@ -22,7 +22,7 @@ __all__ = ["clock", "job"]
 
 pytestmark = pytest.mark.core
 
-several = pytest.mark.ranks(min=2)
+several = pytest.mark.ranks(3)
 
 
 def mailbox_of(comm: Intracomm, *ranks: int, timeout: float | None = None, stall_seconds: float = 0.0) -> Mailbox:
@@ -98,7 +98,7 @@ def test_failed_program_of_an_awaited_rank_ends_the_wait(comm: Intracomm) -> Non
     comm.Barrier()
 
 
-@pytest.mark.ranks(min=3)
+@several
 def test_failed_program_of_another_rank_does_not(comm: Intracomm) -> None:
     mailbox = mailbox_of(comm, comm.size - 1, timeout=600.0)
     if comm.rank == 1:
@@ -125,7 +125,7 @@ attempt("receive", mailbox.receive)
 
 
 @pytest.mark.no_mpi
-@on(TWO, BLOCKS)
+@on(BLOCKS)
 def test_killed_rank_ends_the_wait_at_once_without_a_deadline(job: Job, placement: Placement) -> None:
     """On other nodes, too: ranks of the node of the killed one tell them."""
     nodes, tests = str([*placement.nodes]), str(Path(__file__).parents[2])
