@@ -132,48 +132,6 @@ def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(
 
 
 @several
-@placed
-def test_exception_of_all_ranks_after_a_call_is_nobodys_failure(comm: Intracomm, placement: tuple[int, ...]) -> None:
-    """A slow rank still has its result when a fast one has left already."""
-    contribution = np.ones(200_000)
-
-    def train(slow: int) -> None:
-        with MultiWorker(comm=comm) as strategy:
-            for step in range(10):
-                if comm.rank == slow:
-                    time.sleep(0.003)
-                total = strategy.reduce("sum", contribution)
-                assert total[0] == total[-1] == comm.size
-                if step == 3:
-                    raise Converged
-
-    for repeat in range(3):
-        with pytest.raises(Converged):
-            train(repeat % comm.size)
-    with MultiWorker(comm=comm) as strategy:
-        assert strategy.reduce("sum", 1) == comm.size
-
-
-@several
-def test_error_that_all_ranks_have_closes_as_usual(comm: Intracomm) -> None:
-    with raises_everywhere(comm, InvalidArgumentError, "array 0"), MultiWorker(comm=comm) as strategy:
-        strategy.reduce("sum", np.ones(1 + comm.rank))
-
-
-@pytest.mark.ranks(2)
-def test_strategy_may_be_built_and_closed_while_an_exception_is_handled(comm: Intracomm) -> None:
-    try:
-        raise FileNotFoundError("checkpoint")
-    except FileNotFoundError:
-        strategy = MultiWorker(comm=comm)
-        assert strategy.reduce("sum", 1) == comm.size
-        comm.Barrier()
-        strategy.close()
-    with MultiWorker(comm=comm) as again:
-        assert again.reduce("sum", 1) == comm.size
-
-
-@several
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_close_keeps_the_deadline_of_every_call(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock, how: str

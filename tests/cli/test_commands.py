@@ -28,21 +28,11 @@ def command(ranks: int, *arguments: str, **variables: str) -> Ended:
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("ranks", "arguments", "variables", "status", "text"),
-    [
-        (2, ["doctor", "--expect", "none.json"], {}, 2, "mpidist doctor: --expect takes a file"),
-        (2, ["doctor"], {"MPIDIST_CHECK": "7"}, 1, "mpidist doctor: rank 0: MPIDIST_CHECK='7' is not understood"),
-        (1, ["doctor"], {"MPI4PY_LIBMPI": "/none.so"}, 1, "MPI:   mpidist needs mpi4py with an MPI library"),
-    ],
-)
-def test_what_is_wrong_is_said_once(
-    ranks: int, arguments: list[str], variables: dict[str, str], status: int, text: str
-) -> None:
-    done = command(ranks, *arguments, **variables)
+def test_what_is_wrong_is_said_once() -> None:
+    done = command(2, "doctor", MPIDIST_CHECK="7")
     printed = done.out + done.err
-    assert done.status == status, printed
-    assert printed.count(text) == 1, printed
+    assert done.status == 1, printed
+    assert printed.count("mpidist doctor: rank 0: MPIDIST_CHECK='7' is not understood") == 1, printed
     assert "Traceback" not in printed
 
 

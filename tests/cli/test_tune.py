@@ -92,8 +92,11 @@ def test_wrong_arguments_are_said(arguments: list[str], complaint: str, capfd: p
 
 
 @pytest.mark.no_mpi
-@pytest.mark.parametrize("name", ["tune", "flight"])
-def test_help_of_a_command_starts_no_mpi(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [("tune", "mpirun -n 4 python -m mpidist tune"), ("flight", "python -m mpidist flight mpi")],
+)
+def test_help_of_a_command_starts_no_mpi(name: str, example: str) -> None:
     program = (
         f"import sys, runpy\nsys.argv = ['mpidist', '{name}', '--help']\n"
         "try:\n    runpy.run_module('mpidist', run_name='__main__')\n"
@@ -108,7 +111,7 @@ def test_help_of_a_command_starts_no_mpi(name: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert f"python -m mpidist {name} " in done.stdout
+    assert example in done.stdout
 
 
 @pytest.mark.ranks(3)

@@ -269,6 +269,10 @@ def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
         with pytest.raises((TypeError, ValueError)):
             coordinator.schedule(echo, args=(iter([1]),))
         coordinator.join()
+        for _ in range(50 * coordinator.strategy.topology.size):
+            coordinator.schedule(take, args=(first,))
+        with pytest.raises(OutOfRangeError, match="'test: take' failed on rank"):
+            coordinator.join()
         return [values[0::2], values[1::2]]
 
     for iterator in coordinate(comm, work):
@@ -298,22 +302,6 @@ def test_what_is_no_data_set_is_refused(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_the_end_of_a_data_set_is_an_error(comm: Intracomm) -> None:
-    def work(coordinator: ClusterCoordinator) -> None:
-        iterator = iter(HERE["dataset"])
-        with pytest.raises(OutOfRangeError, match="'test: take' failed on rank"):
-            take_all(coordinator, iterator)
-
-    coordinate(comm, work)
-
-
-def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
-    for _ in range(1000):
-        coordinator.schedule(take, args=(iterator,))
-    coordinator.join()
-
-
-@pytest.mark.ranks(3)
 def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         assert ClusterCoordinator(coordinator.strategy) is coordinator
@@ -326,7 +314,22 @@ def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
         with pytest.raises(RuntimeError, match="closed coordinator"):
             coordinator.schedule(add, args=(1.0,))
 
-    coordinate(comm, work)
+    def on_each(strategy: ParameterServerStrategy) -> None:
+        """Let all workers make calls together again afterwards."""
+        with strategy.scope():
+            HERE.update(variable=Variable(np.zeros(2)), rank=strategy.topology.rank, strategy=strategy)
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            work(coordinator)
+        else:
+            with pytest.raises(RuntimeError, match="not the chief"):
+                coordinator.schedule(add, args=(1.0,))
+            mpidist.Server(strategy).join()
+        strategy.barrier()
+        with strategy.scope():
+            assert float(Variable(1.0)) == 1.0
+
+    on_workers(comm, on_each)
 
 
 @pytest.mark.ranks(3)
@@ -341,49 +344,6 @@ def test_other_strategies_are_refused(comm: Intracomm) -> None:
         text = "on a parameter server" if strategy.is_ps else "needs staleness=None, got 2"
         with pytest.raises((ValueError, RuntimeError), match=text):
             ClusterCoordinator(strategy)
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.core
-def test_server_of_tensorflows_scripts_joins_on_workers(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> int:
-        HERE["rank"] = strategy.topology.rank
-        if not strategy.is_chief:
-            mpidist.Server(strategy).join()
-            return 0
-        coordinator = ClusterCoordinator(strategy)
-        assert coordinator.fetch([coordinator.schedule(echo, args=(number,)) for number in range(5)])[4]["args"] == (4,)
-        return 1
-
-    assert sum(on_workers(comm, work)) == 1
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.core
-def test_workers_go_on_after_the_coordinator(comm: Intracomm) -> None:
-    """All of them make calls together again."""
-
-    def work(strategy: ParameterServerStrategy) -> float:
-        with strategy.scope():
-            HERE.update(variable=Variable(0.0), rank=strategy.topology.rank)
-        coordinator = ClusterCoordinator(strategy)
-        if strategy.is_chief:
-            for _ in range(5):
-                coordinator.schedule(add, args=(1.0,))
-            coordinator.close()
-        else:
-            with pytest.raises(RuntimeError, match="not the chief"):
-                coordinator.schedule(add, args=(1.0,))
-            coordinator.serve()
-        strategy.barrier()
-        with strategy.scope():
-            other = Variable(1.0)
-        other.assign_add(1.0)
-        strategy.barrier()
-        return float(HERE["variable"]) + float(other)
-
-    found = on_workers(comm, work)
-    assert found == [6.0 + len(found)] * len(found)
 
 
 @pytest.mark.ranks(3, 4)

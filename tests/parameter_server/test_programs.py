@@ -27,7 +27,7 @@ TARGETS = FEATURES @ TRUTH
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-@pytest.mark.parametrize("staleness", [None, 2, 0])
+@pytest.mark.parametrize("staleness", [None, 0])
 def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
     """Every worker takes its part of the data, and all find the same weights."""
     strategy = ParameterServerStrategy(staleness=staleness, comm=comm)
@@ -61,8 +61,7 @@ def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("rule", [server_rules.SGD(0.5), server_rules.Adam(0.05)], ids=str)
-def test_embedding_in_shards(comm: Intracomm, rule: server_rules.Rule) -> None:
+def test_embedding_in_shards(comm: Intracomm) -> None:
     """Workers look up rows, and push gradients of these rows alone."""
     target = np.arange(24.0).reshape(12, 2) / 24
 
@@ -73,54 +72,15 @@ def test_embedding_in_shards(comm: Intracomm, rule: server_rules.Rule) -> None:
         for _ in range(400):
             ids = chance.integers(0, 12, 4)
             rows = table.sparse_read(ids)
-            strategy.push(table, IndexedSlices((rows - target[ids]) / num_workers(comm, num_ps), ids), rule)
+            strategy.push(
+                table, IndexedSlices((rows - target[ids]) / num_workers(comm, num_ps), ids), server_rules.SGD(0.5)
+            )
         strategy.barrier()
         return float(np.abs(table.numpy() - target).max())
 
     num_ps = 2
     errors = on_workers(comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(3), num_ps=num_ps)
     assert max(errors) < 0.05
-
-
-@pytest.mark.ranks(3)
-def test_early_return_and_exception_inside_run(comm: Intracomm) -> None:
-    with ParameterServerStrategy(comm=comm) as strategy:
-        if strategy.is_ps:
-            strategy.serve()
-            return
-        with strategy.scope():
-            loss = Variable(0.0)
-
-        def step(number: int) -> None:
-            if number % 3 == 2:
-                raise ValueError(f"bad batch {number}")
-            loss.assign_add(float(number))
-
-        for number in range(9):
-            if number % 3 == 2:
-                with pytest.raises(ValueError, match=f"bad batch {number}"):
-                    strategy.run(step, args=(number,))
-            else:
-                strategy.run(step, args=(number,))
-        strategy.barrier()
-        assert float(loss) == 21.0 * strategy.topology.size
-
-
-@pytest.mark.ranks(3)
-def test_two_strategies_after_each_other_and_at_once(comm: Intracomm) -> None:
-    for num_ps in (1, max(1, min(2, comm.size - 1))):
-        first = ParameterServerStrategy(comm=comm, num_ps=num_ps)
-        with mpidist.MultiWorkerMirroredStrategy(comm=comm) as mirrored:
-            assert mirrored.reduce("SUM", 1.0) == comm.size
-            if first.is_ps:
-                first.serve()
-            else:
-                with first.scope():
-                    one = Variable(2.0)
-                first.barrier()
-                assert float(one) == 2.0
-            first.close()
-            assert mirrored.reduce("SUM", 1.0) == comm.size
 
 
 @pytest.mark.ranks(3)

@@ -176,17 +176,3 @@ def test_a_replica_that_assigns_alone_is_named(comm: Intracomm) -> None:
 def test_wrong_numbers_are_refused(comm: Intracomm, replicas: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="replicas must be"):
         ParameterServerStrategy(comm=comm, replicas=replicas if comm.rank == comm.size - 1 else 2)
-
-
-@pytest.mark.ranks(3)
-def test_data_of_a_worker_goes_to_its_replicas(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            total = Variable(0, aggregation="SUM")
-        dataset = strategy.experimental_distribute_dataset([np.arange(10)])
-        for batch in dataset:
-            strategy.run(lambda part: total.assign_add(np.asarray(part.sum())), args=(batch,))
-        strategy.barrier()
-        assert int(total) == 45 * num_workers(comm)
-
-    on_workers(comm, work, replicas=2)

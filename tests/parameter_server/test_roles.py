@@ -157,25 +157,20 @@ def test_wrong_clusters_are_refused_on_every_rank(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("task", "text"),
+    ("task", "other", "kind", "text"),
     [
-        ((None, None), "must also specify `task_type` and `task_id`"),
-        (("cook", 0), "Unrecognized"),
-        (("ps", 3), "no such"),
+        (("worker", 0), (None, None), ValueError, "rank 1: .*must also specify `task_type` and `task_id`"),
+        (("worker", 0), ("cook", 0), ValueError, "rank 1: .*Unrecognized"),
+        (("worker", 0), ("ps", 3), ValueError, "rank 1: .*no such"),
+        (("ps", 0), ("ps", 0), TopologyError, "ranks 0 and 1 both say they are ps 0"),
     ],
 )
-def test_wrong_tasks_are_refused_on_every_rank(comm: Intracomm, task: tuple[Any, Any], text: str) -> None:
+def test_wrong_tasks_are_refused_on_every_rank(
+    comm: Intracomm, task: tuple[Any, Any], other: tuple[Any, Any], kind: type[Exception], text: str
+) -> None:
     cluster = ClusterSpec({"worker": ["a"], "ps": ["b"]})
-    task = ("worker", 0) if comm.rank == 0 else task
-    with raises_everywhere(comm, ValueError, f"rank 1: .*{text}"):
-        ParameterServerStrategy(SimpleClusterResolver(cluster, "", *task), comm=comm)
-
-
-@pytest.mark.ranks(2)
-def test_two_ranks_cannot_be_one_task(comm: Intracomm) -> None:
-    cluster = ClusterSpec({"worker": ["a"], "ps": ["b"]})
-    with raises_everywhere(comm, TopologyError, "ranks 0 and 1 both say they are ps 0"):
-        ParameterServerStrategy(SimpleClusterResolver(cluster, "", "ps", 0), comm=comm)
+    with raises_everywhere(comm, kind, text):
+        ParameterServerStrategy(SimpleClusterResolver(cluster, "", *(other if comm.rank else task)), comm=comm)
 
 
 @pytest.mark.ranks(2)
@@ -189,6 +184,7 @@ def test_two_ranks_cannot_be_one_task(comm: Intracomm) -> None:
         ({"ps_ranks": [0, 0]}, ValueError, "each rank once"),
         ({"ps_ranks": "0"}, TypeError, "list of ranks"),
         ({"staleness": -1}, ValueError, "staleness"),
+        ({"staleness": 1}, InvalidArgumentError, "staleness must be the same on all ranks, got None and 1 on"),
         ({"staleness": 0.5}, TypeError, "staleness"),
         ({"on_worker_lost": "cry"}, ValueError, "'abort' or 'ignore'"),
         ({"placement": "random"}, ValueError, "'round_robin' or 'bytes'"),
@@ -209,19 +205,12 @@ def test_wrong_arguments_of_one_rank_are_refused_on_every_rank(
     [
         ({"num_ps": 9}, "num_ps=9 of . ranks? leaves no worker; start more ranks"),
         ({"ps_ranks": [7]}, "ranks are 0 to"),
-        ({"ps_ranks": "all"}, "leaves no worker; name fewer ranks"),
+        ({"ps_ranks": [0, 1]}, "leaves no worker; name fewer ranks"),
     ],
 )
 def test_servers_that_do_not_fit_the_ranks_are_refused(comm: Intracomm, arguments: dict[str, Any], text: str) -> None:
-    chosen = {"ps_ranks": range(comm.size)} if arguments == {"ps_ranks": "all"} else arguments
     with raises_everywhere(comm, ValueError, text):
-        ParameterServerStrategy(comm=comm, **chosen)
-
-
-@pytest.mark.ranks(2)
-def test_ranks_must_ask_for_the_same(comm: Intracomm) -> None:
-    with raises_everywhere(comm, InvalidArgumentError, "staleness must be the same on all ranks, got None and 1 on"):
-        ParameterServerStrategy(comm=comm, staleness=1 if comm.rank == 1 else None)
+        ParameterServerStrategy(comm=comm, **arguments)
 
 
 @pytest.mark.ranks(3)
@@ -266,18 +255,6 @@ def test_server_refuses_what_it_cannot_use() -> None:
         Server({"ps": ["a"]})
     with pytest.raises(TypeError, match="ClusterSpec"):
         Server(3, "ps", 0)  # type: ignore[arg-type]
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.core
-def test_server_that_does_not_serve_serves_when_it_closes(comm: Intracomm) -> None:
-    with ParameterServerStrategy(comm=comm) as strategy:
-        if not strategy.is_ps:
-            with strategy.scope():
-                variable = mpidist.Variable(1.0)
-            variable.assign_add(1.0)
-            strategy.barrier()
-            assert float(variable) == comm.size
 
 
 @pytest.mark.ranks(2)

@@ -12,6 +12,7 @@ import pytest
 from parameter_server.clusters import PATIENT, deadline_of, meet, on_workers, set_deadline_of_meetings
 from support.deadlines import recorded_seconds
 from support.everywhere import raises_everywhere
+from transport.failures.clocks import Clock, clock
 
 from mpidist import CommunicationOptions, Variable
 from mpidist.context_stack import parts_of
@@ -22,6 +23,8 @@ from mpidist.transport.failures.awaited_peers import AwaitedPeers
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+__all__ = ["clock"]
 
 HERE: dict[str, Any] = {}  # what a rule of this rank finds
 
@@ -153,6 +156,24 @@ def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm: Intraco
     *others, server = seen[1:]
     assert (seen[0], server) == ("NoneType", "PeerFailedError")
     assert set(others) <= {"UnavailableError", "NoneType"}  # some may have ended before
+
+
+@server_rules.register("takes a moment")
+def take_a_moment(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    time.sleep(0.05)
+
+
+@pytest.mark.ranks(2)
+def test_deadline_of_a_request_is_its_own(comm: Intracomm, clock: Clock) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        for _ in range(3):
+            clock.go_on(400.0)
+            strategy.push(variable, 1.0, server_rules.Registered("takes a moment"))
+            strategy.flush()
+
+    on_workers(comm, work, communication_options=PATIENT)
 
 
 @server_rules.register("is_away")

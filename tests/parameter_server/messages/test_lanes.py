@@ -182,24 +182,6 @@ def test_messages_carry_everything_elsewhere(comm: Intracomm, monkeypatch: pytes
     assert sent > data
 
 
-@pytest.mark.ranks(3, 4)
-@pytest.mark.parametrize("placement", ["growing", "cyclic"], indirect=True)
-def test_workers_of_several_nodes_share_variables(comm: Intracomm, placement: tuple[int, ...]) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variables = [Variable(np.zeros(size, np.float32)) for size in SIZES]
-        for _ in range(5):
-            strategy.push(variables, [np.ones(size, np.float32) for size in SIZES])
-            for value in strategy.read(variables):
-                assert (value == value[0]).all()
-        strategy.barrier()
-        for value in strategy.read(variables):
-            assert (value == 5 * strategy.topology.size).all()
-
-    for num_ps in (1, 2):
-        on_workers(comm, work, num_ps=num_ps)
-
-
 @pytest.mark.ranks(2)
 def test_variables_without_shared_memory_go_through_the_slots(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second variable has none left: a container's memory is soon full."""

@@ -124,23 +124,6 @@ def test_late_ranks_are_named_across_nodes_and_over_messages(
     strategy.close()
 
 
-@pytest.mark.ranks(3)
-def test_a_late_rank_with_another_call_learns_it_too(comm: Intracomm, clock: Clock) -> None:
-    """The others gave up, and will not say how their call differed."""
-    strategy = Strategy(None, options(600), comm=comm)
-    if comm.rank:
-        comm.Barrier()
-    else:
-        clock.go_on_in_wait()
-    with pytest.raises(DeadlineExceededError):
-        strategy.reduce("MAX" if comm.rank else "SUM", 1.0)
-    if comm.rank == 0:
-        comm.Barrier()
-    strategy.reset()
-    assert strategy.reduce("SUM", 1.0) == comm.size
-    strategy.close()
-
-
 WAITS: dict[str, Callable[[Strategy], Any]] = {
     "reduce": lambda s: s.reduce("SUM", 1.0),
     "reduce along an axis": lambda s: s.reduce("SUM", np.ones(2), axis=0),
