@@ -68,18 +68,13 @@ def calls_before(sequence: int, ended: float) -> list[Row]:
     return [row(sequence - 2, "gather", "done", ended + 1), row(sequence - 1, "reduce", "done", ended + 0.01)]
 
 
-@pytest.fixture
-def one_behind(tmp_path: Path) -> Path:
+def test_rank_behind_is_found_by_all_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stuck = [*calls_before(1041, 20), row(1041, "all_reduce", "moving", 12.0, GRADIENTS)]
     others = [*calls_before(1041, 20), row(1041, "all_reduce", "done", 12.0, GRADIENTS, took=0.8)]
     for rank in range(8):
         calls = stuck if rank == 5 else [*others, row(1042, "reduce", "waiting", 11.2)]
         write(tmp_path, rank, group(rank, 8, calls))
-    return tmp_path
-
-
-def test_rank_behind_is_found(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = flight(capsys, one_behind)
+    status, text = flight(capsys, tmp_path)
     assert status == 1
     assert f"rank 5 is in call 1041, all_reduce ({GRADIENTS}), for 12.0 s: moving data " in text
     assert "ranks 0-4, 6-7 wait in call 1042, reduce, for 11.2 s " in text
@@ -87,6 +82,23 @@ def test_rank_behind_is_found(one_behind: Path, capsys: pytest.CaptureFixture[st
     assert text.count("=>") == 1
     assert "8 files, of all ranks; written " in text
     assert "Strategy a1b2, 8 ranks " in text
+    text = flight(capsys, tmp_path, "--calls", "2")[1]
+    assert "reduce [waiting] [not yet: rank 5] Why" in text
+    assert text.count("not yet") == 1
+    status, text = flight(capsys, tmp_path, "--rank", "5")
+    assert status == 1
+    assert "Strategy a1b2, rank 5 of 8, running" in text
+    assert "1040 " in text
+    assert f"5.0 ms - moving all_reduce: {GRADIENTS}" in text
+    assert "1042" not in text
+    status, text = flight(capsys, tmp_path, "--rank", "9")
+    assert (status, "has no file of rank 9; it has ranks 0-7" in text) == (2, True)
+    assert run_command(["flight", str(tmp_path), "--json"]) == 1
+    (strategy,) = json.loads(capsys.readouterr().out)["strategies"]
+    assert strategy["diverged"] is True
+    assert [place["ranks"] for place in strategy["places"]] == [[5], [0, 1, 2, 3, 4, 6, 7]]
+    assert strategy["places"][0]["last"]["sequence"] == 1041
+    assert strategy["verdict"][0].startswith("rank 5 is behind")
 
 
 def test_flight_says_where_ranks_were_in_their_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,21 +409,6 @@ def test_last_calls_name_the_straggler(tmp_path: Path, capsys: pytest.CaptureFix
     assert "within 3 min 20 s" in text
 
 
-def test_last_calls_name_the_absent(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = flight(capsys, one_behind, "--calls", "2")[1]
-    assert "reduce [waiting] [not yet: rank 5] Why" in text
-    assert text.count("not yet") == 1
-
-
-def test_all_calls_of_a_rank(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = flight(capsys, one_behind, "--rank", "5")
-    assert status == 1
-    assert "Strategy a1b2, rank 5 of 8, running" in text
-    assert "1040 " in text
-    assert f"5.0 ms - moving all_reduce: {GRADIENTS}" in text
-    assert "1042" not in text
-
-
 def test_writer_for_another_rank_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, group(0, 1, []), written_by=3)
     assert "by rank 3, because it could not itself: SIGUSR1" in flight(capsys, tmp_path, "--rank", "0")[1]
@@ -423,15 +420,6 @@ def test_wrong_number_of_calls_is_refused(calls: str, capsys: pytest.CaptureFixt
         run_command(["flight", "--calls", calls])
     assert end.value.code == 2
     assert f"{calls!r} is no number of 1 or more" in capsys.readouterr().err
-
-
-def test_json_has_the_same_answers(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["flight", str(one_behind), "--json"]) == 1
-    (strategy,) = json.loads(capsys.readouterr().out)["strategies"]
-    assert strategy["diverged"] is True
-    assert [place["ranks"] for place in strategy["places"]] == [[5], [0, 1, 2, 3, 4, 6, 7]]
-    assert strategy["places"][0]["last"]["sequence"] == 1041
-    assert strategy["verdict"][0].startswith("rank 5 is behind")
 
 
 def test_json_has_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -520,12 +508,6 @@ def test_files_that_contradict_each_other_are_said(tmp_path: Path, capsys: pytes
         f"{path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files"
         in flight(capsys, tmp_path)[1]
     )
-
-
-def test_rank_that_has_no_file_is_refused(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = flight(capsys, one_behind, "--rank", "9")
-    assert status == 2
-    assert "has no file of rank 9; it has ranks 0-7" in text
 
 
 def test_files_of_the_recorder_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_help_of_a_command_starts_no_mpi(name: str, example: str) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("placement", "transport"),
-    [("one node", "auto"), ("growing", "auto"), ("cyclic", "auto"), ("cyclic", "mpi")],
+    [("one node", "auto"), ("cyclic", "auto"), ("growing", "mpi")],
     indirect=["placement"],
 )
 def test_ranks_measure_together_and_alike(

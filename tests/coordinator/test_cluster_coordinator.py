@@ -269,16 +269,20 @@ def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
         with pytest.raises((TypeError, ValueError)):
             coordinator.schedule(echo, args=(iter([1]),))
         coordinator.join()
-        for _ in range(50 * coordinator.strategy.topology.size):
-            coordinator.schedule(take, args=(first,))
         with pytest.raises(OutOfRangeError, match="'test: take' failed on rank"):
-            coordinator.join()
+            take_all(coordinator, first)
         return [values[0::2], values[1::2]]
 
     for iterator in coordinate(comm, work):
         for rank in {rank for rank, _ in iterator}:
             numbers = [number for of, number in iterator if of == rank]
             assert numbers == list(range(100 * max(0, rank - 1), 100 * max(0, rank - 1) + len(numbers)))
+
+
+def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
+    for _ in range(50 * coordinator.strategy.topology.size):
+        coordinator.schedule(take, args=(iterator,))
+    coordinator.join()
 
 
 @pytest.mark.ranks(3)

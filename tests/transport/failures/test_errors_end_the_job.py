@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from jobs.failing import Job, end_of, job
+from jobs.failing import SIGNS, Job, end_of, job
 from mpi4py import MPI
 from mpi_session.launch import OPEN_MPI, Launcher
 
@@ -161,11 +161,13 @@ for call in (lambda: strategy.reduce("sum", 1.0), handle.wait, strategy.close):
         call()
     except RuntimeError as error:
         print(error, flush=True)
+leave_sign(f"finalized {rank}")
+await_signs("finalized 0", "finalized 1")  # the end of one would end the other
 sys.exit(9)
 """
-    ended = job(program, ranks=2)
+    ended = job(SIGNS + program, ranks=2)
     assert ended.status == 9
-    refused = re.findall(r"(\S+) after MPI\.Finalize\(\): the program has ended MPI", ended.out)
+    refused = re.findall(r"(reduce|wait\(\)|close\(\)) after MPI\.Finalize\(\): the program has ended MPI", ended.out)
     assert {*refused} == {"reduce", "wait()", "close()"}, ended.out  # the wait of one rank may have ended before
     assert "MPI routine" not in ended.err
 
