@@ -193,28 +193,6 @@ def test_a_worker_that_is_killed_as_the_cluster_ends_is_noticed_by_all(job: Job)
         assert re.search(rf"the ({also_gone}) of 3 ranks (is|are) gone", note.text), note
 
 
-LOST_AMONG_TWO = """
-if rank == 3:
-    os.kill(os.getpid(), signal.SIGKILL)
-if strategy.is_ps:
-    attempt("serve", strategy.serve)
-else:
-    time.sleep(0.3)
-    with strategy.scope():
-        attempt("all", lambda: [mpidist.Variable(np.zeros(2)) for _ in range(2)])
-    attempt("close", strategy.close)
-os._exit(0)
-"""
-
-
-@pytest.mark.long
-def test_the_other_server_ends_when_its_workers_have_lost_one(job: Job) -> None:
-    ended = job(cluster(LOST_AMONG_TWO, "num_ps=2"), FOUR, is_blind=True)
-    assert ended.of("all")[0].kind == "UnavailableError", ended.notes
-    assert "parameter server 1 (rank 3)" in ended.of("all")[0].text
-    assert ended.of("serve")[2].kind in ("value", "PeerFailedError")
-
-
 TOGETHER = """
 with strategy:
     if strategy.is_ps:

@@ -9,7 +9,7 @@ import pytest
 from parameter_server.clusters import on_workers
 
 from mpidist import IndexedSlices, Variable
-from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
+from mpidist.experimental import ParameterServerStrategy, partitioners
 from mpidist.parameter_server.messages.channel import Channel
 
 if TYPE_CHECKING:
@@ -43,21 +43,6 @@ def test_a_nest_of_rows_and_arrays_is_changed(comm: Intracomm, num_ps: int) -> N
         assert (found[4] == workers).all()
 
     on_workers(comm, work, num_ps=num_ps)
-
-
-@pytest.mark.ranks(3)
-def test_rules_get_each_row_once(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            tables = [Variable(np.zeros((4, 2))) for _ in range(2)]
-        strategy.push(tables, [rows(1.0, 3, 3), rows(2.0, 0)], server_rules.SGD(0.5))
-        strategy.barrier()
-        workers = strategy.topology.size
-        first, second = strategy.read(tables)
-        assert first[:, 0].tolist() == [0, 0, 0, -workers]
-        assert second[:, 1].tolist() == [-workers, 0, 0, 0]
-
-    on_workers(comm, work)
 
 
 @pytest.mark.core
