@@ -9,7 +9,7 @@ import pytest
 from parameter_server.clusters import on_workers
 
 from mpidist import IndexedSlices, Variable
-from mpidist.experimental import ParameterServerStrategy, partitioners
+from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
 from mpidist.parameter_server.messages.channel import Channel
 
 if TYPE_CHECKING:
@@ -87,3 +87,23 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -
         assert not any(value.any() for value in strategy.read(tables))
 
     on_workers(comm, work)
+
+
+@server_rules.register("refuses")
+def refuse(value: Any, gradient: Any, memory: Any) -> None:
+    raise ZeroDivisionError("by intent")
+
+
+@pytest.mark.ranks(3)
+def test_error_of_an_earlier_push_comes_before_rows_are_sent(comm: Intracomm) -> None:
+    """And leaves the other server usable."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            tables = [Variable(np.zeros((4, 2))) for _ in range(2)]
+        strategy.push(tables[1], np.ones((4, 2)), server_rules.Registered("refuses"))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: by intent"):
+            strategy.push(tables, [rows(1.0, 0)] * 2)
+        assert not any(value.any() for value in strategy.read(tables))
+
+    on_workers(comm, work, num_ps=2)
