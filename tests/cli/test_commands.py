@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -28,11 +29,18 @@ def command(ranks: int, *arguments: str, **variables: str) -> Ended:
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-def test_what_is_wrong_is_said_once() -> None:
-    done = command(2, "doctor", MPIDIST_CHECK="7")
+@pytest.mark.parametrize(
+    ("ranks", "variables", "text"),
+    [
+        (2, {"MPIDIST_CHECK": "7"}, "mpidist doctor: rank 0: MPIDIST_CHECK='7' is not understood"),
+        (1, {"MPI4PY_LIBMPI": "/none.so"}, "MPI:   mpidist needs mpi4py with an MPI library"),
+    ],
+)
+def test_what_is_wrong_is_said_once(ranks: int, variables: dict[str, str], text: str) -> None:
+    done = command(ranks, "doctor", **variables)
     printed = done.out + done.err
     assert done.status == 1, printed
-    assert printed.count("mpidist doctor: rank 0: MPIDIST_CHECK='7' is not understood") == 1, printed
+    assert printed.count(text) == 1, printed
     assert "Traceback" not in printed
 
 
@@ -117,7 +125,9 @@ def test_waits_of_tune_are_not_counted_from_the_start_of_the_machine(
         return measure_cost_model(*arguments)
 
     monkeypatch.setattr(tune, "measure_cost_model", measure_late)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     monkeypatch.setenv("MPIDIST_TUNE_DIR", comm.bcast(str(tmp_path)))
     assert run_command(["tune", "--seconds", "0.02"]) == 0
-    assert ("Written to" in capfd.readouterr().out) == (comm.rank == 0)
+    out = capfd.readouterr().out
+    assert ("Written to" in out) == ("Its ranks take turns on 1 cores" in out) == (comm.rank == 0)
     assert not [record for record in caplog.records if "has waited" in record.getMessage()]

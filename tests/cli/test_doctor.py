@@ -170,7 +170,7 @@ def test_it_shows_tasks_of_a_cluster(
     assert f"rank {comm.size - 1}: ps 0 of 2 worker tasks, 1 ps task, says TF_CONFIG" in text
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(3)
 def test_it_shows_what_is_odd_about_variables(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +205,7 @@ def test_it_makes_a_sum_of_all_ranks(
     assert "all-reduce: 5 of the sums that ranks got were wrong" in row(said(capfd, comm, status=1), "fail")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_it_warns_of_more_ranks_and_threads_than_cores(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,7 @@ def test_it_warns_of_more_ranks_and_threads_than_cores(
     assert "warn" not in text
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_json_is_what_later_runs_are_held_against(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

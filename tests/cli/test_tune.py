@@ -36,7 +36,7 @@ def tune(capfd: pytest.CaptureFixture[str], *arguments: str, status: int = 0) ->
     return capfd.readouterr().out
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 def test_command_measures_and_shows_what_it_measured(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "mpidist's own numbers, not measured here: there is no " in tune(capfd, "--show")
     done = tune(capfd, "--seconds", "0.1")
@@ -50,7 +50,7 @@ def test_command_measures_and_shows_what_it_measured(folder: Path, capfd: pytest
     assert f"Measured at {content['date']}, from {file}" in tune(capfd, "--show")
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 def test_show_answers_for_other_placements(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     done = tune(capfd, "--show", "--placement", "64,64")
     assert "128 ranks on 2 nodes, 64 on each" in done
@@ -58,7 +58,7 @@ def test_show_answers_for_other_placements(folder: Path, capfd: pytest.CaptureFi
     assert not list(folder.iterdir())
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 def test_numbers_that_cannot_be_kept_are_told(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers
+from transport.failures.clocks import Clock, clock
 
 import mpidist
 from mpidist import IndexedSlices, InputContext, Variable
@@ -19,6 +20,8 @@ from mpidist.experimental.coordinator import ClusterCoordinator, register
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+__all__ = ["clock"]
 
 HERE: dict[str, Any] = {}  # what functions of this rank find
 
@@ -195,7 +198,7 @@ def finish(coordinator: ClusterCoordinator) -> Callable[[], None]:
     return ask
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(3)
 def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
     HERE["comm"], workers = comm, range(1, comm.size - 1)
 
@@ -332,6 +335,20 @@ def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
         strategy.barrier()
         with strategy.scope():
             assert float(Variable(1.0)) == 1.0
+
+    on_workers(comm, on_each)
+
+
+@pytest.mark.ranks(3)
+def test_worker_waits_for_an_idle_chief_however_long(comm: Intracomm, clock: Clock) -> None:
+    def on_each(strategy: ParameterServerStrategy) -> None:
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            comm.recv(source=1)
+            assert coordinator.fetch(coordinator.schedule(wait, args=(0.0,))) == 0.0
+        else:
+            clock.do_in_wait(clock.go_on, lambda: comm.send(None, 0))
+            coordinator.serve()
 
     on_workers(comm, on_each)
 

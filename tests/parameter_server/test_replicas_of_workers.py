@@ -171,7 +171,7 @@ def test_a_replica_that_assigns_alone_is_named(comm: Intracomm) -> None:
     on_workers(comm, work, replicas=2)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(("replicas", "kind"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_wrong_numbers_are_refused(comm: Intracomm, replicas: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="replicas must be"):

@@ -131,7 +131,7 @@ def test_adam_steps_along_a_complex_gradient(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("name", "dtype", "is_in_rows"),
     [
@@ -160,7 +160,7 @@ def test_state_of_half_precision_variables_is_more_precise(
     on_workers(comm, work)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(("name", "dtype"), [("sgd", "int64"), ("momentum", "uint8"), ("adam", "bool")])
 def test_steps_that_are_fractions_need_a_variable_that_holds_them(comm: Intracomm, name: str, dtype: str) -> None:
     """Before anything is sent: on a server the rate became a whole number, 0, and the variable did not change."""
@@ -233,7 +233,7 @@ def test_a_rule_that_raises_is_told_and_changes_nothing(comm: Intracomm, size: i
     on_workers(comm, work)
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 def test_rules_that_are_not_known_are_refused() -> None:
     with pytest.raises(ValueError, match="no rule 'magic' is registered"):
         server_rules.Registered("magic")
@@ -247,7 +247,7 @@ def test_rules_that_are_not_known_are_refused() -> None:
     assert repr(server_rules.SGD(0.5)) == "SGD(0.5)"
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_rule_of_one_rank_alone_is_refused_by_the_server(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         server_rules.register("of workers")(lambda value, gradient, memory: None)

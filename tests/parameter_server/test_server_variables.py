@@ -275,7 +275,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -
             (TypeError, "variables of this strategy", lambda: strategy.push([3.0], [3.0])),
             (ValueError, "NONE", lambda: made(strategy, 1, synchronization="NONE")),
             (ValueError, "MEDIAN", lambda: made(strategy, 1, aggregation="MEDIAN")),
-            (ValueError, "int32 cannot have aggregation ME", lambda: made(strategy, np.int32(1), aggregation="MEAN")),
+            (
+                ValueError,
+                "int32 cannot have aggregation ME",
+                lambda: made(strategy, 1, dtype="int32", aggregation="MEAN"),
+            ),
             ((TypeError, ValueError), "'x' cannot be on a .*needs numbers", lambda: made(strategy, ["U"], name="x")),
         ):
             with pytest.raises(kind, match=text):
@@ -289,7 +293,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -
     on_workers(comm, work)
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(3)
 def test_variable_says_what_it_is(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -299,6 +303,7 @@ def test_variable_says_what_it_is(comm: Intracomm) -> None:
         assert isinstance(first, Variable)
         assert isinstance(first, mpidist.DistributedValues)
         assert first.strategy is strategy
+        assert first.assign(first) is first
         assert strategy.extended.variable_created_in_scope(first)
         assert [first.trainable, second.trainable, third.trainable] == [True, False, False]
         assert str(first.aggregation) == str(mpidist.VariableAggregation.SUM)
@@ -329,7 +334,7 @@ def test_workers_must_make_the_same_variables(comm: Intracomm) -> None:
     strategy.close()
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(1, 3)
 def test_initial_value_that_raises_is_an_error_of_all_workers(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         def initial() -> float:

@@ -123,7 +123,7 @@ def test_shards_change_as_one_array(comm: Intracomm) -> None:
     )
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(3)
 def test_shards_of_a_closed_strategy_are_not_read(comm: Intracomm) -> None:
     tables: list[Variable] = []
 

@@ -212,7 +212,7 @@ def test_staleness_without_step_done_warns_and_is_an_error_at_the_end(
         strategy.run(int)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_staleness_with_step_done_is_no_error(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
     """Also of steps that change a variable for each of several gradients, after the first one."""

@@ -62,7 +62,7 @@ def test_deadline_of_a_call_of_all_workers_comes_to_the_first_that_waits_and_not
     on_workers(comm, work, communication_options=PATIENT)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_deadlines_that_differ_are_refused(comm: Intracomm) -> None:
     options = CommunicationOptions(timeout_seconds=1 + comm.rank)
     with raises_everywhere(comm, InvalidArgumentError, "timeout_seconds must be the same on all ranks"):
@@ -163,7 +163,7 @@ def take_a_moment(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
     time.sleep(0.05)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_deadline_of_a_request_is_its_own(comm: Intracomm, clock: Clock) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():

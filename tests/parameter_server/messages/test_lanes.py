@@ -133,7 +133,7 @@ def test_a_push_that_fails_leaves_the_lane_in_order(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("is_read", [False, True])
 def test_an_interrupt_in_the_middle_breaks_the_channel(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_read: bool
@@ -173,7 +173,7 @@ def test_no_gradient_goes_through_mpi_in_a_node(comm: Intracomm, monkeypatch: py
 
 
 @pytest.mark.core
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("why", ["MPIDIST_TRANSPORT", "MPIDIST_PRETEND_NODES"])
 def test_messages_carry_everything_elsewhere(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     nodes = ",".join(["0"] * (comm.size - 1) + ["1"])
@@ -182,7 +182,7 @@ def test_messages_carry_everything_elsewhere(comm: Intracomm, monkeypatch: pytes
     assert sent > data
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_variables_without_shared_memory_go_through_the_slots(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second variable has none left: a container's memory is soon full."""
     really, calls = SharedArena.take, [0]
@@ -196,7 +196,7 @@ def test_variables_without_shared_memory_go_through_the_slots(comm: Intracomm, m
     assert sent < 100_000 < data
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("transport", ["auto", "shared_memory"])
 def test_without_any_shared_memory(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str

@@ -104,6 +104,9 @@ def test_error_of_an_earlier_push_comes_before_rows_are_sent(comm: Intracomm) ->
         strategy.push(tables[1], np.ones((4, 2)), server_rules.Registered("refuses"))
         with pytest.raises(RuntimeError, match="ZeroDivisionError: by intent"):
             strategy.push(tables, [rows(1.0, 0)] * 2)
+        strategy.push(tables[1], np.ones((4, 2)), server_rules.Registered("refuses"))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: by intent"):
+            strategy.read(tables)
         assert not any(value.any() for value in strategy.read(tables))
 
     on_workers(comm, work, num_ps=2)

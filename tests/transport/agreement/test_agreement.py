@@ -171,7 +171,7 @@ def test_a_difference_is_every_ranks_error(comm: Intracomm, name: str) -> None:
             assert strategy.reduce("SUM", 1.0) == comm.size
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_ranks_may_differ_in_what_is_their_own_affair(strategy: Strategy, comm: Intracomm) -> None:
     """Byte order, memory layout, order and class of dicts, kinds of number, and how long they would wait."""
     odd, size = comm.rank == 0, comm.size
@@ -206,20 +206,20 @@ def test_the_table_groups_ranks_that_agree(agreement: MpiAgreement, comm: Intrac
     assert caught.value.raised_on_all_ranks
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_a_long_table_is_cut(agreement: MpiAgreement, comm: Intracomm) -> None:
     with raises_everywhere(comm, InvalidArgumentError, r"array 6: .*\n  \.\.\. and more$"):
         agreement.join(Call("reduce", comm.rank, lambda: {f"array {index}": str(comm.rank) for index in range(50)}))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_an_error_of_all_ranks_stays_what_it_is(agreement: MpiAgreement) -> None:
     with pytest.raises(KeyError, match="mine"):
         agreement.join(Call("reduce", 0, dict, error=KeyError("mine")))
     agreement.join(Call("reduce", 0, dict))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_fingerprints_are_the_same_on_all_ranks(comm: Intracomm) -> None:
     signature = ("all_reduce", mpidist.ReduceOp.SUM, {"a": (1, 2.5)}, CommunicationOptions(3))
     prints = comm.allgather(fingerprint_of(signature))
@@ -274,7 +274,7 @@ def test_without_checks_a_refused_argument_is_an_error_and_no_wrong_number(
         assert strategy.reduce("SUM", 1) == comm.size
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_errors_of_one_kind_in_each_ranks_own_words_are_raised_as_they_are(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         with pytest.raises(ValueError, match=f"error {comm.rank}"):
@@ -291,7 +291,7 @@ def test_errors_of_several_kinds_are_one_error_that_names_each(comm: Intracomm) 
         assert strategy.reduce("SUM", 1) == comm.size
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", ["MPIDIST_CHECK", "MPIDIST_TIMEOUT_SECONDS"])
 def test_variables_must_agree(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if comm.rank == 0:

@@ -153,7 +153,7 @@ def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Cl
     strategy.close()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("given", [None, 0, 100 * LONG_SECONDS])
 def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None, clock: Clock) -> None:
     """0 and None are no deadline; 0 switches off the strategy's own."""
@@ -182,7 +182,7 @@ def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leav
         strategy.reduce("SUM", 1.0)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm, clock: Clock) -> None:
     """Ctrl-C is one; afterwards the strategy says what happened."""
     strategy = Strategy(comm=comm)
@@ -232,7 +232,7 @@ def test_end_of_the_program_waits_for_slow_ranks(
     assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """`MPIDIST_CHECK=0`: a call with a deadline still waits for all ranks, and closing hangs on nobody."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
@@ -248,7 +248,7 @@ def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.Monk
         strategy.close()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(3)
 def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None:
     """Requests of mpi4py do not hold the buffers of an all-reduce; a late rank's message lies in them."""
     agreement = make_agreement(comm, 0.2)
