@@ -260,7 +260,7 @@ def len_of(item: Any) -> int:
     return len(item)
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 3, 4)
 def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> list[Any]:
         with pytest.raises(NotImplementedError, match="in functions that are scheduled"):
