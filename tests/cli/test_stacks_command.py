@@ -36,7 +36,8 @@ def test_stacks_of_a_running_job_are_put_together(job: Job) -> None:
     def look(launcher: subprocess.Popen[bytes], notes: Path) -> None:
         place = r"^ranks 0, 2: \S+program\.py:\d+ in reduce\nrank 1: \S+program\.py:\d+ in await_notes$"
         while not found or not re.search(place, found[0].stdout, re.MULTILINE):  # the job's limit ends this in vain
-            found[:] = [stacks(str(launcher.pid)), stacks(str(launcher.pid), "--whole")]
+            found[:] = [stacks(str(launcher.pid))]
+        found.append(stacks(str(launcher.pid), "--whole"))
         with notes.open("a") as file:
             file.write('{"rank": 0, "what": "go on"}\n')
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers
+from transport.failures.clocks import Clock, clock
 
 import mpidist
 from mpidist import IndexedSlices, InputContext, Variable
@@ -19,6 +20,8 @@ from mpidist.experimental.coordinator import ClusterCoordinator, register
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+__all__ = ["clock"]
 
 HERE: dict[str, Any] = {}  # what functions of this rank find
 
@@ -115,13 +118,10 @@ def data(context: InputContext) -> list[int]:
     return list(range(100 * context.input_pipeline_id, 100 * context.input_pipeline_id + 50))
 
 
+@pytest.mark.ranks(1, 3, 4)
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_functions_are_called_and_joined(comm: Intracomm, num_ps: int) -> None:
-    """Cases T206 and T208."""
-    if comm.size not in (1, 2) and comm.size <= num_ps:
-        return
-
     def work(coordinator: ClusterCoordinator) -> list[float]:
         sums = []
         assert coordinator.done()
@@ -138,9 +138,9 @@ def test_functions_are_called_and_joined(comm: Intracomm, num_ps: int) -> None:
     assert coordinate(comm, work, num_ps=num_ps) == [[20, 40], [40, 80]]
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.core
 def test_arguments_and_results_are_nests(comm: Intracomm) -> None:
-    """Case T209."""
     large = np.arange(400_000.0)
     given: list[Any] = [
         (2, (3, 4.5), [5], {"v": 1, 2: None, (1, "b"): True}),
@@ -166,6 +166,7 @@ def test_arguments_and_results_are_nests(comm: Intracomm) -> None:
     coordinate(comm, work)
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.core
 def test_errors_are_raised_once_and_cancel_what_waits(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
@@ -197,7 +198,7 @@ def finish(coordinator: ClusterCoordinator) -> Callable[[], None]:
     return ask
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
     HERE["comm"], workers = comm, range(1, comm.size - 1)
 
@@ -223,6 +224,7 @@ def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
         comm.recv(source=0)
 
 
+@pytest.mark.ranks(1, 3)
 def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         value = coordinator.schedule(echo)
@@ -258,9 +260,8 @@ def len_of(item: Any) -> int:
     return len(item)
 
 
+@pytest.mark.ranks(1, 3, 4)
 def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
-    """Case T211."""
-
     def work(coordinator: ClusterCoordinator) -> list[Any]:
         with pytest.raises(NotImplementedError, match="in functions that are scheduled"):
             next(iter(HERE["dataset"]))
@@ -271,6 +272,8 @@ def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
         with pytest.raises((TypeError, ValueError)):
             coordinator.schedule(echo, args=(iter([1]),))
         coordinator.join()
+        with pytest.raises(OutOfRangeError, match="'test: take' failed on rank"):
+            take_all(coordinator, first)
         return [values[0::2], values[1::2]]
 
     for iterator in coordinate(comm, work):
@@ -279,6 +282,13 @@ def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
             assert numbers == list(range(100 * max(0, rank - 1), 100 * max(0, rank - 1) + len(numbers)))
 
 
+def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
+    for _ in range(50 * coordinator.strategy.topology.size):
+        coordinator.schedule(take, args=(iterator,))
+    coordinator.join()
+
+
+@pytest.mark.ranks(3)
 def test_what_is_no_data_set_is_refused(comm: Intracomm) -> None:
     """At once, or, if a function returns it, in the function that asks for it."""
 
@@ -298,21 +308,7 @@ def test_what_is_no_data_set_is_refused(comm: Intracomm) -> None:
     on_workers(comm, on_each)
 
 
-def test_the_end_of_a_data_set_is_an_error(comm: Intracomm) -> None:
-    def work(coordinator: ClusterCoordinator) -> None:
-        iterator = iter(HERE["dataset"])
-        with pytest.raises(OutOfRangeError, match="'test: take' failed on rank"):
-            take_all(coordinator, iterator)
-
-    coordinate(comm, work)
-
-
-def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
-    for _ in range(1000):
-        coordinator.schedule(take, args=(iterator,))
-    coordinator.join()
-
-
+@pytest.mark.ranks(3)
 def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         assert ClusterCoordinator(coordinator.strategy) is coordinator
@@ -325,9 +321,39 @@ def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
         with pytest.raises(RuntimeError, match="closed coordinator"):
             coordinator.schedule(add, args=(1.0,))
 
-    coordinate(comm, work)
+    def on_each(strategy: ParameterServerStrategy) -> None:
+        """Let all workers make calls together again afterwards."""
+        with strategy.scope():
+            HERE.update(variable=Variable(np.zeros(2)), rank=strategy.topology.rank, strategy=strategy)
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            work(coordinator)
+        else:
+            with pytest.raises(RuntimeError, match="not the chief"):
+                coordinator.schedule(add, args=(1.0,))
+            mpidist.Server(strategy).join()
+        strategy.barrier()
+        with strategy.scope():
+            assert float(Variable(1.0)) == 1.0
+
+    on_workers(comm, on_each)
 
 
+@pytest.mark.ranks(3)
+def test_worker_waits_for_an_idle_chief_however_long(comm: Intracomm, clock: Clock) -> None:
+    def on_each(strategy: ParameterServerStrategy) -> None:
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            comm.recv(source=1)
+            assert coordinator.fetch(coordinator.schedule(wait, args=(0.0,))) == 0.0
+        else:
+            clock.do_in_wait(clock.go_on, lambda: comm.send(None, 0))
+            coordinator.serve()
+
+    on_workers(comm, on_each)
+
+
+@pytest.mark.ranks(3)
 def test_other_strategies_are_refused(comm: Intracomm) -> None:
     """Each rank by itself, before it waits for others."""
     with mpidist.MultiWorkerMirroredStrategy(comm=comm) as mirrored:
@@ -337,52 +363,11 @@ def test_other_strategies_are_refused(comm: Intracomm) -> None:
             ClusterCoordinator("strategy")  # type: ignore[arg-type]
     with ParameterServerStrategy(comm=comm, staleness=2) as strategy:
         text = "on a parameter server" if strategy.is_ps else "needs staleness=None, got 2"
-        if comm.size > 1:
-            with pytest.raises((ValueError, RuntimeError), match=text):
-                ClusterCoordinator(strategy)
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            ClusterCoordinator(strategy)
 
 
-@pytest.mark.core
-def test_server_of_tensorflows_scripts_joins_on_workers(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> int:
-        HERE["rank"] = strategy.topology.rank
-        if not strategy.is_chief:
-            mpidist.Server(strategy).join()
-            return 0
-        coordinator = ClusterCoordinator(strategy)
-        assert coordinator.fetch([coordinator.schedule(echo, args=(number,)) for number in range(5)])[4]["args"] == (4,)
-        return 1
-
-    assert sum(on_workers(comm, work)) == 1
-
-
-@pytest.mark.core
-def test_workers_go_on_after_the_coordinator(comm: Intracomm) -> None:
-    """All of them make calls together again."""
-
-    def work(strategy: ParameterServerStrategy) -> float:
-        with strategy.scope():
-            HERE.update(variable=Variable(0.0), rank=strategy.topology.rank)
-        coordinator = ClusterCoordinator(strategy)
-        if strategy.is_chief:
-            for _ in range(5):
-                coordinator.schedule(add, args=(1.0,))
-            coordinator.close()
-        else:
-            with pytest.raises(RuntimeError, match="not the chief"):
-                coordinator.schedule(add, args=(1.0,))
-            coordinator.serve()
-        strategy.barrier()
-        with strategy.scope():
-            other = Variable(1.0)
-        other.assign_add(1.0)
-        strategy.barrier()
-        return float(HERE["variable"]) + float(other)
-
-    found = on_workers(comm, work)
-    assert found == [6.0 + len(found)] * len(found)
-
-
+@pytest.mark.ranks(3, 4)
 @pytest.mark.core
 def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> Any:
@@ -415,9 +400,9 @@ def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm: Intraco
 
 
 @pytest.mark.core
-@pytest.mark.ranks(min=4)
+@pytest.mark.ranks(4)
 def test_calls_of_a_worker_that_left_are_made_again_and_their_pushes_once(comm: Intracomm) -> None:
-    """Cases T214 and T215, where the worker says that it leaves."""
+    """Where the worker says that it leaves."""
     calls, num_left, found = 40, 0, None
     try:
         with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
@@ -445,7 +430,7 @@ def test_calls_of_a_worker_that_left_are_made_again_and_their_pushes_once(comm: 
         assert (found[1] == 111.0 * calls).all()
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 def test_functions_without_a_worker_are_an_error(comm: Intracomm) -> None:
     try:
         with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
@@ -471,7 +456,7 @@ def test_functions_without_a_worker_are_an_error(comm: Intracomm) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 def test_workers_go_on_without_a_chief_that_left(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
     try:
         with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
@@ -492,6 +477,7 @@ def test_workers_go_on_without_a_chief_that_left(comm: Intracomm, caplog: pytest
         pass
 
 
+@pytest.mark.ranks(1, 3)
 def test_an_error_that_nobody_asked_for_is_logged(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         coordinator.schedule(fail, args=("unseen",))

@@ -58,7 +58,6 @@ FUNCTIONS = {
     "fork": fork,
     "serve": lambda: HERE["coordinator"].serve(),
     "exit": lambda: sys.exit(),
-    "exit with 0": lambda: sys.exit(0),
     "exit with 3": lambda: sys.exit(3),
     "exit with a text": lambda: sys.exit("no data"),
     "own error": lambda: fail(ShapeError("3 columns")),
@@ -104,44 +103,33 @@ def right(number: int) -> int:
     return number + 1
 
 
+FAILED = r"'test: {name}' failed on rank .: "
+ALL = r".*{call} in 'test: {name}', which the chief has scheduled: "  # of all workers: the others do not make it
+SERVE = r".*serve\(\) of a coordinator (on the chief|in 'test: serve', which the chief has scheduled)"
+# Else the chief would let another worker call the function, which has made some of its changes.
+EXIT = "it called sys.exit.*; return from the function"
+# Name -> the error of the chief: of the nearest kind that can be made from a text, if the error's own cannot.
+ERRORS: dict[str, tuple[type[Exception], str]] = {
+    "barrier": (RuntimeError, FAILED + ALL.replace("{call}", r"barrier\(\)")),
+    "variable": (RuntimeError, FAILED + ALL.replace("{call}", "Variable")),
+    "close": (RuntimeError, FAILED + ALL.replace("{call}", r"close\(\)")),
+    "with": (RuntimeError, FAILED + ALL.replace("{call}", r"close\(\)")),
+    "serve": (RuntimeError, FAILED + SERVE),
+    "exit": (RuntimeError, FAILED + EXIT),
+    "exit with 3": (RuntimeError, FAILED + EXIT),
+    "exit with a text": (RuntimeError, FAILED + EXIT),
+    "fork": (ChildProcessError, "the child has failed"),  # which sends no result
+    "own error": (ShapeError, FAILED + ".*3 columns"),
+    "error of a pair": (ShapeError, FAILED + ".*PairError: 1 and 2"),
+    "error of a library": (np.linalg.LinAlgError, FAILED + ".*Singular matrix"),
+    "error of a module": (ValueError, FAILED + ".*Expecting property name"),
+    "local error": (KeyError, FAILED + ".*LocalError: 'k'"),
+}
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["barrier", "variable", "close", "with"])
-def test_functions_make_no_call_of_all_workers(comm: Intracomm, name: str) -> None:
-    """The others do not make it: the chief waits for the function."""
-    call = {"barrier": r"barrier\(\)", "variable": "Variable"}.get(name, r"close\(\)")
-    text = f"'test: {name}' failed on rank .: .*{call} in 'test: {name}', which the chief has scheduled: "
-    schedule_and_expect(comm, name, RuntimeError, text)
-
-
-def test_functions_do_not_serve(comm: Intracomm) -> None:
-    text = r"serve\(\) of a coordinator (on the chief|in 'test: serve', which the chief has scheduled)"
-    schedule_and_expect(comm, "serve", RuntimeError, text)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("name", ["exit", "exit with 0", "exit with 3", "exit with a text"])
-def test_functions_do_not_end_the_program(comm: Intracomm, name: str) -> None:
-    """Else the chief would let another worker call the function, which has made some of its changes."""
-    text = f"'test: {name}' failed on rank .: it called sys.exit.*; return from the function"
-    schedule_and_expect(comm, name, RuntimeError, text)
-
-
-def test_a_forked_process_sends_no_result(comm: Intracomm) -> None:
-    schedule_and_expect(comm, "fork", ChildProcessError, "the child has failed")
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "text"),
-    [
-        ("own error", ShapeError, "3 columns"),
-        ("error of a pair", ShapeError, "PairError: 1 and 2"),
-        ("error of a library", np.linalg.LinAlgError, "Singular matrix"),
-        ("error of a module", ValueError, "Expecting property name"),
-        ("local error", KeyError, "LocalError: 'k'"),
-    ],
-)
-def test_the_chief_raises_an_error_of_the_same_kind(
-    comm: Intracomm, name: str, kind: type[Exception], text: str
-) -> None:
-    """Of the nearest kind that can be made from a text, if the error's own cannot."""
-    schedule_and_expect(comm, name, kind, f"'test: {name}' failed on rank .: .*{text}")
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ERRORS)
+def test_function_that_fails_is_an_error_of_the_chief_alone(comm: Intracomm, name: str) -> None:
+    kind, text = ERRORS[name]
+    schedule_and_expect(comm, name, kind, text.replace("{name}", name))

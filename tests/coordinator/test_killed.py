@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs.faults import FOUR, Ended, Job, job
+from jobs.faults import FOUR, THREE, Ended, Job, Placement, job
 from jobs.ulfm import HAS_ULFM, survivor
 
 __all__ = ["job", "survivor"]
@@ -91,19 +91,23 @@ def require_pushes_once(ended: Ended) -> None:
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_pushes_of_a_worker_that_is_killed_are_made_once(job: Job, before: str) -> None:
-    """Case T215: those that the servers have made, and those that are under way."""
+    """Those that the servers have made, and those that are under way."""
     require_pushes_once(job(WORKER.format(before=BEFORE[before], calls=CALLS), FOUR, is_blind=True))
 
 
-@pytest.mark.parametrize("mode", ["ignore", "abort"])
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers_end(job: Job, num_ps: int, mode: str) -> None:
-    ended = job(SERVER.format(num_ps=num_ps, mode=mode), FOUR._replace(faulty=3), is_blind=True)
+@pytest.mark.parametrize(
+    ("placement", "num_ps", "mode"),
+    [(THREE._replace(faulty=2), 1, "ignore"), (FOUR._replace(faulty=3), 2, "abort")],
+)
+def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers_end(
+    job: Job, placement: Placement, num_ps: int, mode: str
+) -> None:
+    ended = job(SERVER.format(num_ps=num_ps, mode=mode), placement, is_blind=True)
     assert ended.status != 0, ended
     asked, worked = ended.of("asked")[0], ended.of("worked")
     assert asked.kind in ("UnavailableError", "PeerFailedError"), ended
-    assert "rank 3" in asked.text
-    assert set(worked) == set(range(1, 4 - num_ps)), ended
+    assert f"rank {placement.faulty}" in asked.text
+    assert set(worked) == set(range(1, placement.size - num_ps)), ended
 
 
 if HAS_ULFM:

@@ -40,6 +40,22 @@ def await_signs(*names):  # the test's limit ends a wait in vain
 """
 
 
+def environment() -> dict[str, str]:
+    """Return the variables of a job's ranks."""
+    return {
+        **clean_environment(),
+        "PYTHONPATH": PROJECT,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",  # of others, 64 MiB of addresses each are had in advance, whatever the limit is
+        "OPENBLAS_NUM_THREADS": "1",
+        # There may be more ranks than cores: one that waits gives its own up soon.
+        "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
+        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+        **OPEN_MPI,
+        "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
+    }
+
+
 @dataclass(frozen=True)
 class Ended:
     """A job that has come to its end."""
@@ -79,17 +95,10 @@ def job(tmp_path: Path) -> Job:
 def end_of(command: list[str], **variables: str) -> Ended:
     """Run a command to its end, with temporary files of its own: a killed launcher leaves some, by its number."""
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary:
-        environment = {
-            **clean_environment(),
-            "PYTHONPATH": PROJECT,
-            "TMPDIR": temporary,
-            **OPEN_MPI,
-            "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
-            **variables,
-        }
+        its = {**environment(), "TMPDIR": temporary, **variables}
         limit = 0.8 * HANG_SECONDS  # before the test's own, so that what the job wrote is shown
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+            done = subprocess.run(command, env=its, capture_output=True, text=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired as error:
             pytest.fail(f"the job did not end; it wrote {error.stdout!r} and {error.stderr!r}")
     return Ended(done.returncode, done.stdout, done.stderr)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from mpi_session import HANG_SECONDS, OPEN_MPI, clean_environment
+from mpi_session import HANG_SECONDS
 from mpi_session.launch import Launcher
 
-import mpidist
+from jobs.failing import Ended as EndedJob
+from jobs.failing import environment
 from mpidist.transport.text import name_ranks
 
 __all__ = [
@@ -53,7 +53,6 @@ __all__ = [
     "run_job",
 ]
 
-PROJECT = str(Path(mpidist.__file__).parents[1])
 DEADLINE_SECONDS = 3.0  # of the calls in HEAD that one rank does not make: within it, the others come to them
 _JOB_SECONDS = 0.6 * HANG_SECONDS  # before the test's own limit, so that what the job wrote is shown
 _BURY_SECONDS = 0.2 * HANG_SECONDS
@@ -61,6 +60,7 @@ _MARK = "FAULT_JOB"
 
 HEAD = """
 import gc, json, os, resource, signal, subprocess, sys, threading, time
+from sys import exit as early_exit
 import numpy as np
 import mpidist
 from mpidist import CommunicationOptions
@@ -172,18 +172,10 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(EndedJob):
     """A job that has come to its end, all processes of it."""
 
-    status: int
-    out: str
-    err: str
     notes: tuple[Note, ...]
-
-    def lines_of(self, rank: int) -> list[str]:
-        """Return what a rank wrote with its name in front."""
-        prefix = f"[rank {rank} on {socket.gethostname()}] "
-        return [line.partition(prefix)[2] for line in self.err.splitlines() if prefix in line]
 
     def of(self, what: str) -> dict[int, Note]:
         """Return the notes of that name, by rank."""
@@ -283,22 +275,6 @@ def run_command(
     assert not left, f"these processes did not end with the job: {left}; it wrote {said} and {notes.read_text()}"
     found = tuple(Note(**json.loads(line)) for line in notes.read_text().splitlines())
     return Ended(process.returncode, *said, found)
-
-
-def environment() -> dict[str, str]:
-    """Return the variables of a job's ranks."""
-    return {
-        **clean_environment(),
-        "PYTHONPATH": PROJECT,
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",  # of others, 64 MiB of addresses each are had in advance, whatever the limit is
-        "OPENBLAS_NUM_THREADS": "1",
-        # There may be more ranks than cores: one that waits gives its own up soon.
-        "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
-        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-        **OPEN_MPI,
-        "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
-    }
 
 
 def _bury(mark: str, may_stay: str | None) -> list[str]:

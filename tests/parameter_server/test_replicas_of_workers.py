@@ -21,10 +21,11 @@ def replica_id() -> int:
     return mpidist.get_replica_context().replica_id_in_sync_group
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_each_replica_adds_once_and_the_step_counts_once(comm: Intracomm, replicas: int) -> None:
-    """T181: x 10 and y 20 with SUM, z 30 with ONLY_FIRST_REPLICA. T182: a worker's own replicas count."""
+    """A worker's own replicas count."""
 
     def work(strategy: ParameterServerStrategy) -> None:
         assert strategy.num_replicas_in_sync == replicas
@@ -52,6 +53,7 @@ def test_each_replica_adds_once_and_the_step_counts_once(comm: Intracomm, replic
     on_workers(comm, work, replicas=replicas)
 
 
+@pytest.mark.ranks(1, 3)
 def test_replicas_push_their_sum(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -72,6 +74,7 @@ def test_replicas_push_their_sum(comm: Intracomm) -> None:
     on_workers(comm, work, replicas=3, variable_partitioner=cut)
 
 
+@pytest.mark.ranks(3)
 def test_rows_of_replicas(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -93,6 +96,7 @@ def test_rows_of_replicas(comm: Intracomm) -> None:
     on_workers(comm, work, replicas=2)
 
 
+@pytest.mark.ranks(3)
 def test_what_replicas_must_not_do_is_refused(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -117,6 +121,7 @@ def test_what_replicas_must_not_do_is_refused(comm: Intracomm) -> None:
     on_workers(comm, work, replicas=2)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, num_shards: int) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
@@ -141,6 +146,7 @@ def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, num_sh
     on_workers(comm, work, replicas=3, variable_partitioner=partitioners.FixedShardsPartitioner(num_shards))
 
 
+@pytest.mark.ranks(3)
 def test_a_replica_that_assigns_alone_is_named(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -165,20 +171,8 @@ def test_a_replica_that_assigns_alone_is_named(comm: Intracomm) -> None:
     on_workers(comm, work, replicas=2)
 
 
-@pytest.mark.parametrize(("replicas", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("replicas", "kind"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_wrong_numbers_are_refused(comm: Intracomm, replicas: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="replicas must be"):
         ParameterServerStrategy(comm=comm, replicas=replicas if comm.rank == comm.size - 1 else 2)
-
-
-def test_data_of_a_worker_goes_to_its_replicas(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            total = Variable(0, aggregation="SUM")
-        dataset = strategy.experimental_distribute_dataset([np.arange(10)])
-        for batch in dataset:
-            strategy.run(lambda part: total.assign_add(np.asarray(part.sum())), args=(batch,))
-        strategy.barrier()
-        assert int(total) == 45 * num_workers(comm)
-
-    on_workers(comm, work, replicas=2)

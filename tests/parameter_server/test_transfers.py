@@ -13,7 +13,7 @@ from mpidist.parameter_server.attendance.attendance import Attendance
 from mpidist.parameter_server.attendance.meetings import Workers
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane
-from mpidist.parameter_server.messages.protocol import CHUNK_BYTES, NO_PLACE, Change, Header, Op, plan_messages
+from mpidist.parameter_server.messages.protocol import CHUNK_BYTES, Change, Header, Op, plan_messages
 from mpidist.parameter_server.store import Store, Stored
 from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
 from mpidist.transport.failures.awaited_peers import AwaitedPeers
@@ -84,7 +84,7 @@ def run(steps: Iterator[bool], at_most: int = 100) -> bool:
     raise AssertionError("it does not end")
 
 
-@pytest.mark.parametrize("num_messages", range(NUM_MESSAGES + 1))
+@pytest.mark.parametrize("num_messages", [0, 1, NUM_MESSAGES - 1, NUM_MESSAGES])
 @pytest.mark.parametrize("change", ["add", "assign", "momentum"])
 def test_a_request_of_a_lost_worker_is_made_whole_or_not_at_all(num_messages: int, change: str) -> None:
     store = made_store()
@@ -113,7 +113,7 @@ def test_a_worker_that_is_lost_while_its_change_is_made_does_not_stop_the_change
     assert not large.queue
 
 
-@pytest.mark.parametrize("num_messages", range(NUM_MESSAGES + 1))
+@pytest.mark.parametrize("num_messages", [0, 1, NUM_MESSAGES - 1, NUM_MESSAGES])
 def test_a_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: int) -> None:
     """Another worker reads one of the variables meanwhile, for longer than a lost worker is listened to."""
     store, awaited, workers = made_store(), AwaitedPeers(), Workers((0, 1), None, None)
@@ -156,15 +156,6 @@ def test_chunks_are_added_as_they_come_where_a_lost_worker_ends_the_job() -> Non
     assert not store.variables[1].queue
 
 
-def test_others_have_turns_while_a_large_change_is_made() -> None:
-    """A worker gives way after each message, also if all of its data is there."""
-    store = made_store()
-    wanted = VariableList(list(store.variables.values()), is_near=False)
-    for may_be_lost in (False, True):
-        steps = Changing(connection(), store, header(Change.ADD), may_be_lost).run(wanted)
-        assert sum(1 for _ in steps) >= NUM_MESSAGES
-
-
 def test_a_rule_of_the_program_that_raises_leaves_the_rest_as_it_is() -> None:
     def fails(value: Any, gradient: Any, memory: Any) -> None:
         value += 1
@@ -182,7 +173,7 @@ def test_a_rule_of_the_program_that_raises_leaves_the_rest_as_it_is() -> None:
         assert not stored.queue
 
 
-@pytest.mark.parametrize("num_messages", range(4))
+@pytest.mark.parametrize("num_messages", [0, 2])
 def test_a_read_of_a_lost_worker_keeps_nobody_from_writing(num_messages: int) -> None:
     store = made_store()
     wanted = VariableList(list(store.variables.values()), is_near=False)
@@ -232,15 +223,6 @@ def test_a_variable_that_is_lent_waits_for_nobody_after_its_reader_is_lost() -> 
     assert all((stored.value == 1).all() for stored in variables)
 
 
-def test_what_lies_elsewhere_is_not_lent() -> None:
-    store, _, server = shared_store()
-    store.allocate(1, np.zeros(SIZES[1]))
-    assert store.variables[1].place == NO_PLACE
-    wanted = VariableList([store.variables[1]], is_near=True)
-    assert len(wanted.reads) == 4
-    assert run(send_variables(connection(9, server), wanted))
-
-
 @pytest.mark.parametrize("wrong", ["short", "key"])
 def test_rows_that_do_not_fit_change_nothing(wrong: str) -> None:
     """Not even the variables before those that do not fit."""
@@ -285,12 +267,3 @@ def test_who_leaves_the_queue_keeps_nobody_waiting() -> None:
     assert not stored.may_go(last)
     stored.leave(first)
     assert stored.may_go(last)
-
-
-@pytest.mark.parametrize("writes", [False, True])
-def test_nobody_waits_at_a_variable_that_nobody_uses(writes: bool) -> None:
-    stored = Stored(np.zeros(()))
-    for _ in range(3):
-        turn = stored.enter(writes)
-        assert stored.may_go(turn)
-        stored.leave(turn)

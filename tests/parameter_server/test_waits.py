@@ -12,6 +12,7 @@ import pytest
 from parameter_server.clusters import PATIENT, deadline_of, meet, on_workers, set_deadline_of_meetings
 from support.deadlines import recorded_seconds
 from support.everywhere import raises_everywhere
+from transport.failures.clocks import Clock, clock
 
 from mpidist import CommunicationOptions, Variable
 from mpidist.context_stack import parts_of
@@ -23,10 +24,12 @@ from mpidist.transport.failures.awaited_peers import AwaitedPeers
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+__all__ = ["clock"]
+
 HERE: dict[str, Any] = {}  # what a rule of this rank finds
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_deadline_of_a_call_of_all_workers_comes_to_the_first_that_waits_and_not_early(comm: Intracomm) -> None:
     """The others that wait with it are told whose it was; afterwards the strategy works: reset() has nothing to do."""
@@ -59,16 +62,16 @@ def test_deadline_of_a_call_of_all_workers_comes_to_the_first_that_waits_and_not
     on_workers(comm, work, communication_options=PATIENT)
 
 
+@pytest.mark.ranks(3)
 def test_deadlines_that_differ_are_refused(comm: Intracomm) -> None:
-    options = CommunicationOptions(timeout_seconds=1 + comm.rank % 2)
-    if comm.size > 1:
-        with raises_everywhere(comm, InvalidArgumentError, "timeout_seconds must be the same on all ranks"):
-            ParameterServerStrategy(comm=comm, communication_options=options)
+    options = CommunicationOptions(timeout_seconds=1 + comm.rank)
+    with raises_everywhere(comm, InvalidArgumentError, "timeout_seconds must be the same on all ranks"):
+        ParameterServerStrategy(comm=comm, communication_options=options)
     with raises_everywhere(comm, TypeError, "communication_options must be CommunicationOptions, got float"):
         ParameterServerStrategy(comm=comm, communication_options=3.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_one_thread_makes_the_requests(comm: Intracomm) -> None:
     """As in the other strategies: another one is refused as long as the first one lives, and later takes over."""
@@ -97,7 +100,7 @@ def test_one_thread_makes_the_requests(comm: Intracomm) -> None:
     on_workers(comm, work)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_others_see_what_a_server_serves(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -124,7 +127,7 @@ def sleeps(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm: Intracomm) -> None:
     """The server that did not answer it in time learns of it, and so do the other workers."""
@@ -155,6 +158,24 @@ def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm: Intraco
     assert set(others) <= {"UnavailableError", "NoneType"}  # some may have ended before
 
 
+@server_rules.register("takes a moment")
+def take_a_moment(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    time.sleep(0.05)
+
+
+@pytest.mark.ranks(3)
+def test_deadline_of_a_request_is_its_own(comm: Intracomm, clock: Clock) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        for _ in range(3):
+            clock.go_on(400.0)
+            strategy.push(variable, 1.0, server_rules.Registered("takes a moment"))
+            strategy.flush()
+
+    on_workers(comm, work, communication_options=PATIENT)
+
+
 @server_rules.register("is_away")
 def is_away(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
     for rank in range(1, HERE["comm"].size - 1):
@@ -162,7 +183,7 @@ def is_away(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 def test_a_server_is_lost_for_all_workers_whatever_ends_the_one_that_has_found_it(comm: Intracomm) -> None:
     """The worker has caught that error, and ends with one of its own, in other words."""
     HERE["comm"], error, is_ps = comm, None, False
@@ -195,6 +216,21 @@ def test_a_server_is_lost_for_all_workers_whatever_ends_the_one_that_has_found_i
         assert "is lost, with the variables on it" in text
         assert "rank 0 left because of an exception: KeyError: 'mine'" in text
     assert seen[-1][0] == "PeerFailedError"
+
+
+@pytest.mark.ranks(3)
+def test_exception_of_a_worker_ends_the_waits_of_the_others(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        if not strategy.is_chief:
+            raise KeyError("mine")
+        while True:
+            variable.numpy()
+
+    left = "rank 1 left because of an exception: KeyError: 'mine'"
+    with pytest.raises(KeyError if comm.rank == 1 else PeerFailedError, match="mine" if comm.rank == 1 else left):
+        on_workers(comm, work)
 
 
 class Tells(logging.Handler):

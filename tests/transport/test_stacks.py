@@ -63,8 +63,15 @@ def functions_of(child: subprocess.Popen[str], until: str = "") -> list[str]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("options", [[], ["-X", "faulthandler"]], ids=["plain", "faulthandler"])
-@pytest.mark.parametrize("does", ["while True: pass", "time.sleep(600)", "sum(range(10**12))", "sys.stdin.read()"])
+@pytest.mark.parametrize(
+    ("does", "options"),
+    [
+        ("while True: pass", []),
+        ("time.sleep(600)", ["-X", "faulthandler"]),
+        ("sum(range(10**12))", []),
+        ("sys.stdin.read()", []),
+    ],
+)
 def test_stack_is_read_of_a_process_that_does_not_answer_otherwise(start: Start, does: str, options: list[str]) -> None:
     child = start(BUSY.format(does), options)
     assert functions_of(child, until="busy") == ["busy", "<module>"]

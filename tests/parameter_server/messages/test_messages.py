@@ -102,7 +102,7 @@ def allocate(ask: Ask, key: int, value: Any) -> None:
     assert ask(Op.ALLOCATE, key, data, rows=about.size)[0] == Outcome.OK
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_a_request_that_comes_twice_is_made_once(comm: Intracomm) -> None:
     def work(ask: Ask) -> None:
@@ -119,7 +119,7 @@ def test_a_request_that_comes_twice_is_made_once(comm: Intracomm) -> None:
     with_a_server(comm, work)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("size", [1, 3 * CHUNK_BYTES // 8 + 1])
 def test_wrong_requests_are_answered_with_an_error(comm: Intracomm, size: int) -> None:

@@ -20,12 +20,11 @@ def rows(number: float, *indices: int, width: int = 2) -> IndexedSlices:
     return IndexedSlices(np.full((len(indices), width), number), np.array(indices, np.int64))
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_nest_of_rows_and_arrays_is_changed(comm: Intracomm, num_ps: int) -> None:
     """Also rows that come twice, none at all, and a variable that is there twice."""
-    if comm.size == num_ps:
-        return
 
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -46,22 +45,8 @@ def test_a_nest_of_rows_and_arrays_is_changed(comm: Intracomm, num_ps: int) -> N
     on_workers(comm, work, num_ps=num_ps)
 
 
-def test_rules_get_each_row_once(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            tables = [Variable(np.zeros((4, 2))) for _ in range(2)]
-        strategy.push(tables, [rows(1.0, 3, 3), rows(2.0, 0)], server_rules.SGD(0.5))
-        strategy.barrier()
-        workers = strategy.topology.size
-        first, second = strategy.read(tables)
-        assert first[:, 0].tolist() == [0, 0, 0, -workers]
-        assert second[:, 1].tolist() == [-workers, 0, 0, 0]
-
-    on_workers(comm, work)
-
-
 @pytest.mark.core
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, num_ps: int) -> None:
     """Of sharded variables, too."""
@@ -72,8 +57,6 @@ def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: py
         calls.append(call)
         really(channel, call, *args, **kwargs)
 
-    if comm.size == num_ps:
-        return
     monkeypatch.setattr(Channel, "start", start)
 
     def work(strategy: ParameterServerStrategy) -> None:
@@ -92,6 +75,7 @@ def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: py
     on_workers(comm, work, num_ps=num_ps, variable_partitioner=partitioners.FixedShardsPartitioner(2))
 
 
+@pytest.mark.ranks(1, 3)
 def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -103,3 +87,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -
         assert not any(value.any() for value in strategy.read(tables))
 
     on_workers(comm, work)
+
+
+@server_rules.register("refuses")
+def refuse(value: Any, gradient: Any, memory: Any) -> None:
+    raise ZeroDivisionError("by intent")
+
+
+@pytest.mark.ranks(3)
+def test_error_of_an_earlier_push_comes_before_rows_are_sent(comm: Intracomm) -> None:
+    """And leaves the other server usable."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            tables = [Variable(np.zeros((4, 2))) for _ in range(2)]
+        strategy.push(tables[1], np.ones((4, 2)), server_rules.Registered("refuses"))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: by intent"):
+            strategy.push(tables, [rows(1.0, 0)] * 2)
+        strategy.push(tables[1], np.ones((4, 2)), server_rules.Registered("refuses"))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: by intent"):
+            strategy.read(tables)
+        assert not any(value.any() for value in strategy.read(tables))
+
+    on_workers(comm, work, num_ps=2)

@@ -46,18 +46,18 @@ def late(*ranks: int, size: int) -> str:
     return rf"{name_ranks(ranks)} of {size} ranks did not join it"
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> None:
-    """T41, X25: and the strategy is broken until all reset it."""
+    """And the strategy is broken until all reset it."""
     strategy = Strategy(comm=comm)
-    deadline, patient = options(1), options(600)
+    deadline, patient = options(0.5), options(600)
     assert strategy.reduce("SUM", 1.0, options=patient) == comm.size
     if comm.rank == 0:
         others = late(*range(1, comm.size), size=comm.size)
-        pattern = rf"^reduce \(call 3\) on rank 0 waited 1 s, and {others}\. Every rank must make"
+        pattern = rf"^reduce \(call 3\) on rank 0 waited 0.5 s, and {others}\. Every rank must make"
         with pytest.raises(DeadlineExceededError, match=pattern):
             strategy.reduce("SUM", 1.0, options=deadline)
-        assert recorded_seconds(strategy) >= 1
+        assert recorded_seconds(strategy) >= 0.5
         for later in (lambda: strategy.reduce("SUM", 1.0), lambda: strategy.gather(np.ones(1), 0)):
             with pytest.raises(DeadlineExceededError, match=r"an earlier call failed.*reduce \(call 3\)"):
                 later()
@@ -73,7 +73,7 @@ def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> Non
     strategy.close()
 
 
-@pytest.mark.ranks(min=3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("number", [1, -1])
 def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int, clock: Clock) -> None:
     """And no other, wherever its lateness is found out first."""
@@ -98,7 +98,7 @@ def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int, clock: Clo
     strategy.close()
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("variable", ["MPIDIST_PRETEND_NODES", "MPIDIST_TRANSPORT"])
 def test_late_ranks_are_named_across_nodes_and_over_messages(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, variable: str, clock: Clock
@@ -124,23 +124,6 @@ def test_late_ranks_are_named_across_nodes_and_over_messages(
     strategy.close()
 
 
-@pytest.mark.ranks(min=2)
-def test_a_late_rank_with_another_call_learns_it_too(comm: Intracomm, clock: Clock) -> None:
-    """The others gave up, and will not say how their call differed."""
-    strategy = Strategy(None, options(600), comm=comm)
-    if comm.rank:
-        comm.Barrier()
-    else:
-        clock.go_on_in_wait()
-    with pytest.raises(DeadlineExceededError):
-        strategy.reduce("MAX" if comm.rank else "SUM", 1.0)
-    if comm.rank == 0:
-        comm.Barrier()
-    strategy.reset()
-    assert strategy.reduce("SUM", 1.0) == comm.size
-    strategy.close()
-
-
 WAITS: dict[str, Callable[[Strategy], Any]] = {
     "reduce": lambda s: s.reduce("SUM", 1.0),
     "reduce along an axis": lambda s: s.reduce("SUM", np.ones(2), axis=0),
@@ -155,7 +138,7 @@ WAITS: dict[str, Callable[[Strategy], Any]] = {
 }
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Clock) -> None:
     strategy = Strategy(None, options(600), comm=comm)
     pattern = rf"\(call \d+\) on rank 0 waited 600 s, and {late(*range(1, comm.size), size=comm.size)}"
@@ -170,23 +153,10 @@ def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Cl
     strategy.close()
 
 
-@pytest.mark.ranks(min=2)
-def test_the_environment_may_set_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
-    strategy = Strategy(comm=comm)
-    if comm.rank == 0:
-        clock.go_on_in_wait()
-        with pytest.raises(DeadlineExceededError, match=r"waited 600 s"):
-            strategy.reduce("SUM", 1.0)
-    comm.Barrier()
-    strategy.reset()
-    strategy.close()
-
-
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("given", [None, 0, 100 * LONG_SECONDS])
 def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None, clock: Clock) -> None:
-    """X26: 0 and None are no deadline; 0 switches off the strategy's own."""
+    """0 and None are no deadline; 0 switches off the strategy's own."""
     with Strategy(None, options(600) if given is not None else None, comm=comm) as strategy:
         if comm.rank == comm.size - 1:
             come_late(comm)
@@ -195,11 +165,10 @@ def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None, cloc
         assert strategy.reduce("SUM", 1.0, options=options(given)) == comm.size
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_leaving", [1, 2])
 def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leaving: int) -> None:
-    """X27: it closes its strategy while the others call; nobody hangs, and all may close."""
-    num_leaving = min(num_leaving, comm.size - 1)
+    """It closes its strategy while the others call; nobody hangs, and all may close."""
     strategy = Strategy(comm=comm)
     if comm.rank >= num_leaving:
         leavers = "rank 0" if num_leaving == 1 else "ranks 0-1"
@@ -213,7 +182,7 @@ def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leav
         strategy.reduce("SUM", 1.0)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm, clock: Clock) -> None:
     """Ctrl-C is one; afterwards the strategy says what happened."""
     strategy = Strategy(comm=comm)
@@ -229,7 +198,7 @@ def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm, clock: Clock) -
     strategy.close()
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
     """A program that ends must end: nobody else will come. A rank that has not heard of it yet learns it."""
     for ends in (Strategy.close, lambda strategy: parts_of(strategy).group.end_with_program()):
@@ -245,21 +214,7 @@ def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
         strategy.close()
 
 
-@pytest.mark.ranks(min=2)
-def test_a_late_rank_without_a_deadline_learns_it_too(comm: Intracomm) -> None:
-    """At once, and by name."""
-    strategy = Strategy(comm=comm)
-    if comm.rank == 0:
-        with pytest.raises(DeadlineExceededError):
-            strategy.reduce("SUM", 1.0, options=options(0.2))
-    comm.Barrier()
-    if comm.rank:
-        with pytest.raises(DeadlineExceededError, match=r"gather \(call 2\) .* rank 0 had given up waiting"):
-            strategy.gather(np.ones(1), 0)
-    strategy.close()
-
-
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_end_of_the_program_waits_for_slow_ranks(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
@@ -277,7 +232,7 @@ def test_end_of_the_program_waits_for_slow_ranks(
     assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """`MPIDIST_CHECK=0`: a call with a deadline still waits for all ranks, and closing hangs on nobody."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
@@ -293,7 +248,7 @@ def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.Monk
         strategy.close()
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None:
     """Requests of mpi4py do not hold the buffers of an all-reduce; a late rank's message lies in them."""
     agreement = make_agreement(comm, 0.2)
@@ -310,7 +265,7 @@ def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None
     assert all((array() is not None) == (comm.rank == 0) for array in memory)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:

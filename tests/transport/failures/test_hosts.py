@@ -79,28 +79,19 @@ def still_used(namespaces: set[str]) -> set[str]:
     return found & namespaces
 
 
-def test_hosts_reach_each_other_and_are_apart(hosts: Hosts) -> None:
+def test_hosts_are_apart_but_for_a_network_that_can_be_cut(hosts: Hosts, tmp_path: Path) -> None:
     for host, other in (("h1", 1), ("h2", 0), (HEAD, 0)):
         wait_until_reached(hosts, host, other)
     look = "ls /dev/shm; name=$(cat /proc/sys/kernel/hostname); touch /dev/shm/$name; echo $name $(basename $TMPDIR)"
     assert [said(hosts, name, "sh", "-c", look) for name in hosts.names] == ["h1 h1", "h2 h2"]  # no file of the other
-    sleeper = subprocess.Popen(hosts.command("h1", ["sleep", "5000"]))
-    assert "sleep" not in said(hosts, "h2", "sh", "-c", "cat /proc/[0-9]*/comm")
-    sleeper.kill()
-    sleeper.wait()
-
-
-def test_command_starts_where_it_is_called_and_ends_when_it_is_killed(hosts: Hosts, tmp_path: Path) -> None:
     command = hosts.command("h1", ["sh", "-c", "pwd; sleep 5000"])
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         assert started.stdout.readline().strip() == str(tmp_path.resolve())
+        assert "sleep" not in said(hosts, "h2", "sh", "-c", "cat /proc/[0-9]*/comm")
         started.kill()
     hosts.clear()  # of what the command started itself
     assert "sleep" not in said(hosts, "h1", "sh", "-c", "cat /proc/[0-9]*/comm")
-
-
-def test_cut_host_is_silent_until_it_joins(hosts: Hosts) -> None:
     hosts.cut("h2")
     assert reach(hosts, "h1", 1) == reach(hosts, "h2", 0) == "TimeoutError"
     hosts.join("h2")
@@ -108,21 +99,7 @@ def test_cut_host_is_silent_until_it_joins(hosts: Hosts) -> None:
     wait_until_reached(hosts, "h2", 0)
 
 
-def test_killed_host_loses_its_processes_and_no_other_does(hosts: Hosts) -> None:
-    sleepers = [subprocess.Popen(hosts.command(name, ["sleep", "5000"])) for name in hosts.names]
-    hosts.kill("h2")
-    assert sleepers[1].wait() != 0
-    assert sleepers[0].poll() is None
-    while (end := reach(hosts, "h1", 1)) == "ConnectionRefusedError":
-        pass  # the kernel takes the network of a dead host down when it finds the time
-    assert end in ("TimeoutError", "OSError")
-    with pytest.raises(HostsError, match="host h2 is dead"):
-        hosts.command("h2", ["true"])
-    sleepers[0].kill()
-    sleepers[0].wait()
-
-
-def test_ranks_run_on_all_hosts(hosts: Hosts) -> None:
+def test_hosts_run_ranks_and_a_killed_one_loses_its_processes_alone(hosts: Hosts) -> None:
     program = "import sys; from mpi4py.MPI import *; sys.stdout.write(f'{Get_processor_name()} {COMM_WORLD.size}\\n')"
     command = [*hosts.mpiexec(Path(sys.executable), 3), sys.executable, "-c", program]
     done = subprocess.run(
@@ -136,6 +113,17 @@ def test_ranks_run_on_all_hosts(hosts: Hosts) -> None:
     assert sorted(done.stdout.splitlines()) == ["h1 3", "h1 3", "h2 3"], done.stderr
     with pytest.raises(HostsError, match="5 ranks cannot run on 2 hosts with 2 slots each"):
         hosts.mpiexec(Path(sys.executable), 5)
+    sleepers = [subprocess.Popen(hosts.command(name, ["sleep", "5000"])) for name in hosts.names]
+    hosts.kill("h2")
+    assert sleepers[1].wait() != 0
+    assert sleepers[0].poll() is None
+    while (end := reach(hosts, "h1", 1)) == "ConnectionRefusedError":
+        pass  # the kernel takes the network of a dead host down when it finds the time
+    assert end in ("TimeoutError", "OSError")
+    with pytest.raises(HostsError, match="host h2 is dead"):
+        hosts.command("h2", ["true"])
+    sleepers[0].kill()
+    sleepers[0].wait()
 
 
 def test_nothing_is_left_of_two_sets_of_hosts_that_run_something() -> None:
