@@ -111,7 +111,7 @@ class FailureNotes:
 
         def has_all() -> bool:
             self.read()
-            return self._received == wanted
+            return all(received >= sent for received, sent in zip(self._received, wanted, strict=True))
 
         poll(has_all, check_peers)
         while self._under_way:
