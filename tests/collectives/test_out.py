@@ -53,8 +53,8 @@ def test_outs_that_are_other_arguments_take_results(strategy: Strategy, shape: t
 @pytest.mark.parametrize("count", [50, 300_000])
 def test_outs_that_overlap_arguments_take_results(strategy: Strategy, count: int) -> None:
     size = strategy.size
-    for shift in (1, -1, 7):
-        memory = np.zeros(count + 20, np.float32)
+    for make, shift in product((np.zeros, strategy.symmetric_empty), (1, -1, 7)):
+        memory = make(count + 20, np.float32)
         value, out = memory[10:-10], memory[10 + shift : count + 10 + shift]
         value[...] = numbers(strategy, (count,))
         all_reduce(strategy, "SUM", value, out=out)
