@@ -311,7 +311,6 @@ def test_one_process_calls_them_too() -> None:
     mpidist.get_strategy().barrier()
 
 
-@pytest.mark.ranks(2)
 def test_replicas_of_a_rank_make_one_call(comm: Intracomm) -> None:
     with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:
         strategy.barrier()

@@ -331,7 +331,6 @@ def test_out_of_all_gather_that_does_not_fit_on_one_rank_is_refused_on_all(comm:
         assert strategy.reduce("sum", 1.0) == comm.size
 
 
-@pytest.mark.ranks(1, 3)
 def test_outs_of_replicas_take_gathers_and_parts(comm: Intracomm) -> None:
     replicas = 5
 

@@ -113,7 +113,6 @@ def test_wrong_arguments_of_one_rank_are_everybodys_error(comm: Intracomm) -> No
             strategy.reduce("mean", np.ones(3 if comm.rank == 1 else 2), weight=1)
 
 
-@pytest.mark.ranks(3)
 def test_replicas_have_weights_of_their_own(comm: Intracomm) -> None:
     """The same bits on any number of ranks."""
 
