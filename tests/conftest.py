@@ -6,7 +6,7 @@ from mpi_session.plugin import comm, pytest_addoption, pytest_configure, pytest_
 from support.placements import placement
 from support.reductions import repeated
 from support.replicas import replicas
-from support.transports import pytest_generate_tests, transport
+from support.transports import pytest_generate_tests, transport, transport_of_case
 
 os.environ.setdefault("MPIDIST_FLIGHT_DIR", "off")  # of the calls that fail on purpose, no files
 os.environ.setdefault("MPIDIST_STRAGGLER", "0")  # a busy machine makes ranks slow, and a warning would stand in outputs
@@ -21,4 +21,5 @@ __all__ = [
     "repeated",
     "replicas",
     "transport",
+    "transport_of_case",
 ]

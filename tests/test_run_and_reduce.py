@@ -21,8 +21,6 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SUM_OF_RANKS = SIZE * (SIZE - 1) // 2
 
-only_several = pytest.mark.ranks(min=2)
-
 
 class Point(NamedTuple):
     x: Any
@@ -49,31 +47,18 @@ def merge(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
     return strategy.run(lambda: context().merge_call(*args, **kwargs))
 
 
-def same_on_all_ranks(value: Any) -> bool:
-    return len(set(WORLD.allgather(np.asarray(value).tobytes()))) == 1
-
-
+@pytest.mark.ranks(1, 3)
 @pytest.mark.core
 def test_runs_may_be_chained(strategy: Strategy) -> None:
-    """T118: results of one run are arguments of the next."""
+    """Results of one run are arguments of the next."""
     x = strategy.run(lambda: context().replica_id_in_sync_group + 1)
     powers = strategy.run(lambda x: {"a": 2 * x, "b": x * x}, (x,))
     assert (x, powers) == (RANK + 1, {"a": 2 * (RANK + 1), "b": (RANK + 1) ** 2})
     assert strategy.run(lambda a, b, c: a + 2 * b + c, kwargs={**powers, "c": 2}) == 2 * x + 2 * x * x + 2
 
 
-def test_run_on_one_device_is_one_replica() -> None:
-    """T118, T154."""
-    with OneDeviceStrategy() as alone:
-        x = 4
-        powers = alone.run(lambda x: {"a": 2 * x, "b": x * x}, (x,))
-        assert powers == {"a": 8, "b": 16}
-        assert alone.run(lambda a, b: a + 2 * b + 2, (), powers) == 42
-        assert alone.reduce("SUM", 5) == 5
-
-
+@pytest.mark.ranks(1, 3)
 def test_run_opens_distributed_values_and_passes_on_the_rest(strategy: Strategy) -> None:
-    """T133; reference 1.4.4."""
     other = object()
     nest = {"p": Point(PerReplica((1,)), [Mirrored((2,)), other])}
     args, kwargs = strategy.run(lambda *args, **kwargs: (args, kwargs), [PerReplica((0,)), other], {"nest": nest})
@@ -83,15 +68,20 @@ def test_run_opens_distributed_values_and_passes_on_the_rest(strategy: Strategy)
     assert strategy.run(lambda plain: plain, (plain,)) is plain
 
 
-@pytest.mark.parametrize("args", ["ab", {}, 3, np.ones(2)], ids=repr)
-def test_args_that_are_no_list_or_tuple_are_refused(strategy: Strategy, args: Any) -> None:
-    """X34."""
-    with pytest.raises(ValueError, match="must be a list or tuple"):
-        strategy.run(lambda: None, args)
-    with pytest.raises(ValueError, match="kwargs must be a dict, got list"):
-        strategy.run(lambda: None, kwargs=[args])  # type: ignore[arg-type]
+@pytest.mark.ranks(2)
+def test_arguments_of_run_that_cannot_be_are_refused(strategy: Strategy) -> None:
+    """Among them a call `step(x)` in the place of the function `step`."""
+    for args in ("ab", {}, 3, np.ones(2)):
+        with pytest.raises(ValueError, match="must be a list or tuple"):
+            strategy.run(lambda: None, args)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="kwargs must be a dict, got list"):
+            strategy.run(lambda: None, kwargs=[args])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="options must be None"):
         strategy.run(lambda: None, options=object())  # type: ignore[arg-type]
+    for fn in (3, None, [1.0]):
+        with raises_everywhere(WORLD, TypeError, "run: needed a function, got .*; pass the function itself"):
+            strategy.run(fn)  # type: ignore[arg-type]
+        assert strategy.reduce("SUM", 1) == SIZE
 
 
 def fail(*_: Any) -> None:
@@ -106,24 +96,17 @@ RAISING: dict[str, Callable[[Strategy], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fn", [3, None, [1.0]], ids=str)
-def test_what_cannot_be_called_is_refused(strategy: Strategy, fn: Any) -> None:
-    """As where a call `step(x)` was passed in the place of the function `step`."""
-    with raises_everywhere(WORLD, TypeError, "run: needed a function, got .*; pass the function itself"):
-        strategy.run(fn)
-    assert strategy.reduce("SUM", 1) == SIZE
+@pytest.mark.ranks(1, 3)
+def test_exceptions_come_out_as_they_are(strategy: Strategy) -> None:
+    for raising in RAISING.values():
+        with pytest.raises(KeyError, match="mine"):
+            raising(strategy)
+        assert strategy.reduce("SUM", 1) == SIZE
 
 
-@pytest.mark.parametrize("where", RAISING)
-def test_exceptions_come_out_as_they_are(strategy: Strategy, where: str) -> None:
-    """T116."""
-    with pytest.raises(KeyError, match="mine"):
-        RAISING[where](strategy)
-    assert strategy.reduce("SUM", 1) == SIZE
-
-
+@pytest.mark.ranks(1, 3)
 def test_merge_function_gets_its_arguments_as_they_are(strategy: Strategy) -> None:
-    """T133, with one replica on a rank: nothing is wrapped, and nothing copied; the result is opened."""
+    """With one replica on a rank: nothing is wrapped, and nothing copied; the result is opened."""
     with strategy.scope():
         variable = mpidist.Variable(0.0)
     array, other = np.full(2, RANK), object()
@@ -191,16 +174,6 @@ def test_an_optimizer_may_be_written_as_in_tensorflow(make: Callable[[], Strateg
         strategy.close()
 
 
-@only_several
-def test_rank_that_skips_a_merge_call_is_an_error_everywhere(strategy: Strategy) -> None:
-    """T137."""
-    if RANK > 0:
-        with pytest.raises(InvalidArgumentError, match="merge_call"):
-            merge(strategy, lambda merged: None)
-    with pytest.raises(InvalidArgumentError, match="merge_call") if RANK == 0 else pytest.raises(ZeroDivisionError):
-        strategy.reduce("SUM", 1.0) if RANK == 0 else 1 / 0
-
-
 def merged_one(strategy: Strategy) -> int:
     return 1
 
@@ -209,23 +182,23 @@ def merged_two(strategy: Strategy) -> int:
     return 2
 
 
-@only_several
-def test_different_merge_functions_are_an_error_everywhere(strategy: Strategy) -> None:
-    """Reference 2.6."""
+@pytest.mark.ranks(2, 3)
+def test_ranks_whose_merge_calls_differ_get_errors(strategy: Strategy) -> None:
+    """Another function, results of another form at their next use across replicas, and none."""
     with pytest.raises(InvalidArgumentError, match="merged_one"):
         merge(strategy, merged_one if RANK == 0 else merged_two)
-
-
-@only_several
-def test_results_of_different_forms_are_an_error_everywhere(strategy: Strategy) -> None:
-    """T136: at the next use across replicas."""
     with pytest.raises(InvalidArgumentError):
         strategy.reduce("SUM", strategy.run(lambda: [1.0] * context().replica_id_in_sync_group))
+    if RANK > 0:
+        with pytest.raises(InvalidArgumentError, match="merge_call"):
+            merge(strategy, lambda merged: None)
+    with pytest.raises(InvalidArgumentError, match="merge_call") if RANK == 0 else pytest.raises(ZeroDivisionError):
+        strategy.reduce("SUM", 1.0) if RANK == 0 else 1 / 0
 
 
 @pytest.mark.core
 def test_bare_value_is_this_ranks_contribution(placement: tuple[int, ...]) -> None:
-    """X17, T131: in the scope and out of it, on every placement; section 7, faults 2 and 4."""
+    """In the scope and out of it, on every placement."""
     with MultiWorkerMirroredStrategy() as strategy:
         for value in (1.0, np.float32(1), np.ones(()), PerReplica((1.0,))):
             assert strategy.reduce("SUM", value, axis=None) == SIZE
@@ -234,17 +207,11 @@ def test_bare_value_is_this_ranks_contribution(placement: tuple[int, ...]) -> No
                 assert strategy.reduce(mpidist.ReduceOp.SUM, value) == SIZE
 
 
-@pytest.mark.parametrize("op", ["sum", "SUM", "Sum", "mean", "MEAN", mpidist.ReduceOp.MEAN])
-def test_operations_are_named_in_any_case(op: Any) -> None:
-    """T55."""
-    with MirroredStrategy(comm=MPI.COMM_SELF) as alone:
-        assert alone.reduce(op, 1.0, axis=None) == 1.0
-        assert alone.extended.reduce_to(op, 1.0, 0) == 1.0
-        assert alone.extended.batch_reduce_to(op, [(1.0, 0), (1.0, "all")]) == [1.0, 1.0]
-
-
-def test_operation_that_is_none_is_refused(strategy: Strategy) -> None:
-    """Reference 1.4.1."""
+@pytest.mark.ranks(1, 3)
+def test_operation_is_named_in_any_case_and_else_refused(strategy: Strategy) -> None:
+    for op in ("mean", "Mean", mpidist.ReduceOp.MEAN):
+        assert strategy.reduce(op, 1.0, axis=None) == strategy.extended.reduce_to(op, 1.0, "all") == 1.0
+        assert strategy.extended.batch_reduce_to(op, [(1.0, "all")]) == [1.0]
     for wrong in ("median", None, mpidist.VariableAggregation.ONLY_FIRST_REPLICA, MPI.SUM, np.ones(2), object()):
         for axis in (None, 0):
             with raises_everywhere(WORLD, ValueError, "is not a valid ReduceOp"):
@@ -252,39 +219,7 @@ def test_operation_that_is_none_is_refused(strategy: Strategy) -> None:
     assert strategy.reduce("SUM", 1) == SIZE
 
 
-def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy) -> None:
-    """X18; api.md, section 2."""
-    assert strategy.reduce("MEAN", Mirrored((3.0,))) == 3.0
-    assert strategy.reduce("MAX", {"a": Mirrored((3.0,)), "b": RANK}) == {"a": 3.0, "b": SIZE - 1}
-    if SIZE == 1:
-        assert strategy.reduce("SUM", Mirrored((3.0,))) == 3.0
-        return
-    with pytest.raises(ValueError, match="Mirrored"):
-        strategy.reduce("SUM", Mirrored((3.0,)))
-
-
-def test_values_on_one_rank_per_node(placement: tuple[int, ...]) -> None:
-    """T134: `reduce`, `reduce_to`, `batch_reduce_to`."""
-    with MultiWorkerMirroredStrategy() as strategy:
-        for value in (1.0, np.float32(1), np.ones(())):
-            assert strategy.reduce("SUM", value) == SIZE
-            assert strategy.extended.reduce_to("SUM", value, value) == SIZE
-            assert strategy.extended.batch_reduce_to("SUM", [(value, value), (value, value)]) == [SIZE, SIZE]
-
-
-@pytest.mark.parametrize("value", [1, 1.0, np.float32(1), np.int8(1)])
-def test_rank_that_is_no_destination_gets_none(strategy: Strategy, value: Any) -> None:
-    """api.md, section 2: destinations, for numbers too."""
-    last = SIZE - 1
-    total = SIZE if last == RANK else None
-    assert strategy.extended.reduce_to("SUM", value, last) == total
-    assert strategy.extended.batch_reduce_to("SUM", [(value, last), ([value, {"a": value}], [0, last])]) == [
-        total,
-        [SIZE, {"a": SIZE}] if RANK in (0, last) else None,
-    ]
-    assert strategy.extended.broadcast_to(value, last) == (value if last == RANK else None)
-
-
+@pytest.mark.ranks(1, 3)
 def test_results_come_in_the_kinds_and_the_form_of_the_values(strategy: Strategy) -> None:
     value = {"b": Point(1, np.float32(2)), "a": [np.ones(2, np.int8), (3.5, np.ones(()))]}
     for result in (strategy.reduce("SUM", value), all_reduce(strategy, "SUM", value)):
@@ -297,18 +232,7 @@ def test_results_come_in_the_kinds_and_the_form_of_the_values(strategy: Strategy
         assert isinstance(result["b"], Point)
 
 
-@pytest.mark.core
-def test_all_reduce_sums_and_means_a_nest(placement: tuple[int, ...]) -> None:
-    """T119, T121."""
-    value = (1.0 + 2 * RANK, [39.0 - 36 * RANK, 2.0 + 39 * RANK])
-    one, two, three = SIZE + 2 * SUM_OF_RANKS, 39 * SIZE - 36 * SUM_OF_RANKS, 2 * SIZE + 39 * SUM_OF_RANKS
-    with MultiWorkerMirroredStrategy() as strategy:
-        assert all_reduce(strategy, "SUM", value) == (one, [two, three])
-        assert all_reduce(strategy, "MEAN", value) == (one / SIZE, [two / SIZE, three / SIZE])
-    with OneDeviceStrategy() as alone:
-        assert all_reduce(alone, "MEAN", value) == value
-
-
+@pytest.mark.ranks(1, 3)
 @pytest.mark.core
 def test_gradients_may_be_keyed_by_variables(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
     """By their names, whatever they hold and in whatever order: the second step is the first one's shape."""
@@ -343,6 +267,7 @@ class Model:
     name: str = field(default="model", metadata={"static": True})
 
 
+@pytest.mark.ranks(1, 3)
 def test_gradients_may_be_keyed_by_objects_in_one_order(strategy: Strategy) -> None:
     parameters = [Parameter() for _ in range(20)]
     random = np.random.default_rng(RANK).permutation(100).tolist()  # so that addresses come in another order
@@ -351,6 +276,7 @@ def test_gradients_may_be_keyed_by_objects_in_one_order(strategy: Strategy) -> N
     assert [int(sums[key][0]) for key in parameters] == [SIZE * index for index in range(len(parameters))]
 
 
+@pytest.mark.ranks(1, 3)
 def test_objects_are_reduced_field_by_field(strategy: Strategy) -> None:
     model = Model([Point(np.full(2, RANK), 1), {"b": 2.0}], RANK, name=f"of rank {RANK}")
     for total in (all_reduce(strategy, "SUM", model), strategy.reduce("SUM", model)):
@@ -359,98 +285,26 @@ def test_objects_are_reduced_field_by_field(strategy: Strategy) -> None:
     assert model.scale == RANK
 
 
-def test_all_reduce_of_ones_counts_the_replicas(strategy: Strategy) -> None:
-    """T122: also of one captured object (section 7, fault 2), and of nothing (X1)."""
-    captured = np.float32(1.0)
-    assert all_reduce(strategy, "SUM", captured) == SIZE
-    assert all_reduce(strategy, "SUM", 1.0) == SIZE
-    assert all_reduce(strategy, "SUM", []) == []
-
-
-def test_mirrored_variable_is_each_ranks_contribution_in_run(strategy: Strategy) -> None:
-    """T104."""
-    with strategy.scope():
-        variable = mpidist.Variable(2.0)
-    result = strategy.run(lambda: context().all_reduce("SUM", variable) + context().replica_id_in_sync_group)
-    assert result == 2 * SIZE + RANK
-
-
-def test_result_belongs_to_the_caller(strategy: Strategy) -> None:
-    """api.md, section 1; section 7, fault 12."""
-    value = np.ones(3)
-    for reduced in (strategy.reduce("SUM", value), strategy.reduce("MEAN", value), all_reduce(strategy, "SUM", value)):
-        reduced[...] = -1
-        assert value.tolist() == [1, 1, 1]
-    assert strategy.reduce("MEAN", value).tolist() == [1, 1, 1]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("make", [OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy])
-def test_training_a_scalar_shrinks_its_error_alike_on_all_ranks(make: Callable[[], Strategy]) -> None:
-    """T124, T142: the copies stay equal bit for bit, whatever each rank's gradient is."""
-    rng = np.random.default_rng(RANK)
-    with make() as strategy, strategy.scope():
-        kernel = mpidist.Variable(rng.normal(), name="kernel", aggregation="MEAN")
-        before = abs(float(kernel) - 1)
-        rate = 0.2 / strategy.num_replicas_in_sync
-
-        def step() -> None:
-            noise = 1 + 1e-3 * rng.normal()
-            gradient = 2 * (kernel.read_value() * noise - 1) * noise
-            kernel.assign_sub(rate * context().all_reduce("SUM", gradient))
-
-        for _ in range(10):
-            strategy.run(step)
-        assert abs(float(kernel) - 1) < before / 4
-        if make is not OneDeviceStrategy:
-            assert same_on_all_ranks(kernel.local_value())
-
-
-def test_values_from_a_function_know_their_replica(strategy: Strategy) -> None:
-    """T61, T62."""
+@pytest.mark.ranks(1, 3)
+def test_values_from_a_function_know_their_replica_and_may_be_run_and_gathered(strategy: Strategy) -> None:
     make = strategy.experimental_distribute_values_from_function
-    assert strategy.experimental_local_results(make(lambda context: 1)) == (1,)
     (array,) = strategy.experimental_local_results(make(lambda context: np.array([1, 2, 3])))
     assert array.tolist() == [1, 2, 3]
-    made = make(lambda context: list(range(context.num_replicas_in_sync))[context.replica_id_in_sync_group])
-    assert isinstance(made, PerReplica)
-    assert made.values == (RANK,)
-    pair = make(lambda context: (context.replica_id_in_sync_group, {"n": context.num_replicas_in_sync}))
-    assert isinstance(pair, tuple)
-    assert (pair[0].values, pair[1]["n"].values) == ((RANK,), (SIZE,))
-
-
-def test_values_from_a_function_may_be_run_and_gathered(strategy: Strategy) -> None:
-    """T61, T64."""
-    ids = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+    ids, sizes = make(lambda context: (context.replica_id_in_sync_group, {"n": context.num_replicas_in_sync}))
+    assert isinstance(ids, PerReplica)
+    assert (ids.values, sizes["n"].values) == ((RANK,), (SIZE,))
     assert strategy.run(lambda x: x * x, (ids,)) == RANK**2
-    ones = strategy.experimental_distribute_values_from_function(lambda context: np.ones(1))
-    assert strategy.gather(ones, axis=0).tolist() == [1] * SIZE
+    assert strategy.gather(make(lambda context: np.ones(1)), axis=0).tolist() == [1] * SIZE
     assert strategy.reduce("SUM", ids) == SUM_OF_RANKS
 
 
+@pytest.mark.ranks(1, 3)
 def test_local_results_are_a_tuple_of_this_ranks_component(strategy: Strategy) -> None:
-    """Reference 1.4.4; T154."""
     other = object()
     results = strategy.experimental_local_results
     assert results(PerReplica((1,))) == (1,)
     assert results({"a": PerReplica((1,)), "b": [Mirrored((2,)), other]}) == ({"a": 1, "b": [2, other]},)
     assert results(other) == (other,)
-
-
-def test_calls_of_one_shape_are_planned_once(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever they are called: a model may have more variables than plans are kept."""
-    with strategy.scope():
-        variables = [mpidist.Variable(np.zeros(2), aggregation="SUM") for _ in range(5)]
-
-    def step() -> None:
-        for variable in variables:
-            variable.assign_add(np.ones(2))
-
-    with caplog.at_level("DEBUG", "mpidist.cross_device_ops"):
-        strategy.run(step)
-    assert len([record for record in caplog.records if "assignment" in record.getMessage()]) == 1
-    assert [variable.numpy().tolist() for variable in variables] == [[SIZE, SIZE]] * 5
 
 
 def in_scope(strategy: Strategy, call: str, *given: Any, **more: Any) -> Any:
@@ -470,23 +324,24 @@ WITH_HINTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", WITH_HINTS)
-def test_options_are_taken_as_hints_with_a_warning(strategy: Strategy, call: str) -> None:
+@pytest.mark.ranks(1, 3)
+def test_options_are_taken_as_hints_with_a_warning(strategy: Strategy) -> None:
     """The warning points at the program's line; the hints count; two names for one thing are everybody's error."""
     hints = mpidist.CommunicationOptions(timeout_seconds=120.0)
-    with pytest.warns(DeprecationWarning, match="experimental_hints") as caught:
-        assert WITH_HINTS[call](strategy, experimental_hints=hints) == SIZE
-    assert [warning.filename for warning in caught] == [__file__]
-    with (
-        pytest.warns(DeprecationWarning, match="hints"),
-        raises_everywhere(WORLD, TypeError, "must be a CommunicationOptions"),
-    ):
-        WITH_HINTS[call](strategy, experimental_hints=3)
-    both = {"options": hints} if RANK == SIZE - 1 else {}
-    refused = pytest.raises((TypeError, InvalidArgumentError), match="two names of one")
-    with pytest.warns(DeprecationWarning, match="hints"), refused:
-        WITH_HINTS[call](strategy, experimental_hints=hints, **both)
-    assert strategy.reduce("SUM", 1) == SIZE
+    for call in WITH_HINTS.values():
+        with pytest.warns(DeprecationWarning, match="experimental_hints") as caught:
+            assert call(strategy, experimental_hints=hints) == SIZE
+        assert [warning.filename for warning in caught] == [__file__]
+        with (
+            pytest.warns(DeprecationWarning, match="hints"),
+            raises_everywhere(WORLD, TypeError, "must be a CommunicationOptions"),
+        ):
+            call(strategy, experimental_hints=3)
+        both = {"options": hints} if RANK == SIZE - 1 else {}
+        refused = pytest.raises((TypeError, InvalidArgumentError), match="two names of one")
+        with pytest.warns(DeprecationWarning, match="hints"), refused:
+            call(strategy, experimental_hints=hints, **both)
+        assert strategy.reduce("SUM", 1) == SIZE
 
 
 ONES, SHORT = np.ones(3), np.ones(2)
@@ -522,16 +377,16 @@ REFUSED: dict[str, tuple[Callable[[Strategy], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("text", REFUSED)
-def test_error_names_its_call(strategy: Strategy, text: str) -> None:
-    make_call, kind = REFUSED[text]
-    with raises_everywhere(WORLD, Exception, f"^{re.escape(text)}") as raised:
-        make_call(strategy)
-    assert kind in type(raised[0]).__name__
-    assert strategy.reduce("sum", 1) == SIZE
+@pytest.mark.ranks(1, 3)
+def test_error_names_its_call(strategy: Strategy) -> None:
+    for text, (make_call, kind) in REFUSED.items():
+        with raises_everywhere(WORLD, Exception, f"^{re.escape(text)}") as raised:
+            make_call(strategy)
+        assert kind in type(raised[0]).__name__
+        assert strategy.reduce("sum", 1) == SIZE
 
 
-@only_several
+@pytest.mark.ranks(2, 3)
 def test_error_of_one_rank_names_its_call_once(strategy: Strategy) -> None:
     with raises_everywhere(
         WORLD, InvalidArgumentError, r"^gather \(call \d+\).*rank 1: InvalidArgumentError: a scalar"

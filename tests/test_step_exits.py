@@ -59,6 +59,7 @@ def write_checkpoint(strategy: Strategy, folder: Path) -> Callable[[], Any]:
 
 
 @several
+@pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("traced", [False, True])
 def test_step_that_one_rank_leaves_is_an_error_of_all_until_a_reset(
@@ -89,38 +90,37 @@ def test_step_that_one_rank_leaves_is_an_error_of_all_until_a_reset(
         assert (strategy.run(step, args=(7,)) == 7 * comm.size).all()
 
 
-@several
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", ["even"], indirect=True)
 @pytest.mark.usefixtures("placement")
-@pytest.mark.parametrize(
-    "name",
-    ["reduce", r"barrier\(\)", "next of data set 0", "reading of variable 'seen'", "save of a checkpoint", "Variable",
-     "start_all_reduce", "gather_object", "broadcast", "symmetric_empty", "merge_call", "raise_together"],
-)  # fmt: skip
-def test_step_that_one_rank_leaves_is_found_by_every_call(comm: Intracomm, tmp_path: Path, name: str) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        run, folder = strategy.run, Path(comm.bcast(str(tmp_path)))
-        calls: dict[str, Callable[[], Any]] = {
-            "reduce": lambda: strategy.reduce("sum", np.ones(3)),
-            r"barrier\(\)": strategy.barrier,
-            "next of data set 0": next_batch(strategy),
-            "reading of variable 'seen'": read(strategy),
-            "save of a checkpoint": write_checkpoint(strategy, folder),
-            "start_all_reduce": lambda: run(lambda: get_replica_context().start_all_reduce("sum", 1.0)).wait(),
-            "gather_object": lambda: strategy.gather_object(1),
-            "broadcast": lambda: strategy.broadcast(1),
-            "symmetric_empty": lambda: strategy.symmetric_empty(3, "f4"),
-            "merge_call": lambda: run(lambda: get_replica_context().merge_call(lambda _: None)),
-            "raise_together": lambda: strategy.raise_together("x").__exit__(None, None, None),
-            "Variable": lambda: read(strategy),
-        }
-        calls[name]()
-        leave_step(strategy, comm.rank == 1)
-        with raises_everywhere(comm, InvalidArgumentError, rf"rank 1 left step \d .*, and then called {name}"):
-            calls[name]()
+def test_step_that_one_rank_leaves_is_found_by_every_call(comm: Intracomm, tmp_path: Path) -> None:
+    folder = Path(comm.bcast(str(tmp_path)))
+    calls: dict[str, Callable[[Strategy], Callable[[], Any]]] = {
+        "reduce": lambda strategy: lambda: strategy.reduce("sum", np.ones(3)),
+        r"barrier\(\)": lambda strategy: strategy.barrier,
+        "next of data set 0": next_batch,
+        "reading of variable 'seen'": read,
+        "save of a checkpoint": lambda strategy: write_checkpoint(strategy, folder),
+        "start_all_reduce": lambda strategy: (
+            lambda: strategy.run(lambda: get_replica_context().start_all_reduce("sum", 1.0)).wait()
+        ),
+        "gather_object": lambda strategy: lambda: strategy.gather_object(1),
+        "broadcast": lambda strategy: lambda: strategy.broadcast(1),
+        "symmetric_empty": lambda strategy: lambda: strategy.symmetric_empty(3, "f4"),
+        "merge_call": lambda strategy: lambda: strategy.run(lambda: get_replica_context().merge_call(lambda _: None)),
+        "raise_together": lambda strategy: lambda: strategy.raise_together("x").__exit__(None, None, None),
+        "Variable": lambda strategy: lambda: read(strategy),
+    }
+    for name, make in calls.items():
+        with MultiWorker(comm=comm) as strategy:
+            call = make(strategy)
+            call()
+            leave_step(strategy, comm.rank == 1)
+            with raises_everywhere(comm, InvalidArgumentError, rf"rank 1 left step \d .*, and then called {name}"):
+                call()
 
 
-@several
-@pytest.mark.usefixtures("placement")
+@pytest.mark.ranks(3)
 def test_step_that_all_ranks_leave_goes_on(comm: Intracomm) -> None:
     def step(is_bad: bool) -> Any:
         started = [get_replica_context().start_all_reduce("sum", np.full(count, 1.0)) for count in (3, 20_000)]
@@ -137,8 +137,7 @@ def test_step_that_all_ranks_leave_goes_on(comm: Intracomm) -> None:
         assert strategy.reduce("sum", 1.0) == comm.size
 
 
-@several
-@pytest.mark.usefixtures("placement")
+@pytest.mark.ranks(3)
 def test_step_whose_exception_is_caught_or_told_goes_on(comm: Intracomm) -> None:
     def step(how: str) -> Any:
         with strategy.raise_together("a step") if how == "told" else pytest.raises(KeyError):
@@ -157,7 +156,7 @@ def test_step_whose_exception_is_caught_or_told_goes_on(comm: Intracomm) -> None
                 assert strategy.run(lambda: 3) == 3
 
 
-@several
+@pytest.mark.ranks(2, 3)
 def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm: Intracomm) -> None:
     """One of them made it in a step, and the others outside."""
     with MultiWorker(comm=comm) as strategy:
@@ -167,7 +166,7 @@ def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm: Intracomm) 
         assert strategy.reduce("sum", 1.0) == comm.size
 
 
-@several
+@pytest.mark.ranks(2, 3)
 def test_close_after_a_step_that_one_rank_left_says_so(comm: Intracomm) -> None:
     strategy = MultiWorker(comm=comm)
     leave_step(strategy, comm.rank == 1)
@@ -189,7 +188,7 @@ def step_of_replicas(strategy: Strategy, leavers: range, all_call: bool = False)
     return strategy.run(step)
 
 
-@several
+@pytest.mark.ranks(2, 3)
 def test_step_that_all_replicas_of_one_rank_leave_is_an_error_of_all(comm: Intracomm) -> None:
     with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:
         step_of_replicas(strategy, range(0))
@@ -199,7 +198,7 @@ def test_step_that_all_replicas_of_one_rank_leave_is_an_error_of_all(comm: Intra
             step_of_replicas(strategy, range(0))
 
 
-@several
+@pytest.mark.ranks(2, 3)
 def test_step_that_a_replica_leaves_while_others_call_goes_on(comm: Intracomm) -> None:
     """All ranks raise an error then."""
     with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
-
-only_several = pytest.mark.ranks(min=2)
 
 
 @pytest.fixture
@@ -58,6 +57,7 @@ IN_RUN: dict[str, Callable[[Strategy, str, Any], Any]] = {
 REDUCING = ACROSS | IN_RUN
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("aggregation", ["SUM", "NONE"])
 def test_a_metric_counts_with_this_ranks_copy(strategy: Strategy, comm: Intracomm, aggregation: str) -> None:
     """With aggregation NONE it could not be read across replicas, so nothing reads it in secret."""
@@ -77,15 +77,13 @@ def test_a_metric_counts_with_this_ranks_copy(strategy: Strategy, comm: Intracom
     assert metric.local_value().tolist() == [rank]
 
 
-@pytest.mark.parametrize("name", REDUCING)
-def test_what_is_mirrored_has_a_mean_and_no_sum(strategy: Strategy, comm: Intracomm, name: str) -> None:
+@pytest.mark.ranks(1, 3)
+def test_what_is_mirrored_has_a_mean_and_no_sum(strategy: Strategy, comm: Intracomm) -> None:
     """Of three times 0.1, added and divided, the mean would be another number."""
-    reduced = REDUCING[name]
     held = variable(strategy, np.full(1, 0.1), aggregation="SUM")
-    mirrored = [Mirrored((np.full(1, 0.1),))]
-    if name in ACROSS:  # in a replica a variable is this replica's
-        mirrored.append(held)
-    for value in mirrored:
+    mirrored = Mirrored((np.full(1, 0.1),))
+    # in a replica a variable is this replica's
+    for (name, reduced), value in [*product(REDUCING.items(), [mirrored]), *product(ACROSS.items(), [held])]:
         for op in ("mean", "min", "max"):
             result = reduced(strategy, op, value)
             assert result == 0.1 or (op == "mean" and name in ("reduce_scatter", "reduce along an axis"))
@@ -97,14 +95,13 @@ def test_what_is_mirrored_has_a_mean_and_no_sum(strategy: Strategy, comm: Intrac
                 assert reduced(strategy, op, value) == 0.1
                 continue
             what = "mirrored variable, 'variable'" if value is held else "Mirrored value"
-            with raises_everywhere(
-                comm, ValueError, f"{what}.* same on all {comm.size} replicas.* {op.upper()} has no"
-            ):
+            text = f"{what}.* same on all {comm.size} replicas.* {op.upper()} has no"
+            with raises_everywhere(comm, ValueError, text):
                 reduced(strategy, op, value)
 
 
+@pytest.mark.ranks(1, 3)
 def test_in_a_replica_a_variable_is_the_replicas(strategy: Strategy, comm: Intracomm) -> None:
-    """T104."""
     held = variable(strategy, 2.0)
     result = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", held) + comm.rank)
     assert result == 2 * comm.size + comm.rank
@@ -114,6 +111,7 @@ def test_in_a_replica_a_variable_is_the_replicas(strategy: Strategy, comm: Intra
     assert merged == 2
 
 
+@pytest.mark.ranks(1, 3)
 def test_a_variable_is_mirrored_over_its_own_strategys_ranks_alone(strategy: Strategy, comm: Intracomm) -> None:
     with OneDeviceStrategy() as alone:
         own = variable(alone, comm.rank + 1.0)
@@ -124,7 +122,7 @@ def test_a_variable_is_mirrored_over_its_own_strategys_ranks_alone(strategy: Str
         assert ops.reduce("SUM", held, "all") == 2 * comm.size
 
 
-@only_several
+@pytest.mark.ranks(3)
 def test_what_is_mirrored_on_one_rank_alone_is_refused_on_all(strategy: Strategy, comm: Intracomm) -> None:
     value = Mirrored((1.0,)) if comm.rank == 0 else 1.0
     for reduced in (REDUCING["all_reduce"], REDUCING["reduce"]):
@@ -135,11 +133,13 @@ def test_what_is_mirrored_on_one_rank_alone_is_refused_on_all(strategy: Strategy
     assert strategy.reduce("SUM", 1) == comm.size
 
 
+@pytest.mark.ranks(2)
 def test_what_is_mirrored_has_no_out(strategy: Strategy, comm: Intracomm) -> None:
     with raises_everywhere(comm, InvalidArgumentError, "mirrored values are not: leave them out"):
         in_run(strategy, "all_reduce", "MEAN", Mirrored((np.ones(2),)), out=np.zeros(2))
 
 
+@pytest.mark.ranks(1, 3)
 def test_assigning_what_is_mirrored_with_sum_is_refused(strategy: Strategy, comm: Intracomm) -> None:
     """A `PerReplica` says itself that it is a contribution, also of a Python number."""
     total = variable(strategy, 0.0, aggregation="SUM")
@@ -156,6 +156,7 @@ def test_assigning_what_is_mirrored_with_sum_is_refused(strategy: Strategy, comm
     assert same_everywhere(comm, mean.local_value())
 
 
+@pytest.mark.ranks(1, 3)
 def test_a_metric_assigned_across_replicas_is_read(strategy: Strategy, comm: Intracomm) -> None:
     """Every copy then holds the same."""
     metric = variable(strategy, 0.0, synchronization="ON_READ", aggregation="SUM")

@@ -92,6 +92,7 @@ def calls_of_parts(strategy: Strategy, folder: Path) -> Calls:
     }
 
 
+@pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
 def test_call_of_the_chief_alone_is_named_with_what_to_do(comm: Intracomm, tmp_path: Path) -> None:
     others = "rank 1" if comm.size == 2 else f"ranks 1-{comm.size - 1}"
@@ -107,7 +108,7 @@ def test_call_of_the_chief_alone_is_named_with_what_to_do(comm: Intracomm, tmp_p
                 call() if strategy.is_chief else other()
 
 
-@pytest.mark.usefixtures("placement")
+@pytest.mark.ranks(2)
 def test_save_of_the_chief_alone_at_the_end_says_what_to_do(comm: Intracomm, tmp_path: Path) -> None:
     strategy = MultiWorker(comm=comm)
     with strategy.scope():
@@ -118,20 +119,17 @@ def test_save_of_the_chief_alone_at_the_end_says_what_to_do(comm: Intracomm, tmp
     strategy.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("reduce", r"call mpidist.get_replica_context\(\).all_reduce there"),
-        ("gather", r"call mpidist.get_replica_context\(\).all_gather there"),
-        ("broadcast", r"call it outside, or in .*merge_call"),
-        (r"barrier\(\)", r"leave it out, as each all_reduce\(\) there waits for all ranks"),
-    ],
-)
-def test_call_of_the_strategy_in_run_says_what_is_meant_there(comm: Intracomm, name: str, hint: str) -> None:
-    with MultiWorker(comm=comm) as strategy, raises_everywhere(comm, RuntimeError, f"^{name} .*; {hint}$"):
-        strategy.run(calls_of_strategy(strategy)[name])
-
-
-def test_errors_of_python_name_the_strategy(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy, raises_everywhere(comm, TypeError, r"^Strategy\.reduce\(\) got an unexp"):
-        strategy.reduce("sum", 1, into=2)  # type: ignore[call-arg]
+@pytest.mark.ranks(2)
+def test_call_of_the_strategy_in_run_says_what_is_meant_there(comm: Intracomm) -> None:
+    hints = {
+        "reduce": r"call mpidist.get_replica_context\(\).all_reduce there",
+        "gather": r"call mpidist.get_replica_context\(\).all_gather there",
+        "broadcast": r"call it outside, or in .*merge_call",
+        r"barrier\(\)": r"leave it out, as each all_reduce\(\) there waits for all ranks",
+    }
+    with MultiWorker(comm=comm) as strategy:
+        for name, hint in hints.items():
+            with raises_everywhere(comm, RuntimeError, f"^{name} .*; {hint}$"):
+                strategy.run(calls_of_strategy(strategy)[name])
+        with raises_everywhere(comm, TypeError, r"^Strategy\.reduce\(\) got an unexp"):
+            strategy.reduce("sum", 1, into=2)  # type: ignore[call-arg]

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize("check", ["1", "0"])
+@pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
 def test_no_rank_leaves_a_barrier_before_all_have_come(
     comm: Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str
@@ -51,7 +52,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(
             strategy.barrier()
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_barrier_is_compared_and_has_a_deadline(comm: Intracomm, clock: Clock) -> None:
     with MultiWorker(comm=comm) as strategy:
         with raises_everywhere(comm, InvalidArgumentError, r"barrier\(\)"):
@@ -79,7 +80,7 @@ def test_barrier_is_compared_and_has_a_deadline(comm: Intracomm, clock: Clock) -
 def test_value_of_any_rank_comes_to_all(comm: Intracomm, place: int) -> None:
     root = place % comm.size
     with MultiWorker(comm=comm) as strategy:
-        value = {
+        value: Any = {
             "a": np.arange(5.0) + comm.rank,
             "b": [comm.rank, np.float32(comm.rank)],
             "wide": np.full((300, 300), comm.rank, np.int16)[:, ::2],
@@ -97,22 +98,14 @@ def test_value_of_any_rank_comes_to_all(comm: Intracomm, place: int) -> None:
         assert strategy.broadcast(value)["b"][0] == 0
         per_replica = strategy.run(lambda: np.float64(comm.rank))
         assert strategy.broadcast(per_replica, root=np.int64(root)) == root
-
-
-@pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.usefixtures("placement")
-def test_broadcast_writes_what_is_given_as_out(comm: Intracomm, place: int) -> None:
-    root = place % comm.size
-    with MultiWorker(comm=comm) as strategy:
+        # into outs
         value = [np.full(7, float(comm.rank)), np.full((3, 4), comm.rank, ">i4")]
         outs = [np.zeros(7), np.zeros((4, 3), np.int32).T]
         assert strategy.broadcast(value, root, out=outs) is outs
-        assert (outs[0] == root).all()
-        assert (outs[1] == root).all()
+        assert all((out == root).all() for out in outs)
         assert (value[0] == comm.rank).all()
         strategy.broadcast(value, root, out=value)
-        assert (value[0] == root).all()
-        assert (value[1] == root).all()
+        assert all((one == root).all() for one in value)
         both = np.arange(10.0) + 100 * comm.rank
         strategy.broadcast(both[:8], root, out=both[2:])  # what is sent, and written, overlap
         assert both[2:].tolist() == [100 * root + at for at in range(8)]
@@ -120,13 +113,6 @@ def test_broadcast_writes_what_is_given_as_out(comm: Intracomm, place: int) -> N
         strategy.broadcast([left, right], root, out=[right, left])  # each is written where the other one is read
         assert (left == -1 - root).all()
         assert (right == root).all()
-
-
-@pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.usefixtures("placement")
-def test_broadcast_writes_arrays_of_the_transport(comm: Intracomm, place: int) -> None:
-    root = place % comm.size
-    with MultiWorker(comm=comm) as strategy:
         for per_node in (False, True):
             out = strategy.symmetric_empty(1000, np.float32, per_node=per_node)
             assert strategy.broadcast(np.full(1000, comm.rank, np.float32), root, out=out) is out
@@ -137,9 +123,9 @@ def test_broadcast_writes_arrays_of_the_transport(comm: Intracomm, place: int) -
             strategy.barrier()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
+@pytest.mark.ranks(1, 3)
+def test_wrong_broadcasts_are_refused(comm: Intracomm) -> None:
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"root": -1}, ValueError, "root must be a whole number >= 0, got -1"),
         ({"root": 999}, ValueError, "root 999 is not one of the ranks 0 to"),
         ({"root": 0.0}, TypeError, r"root must be a whole number >= 0, got 0\.0"),
@@ -149,18 +135,19 @@ def test_broadcast_writes_arrays_of_the_transport(comm: Intracomm, place: int) -
         ({"out": np.zeros(3)}, InvalidArgumentError, r"out 0 must be an array f64\[2\], got f64\[3\]"),
         ({"out": [np.zeros(2)]}, InvalidArgumentError, "out must be a nest of the same form"),
         ({"out": np.broadcast_to(0.0, 2)}, InvalidArgumentError, "read-only"),
-    ],
-)
-def test_wrong_broadcasts_are_refused(
-    comm: Intracomm, arguments: dict[str, Any], kind: type[Exception], text: str
-) -> None:
+    ]
     with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, kind, text):
-            strategy.broadcast(**({"value": np.ones(2)} | arguments))
-        assert strategy.reduce("sum", 1) == comm.size
+        for arguments, kind, text in wrong:
+            with raises_everywhere(comm, kind, text):
+                strategy.broadcast(**({"value": np.ones(2)} | arguments))
+            assert strategy.reduce("sum", 1) == comm.size
+        with raises_everywhere(comm, ValueError, "root 999 is not one of the ranks"):
+            strategy.broadcast_object(1, root=999)
+        with raises_everywhere(comm, TypeError, "root must be a whole number >= 0, got None"):
+            strategy.broadcast_object(1, root=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_broadcasts_that_differ_are_refused(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         with raises_everywhere(comm, InvalidArgumentError, r"root: rank 0: 0; ranks? 1[-\d]*: 1"):
@@ -175,6 +162,7 @@ def test_broadcasts_that_differ_are_refused(comm: Intracomm) -> None:
         assert strategy.broadcast(comm.rank, root=1) == 1
 
 
+@pytest.mark.ranks(1, 3)
 def test_out_is_for_all_ranks(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         ops = parts_of(strategy).cross_device_ops
@@ -195,6 +183,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("placement", ["one node", "even", "cyclic"], indirect=True)
 @pytest.mark.usefixtures("placement")
 def test_object_of_any_rank_comes_to_all(comm: Intracomm, place: int) -> None:
     root = place % comm.size
@@ -208,17 +197,11 @@ def test_object_of_any_rank_comes_to_all(comm: Intracomm, place: int) -> None:
         assert strategy.broadcast_object(comm.rank) == 0
         assert strategy.broadcast_object("" if comm.rank == root else None, root) == ""
         assert len(strategy.broadcast_object("x" * (1 << 20) if comm.rank == root else None, root)) == 1 << 20
-
-
-@pytest.mark.usefixtures("placement")
-def test_objects_of_all_ranks_come_in_rank_order(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
         own = [None, "text", OBJECT, {"big": np.arange(100_000)}][comm.rank % 4]
-        found = strategy.gather_object(own)
+        rows = strategy.gather_object(own)
         wanted = [[None, "text", OBJECT, {"big": np.arange(100_000)}][rank % 4] for rank in range(comm.size)]
-        assert same(found, wanted)
-        found = strategy.gather_object(list(range(comm.rank)))
-        assert found == [list(range(rank)) for rank in range(comm.size)]
+        assert same(rows, wanted)
+        assert strategy.gather_object(list(range(comm.rank))) == [list(range(rank)) for rank in range(comm.size)]
 
 
 class Point:
@@ -248,6 +231,7 @@ def _fail(where: int) -> None:
         raise ImportError("no module of that name here")
 
 
+@pytest.mark.ranks(1, 3)
 def test_other_objects_are_pickled_if_the_program_says_so(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         assert strategy.gather_object(Point(comm.rank), pickle=True) == [Point(rank) for rank in range(comm.size)]
@@ -264,7 +248,7 @@ def test_other_objects_are_pickled_if_the_program_says_so(comm: Intracomm) -> No
         assert strategy.reduce("sum", 1) == comm.size
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_calls_of_objects_that_differ_are_refused(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         for send in (strategy.broadcast_object, strategy.gather_object):
@@ -279,15 +263,7 @@ def test_calls_of_objects_that_differ_are_refused(comm: Intracomm) -> None:
         assert strategy.gather_object(comm.rank) == list(range(comm.size))
 
 
-def test_objects_have_a_root_that_is_there(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, ValueError, "root 999 is not one of the ranks"):
-            strategy.broadcast_object(1, root=999)
-        with raises_everywhere(comm, TypeError, "root must be a whole number >= 0, got None"):
-            strategy.broadcast_object(1, root=None)  # type: ignore[arg-type]
-
-
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_calls_of_objects_have_deadlines(comm: Intracomm, clock: Clock) -> None:
     strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=600), comm=comm)
     if comm.rank:
@@ -313,15 +289,16 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_are_for_cross_replica_context(comm: Intracomm, name: str) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        with pytest.raises(RuntimeError, match=f"{name}.* requires being in cross-replica context"):
-            strategy.run(lambda: CALLS[name](strategy))
-        with strategy.scope():
-            CALLS[name](strategy)
-    with pytest.raises(RuntimeError, match=f"{name}.*closed"):
-        CALLS[name](strategy)
+@pytest.mark.ranks(1, 3)
+def test_calls_are_for_cross_replica_context(comm: Intracomm) -> None:
+    for name, call in CALLS.items():
+        with MultiWorker(comm=comm) as strategy:
+            with pytest.raises(RuntimeError, match=f"{name}.* requires being in cross-replica context"):
+                strategy.run(call, args=(strategy,))
+            with strategy.scope():
+                call(strategy)
+        with pytest.raises(RuntimeError, match=f"{name}.*closed"):
+            call(strategy)
 
 
 @pytest.mark.no_mpi
@@ -341,9 +318,10 @@ def test_replicas_of_a_rank_make_one_call(comm: Intracomm) -> None:
         assert strategy.gather_object(comm.rank) == list(range(comm.size))
 
 
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"barrier"}))
-def test_workers_of_parameter_servers_are_not_in_step(name: str) -> None:
+@pytest.mark.ranks(1)
+def test_workers_of_parameter_servers_are_not_in_step() -> None:
     with ParameterServerStrategy(comm=MPI.COMM_SELF) as strategy:
-        with pytest.raises(RuntimeError, match=f"{name} of a ParameterServerStrategy: its workers are not in step"):
-            CALLS[name](strategy)
+        for name in CALLS.keys() - {"barrier"}:
+            with pytest.raises(RuntimeError, match=f"{name} of a ParameterServerStrategy: its workers are not in step"):
+                CALLS[name](strategy)
         strategy.barrier()

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-@several
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("call", [reduce, start], ids=["all_reduce", "start_all_reduce"])
 @pytest.mark.parametrize("fail", [memory_ends, interrupted])
 def test_the_others_raise_at_once_and_nobody_goes_on(
@@ -100,27 +101,23 @@ def test_the_others_raise_at_once_and_nobody_goes_on(
 
 
 @several
-@pytest.mark.parametrize("call", [reduce, start], ids=["all_reduce", "start_all_reduce"])
-@pytest.mark.parametrize("num_arrays", [1, 3])
-def test_want_of_memory_for_a_result_is_the_error_of_all(
-    comm: Intracomm, placement: tuple[int, ...], call: Callable[[Strategy, Any], Any], num_arrays: int
-) -> None:
+def test_want_of_memory_for_a_result_is_the_error_of_all(comm: Intracomm, placement: tuple[int, ...]) -> None:
     """Before data moves: the next call goes well."""
-    value: Any = [np.full(1_000_000, 1.0)] * num_arrays
     last = comm.size - 1
+    text = f"rank {last}: MemoryError: Unable to allocate 9 TiB"
     with Strategy(comm=comm) as strategy:
-        for _ in range(3):
-            assert all((result == comm.size).all() for result in call(strategy, value))
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                if comm.rank == last:
-                    monkeypatch.setattr(RecycledResults, "lend", no_memory)
-                with raises_everywhere(
-                    comm, InvalidArgumentError, f"rank {last}: MemoryError: Unable to allocate 9 TiB"
-                ):
-                    call(strategy, value)
+        for call, num_arrays in product((reduce, start), (1, 3)):
+            value: Any = [np.full(1_000_000, 1.0)] * num_arrays
+            for _ in range(2):
+                assert all((result == comm.size).all() for result in call(strategy, value))
+                with pytest.MonkeyPatch.context() as monkeypatch:
+                    if comm.rank == last:
+                        monkeypatch.setattr(RecycledResults, "lend", no_memory)
+                    with raises_everywhere(comm, InvalidArgumentError, text):
+                        call(strategy, value)
 
 
-@several
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("milliseconds", [1, 2, 3, 5, 8])
 def test_a_signal_handler_that_raises_anywhere(comm: Intracomm, milliseconds: float) -> None:
     """On one rank, while all go on with calls: right numbers or an error, on every rank."""
@@ -144,25 +141,23 @@ def test_a_signal_handler_that_raises_anywhere(comm: Intracomm, milliseconds: fl
         assert (reduce(strategy, value) == total).all()
 
 
-@pytest.mark.parametrize("num_arrays", [1, 600])
-@pytest.mark.parametrize("name", ["all_reduce", "start_all_reduce", "broadcast", "all_gather", "reduce_scatter"])
-def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm, name: str, num_arrays: int) -> None:
+@pytest.mark.ranks(1, 3)
+def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm) -> None:
     """Whatever the system promises, and without a plan of every chunk; the next call goes well."""
-    value = [np.broadcast_to(np.float32(1), 600_000_000_000 // num_arrays)] * num_arrays
+    text = r"the results of the \d ranks? of a node need [\d.]+ TiB of new memory, and the node has"
+    calls: list[Callable[[Any], Any]] = [
+        lambda value: reduce(strategy, value),
+        lambda value: start(strategy, value),
+        lambda value: strategy.broadcast(value),
+        lambda value: strategy.gather(value, 0),
+        lambda value: scatter(strategy, value * comm.size),
+    ]
     with Strategy(comm=comm) as strategy:
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda: reduce(strategy, value),
-            "start_all_reduce": lambda: start(strategy, value),
-            "broadcast": lambda: strategy.broadcast(value),
-            "all_gather": lambda: strategy.gather(value, 0),
-            "reduce_scatter": lambda: strategy.run(
-                lambda: mpidist.get_replica_context().reduce_scatter("SUM", value * comm.size)
-            ),
-        }
-        text = r"the results of the \d ranks? of a node need [\d.]+ TiB of new memory, and the node has"
-        with pytest.raises(MemoryError, match=text):
-            calls[name]()
-        assert strategy.reduce("SUM", 1) == comm.size
+        for call, num_arrays in product(calls, (1, 600)):
+            value = [np.broadcast_to(np.float32(1), 600_000_000_000 // num_arrays)] * num_arrays
+            with pytest.raises(MemoryError, match=text):
+                call(value)
+            assert strategy.reduce("SUM", 1) == comm.size
 
 
 def gather_unevenly(strategy: Strategy, value: Any) -> Any:
@@ -173,8 +168,7 @@ def gather_unevenly(strategy: Strategy, value: Any) -> Any:
 
 
 def reduce_scatter(strategy: Strategy, value: Any) -> Any:
-    values = np.tile(value, strategy.topology.size)
-    return strategy.run(lambda: mpidist.get_replica_context().reduce_scatter("SUM", values))
+    return scatter(strategy, np.tile(value, strategy.topology.size))
 
 
 # The call, and whether its result has the bytes of all ranks' arguments.
@@ -188,32 +182,26 @@ NEW_RESULTS: dict[str, tuple[Callable[[Strategy, Any], Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", NEW_RESULTS)
 def test_the_results_of_all_ranks_of_a_node_have_to_fit_into_the_node(
-    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Else the call is refused on all ranks before data moves, and the next call goes well."""
-    call, is_of_all = NEW_RESULTS[name]
-    value = np.full(1000, 1.0, np.float32)
-    needed = value.nbytes * (comm.size if is_of_all else 1) * max(map(placement.count, placement))
-    with Strategy(comm=comm) as strategy:
-        for nbytes in (needed - 1, needed):
-            for module in ("arguments.operands", "all_gather"):
-                monkeypatch.setattr(sys.modules[f"mpidist.collectives.{module}"], "node_bytes", lambda has=nbytes: has)
-            if nbytes < needed:
-                with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "of new memory, and .*; pass fewer"):
-                    call(strategy, value)
-            else:
-                assert call(strategy, value).min() >= 1
-
-
-def test_a_result_counts_where_it_goes(
     comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result of a reduction to one rank is in the memory of one rank."""
+    """Else the call is refused on all ranks before data moves, and the next call goes well."""
     value = np.full(1000, 1.0, np.float32)
-    monkeypatch.setattr(sys.modules["mpidist.collectives.arguments.operands"], "node_bytes", lambda: value.nbytes)
-    with Strategy(comm=comm) as strategy:
+
+    def node_has(nbytes: int) -> None:
+        for module in ("arguments.operands", "all_gather"):
+            monkeypatch.setattr(sys.modules[f"mpidist.collectives.{module}"], "node_bytes", lambda: nbytes)
+
+    for call, is_of_all in NEW_RESULTS.values():
+        needed = value.nbytes * (comm.size if is_of_all else 1) * max(map(placement.count, placement))
+        with Strategy(comm=comm) as strategy:  # of its own, as memory for results of a known call is kept
+            node_has(needed - 1)
+            with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "of new memory, and .*; pass fewer"):
+                call(strategy, value)
+            node_has(needed)
+            assert call(strategy, value).min() >= 1
+    node_has(value.nbytes)
+    with Strategy(comm=comm) as strategy:  # a reduction to one rank has its result in the memory of one rank
         result = strategy.extended.reduce_to("SUM", value, 0)
         assert result is None if comm.rank else (result == comm.size).all()
 
@@ -234,21 +222,19 @@ IN_NEW_MEMORY: dict[str, tuple[Callable[[Strategy, Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_NEW_MEMORY)
-@pytest.mark.parametrize("lacking", ["results", "copies"])
-def test_no_memory_is_the_error_of_all(comm: Intracomm, placement: tuple[int, ...], name: str, lacking: str) -> None:
+def test_no_memory_is_the_error_of_all(comm: Intracomm, placement: tuple[int, ...]) -> None:
     """Before data moves, and the next call goes well."""
-    call, needed = IN_NEW_MEMORY[name]
-    if needed not in (lacking, "both"):
-        return
     value, last = np.full((200, 300), 1.0), comm.size - 1
     with Strategy(comm=comm) as strategy:
-        right = call(strategy, value)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if comm.rank == last:
-                owner, function = (ResultMemory, "empty") if lacking == "results" else (arrays, "empty")
-                monkeypatch.setattr(owner, function, no_memory)
-            with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "Unable to allocate 9 TiB"):
-                call(strategy, value)
-        assert (call(strategy, value) == right).all()
-        assert strategy.reduce("SUM", 1) == comm.size
+        for (call, needed), lacking in product(IN_NEW_MEMORY.values(), ("results", "copies")):
+            if needed not in (lacking, "both"):
+                continue
+            right = call(strategy, value)
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                if comm.rank == last:
+                    owner, function = (ResultMemory, "empty") if lacking == "results" else (arrays, "empty")
+                    monkeypatch.setattr(owner, function, no_memory)
+                with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "Unable to allocate 9 TiB"):
+                    call(strategy, value)
+            assert (call(strategy, value) == right).all()
+            assert strategy.reduce("SUM", 1) == comm.size

@@ -18,7 +18,6 @@ from mpidist.errors import InvalidArgumentError
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 
-only_several = pytest.mark.ranks(min=2)
 Gather = Callable[..., Any]
 
 
@@ -30,7 +29,7 @@ def strategy() -> Iterator[Strategy]:
 
 @pytest.fixture(params=["gather", "all_gather"])
 def gather(request: pytest.FixtureRequest, strategy: Strategy) -> Gather:
-    """T151: in cross-replica and in replica context, with the same results."""
+    """In cross-replica and in replica context, with the same results."""
     if request.param == "gather":
         return strategy.gather
 
@@ -48,32 +47,20 @@ def part(rank: int, axis: int = 0) -> Any:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("value", "axis"),
-    [
-        ([1, 2, 3], 0),
-        ([[1, 2, 3]], 0),
-        ([[1, 2, 3]], 1),
-        ([[[1, 2], [1, 2]]], 0),
-        ([[[1, 2], [1, 2]]], 1),
-        ([[[1, 2], [1, 2]]], 2),
-        ([[[1, 2], [1, 2]]], -1),
-    ],
-)
-def test_equal_arrays_are_repeated(gather: Gather, value: Any, axis: int) -> None:
-    """T144, T145, T146."""
-    result = gather(np.array(value), axis)
-    assert np.array_equal(result, np.concatenate([np.array(value)] * SIZE, axis))
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3, np.int64(1)])
-def test_uneven_parts_come_in_rank_order(gather: Gather, axis: int) -> None:
-    """T147."""
-    result = gather(part(RANK, axis), axis)
-    assert np.array_equal(result, np.concatenate([part(rank, axis) for rank in range(SIZE)], axis))
-    assert result.flags.c_contiguous
-    assert same_everywhere(WORLD, result)
+def test_parts_come_in_rank_order(gather: Gather) -> None:
+    """Even ones, and uneven ones."""
+    for value, axes in (
+        (np.arange(3), (0,)),
+        (np.array([[1, 2, 3]]), (0, 1)),
+        (np.ones((1, 2, 2), int), (0, 1, 2, -1)),
+    ):
+        for axis in axes:
+            assert np.array_equal(gather(value, axis), np.concatenate([value] * SIZE, axis))
+    for axis in (0, 1, 2, -1, -3, np.int64(1)):
+        result = gather(part(RANK, axis), axis)
+        assert np.array_equal(result, np.concatenate([part(rank, axis) for rank in range(SIZE)], axis))
+        assert result.flags.c_contiguous
+        assert same_everywhere(WORLD, result)
 
 
 def test_placement_does_not_matter(placement: tuple[int, ...]) -> None:
@@ -82,8 +69,8 @@ def test_placement_does_not_matter(placement: tuple[int, ...]) -> None:
     assert np.array_equal(result, np.concatenate([part(rank) for rank in range(SIZE)]))
 
 
+@pytest.mark.ranks(1, 3)
 def test_nothing_from_any_rank_is_an_empty_array(gather: Gather) -> None:
-    """X49."""
     for shape, axis in (((0, 3), 0), ((2, 0), 0), ((2, 0), 1)):
         result = gather(np.empty(shape, np.float32), axis)
         assert result.dtype == np.float32
@@ -93,17 +80,19 @@ def test_nothing_from_any_rank_is_an_empty_array(gather: Gather) -> None:
 DTYPES = [bool, np.int8, np.uint16, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.complex128, ">i4", ">f8"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).str)
-def test_every_dtype_may_be_gathered(gather: Gather, dtype: Any) -> None:
-    values = [np.arange(3 * (rank + 1)).reshape(-1, 3).astype(dtype) for rank in range(SIZE)]
-    result = gather(values[RANK], 0)
-    assert result.dtype == np.dtype(dtype).newbyteorder("=")
-    assert result.dtype.isnative
-    assert np.array_equal(result, np.concatenate(values))
+@pytest.mark.ranks(1, 3)
+def test_every_dtype_may_be_gathered(gather: Gather) -> None:
+    for dtype in DTYPES:
+        values = [np.arange(3 * (rank + 1)).reshape(-1, 3).astype(dtype) for rank in range(SIZE)]
+        result = gather(values[RANK], 0)
+        assert result.dtype == np.dtype(dtype).newbyteorder("=")
+        assert result.dtype.isnative
+        assert np.array_equal(result, np.concatenate(values))
 
 
+@pytest.mark.ranks(1, 3)
 def test_layout_and_byte_order_are_each_ranks_own_affair(gather: Gather) -> None:
-    """X50: strided, Fortran-ordered, read-only and foreign arrays, side by side and unchanged."""
+    """Strided, Fortran-ordered, read-only and foreign arrays, side by side and unchanged."""
     plain = np.arange(12, dtype=np.float64).reshape(3, 4)
     kinds = [
         np.repeat(plain, 2, axis=0)[::2],
@@ -119,8 +108,9 @@ def test_layout_and_byte_order_are_each_ranks_own_affair(gather: Gather) -> None
         assert np.array_equal(mine, plain)
 
 
+@pytest.mark.ranks(1, 3)
 def test_nest_is_gathered_leaf_by_leaf(gather: Gather) -> None:
-    """T152; no leaf at all is a nest too."""
+    """No leaf at all is a nest too."""
     value = [np.ones((1, RANK + 1)), {"b": np.array([[[1, 2], [1, 2]]]), "a": PerReplica((np.full((1, 1), RANK),))}]
     result = gather(value, 1)
     assert result[0].shape == (1, SIZE * (SIZE + 1) // 2)
@@ -130,6 +120,7 @@ def test_nest_is_gathered_leaf_by_leaf(gather: Gather) -> None:
     assert gather([], 0) == []
 
 
+@pytest.mark.ranks(1, 3)
 def test_result_belongs_to_the_caller(gather: Gather) -> None:
     value = np.ones(2)
     result = gather(value, 0)
@@ -145,39 +136,26 @@ def test_large_parts_are_gathered(gather: Gather) -> None:
     assert (result == result[:, :1]).all()
 
 
-@pytest.mark.parametrize("value", [1.0, 3, np.float32(1), np.ones(()), [np.ones(2), 1.0]], ids=repr)
-def test_scalars_are_refused_on_all_ranks(gather: Gather, value: Any) -> None:
-    """X33."""
-    with raises_everywhere(WORLD, InvalidArgumentError, "gather: a scalar has no axis 0"):
-        gather(value, 0)
+@pytest.mark.ranks(1, 3)
+def test_what_cannot_be_gathered_is_refused_on_all_ranks(gather: Gather) -> None:
+    for value in (1.0, 3, np.float32(1), np.ones(()), [np.ones(2), 1.0]):
+        with raises_everywhere(WORLD, InvalidArgumentError, "gather: a scalar has no axis 0"):
+            gather(value, 0)
+    wrong: list[tuple[Any, Any, type[Exception]]] = [
+        *((np.ones((2, 3)), axis, InvalidArgumentError) for axis in (2, -3)),
+        *((np.ones((2, 3)), axis, TypeError) for axis in ("0", None, 1.0, True, object())),
+        *((np.array([item]), 0, InvalidArgumentError) for item in ("a", object())),
+        *((item, 0, TypeError) for item in (object(), "text")),
+    ]
+    for value, axis, kind in wrong:
+        with raises_everywhere(WORLD, kind):
+            gather(value, axis)
+        assert gather(np.ones(1), 0).shape == (SIZE,)
 
 
-@pytest.mark.parametrize(
-    ("value", "axis", "kind"),
-    [
-        (np.ones((2, 3)), 2, InvalidArgumentError),
-        (np.ones((2, 3)), -3, InvalidArgumentError),
-        (np.ones((2, 3)), "0", TypeError),
-        (np.ones((2, 3)), None, TypeError),
-        (np.ones((2, 3)), 1.0, TypeError),
-        (np.ones((2, 3)), True, TypeError),
-        (np.ones((2, 3)), object(), TypeError),
-        (np.array(["a"]), 0, InvalidArgumentError),
-        (np.array([object()]), 0, InvalidArgumentError),
-        (object(), 0, TypeError),
-        ("text", 0, TypeError),
-    ],
-)
-def test_what_cannot_be_gathered_is_refused(gather: Gather, value: Any, axis: Any, kind: type[Exception]) -> None:
-    with raises_everywhere(WORLD, kind):
-        gather(value, axis)
-    assert gather(np.ones(1), 0).shape == (SIZE,)
-
-
-@only_several
-@pytest.mark.parametrize(
-    ("mine", "theirs", "text"),
-    [
+@pytest.mark.ranks(2, 3)
+def test_difference_between_ranks_is_an_error_on_all(gather: Gather) -> None:
+    different: list[tuple[tuple[Any, int], tuple[Any, int], str]] = [
         ((np.ones((1, 2)), 0), (np.ones((1, 3)), 0), "Shape mismatch"),
         ((np.ones((1, 2)), 0), (np.ones((1, 2, 1)), 0), "Shape mismatch"),
         ((np.ones(2), 0), (np.ones(2, np.float32), 0), "float32"),
@@ -186,24 +164,20 @@ def test_what_cannot_be_gathered_is_refused(gather: Gather, value: Any, axis: An
         (([np.ones(2)], 0), ([np.ones(2)] * 2, 0), "form of the nest"),
         ((np.ones(2), 0), (1.0, 0), "scalar"),
         ((np.ones(2), 0), (object(), 0), "TypeError"),
-    ],
-)
-def test_difference_between_ranks_is_an_error_on_all(
-    gather: Gather, mine: tuple[Any, int], theirs: tuple[Any, int], text: str
-) -> None:
-    """T148."""
-    with raises_everywhere(WORLD, InvalidArgumentError, text):
-        gather(*(mine if RANK == 0 else theirs))
-    assert gather(np.ones(1), 0).shape == (SIZE,)
+    ]
+    for mine, theirs, text in different:
+        with raises_everywhere(WORLD, InvalidArgumentError, text):
+            gather(*(mine if RANK == 0 else theirs))
+        assert gather(np.ones(1), 0).shape == (SIZE,)
 
 
-@only_several
+@pytest.mark.ranks(2, 3)
 def test_gather_on_one_rank_and_reduce_on_others_is_an_error_on_all(strategy: Strategy) -> None:
-    """Reference 2.8, 1."""
     with raises_everywhere(WORLD, InvalidArgumentError, "gather.*reduce|reduce.*gather"):
         strategy.gather(np.ones(2), 0) if RANK == 0 else strategy.reduce("SUM", np.ones(2))
 
 
+@pytest.mark.ranks(1, 3)
 def test_options_are_options(strategy: Strategy) -> None:
     options = CommunicationOptions(timeout_seconds=600)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,66 +30,52 @@ def part(strategy: Strategy, whole: Any, axis: int) -> Any:
     return np.array_split(whole, strategy.topology.size, axis)[strategy.topology.rank]
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "PROD"])
-def test_each_rank_gets_its_part_of_the_all_reduce(
-    comm: Intracomm, placement: tuple[int, ...], op: str, axis: int
-) -> None:
+def test_each_rank_gets_its_part_of_the_all_reduce(comm: Intracomm, placement: tuple[int, ...]) -> None:
     with Strategy(comm=comm) as strategy:
         random = np.random.default_rng(comm.rank)
         shape = (comm.size + 2, 3 * comm.size - 1, 2)
-        for dtype in (np.float32, np.int8, ">f8", *HALVES):
+        for dtype, op in product((np.float32, np.int8, ">f8", *HALVES), ("SUM", "MEAN", "MIN", "MAX", "PROD")):
             value = random.integers(1, 3, shape).astype(dtype)
+            value.flags.writeable = False
             whole = strategy.reduce(op, value)
-            got = scattered(strategy, op, value, axis=axis)
-            want = part(strategy, whole, axis)
-            assert got.dtype == want.dtype
-            assert got.shape == want.shape
-            assert np.allclose(got.astype(float), want.astype(float), rtol=1e-2)  # halves are rounded once per phase
-
-
-def test_nests_large_arrays_and_fewer_rows_than_ranks(comm: Intracomm, placement: tuple[int, ...]) -> None:
-    with Strategy(comm=comm) as strategy:
+            for axis in (0, 1, -1):
+                got, want = scattered(strategy, op, value, axis=axis), part(strategy, whole, axis)
+                assert got.dtype == want.dtype
+                assert got.shape == want.shape
+                # halves are rounded once per phase
+                assert np.allclose(got.astype(float), want.astype(float), rtol=1e-2), (dtype, op, axis)
+        # fewer rows than ranks, and large arrays
         value = {"one": np.full(1, comm.rank + 1.0), "large": np.arange(700_003, dtype=np.float32), "none": np.ones(0)}
         got = scattered(strategy, "SUM", value)
         for name, array in value.items():
             assert np.array_equal(got[name], part(strategy, strategy.reduce("SUM", array), 0)), name
-
-
-def test_reproducible_parts_have_the_bits_of_the_all_reduce(comm: Intracomm, placement: tuple[int, ...]) -> None:
-    options = CommunicationOptions(reproducible=True)
-    with Strategy(comm=comm) as strategy:
+        options = CommunicationOptions(reproducible=True)
         value = np.random.default_rng(comm.rank).standard_normal(5000)
         whole = strategy.reduce("SUM", value, options=options)
         assert bits(scattered(strategy, "SUM", value, options=options)) == bits(part(strategy, whole, 0))
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(
-    ("odd", "usual", "text"),
-    [
+@pytest.mark.ranks(2, 3)
+def test_mistakes_are_every_ranks_error(comm: Intracomm) -> None:
+    mistakes: list[tuple[tuple[Any, int], tuple[Any, int], str]] = [
         ((np.ones(3), 0), (np.ones(4), 0), "array 0"),
         ((np.ones((2, 2)), 1), (np.ones((2, 2)), 0), "axis"),
         ((1.0, 0), (1.0, 0), "reduce_scatter: a scalar has no axis 0"),
         ((np.ones(2, bool), 0), (np.ones(2), 0), "SUM needs numbers"),
-    ],
-)
-def test_mistakes_are_every_ranks_error(comm: Intracomm, odd: Any, usual: Any, text: str) -> None:
+    ]
     with Strategy(comm=comm) as strategy:
-        value, axis = odd if comm.rank == 0 else usual
-        with pytest.raises(InvalidArgumentError, match=text):
-            scattered(strategy, "SUM", value, axis=axis)
-        assert strategy.reduce("SUM", 1.0) == comm.size
+        for odd, usual, text in mistakes:
+            value, axis = odd if comm.rank == 0 else usual
+            with pytest.raises(InvalidArgumentError, match=text):
+                scattered(strategy, "SUM", value, axis=axis)
+            assert strategy.reduce("SUM", 1.0) == comm.size
+        for wrong in (True, 0.0, None, "0", (0,), object()):
+            with raises_everywhere(comm, TypeError, "axis must be a whole number, got"):
+                scattered(strategy, "SUM", np.ones((4, 4)), axis=wrong)
+            assert strategy.reduce("SUM", 1.0) == comm.size
 
 
-@pytest.mark.parametrize("axis", [True, 0.0, None, "0", (0,), object()])
-def test_what_is_no_axis_is_every_ranks_error(comm: Intracomm, axis: Any) -> None:
-    with Strategy(comm=comm) as strategy:
-        with raises_everywhere(comm, TypeError, "axis must be a whole number, got"):
-            scattered(strategy, "SUM", np.ones((4, 4)), axis=axis)
-        assert strategy.reduce("SUM", 1.0) == comm.size
-
-
+@pytest.mark.ranks(1)
 def test_outside_of_run_it_is_refused(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         context = strategy.run(mpidist.get_replica_context)
@@ -110,14 +97,3 @@ def test_nodes_exchange_no_more_than_they_must(comm: Intracomm, nodes: str, monk
         assert np.array_equal(got, part(strategy, 4 * np.arange(8000.0) + 6, 0))
         assert levels.across_nodes.traffic.nbytes == {"reduce_scatter": value.nbytes // 4}
         assert not levels.world.traffic.nbytes
-
-
-def test_arguments_are_only_read(comm: Intracomm, placement: tuple[int, ...]) -> None:
-    value = np.arange(1000.0)
-    value.flags.writeable = False
-    with Strategy(comm=comm) as strategy:
-        for options in (CommunicationOptions(), CommunicationOptions(reproducible=True)):
-            assert np.array_equal(
-                scattered(strategy, "SUM", value, options=options), part(strategy, value * comm.size, 0)
-            )
-    assert np.array_equal(value, np.arange(1000.0))

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from support.contributions import bits
 from support.everywhere import raises_everywhere
-from support.reductions import DTYPES, LARGE, LAYOUTS, all_reduce, numbers, total
-from tensors import Tensor
+from support.reductions import all_reduce
 
 import mpidist
 from mpidist import CommunicationOptions, nest
@@ -32,27 +30,9 @@ def strategy(comm: Intracomm) -> Iterator[Strategy]:
         yield made
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(4, 6), LARGE])
-def test_inputs_of_any_layout_are_read_and_left_alone(strategy: Strategy, layout: str, shape: tuple[int, ...]) -> None:
-    """X50."""
-    for dtype in DTYPES:
-        value = LAYOUTS[layout](shape, dtype)
-        value[...] = numbers(strategy, shape, dtype)
-        value.flags.writeable = False
-        before = bits(value), value.strides
-        for argument in (value, [value, np.float32(1)]):
-            result = nest.flatten(all_reduce(strategy, "SUM", argument))[0][0]
-            assert (result == total(strategy, shape, dtype)).all(), dtype
-            assert result.dtype == dtype
-            assert result.flags.c_contiguous
-            assert result.flags.writeable
-            assert not np.shares_memory(result, value)
-            assert (bits(value), value.strides) == before
-
-
 @pytest.mark.parametrize("kib", [16, 32, 64, 128])
 @pytest.mark.parametrize("op", ["SUM", "MAX"])
+@pytest.mark.ranks(1, 2, 3)
 def test_lists_around_each_size_from_which_on_another_way_is_faster(strategy: Strategy, op: str, kib: int) -> None:
     """Into new arrays, in place, and the same in memory that the ranks of a node share."""
     size, rank = strategy.topology.size, strategy.topology.rank
@@ -102,88 +82,9 @@ def test_values_of_another_layout_are_copied_once(strategy: Strategy) -> None:
     assert most < 1.5 * value.nbytes
 
 
-def test_a_broadcast_array_counts_with_all_its_elements(strategy: Strategy) -> None:
-    """X50: a stride of 0."""
-    value = np.broadcast_to(np.float32(2), (3, 5))
-    assert (all_reduce(strategy, "SUM", value) == 2 * strategy.topology.size).all()
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1)])
-def test_shapes_are_kept(strategy: Strategy, shape: tuple[int, ...]) -> None:
-    """X49, X50: also those without dimensions, and without elements."""
-    for op in ("SUM", "MEAN", "MAX"):
-        for value in (np.ones(shape, np.float32), np.ones(shape, ">i4")):
-            result, other = all_reduce(strategy, op, (value, np.ones(3)))
-            assert type(result) is np.ndarray
-            assert result.shape == shape
-            assert (result == other[0]).all()
-
-
-def test_results_come_in_the_kinds_of_the_values(strategy: Strategy) -> None:
-    size = strategy.topology.size
-    value = {
-        "int": 2,
-        "float": 1.5,
-        "complex": 1j,
-        "scalar": np.int8(1),
-        "list": [np.float64(1), (Tensor(np.ones(2)),)],
-    }
-    result = all_reduce(strategy, "SUM", value)
-    kinds = [(type(leaf), value) for leaf, value in zip(*(nest.flatten(it)[0] for it in (result, value)), strict=True)]
-    assert all(kind is type(value) for kind, value in kinds)
-    assert (result["int"], result["float"], result["complex"]) == (2 * size, 1.5 * size, 1j * size)
-    assert result["list"][1][0].array.tolist() == [size, size]
-    mean = all_reduce(strategy, "MEAN", {"int": 2, "scalar": np.int8(1)})
-    assert (type(mean["int"]), type(mean["scalar"])) == (float, np.float32)
-
-
-@pytest.mark.parametrize("method", ["all_reduce", "reduce", "batch_reduce", "broadcast"])
-def test_results_alias_neither_arguments_nor_later_results(strategy: Strategy, method: str) -> None:
-    """On one rank too, where nothing needs to move."""
-    ops = parts_of(strategy).cross_device_ops
-    call: dict[str, Callable[[Any], Any]] = {
-        "all_reduce": lambda values: ops.all_reduce("MEAN", values),
-        "reduce": lambda values: ops.reduce("MEAN", values, "all"),
-        "batch_reduce": lambda values: ops.batch_reduce("MEAN", [(value, "all") for value in values]),
-        "broadcast": lambda values: ops.broadcast(values, "all"),
-    }
-    for shapes in ([(3,)], [(3,), (4, 6)], [(3,), LARGE], [()]):
-        values = [np.full(shape, 2, np.float32) for shape in shapes]
-        first, second = call[method](values), call[method](values)
-        for result in first:
-            result[...] = -1
-        for value, later in zip(values, second, strict=True):
-            assert (value == 2).all()
-            assert (later == 2).all()
-        assert all((result == -1).all() for result in first)
-
-
-@pytest.mark.parametrize("bytes_per_pack", [0, 1, 10**9])
-def test_unlike_dtypes_in_one_call(strategy: Strategy, bytes_per_pack: int) -> None:
-    """X15: TF concatenates them, and fails. The order of the caller is kept."""
-    dtypes = [np.dtype(code) for code in "fqdfbB"] + DTYPES
-    value = [numbers(strategy, (index + 1,), dtype) for index, dtype in enumerate(dtypes)]
-    results = all_reduce(strategy, "SUM", value, options=CommunicationOptions(bytes_per_pack))
-    for index, (result, dtype) in enumerate(zip(results, dtypes, strict=True)):
-        assert result.dtype == dtype
-        assert (result == total(strategy, (index + 1,), dtype)).all(), dtype
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "result"), [("bBhH", np.float32), ("iIlLqQ", np.float64), ("f", np.float32), ("F", np.complex64)]
-)
-def test_means_have_the_stated_dtype_at_any_number_of_ranks(strategy: Strategy, dtypes: str, result: Any) -> None:
-    """X5: also on one rank, where TF keeps integers."""
-    mean = [1, 2, 3, 5, 8, 13, 21, 34][strategy.topology.rank % 8]
-    everyone = [[1, 2, 3, 5, 8, 13, 21, 34][rank % 8] for rank in range(strategy.topology.size)]
-    for code in dtypes:
-        found = all_reduce(strategy, "MEAN", np.full(2, mean, code))
-        assert found.dtype == result
-        assert (found == np.asarray(sum(everyone), result) / np.asarray(len(everyone), result)).all()
-
-
+@pytest.mark.ranks(1, 3)
 def test_small_integers_wrap_in_sums_and_not_in_means(strategy: Strategy) -> None:
-    """X6: as in NumPy."""
+    """As in NumPy."""
     size = strategy.topology.size
     value = np.full(3, 100, np.int8)
     assert (all_reduce(strategy, "SUM", value) == np.full(size, 100, np.int8).sum(dtype=np.int8)).all()
@@ -194,30 +95,30 @@ def test_small_integers_wrap_in_sums_and_not_in_means(strategy: Strategy) -> Non
             assert (all_reduce(strategy, "MEAN", large) == np.float64(large[0])).all(), (dtype, count)
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "start_all_reduce", "reduce_scatter", "reduce_to", "axis"])
-def test_flags_have_a_least_and_a_greatest(strategy: Strategy, comm: Intracomm, call: str) -> None:
+@pytest.mark.ranks(1, 3)
+def test_flags_have_a_least_and_a_greatest(strategy: Strategy, comm: Intracomm) -> None:
     """What all ranks agree to, or any. A sum of flags would be no flag."""
 
-    def reduced(op: str, flags: Any) -> Any:
-        if call == "axis":
-            return strategy.reduce(op, flags, axis=0)
-        if call == "reduce_to":
-            return strategy.extended.reduce_to(op, flags, "all")
-        result = strategy.run(lambda: getattr(mpidist.get_replica_context(), call)(op, flags))
-        return result.wait() if call == "start_all_reduce" else result
+    def in_run(name: str) -> Callable[[str, Any], Any]:
+        return lambda op, flags: strategy.run(lambda: getattr(mpidist.get_replica_context(), name)(op, flags))
 
-    for count in (1, 7, 200_000):
-        flags = np.arange(count) % comm.size == comm.rank  # each is set on one rank
-        for op, right in (("max", True), ("min", comm.size == 1)):
-            result = reduced(op, flags)
-            assert result.dtype == bool
-            assert (result == right).all()
-    for op in ("sum", "mean", "prod"):
-        with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "needs numbers, got dtype bool"):
-            reduced(op, np.ones(3, bool))
-
-
-def test_flags_of_python_are_flags(strategy: Strategy) -> None:
+    calls: list[Callable[[str, Any], Any]] = [
+        in_run("all_reduce"),
+        in_run("reduce_scatter"),
+        lambda op, flags: in_run("start_all_reduce")(op, flags).wait(),
+        lambda op, flags: strategy.extended.reduce_to(op, flags, "all"),
+        lambda op, flags: strategy.reduce(op, flags, axis=0),
+    ]
+    for reduced in calls:
+        for count in (1, 7, 200_000):
+            flags = np.arange(count) % comm.size == comm.rank  # each is set on one rank
+            for op, right in (("max", True), ("min", comm.size == 1)):
+                result = reduced(op, flags)
+                assert result.dtype == bool
+                assert (result == right).all()
+        for op in ("sum", "mean", "prod"):
+            with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "needs numbers, got dtype bool"):
+                reduced(op, np.ones(3, bool))
     assert strategy.reduce("max", strategy.is_chief) is True
     assert strategy.reduce("min", strategy.topology.rank > 0) is False
     assert strategy.reduce("min", True) is True

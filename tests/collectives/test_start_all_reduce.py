@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support.deadlines import recorded_seconds
 from support.everywhere import raises_everywhere
+from support.placements import PLACEMENTS
+from support.transports import TRANSPORTS
 from transport.failures.clocks import LONG_SECONDS, Clock, clock
 
 import mpidist
@@ -29,12 +32,13 @@ pytestmark = pytest.mark.core
 COUNTS = [3, 50_000, 1, 200_000, 7]  # elements: one round, many chunks
 
 
-@pytest.fixture(params=["mpi", "shared_memory"])
-def strategy(
-    comm: Intracomm, placement: tuple[int, ...], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Strategy]:
-    """A strategy on every transport and every placement."""
-    monkeypatch.setenv("MPIDIST_TRANSPORT", request.param)
+@pytest.fixture(params=product(TRANSPORTS, ["one node", "even"]), ids="-".join)
+def strategy(comm: Intracomm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+    """A strategy on every transport, on one node and on two."""
+    over, nodes = request.param
+    monkeypatch.setenv("MPIDIST_TRANSPORT", over)
+    nodes_of_ranks = [PLACEMENTS[nodes](rank, comm.size) for rank in range(comm.size)]
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, nodes_of_ranks)))
     with Strategy(comm=comm) as made:
         yield made
 
@@ -94,41 +98,28 @@ def test_a_loop_that_only_asks_gets_there(strategy: Strategy) -> None:
     assert (handle.wait() == total(strategy, 1, 300_000)).all()
 
 
-def test_results_into_arrays(strategy: Strategy) -> None:
-    """New ones, the arguments themselves, and symmetric ones."""
-    rank = strategy.topology.rank
-    outs = [
-        np.empty(40_000),
-        np.empty(40_000),
-        strategy.symmetric_empty(40_000, np.float64),
-        strategy.symmetric_empty(40_000, np.float64, per_node=True),
-    ]
-    values = [numbers(rank, at, 40_000) for at in range(len(outs))]
-    values[1] = outs[1]
-    outs[1][...] = numbers(rank, 1, 40_000)
-    handles = [start(strategy, value, out=out) for value, out in zip(values, outs, strict=True)]
-    for at, handle in enumerate(handles):
-        assert handle.wait() is outs[at]
-        assert (outs[at] == total(strategy, at, 40_000)).all()
-
-
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_mistakes_are_the_error_of_that_reduction_alone(strategy: Strategy, comm: Intracomm) -> None:
-    good = start(strategy, np.ones(5))
-    bad = start(strategy, np.ones(5 + (comm.rank == comm.size - 1)))
-    ugly = start(strategy, "text" if comm.rank == 0 else np.ones(3))
-    after = start(strategy, np.ones(50_000))
-    for _ in range(2):  # also when asked again
-        with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
-            bad.wait()
-        with raises_everywhere(comm, InvalidArgumentError, "rank 0: InvalidTypeError: cannot take a value"):
-            ugly.wait()
-    assert (good.wait() == comm.size).all()
-    assert (after.wait() == comm.size).all()
+    """No start waits to find out: another rank may be in a call of its own, where it waits for this one."""
+    for _ in range(5):
+        good = start(strategy, np.ones(5))
+        bad = start(strategy, np.ones(5 + (comm.rank == comm.size - 1)))
+        ugly = start(strategy, "text" if comm.rank == 0 else np.ones(3))
+        if comm.rank == 0:
+            time.sleep(0.002)  # all have started them
+        after = start(strategy, np.ones(50_000))
+        comm.Barrier()
+        for _ in range(2):  # also when asked again
+            with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
+                bad.wait()
+            with raises_everywhere(comm, InvalidArgumentError, "rank 0: InvalidTypeError: cannot take a value"):
+                ugly.wait()
+        assert (good.wait() == comm.size).all()
+        assert (after.wait() == comm.size).all()
     assert strategy.reduce("SUM", 1) == comm.size
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_a_deadline_holds_for_waiting(strategy: Strategy, comm: Intracomm) -> None:
     """From when it is waited for; and no reduction under way is forgotten."""
     if comm.rank == 0:
@@ -144,7 +135,7 @@ def test_a_deadline_holds_for_waiting(strategy: Strategy, comm: Intracomm) -> No
     assert (start(strategy, np.ones(10)).wait() == comm.size).all()
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2)
 def test_deadline_of_a_started_call_does_not_count_the_time_until_all_have_started_it(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
@@ -164,7 +155,7 @@ def test_deadline_of_a_started_call_does_not_count_the_time_until_all_have_start
         assert (handle.wait() == comm.size).all()
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_what_reset_gave_up_says_so(strategy: Strategy, comm: Intracomm) -> None:
     """A rank that starts what the others do not."""
     handle = start(strategy, np.ones(10)) if comm.rank == 0 else None
@@ -176,7 +167,8 @@ def test_what_reset_gave_up_says_so(strategy: Strategy, comm: Intracomm) -> None
     assert (start(strategy, np.ones(10)).wait() == comm.size).all()
 
 
-def test_close_finishes_what_is_under_way(comm: Intracomm, placement: tuple[int, ...]) -> None:
+@pytest.mark.ranks(3)
+def test_close_finishes_what_is_under_way(comm: Intracomm) -> None:
     strategy = Strategy(comm=comm)
     handles = [start(strategy, np.full(count, 1.0)) for count in COUNTS]
     strategy.close()
@@ -185,12 +177,17 @@ def test_close_finishes_what_is_under_way(comm: Intracomm, placement: tuple[int,
         start(strategy, np.ones(1)).wait()
 
 
-def test_numpys_traps_for_overflow_are_left_alone(comm: Intracomm, placement: tuple[int, ...]) -> None:
+@pytest.mark.ranks(1, 3)
+def test_numpys_traps_for_overflow_are_left_alone(comm: Intracomm) -> None:
     """One rank lets NumPy raise where numbers overflow: the reduction gives infinity on all, and the trap stays."""
     huge = np.full(50_000, 3e38, np.float32)
     with Strategy(comm=comm) as strategy, np.errstate(all="raise" if comm.rank == 0 else "ignore"):
         for value in (huge, huge[:3], np.full(3, np.inf, np.float16)):
-            results = [start(strategy, value).wait(), strategy.reduce("SUM", value)]
+            ring = CommunicationOptions(implementation="RING")
+            results = [
+                start(strategy, value).wait(),
+                *(strategy.reduce("SUM", value, options=its) for its in (None, ring)),
+            ]
             for result in results:
                 assert np.isinf(result).all() == (comm.size > 1 or value.dtype == np.float16)
         if comm.rank == 0:
@@ -198,7 +195,7 @@ def test_numpys_traps_for_overflow_are_left_alone(comm: Intracomm, placement: tu
                 huge * huge
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
     """Also with a deadline: ranks may have messages of their own to exchange between starting and waiting."""
     options = CommunicationOptions(timeout_seconds=600)
@@ -223,10 +220,8 @@ def test_the_list_may_be_filled_anew(strategy: Strategy) -> None:
     assert [part.tolist() for part in second.wait()] == [[2 * size] * 2]
 
 
-@pytest.mark.ranks(min=2)
-def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(
-    comm: Intracomm, placement: tuple[int, ...]
-) -> None:
+@pytest.mark.ranks(3)
+def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(comm: Intracomm) -> None:
     """Ranks may wait for calls of two strategies in another order each, as with MPI's own non-blocking calls."""
     options = CommunicationOptions(timeout_seconds=600)
     with Strategy(None, options, comm=comm) as one, Strategy(None, options, comm=comm) as two:
@@ -244,17 +239,3 @@ def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(
             time.sleep(0.1)  # rank 0 waits in `one` already
             assert two.run(start).wait()[0] == comm.size
             assert one.reduce("sum", 1) == comm.size
-
-
-@pytest.mark.ranks(min=2)
-def test_start_does_not_wait_to_tell_in_what_ranks_differ(strategy: Strategy, comm: Intracomm) -> None:
-    """Another rank may be in a call of its own, where it waits for this one."""
-    for _ in range(10):
-        bad = start(strategy, np.ones(5 + (comm.rank == comm.size - 1)))
-        if comm.rank == 0:
-            time.sleep(0.002)  # all have started it
-        after = start(strategy, np.ones(50_000))
-        comm.Barrier()
-        with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
-            bad.wait()
-        assert after.wait()[0] == comm.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 DTYPES = [np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")]
-of_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def numbers(rank: int, count: int, dtype: Any) -> Any:
@@ -25,32 +25,25 @@ def numbers(rank: int, count: int, dtype: Any) -> Any:
     return (((np.arange(count) + rank) % 2) / 2).astype(dtype)
 
 
-@of_each_dtype
-@pytest.mark.parametrize("count", [3, 70_000])
-def test_reductions(comm: Intracomm, placement: tuple[int, ...], dtype: Any, count: int) -> None:
-    own = numbers(comm.rank, count, dtype)
-    everyone = np.stack([numbers(rank, count, np.float32) for rank in range(comm.size)])
+def test_float8_on_any_placement_is_reduced_and_moved(comm: Intracomm, placement: tuple[int, ...]) -> None:
     with Strategy(comm=comm) as strategy:
-        for op, want in (("sum", everyone.sum(0)), ("max", everyone.max(0)), ("mean", everyone.mean(0))):
-            result = strategy.reduce(op, own)
-            assert (result.dtype, result.shape) == (dtype, (count,))
-            assert (result == want.astype(dtype)).all()
-            assert same_everywhere(comm, result)
-        assert all_reduce(strategy, "sum", own, out=own) is own
-        assert (own == everyone.sum(0).astype(dtype)).all()
+        for dtype, count in product(DTYPES, (3, 70_000)):
+            own = numbers(comm.rank, count, dtype)
+            everyone = np.stack([numbers(rank, count, np.float32) for rank in range(comm.size)])
+            for op, want in (("sum", everyone.sum(0)), ("max", everyone.max(0)), ("mean", everyone.mean(0))):
+                result = strategy.reduce(op, own)
+                assert (result.dtype, result.shape) == (dtype, (count,))
+                assert (result == want.astype(dtype)).all()
+                assert same_everywhere(comm, result)
+            assert strategy.broadcast(own).tolist() == numbers(0, count, dtype).tolist()
+            gathered = strategy.gather(own, axis=0)
+            assert (gathered.dtype, gathered.size) == (dtype, count * comm.size)
+            assert strategy.gather_object(own)[-1].tolist() == numbers(comm.size - 1, count, dtype).tolist()
+            assert all_reduce(strategy, "sum", own, out=own) is own
+            assert (own == everyone.sum(0).astype(dtype)).all()
 
 
-@of_each_dtype
-def test_moves(comm: Intracomm, placement: tuple[int, ...], dtype: Any) -> None:
-    own = numbers(comm.rank, 5, dtype)
-    with Strategy(comm=comm) as strategy:
-        assert strategy.broadcast(own).tolist() == numbers(0, 5, dtype).tolist()
-        gathered = strategy.gather(own, axis=0)
-        assert (gathered.dtype, gathered.size) == (dtype, 5 * comm.size)
-        assert strategy.gather_object(own)[-1].tolist() == numbers(comm.size - 1, 5, dtype).tolist()
-
-
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_a_difference_is_told_by_the_names_of_dtypes(comm: Intracomm) -> None:
     dtype = DTYPES[min(comm.rank, 1)]
     with (

@@ -35,6 +35,7 @@ def test_each_value_counts_as_often_as_its_weight_says(comm: Intracomm, placemen
         assert np.all(value["a"] == own)
 
 
+@pytest.mark.ranks(3)
 def test_equal_weights_give_the_mean_of_all(comm: Intracomm) -> None:
     """Of whole numbers, so that both are exact."""
     with MultiWorker(comm=comm) as strategy:
@@ -43,16 +44,17 @@ def test_equal_weights_give_the_mean_of_all(comm: Intracomm) -> None:
             assert (strategy.reduce("mean", value * 2, weight=weight) == strategy.reduce("mean", value * 2)).all()
 
 
-@pytest.mark.parametrize("name", ["i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", "bfloat16"])
-def test_dtypes_are_those_of_means(comm: Intracomm, name: str) -> None:
-    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-    value = np.full(3, 2 - comm.rank % 2).astype(dtype)
+@pytest.mark.ranks(3)
+def test_dtypes_are_those_of_means(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
-        plain, weighted = strategy.reduce("mean", value), strategy.reduce("mean", value, weight=1 - comm.rank % 2)
-        assert weighted.dtype == plain.dtype
-        assert (weighted == 2).all()  # the others weigh nothing
+        for dtype in map(np.dtype, ("i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", ml_dtypes.bfloat16)):
+            value = np.full(3, 2 - comm.rank % 2).astype(dtype)
+            plain, weighted = strategy.reduce("mean", value), strategy.reduce("mean", value, weight=1 - comm.rank % 2)
+            assert weighted.dtype == plain.dtype
+            assert (weighted == 2).all()  # the others weigh nothing
 
 
+@pytest.mark.ranks(2)
 def test_sums_are_wider_than_small_numbers(comm: Intracomm) -> None:
     """A product with the weight fits neither into int8 nor into float16."""
     with MultiWorker(comm=comm) as strategy:
@@ -60,6 +62,7 @@ def test_sums_are_wider_than_small_numbers(comm: Intracomm) -> None:
         assert strategy.reduce("mean", np.full(2, 100, np.float16), weight=1000).tolist() == [100, 100]
 
 
+@pytest.mark.ranks(3)
 def test_value_without_weight_does_not_count(comm: Intracomm) -> None:
     """As the mean of no rows, which is not a number."""
     with MultiWorker(comm=comm) as strategy:
@@ -68,6 +71,7 @@ def test_value_without_weight_does_not_count(comm: Intracomm) -> None:
         assert strategy.reduce("mean", value, weight=3 if has_rows else 0).tolist() == [5, 7]
 
 
+@pytest.mark.ranks(2)
 def test_weights_that_are_all_0_are_an_error_of_all(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         with raises_everywhere(comm, InvalidArgumentError, "weights of all replicas are 0"):
@@ -75,9 +79,9 @@ def test_weights_that_are_all_0_are_an_error_of_all(comm: Intracomm) -> None:
         assert strategy.reduce("mean", 1.0, weight=1) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
+@pytest.mark.ranks(1, 3)
+def test_wrong_arguments_are_refused_before_data_moves(comm: Intracomm) -> None:
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"reduce_op": "sum"}, ValueError, "weight is for means, and the operation is SUM"),
         ({"reduce_op": "min"}, ValueError, "weight is for means, and the operation is MIN"),
         ({"reduce_op": "bogus"}, ValueError, "not a valid ReduceOp"),
@@ -90,19 +94,15 @@ def test_weights_that_are_all_0_are_an_error_of_all(comm: Intracomm) -> None:
         ({"weight": np.ones(2)}, TypeError, "a number for each replica"),
         ({"value": np.array([True])}, InvalidArgumentError, "MEAN needs numbers, got dtype bool"),
         ({"value": "text"}, TypeError, "builtins.str"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_data_moves(
-    comm: Intracomm, arguments: dict[str, Any], kind: type[Exception], text: str
-) -> None:
-    given = {"reduce_op": "mean", "value": np.ones(2), "weight": 1} | arguments
+    ]
     with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, kind, text):
-            strategy.reduce(**given)
-        assert strategy.reduce("sum", 1) == comm.size
+        for arguments, kind, text in wrong:
+            with raises_everywhere(comm, kind, text):
+                strategy.reduce(**({"reduce_op": "mean", "value": np.ones(2), "weight": 1} | arguments))
+            assert strategy.reduce("sum", 1) == comm.size
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_wrong_arguments_of_one_rank_are_everybodys_error(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         with raises_everywhere(comm, InvalidArgumentError, "got -1"):
@@ -135,6 +135,7 @@ def test_replicas_have_weights_of_their_own(comm: Intracomm) -> None:
     alone.Free()
 
 
+@pytest.mark.ranks(2)
 def test_mirrored_values_are_their_own_mean(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         with strategy.scope():
@@ -180,6 +181,7 @@ def test_all_reduce_with_weights_writes_outs(comm: Intracomm, replicas: int | No
             assert np.allclose(out, wanted, rtol=1e-6)
 
 
+@pytest.mark.ranks(2)
 def test_outs_of_weighted_means_that_do_not_fit_are_refused(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         with raises_everywhere(comm, InvalidArgumentError, r"out 0 must be an array f64\[2\], got f64\[3\]"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,7 +13,6 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.collectives.repeated_calls import RepeatedCalls
 
 F32 = np.dtype(np.float32)
-DTYPES = [F32, np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.complex128)]
 LARGE = (200, 120)  # is sent by itself on one node; 4 x 6 goes through a pack
 
 

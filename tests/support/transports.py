@@ -20,6 +20,7 @@ __all__ = [
     "pytest_generate_tests",
     "set_sizes",
     "transport",
+    "transport_of_case",
 ]
 
 TRANSPORTS = ["mpi", "shared_memory"]
@@ -56,6 +57,14 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     name: str = getattr(request, "param", "auto")
     monkeypatch.setenv("MPIDIST_TRANSPORT", name)
     return name
+
+
+@pytest.fixture(autouse=True)
+def transport_of_case(request: pytest.FixtureRequest) -> None:
+    """Set the transport of a case first: `pytest_generate_tests` comes too late to add a fixture to a test."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and "transport" in callspec.params:
+        request.getfixturevalue("transport")
 
 
 def force_way_to_write(strategy: Strategy, way: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,30 +90,27 @@ def test_results_are_within_the_stated_error_and_equal_on_all_ranks(
             assert (worst > 1e-5) is is_rounded, "rounded where it should be, and nowhere else"
 
 
-@each_half
-def test_half_the_bytes_go_between_nodes(comm: Intracomm, placement: tuple[int, ...], half: str) -> None:
+def test_half_the_bytes_go_between_nodes(comm: Intracomm, placement: tuple[int, ...]) -> None:
     sent = {}
-    for name in ("none", half):
+    for name in ("none", *HALF):
         with Strategy(cross_device_ops=HierarchicalCopyAllReduce(), comm=comm) as strategy:
             levels = parts_of(strategy).group.levels
-            for count in (2000, 60_000, 1_000_000):
+            for count in (2000, 60_000, 500_000):
                 for level in (levels.across_nodes, levels.world):
                     level.traffic.clear()
                 all_reduce(strategy, "SUM", normal(comm.size, count)[comm.rank], compression=name)
                 across = [levels.across_nodes.traffic] + [levels.world.traffic] * (levels.within_node.size == 1)
                 sent[name, count] = sum(sum(traffic.nbytes.values()) for traffic in across)
-    for count in (2000, 60_000, 1_000_000):
-        assert sent[half, count] == pytest.approx(sent["none", count] / 2, abs=8 * comm.size)
-    assert (comm.allreduce(sent[half, 1_000_000]) > 0) is (len(set(placement)) > 1)
+    for (name, count), nbytes in sent.items():
+        assert name == "none" or nbytes == pytest.approx(sent["none", count] / 2, abs=8 * comm.size)
+    for name in HALF:
+        assert (comm.allreduce(sent[name, 500_000]) > 0) is (len(set(placement)) > 1)
 
 
-@pytest.mark.parametrize("dtype", ["f8", "i4", "f2", "c8"])
-def test_other_dtypes_travel_as_they_are(
-    comm: Intracomm, placement: tuple[int, ...], memory: Memory, dtype: str
-) -> None:
+def test_other_dtypes_travel_as_they_are(comm: Intracomm, placement: tuple[int, ...], memory: Memory) -> None:
     with Strategy(comm=comm) as strategy:
-        value = memory.up((np.arange(500) % 257 + 2.0**-9 + comm.rank).astype(dtype))
-        for everywhere in (False, True):
+        for dtype, everywhere in product(("f8", "i4", "f2", "c8"), (False, True)):
+            value = memory.up((np.arange(500) % 257 + 2.0**-9 + comm.rank).astype(dtype))
             given = [value, memory.up(np.ones(9, np.float32)), 2.0**-40 + 1]
             options = {"compression": "fp16", "compress_everywhere": everywhere}
             result, ones, number = all_reduce(strategy, "SUM", given, **options)
@@ -137,8 +135,11 @@ def test_any_layout_and_byte_order(comm: Intracomm, placement: tuple[int, ...]) 
             assert (np.abs(swapped - exact) <= bound).all()
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
+@pytest.mark.usefixtures("placement")
 @each_half
-def test_reduce_to_some_ranks(comm: Intracomm, placement: tuple[int, ...], ops: CrossDeviceOps, half: str) -> None:
+def test_reduce_to_some_ranks(comm: Intracomm, ops: CrossDeviceOps, half: str) -> None:
     rows = normal(comm.size, 5000)
     options = CommunicationOptions(compression=half)
     with Strategy(None, options, cross_device_ops=ops, comm=comm) as strategy:
@@ -176,17 +177,20 @@ def test_reproducible_results_do_not_depend_on_the_placement(
     for row in rows[1:]:
         total = total + row.astype(dtype).astype(np.float32)
     expected = total.astype(dtype).astype(np.float32) if comm.size > 1 else rows[0]
-    for nodes in PLACEMENTS.values():
-        monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(nodes(rank, comm.size)) for rank in range(comm.size)))
+    placements = {",".join(str(its(rank, comm.size)) for rank in range(comm.size)) for its in PLACEMENTS.values()}
+    for nodes in sorted(placements):
+        monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes)
         with Strategy(cross_device_ops=ops, comm=comm) as strategy:
             result = all_reduce(strategy, "SUM", memory.up(rows[comm.rank]), compression=half, reproducible=True)
             assert memory.down(result).tobytes() == expected.tobytes()
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
+@pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("over", ["mpi", "shared_memory"])
 def test_sums_of_the_callers_own_halves_are_not_counted(
-    comm: Intracomm, placement: tuple[int, ...], over: str, monkeypatch: pytest.MonkeyPatch
+    comm: Intracomm, over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was compressed, and the transport makes no difference."""
     monkeypatch.setenv("MPIDIST_TRANSPORT", over)
@@ -227,20 +231,20 @@ def test_an_overflow_is_infinite_everywhere_counted_and_logged(
         assert comm.allgather(strategy.num_overflowed) == counted
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("count", [4, 50_000, 600_000])
-def test_sums_that_overflow_within_a_node_are_counted(comm: Intracomm, count: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_sums_that_overflow_within_a_node_are_counted(comm: Intracomm) -> None:
     """Also where compiled code would add them: it counts nothing."""
+    options = {"compression": "fp16", "compress_everywhere": True}
     with Strategy(comm=comm) as strategy:
-        for call in range(1, 3):
-            result = all_reduce(
-                strategy, "SUM", np.full(count, 40_000.0, np.float32), compression="fp16", compress_everywhere=True
-            )
+        least = 0
+        for count in (4, 50_000, 600_000) * 2:
+            result = all_reduce(strategy, "SUM", np.full(count, 40_000.0, np.float32), **options)
             assert np.isinf(result).all()
-            assert sum(comm.allgather(strategy.num_overflowed)) >= call * count
+            least += count
+            assert sum(comm.allgather(strategy.num_overflowed)) >= least
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_ranks_that_ask_for_different_compression_are_told_so(comm: Intracomm) -> None:
     value = np.ones(3, np.float32)
     with Strategy(comm=comm) as strategy:
@@ -257,6 +261,7 @@ def test_ranks_that_ask_for_different_compression_are_told_so(comm: Intracomm) -
         assert (all_reduce(strategy, "SUM", value, compression="bf16") == comm.size).all()
 
 
+@pytest.mark.ranks(3)
 @each_half
 def test_a_mean_of_large_numbers_does_not_overflow_where_every_rank_rounds(comm: Intracomm, half: str) -> None:
     value = np.full(100, 60_000.0, np.float32)
@@ -265,7 +270,8 @@ def test_a_mean_of_large_numbers_does_not_overflow_where_every_rank_rounds(comm:
         assert (np.abs(mean - 60_000) <= 60_000 * ROUNDOFF[half]).all()
 
 
-@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.no_mpi
+@each_half
 def test_narrowing_has_the_bits_of_astype(half: str) -> None:
     dtype = HALF[half]
     rng = np.random.default_rng(5)
@@ -287,6 +293,7 @@ def test_narrowing_has_the_bits_of_astype(half: str) -> None:
         assert back.tobytes() == out.astype(np.float32).tobytes()
 
 
+@pytest.mark.no_mpi
 def test_options_say_what_is_wrong() -> None:
     options = CommunicationOptions(compression="bf16")
     assert options == CommunicationOptions(compression="BF16")
