@@ -22,6 +22,7 @@ import pytest
 from mpi_session import OPEN_MPI, clean_environment
 from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere
+from support.placements import one_and_two_nodes
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -54,25 +55,26 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 300_000, (2 << 20) + 1])
-def test_all_ranks_reach_all_parts(comm: Intracomm, nbytes: int) -> None:
+@pytest.mark.ranks(3)
+def test_all_ranks_reach_all_parts(comm: Intracomm) -> None:
     """Zeros at first; what a rank writes into any part, all read; on pages of their own."""
-    parts = SharedWindow(comm, nbytes).parts
-    assert len(parts) == comm.size
-    for part in parts:
-        assert (part.dtype, part.shape) == (np.uint8, (nbytes,))
-        assert part.flags.writeable
-        assert part.ctypes.data % mmap.PAGESIZE == 0
-        assert not part.any()
-    comm.Barrier()
-    following = (comm.rank + 1) % comm.size
-    parts[comm.rank][: nbytes // 2] = 1 + comm.rank
-    parts[following][nbytes // 2 :] = 101 + comm.rank
-    comm.Barrier()
-    for owner, part in enumerate(parts):
-        assert (part[: nbytes // 2] == 1 + owner).all()
-        assert (part[nbytes // 2 :] == 101 + (owner - 1) % comm.size).all()
-    comm.Barrier()
+    for nbytes in (0, 1, 4096, 4097, (2 << 20) + 1):
+        parts = SharedWindow(comm, nbytes).parts
+        assert len(parts) == comm.size
+        for part in parts:
+            assert (part.dtype, part.shape) == (np.uint8, (nbytes,))
+            assert part.flags.writeable
+            assert part.ctypes.data % mmap.PAGESIZE == 0
+            assert not part.any()
+        comm.Barrier()
+        following = (comm.rank + 1) % comm.size
+        parts[comm.rank][: nbytes // 2] = 1 + comm.rank
+        parts[following][nbytes // 2 :] = 101 + comm.rank
+        comm.Barrier()
+        for owner, part in enumerate(parts):
+            assert (part[: nbytes // 2] == 1 + owner).all()
+            assert (part[nbytes // 2 :] == 101 + (owner - 1) % comm.size).all()
+        comm.Barrier()
 
 
 def l1_hash(address: int) -> int:
@@ -82,26 +84,18 @@ def l1_hash(address: int) -> int:
 
 
 @pytest.mark.no_mpi
-@pytest.mark.parametrize("mebibytes", [2, 15, 64, 127, 128, 255, 256, 320, 512, 1024, 4096])
-def test_the_same_places_of_large_parts_are_apart_in_the_first_cache(mebibytes: int) -> None:
-    for nbytes in (mebibytes << 20, (mebibytes << 20) + 128, (mebibytes << 20) + 5000):
-        stride = part_stride(nbytes)
-        assert 0 <= stride - nbytes < (4 << 20)
-        for rank in range(1, 16):
-            for place in range(0, nbytes, max(4096, nbytes // 257 // 4096 * 4096)):
-                address = (1 << 46) + place
-                assert l1_hash(address) != l1_hash(address + rank * stride)
+def test_the_same_places_of_large_parts_are_apart_in_the_first_cache() -> None:
+    for mebibytes in (2, 15, 128, 255, 320, 4096):
+        for nbytes in (mebibytes << 20, (mebibytes << 20) + 128, (mebibytes << 20) + 5000):
+            stride = part_stride(nbytes)
+            assert 0 <= stride - nbytes < (4 << 20)
+            for rank in range(1, 16):
+                for place in range(0, nbytes, max(4096, nbytes // 257 // 4096 * 4096)):
+                    address = (1 << 46) + place
+                    assert l1_hash(address) != l1_hash(address + rank * stride)
 
 
-@pytest.mark.no_mpi
-@pytest.mark.parametrize("nbytes", [0, 1, 5000])
-def test_a_rank_alone_needs_no_mpi(nbytes: int) -> None:
-    (part,) = SharedWindow(None, nbytes).parts
-    assert part[:nbytes].shape == (nbytes,)
-    part[:nbytes] = 7
-    assert (part[:nbytes] == 7).all()
-
-
+@pytest.mark.ranks(2)
 def test_the_file_has_no_name(comm: Intracomm) -> None:
     """A job that is killed leaves nothing behind."""
     files, before = num_files(), set(mapped())
@@ -117,10 +111,8 @@ def test_the_file_has_no_name(comm: Intracomm) -> None:
     assert num_files() == files
 
 
-@pytest.mark.parametrize("nbytes", [1000, 3 << 20])
-def test_the_file_has_no_name_while_memory_is_reserved(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, nbytes: int
-) -> None:
+@pytest.mark.ranks(2)
+def test_the_file_has_no_name_while_memory_is_reserved(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes long where there is much."""
     names, really = [], os.posix_fallocate
 
@@ -129,11 +121,12 @@ def test_the_file_has_no_name_while_memory_is_reserved(
         really(file, start, length)
 
     monkeypatch.setattr(os, "posix_fallocate", reserve)
-    SharedWindow(comm, nbytes)
+    SharedWindow(comm, 3 << 20)
     if comm.rank == 0:  # which takes the name away
         assert names == [0]
 
 
+@pytest.mark.ranks(2)
 def test_memory_is_there_as_long_as_an_array_in_it(comm: Intracomm) -> None:
     before = mapped()
     window = SharedWindow(comm, 1000)
@@ -179,11 +172,6 @@ def closed_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], int, str]] = {
-    "no memory for the first": (
-        full_disk,
-        0,
-        r"[KM]iB cannot be had in /dev/shm \(No space left on device\); ask for less",
-    ),
     "no memory for the last": (
         full_disk,
         -1,
@@ -221,23 +209,28 @@ def problem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Problem(rank, pattern)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_too_little_memory_is_every_ranks_error(
     comm: Intracomm, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where only one rank has none; and nothing is left of it."""
-    monkeypatch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
-    path = comm.bcast(f"/dev/shm/mpidist-{secrets.token_hex(8)}")
-    files, before = num_files(), mapped()
-    with raises_everywhere(comm, UnavailableError, problem.pattern):
-        SharedWindow(comm, 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
+        path = comm.bcast(f"/dev/shm/mpidist-{secrets.token_hex(8)}")
+        files, before = num_files(), mapped()
+        with raises_everywhere(comm, UnavailableError, problem.pattern):
+            SharedWindow(comm, 1000)
     assert mapped() == before
     assert num_files() == files
     assert not os.path.exists(path)
+    monkeypatch.setenv("MPIDIST_TRANSPORT", "shared_memory")
+    pattern = f"MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: .*{problem.pattern}"
+    with raises_everywhere(comm, UnavailableError, pattern) as raised:
+        Strategy(comm=comm)
+    assert vars(raised[0])["raised_on_all_ranks"]  # its text is printed once
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("placement", ["one node", "even", "uneven"], indirect=True)
+@one_and_two_nodes
 def test_without_shared_memory_ranks_send_messages(
     comm: Intracomm, placement: tuple[int, ...], problem: Problem, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,29 +247,20 @@ def test_without_shared_memory_ranks_send_messages(
         assert text.startswith("ranks of a node send messages instead of sharing memory, which is slower: rank ")
 
 
-@pytest.mark.ranks(min=2)
-def test_insisting_on_what_cannot_be_had_is_every_ranks_error(
-    comm: Intracomm, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MPIDIST_TRANSPORT", "shared_memory")
-    pattern = f"MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: .*{problem.pattern}"
-    with raises_everywhere(comm, UnavailableError, pattern) as raised:
-        Strategy(comm=comm)
-    assert vars(raised[0])["raised_on_all_ranks"]  # its text is printed once
-
-
-@pytest.mark.parametrize("per_node", [False, True])
-def test_arrays_that_do_not_fit_are_every_ranks_error(comm: Intracomm, per_node: bool) -> None:
+@pytest.mark.ranks(1, 3)
+def test_arrays_that_do_not_fit_are_every_ranks_error(comm: Intracomm) -> None:
     """A PiB each; and the strategy goes on."""
-    with Strategy(comm=comm) as strategy:
-        if comm.size > 1:
-            with raises_everywhere(comm, UnavailableError, "cannot be had in /dev/shm"):
-                strategy.symmetric_empty(1 << 50, np.uint8, per_node=per_node)
-        array = strategy.symmetric_empty(5, np.float64, per_node=per_node)
-        assert array.shape == (5,)
-        assert strategy.reduce("SUM", 1) == comm.size
+    for per_node in (False, True):
+        with Strategy(comm=comm) as strategy:
+            if comm.size > 1:
+                with raises_everywhere(comm, UnavailableError, "cannot be had in /dev/shm"):
+                    strategy.symmetric_empty(1 << 50, np.uint8, per_node=per_node)
+            array = strategy.symmetric_empty(5, np.float64, per_node=per_node)
+            assert array.shape == (5,)
+            assert strategy.reduce("SUM", 1) == comm.size
 
 
+@pytest.mark.ranks(1, 3)
 def test_reset_and_close_leave_no_memory_behind(comm: Intracomm) -> None:
     """Of the staging memory at once; of arrays, when the last is gone."""
     before = len(mapped())
@@ -306,7 +290,7 @@ def resident() -> int:
     return total
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2)
 def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intracomm) -> None:
     gc.collect()
     before = resident()
@@ -321,6 +305,7 @@ def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intrac
     del held
 
 
+@pytest.mark.ranks(2)
 def test_symmetric_arrays_need_no_open_files(comm: Intracomm) -> None:
     """A process may have a thousand of those, and a model may have more variables."""
     with Strategy(comm=comm) as strategy:
@@ -348,6 +333,7 @@ def wait(barrier: NodeBarrier) -> None:
         time.sleep(0)
 
 
+@pytest.mark.ranks(2, 3)
 def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Sync | None) -> None:
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
     assert barrier.count == 0
@@ -374,7 +360,7 @@ def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Sync
     barrier = NodeBarrier(window, comm.rank, fence)
     numbers = [part[LINE_BYTES:].view(np.int64).reshape(3, 16) for part in window.parts]
     random_ = random.Random(comm.rank)
-    for step in range(2000):
+    for step in range(1000):
         numbers[comm.rank][step % 3] = step  # read until the next barrier
         if random_.random() < 0.01:
             time.sleep(0.0005)
@@ -384,6 +370,7 @@ def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Sync
     comm.Barrier()
 
 
+@pytest.mark.ranks(2, 3)
 def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fence: Sync | None) -> None:
     """Also for a rank so slow that the others have shown their next words already."""
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
@@ -419,6 +406,7 @@ def test_words_of_a_slow_rank_are_not_overwritten(comm: Intracomm) -> None:
     comm.Barrier()
 
 
+@pytest.mark.ranks(2)
 def test_the_fence_is_before_the_arrival_and_after_the_passing(comm: Intracomm) -> None:
     """What cannot be seen on a processor that needs none."""
     window = SharedWindow(comm, LINE_BYTES)
