@@ -28,31 +28,29 @@ def test_spec_gives_back_what_it_was_made_of() -> None:
     spec = ClusterSpec({"ps": ["ps0:1"], "worker": ("w0:1", "w1:1")})
     assert spec.as_dict() == {"ps": ["ps0:1"], "worker": ["w0:1", "w1:1"]}
     assert spec.jobs == ["ps", "worker"]
-    assert spec.num_tasks("worker") == 2
-    assert spec.task_indices("worker") == [0, 1]
+    assert (spec.num_tasks("worker"), spec.task_indices("worker")) == (2, [0, 1])
     assert spec.task_address("worker", 1) == "w1:1"
     assert spec.job_tasks("worker") == ["w0:1", "w1:1"]
+    with pytest.raises(ValueError, match=r"no job 'chief'; its jobs are \['ps', 'worker'\]"):
+        spec.num_tasks("chief")
+    for index in (2, -1):
+        with pytest.raises(ValueError, match=rf"no task {index} in job 'worker'; its indices are 0 to 1"):
+            spec.task_address("worker", index)
 
 
-def test_spec_equals_its_copy_and_its_dict() -> None:
-    spec = ClusterSpec({"worker": ["w0:1"]})
-    assert spec == ClusterSpec(spec)
-    assert spec == {"worker": ["w0:1"]}
-    assert spec == {"worker": ("w0:1",)}
-    assert spec != ClusterSpec({"worker": ["w1:1"]})
-    assert spec != "worker"
-    assert spec
-    assert not ClusterSpec({})
-
-
-def test_spec_cannot_be_changed_through_what_it_gives_or_got() -> None:
+def test_spec_equals_its_copy_and_its_dict_and_cannot_be_changed_through_them() -> None:
     addresses = ["w0:1"]
     spec = ClusterSpec({"worker": addresses})
     addresses.append("w1:1")
     spec.as_dict()["worker"].append("w2:1")
     spec.job_tasks("worker").append("w3:1")
     spec.jobs.append("ps")
-    assert spec == {"worker": ["w0:1"]}
+    assert spec == ClusterSpec(spec) == {"worker": ["w0:1"]}
+    assert spec == {"worker": ("w0:1",)}
+    assert spec != ClusterSpec({"worker": ["w1:1"]})
+    assert spec != "worker"
+    assert spec
+    assert not ClusterSpec({})
 
 
 def test_spec_of_some_tasks_knows_those() -> None:
@@ -77,15 +75,6 @@ def test_spec_of_anything_else_is_refused() -> None:
     for one in wrong:
         with pytest.raises(TypeError, match="ClusterSpec got"):
             ClusterSpec(one)
-
-
-def test_unknown_job_and_index_are_refused_with_those_there_are() -> None:
-    spec = ClusterSpec({"worker": ["w0:1", "w1:1"]})
-    with pytest.raises(ValueError, match=r"no job 'ps'; its jobs are \['worker'\]"):
-        spec.num_tasks("ps")
-    for index in (2, -1):
-        with pytest.raises(ValueError, match=rf"no task {index} in job 'worker'; its indices are 0 to 1"):
-            spec.task_address("worker", index)
 
 
 # Roles
@@ -128,6 +117,12 @@ def test_simple_resolver_gives_what_it_got() -> None:
     assert resolver.environment == "cloud"
     assert resolver.num_accelerators() == {"TPU": 2, "GPU": 2}
     assert (resolver.num_tasks, resolver.rank) == (2, 1)
+    assert (resolver.master(), resolver.master(rpc_layer="ab")) == ("grpc://m:1", "ab://m:1")
+    assert (resolver.master("worker", 0), resolver.master("worker", 0, "ab")) == ("grpc://w0:1", "ab://w0:1")
+    resolver = SimpleClusterResolver(CHIEF, task_type="worker", task_id=1)
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "chief", 0, "test"
+    assert (resolver.task_type, resolver.task_id, resolver.rank) == ("chief", 0, 0)
+    assert resolver.master("worker", 1) == "test://w1:1"
 
 
 def test_simple_resolver_knows_nothing_by_itself() -> None:
@@ -136,25 +131,6 @@ def test_simple_resolver_knows_nothing_by_itself() -> None:
     assert (resolver.master(), resolver.environment, resolver.num_accelerators()) == ("", "", {})
     assert (resolver.num_tasks, resolver.rank) == (None, None)
     resolver.check(size=7, rank=3)
-
-
-def test_simple_master_is_the_task_asked_for_or_the_one_given() -> None:
-    resolver = SimpleClusterResolver(NO_CHIEF, "m:1", "worker", 1, rpc_layer="grpc")
-    assert resolver.master() == "grpc://m:1"
-    assert resolver.master("worker", 0) == "grpc://w0:1"
-    assert resolver.master("worker", 0, "ab") == "ab://w0:1"
-    assert resolver.master(rpc_layer="ab") == "ab://m:1"
-    assert SimpleClusterResolver(NO_CHIEF, "m:1").master() == "m:1"
-
-
-def test_simple_task_can_be_set() -> None:
-    resolver = SimpleClusterResolver(CHIEF, task_type="worker", task_id=1)
-    resolver.task_type, resolver.task_id, resolver.rpc_layer = "chief", 0, "test"
-    assert (resolver.task_type, resolver.task_id, resolver.rank) == ("chief", 0, 0)
-    assert resolver.master("worker", 1) == "test://w1:1"
-
-
-def test_simple_resolver_refuses_other_types() -> None:
     with pytest.raises(TypeError, match="it needs a ClusterSpec"):
         SimpleClusterResolver({"worker": ["w0:1"]})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="master=5"):
@@ -197,12 +173,11 @@ def test_tf_config_casts_type_and_index() -> None:
         assert (resolver.task_type, resolver.task_id) == ("123456", 1)
 
 
-def test_tf_config_session_master_wins() -> None:
+def test_tf_config_master_is_the_session_master_and_not_needed_for_one_task_or_none() -> None:
     environ = tf_config(cluster=CLUSTER, task={"type": "ps", "index": 0}, session_master="master:1")
     assert TFConfigClusterResolver(environ=environ).master() == "master:1"
-
-
-def test_tf_config_of_one_task_or_none_needs_no_master() -> None:
+    with pytest.raises(ValueError, match="pass task_type and task_id"):
+        TFConfigClusterResolver(environ=tf_config(cluster=CLUSTER)).master()
     for environ in ({}, {"TF_CONFIG": ""}, tf_config(), tf_config(cluster={}), tf_config(cluster={"worker": ["w0:1"]})):
         assert TFConfigClusterResolver(environ=environ).master() == ""
 
@@ -241,11 +216,6 @@ def test_malformed_tf_config_is_refused_with_its_text() -> None:
         with pytest.raises(ValueError, match="TF_CONFIG") as error:
             _ = TFConfigClusterResolver(environ={"TF_CONFIG": text}).task_id
         assert message in str(error.value)
-
-
-def test_unknown_own_task_is_refused_with_advice() -> None:
-    with pytest.raises(ValueError, match="pass task_type and task_id"):
-        TFConfigClusterResolver(environ=tf_config(cluster=CLUSTER)).master()
 
 
 # The interface

@@ -36,9 +36,10 @@ FIVE_TASKS = {
 FIVE_ADDRESSES = ["t02n13:8888", "t02n13:8889", "t02n41:8888", "t02n43:8888", "t02n43:8889"]
 
 
-def test_slurm_step_is_read_from_the_environment() -> None:
-    environ = {**THREE_NODES, "CUDA_VISIBLE_DEVICES": "0"}
+def test_slurm_step_is_read_from_the_environment_when_asked() -> None:
+    environ: dict[str, str] = {}
     resolver = SlurmClusterResolver(environ=environ)
+    environ.update(THREE_NODES, CUDA_VISIBLE_DEVICES="0")
     assert resolver.cluster_spec() == THREE_ADDRESSES
     assert resolver.master("worker", 0) == "grpc://t02n13:8888"
     assert resolver.num_accelerators() == {"GPU": 1}
@@ -56,15 +57,13 @@ def test_slurm_master_follows_the_task_and_layer_set() -> None:
     assert resolver.master("worker", 0, rpc_layer="test") == "test://t02n13:8888"
 
 
-@pytest.mark.parametrize("visible", ["0,1,2,3", None])
-def test_slurm_task_gets_several_gpus(visible: str | None) -> None:
-    environ = dict(FIVE_TASKS)
-    if visible is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = visible
-    resolver = SlurmClusterResolver({"worker": 5}, 8888, 4, 2, environ=environ)
-    assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
-    assert resolver.num_accelerators() == {"GPU": 2}
-    assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+def test_slurm_task_gets_several_gpus() -> None:
+    for visible in ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {}):
+        environ = {**FIVE_TASKS, **visible}
+        resolver = SlurmClusterResolver({"worker": 5}, 8888, 4, 2, environ=environ)
+        assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
+        assert resolver.num_accelerators() == {"GPU": 2}
+        assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 def test_slurm_jobs_get_ranks_in_alphabetical_order() -> None:
@@ -80,11 +79,6 @@ def test_slurm_jobs_get_ranks_in_alphabetical_order() -> None:
     }
     assert owners == [("chief", 0, 0), ("ps", 0, None), ("ps", 1, None), ("worker", 0, 1), ("worker", 1, 2)]
     assert resolver.num_tasks == 3
-
-
-def test_slurm_port_base_is_the_first_port() -> None:
-    spec = SlurmClusterResolver(port_base=1000, environ=dict(FIVE_TASKS)).cluster_spec()
-    assert spec.job_tasks("worker")[:2] == ["t02n13:1000", "t02n13:1001"]
 
 
 # Every recorded task
@@ -173,13 +167,6 @@ def test_missing_step_variable_is_named() -> None:
         environ = {name: value for name, value in THREE_NODES.items() if name != missing}
         with pytest.raises(TopologyError, match=f"{missing} not found in environment"):
             SlurmClusterResolver(environ=environ).cluster_spec()
-
-
-def test_nothing_is_read_before_the_first_question() -> None:
-    environ: dict[str, str] = {}
-    resolver = SlurmClusterResolver(environ=environ)
-    environ.update(THREE_NODES)
-    assert resolver.cluster_spec() == THREE_ADDRESSES
 
 
 # Order of ranks
@@ -310,16 +297,15 @@ def test_layout_that_this_tasks_place_contradicts_is_refused(
 # Tasks per node, jobs, GPUs
 
 
-def test_partly_filled_last_node_is_counted_right() -> None:
+def test_tasks_per_node_may_be_given_or_differ() -> None:
     environ = {**FIVE_TASKS, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
     spec = SlurmClusterResolver(tasks_per_node=2, environ=environ).cluster_spec()
     assert spec.job_tasks("worker")[2:] == ["t02n41:8888", "t02n41:8889", "t02n43:8888"]
-
-
-def test_tasks_per_node_may_be_given_by_host() -> None:
     tasks_per_node = {"t02n43": 2, "t02n13": 2, "t02n41": 1, "another": 7}
-    resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, environ=dict(FIVE_TASKS))
+    resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, port_base=8888, environ=dict(FIVE_TASKS))
     assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
+    spec = SlurmClusterResolver(port_base=1000, environ=dict(FIVE_TASKS)).cluster_spec()
+    assert spec.job_tasks("worker")[:2] == ["t02n13:1000", "t02n13:1001"]
 
 
 def test_tasks_per_node_that_do_not_fit_are_refused() -> None:
@@ -354,25 +340,22 @@ def test_wrong_numbers_are_refused() -> None:
             SlurmClusterResolver(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("variables", "gpus"),
-    [
-        ({}, 0),  # X37
-        ({"CUDA_VISIBLE_DEVICES": ""}, 0),  # X38
-        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c, MIG-4d806f22"}, 2),
-        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
-        ({"SLURM_GPUS_ON_NODE": ""}, 0),
-    ],
-)
-def test_gpus_are_counted_without_asking_a_driver(variables: dict[str, str], gpus: int) -> None:
-    assert len(visible_gpus(variables)) == gpus
-    environ = {**THREE_NODES, **variables}
-    assert SlurmClusterResolver(environ=environ).num_accelerators() == {"GPU": gpus}
+VISIBLE: list[tuple[dict[str, str], int]] = [
+    ({}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c, MIG-4d806f22"}, 2),
+    ({"SLURM_GPUS_ON_NODE": "4"}, 4),
+    ({"SLURM_GPUS_ON_NODE": ""}, 0),
+]
+
+
+def test_gpus_are_counted_without_asking_a_driver() -> None:
+    for variables, gpus in VISIBLE:
+        assert len(visible_gpus(variables)) == gpus
+        assert SlurmClusterResolver(environ={**THREE_NODES, **variables}).num_accelerators() == {"GPU": gpus}
 
 
 # What is asked for, what is visible; how many GPUs this task has, and which are visible then.

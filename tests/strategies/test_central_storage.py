@@ -219,8 +219,8 @@ def proportional_set_size() -> int:
 
 @pytest.mark.ranks(2)
 def test_ranks_hold_one_copy_of_a_model(comm: Intracomm) -> None:
-    """64 MB on four ranks are 64 MB, and 256 MB under another strategy."""
-    nbytes = 64 << 20
+    """32 MB on two ranks are 32 MB, and 64 MB under another strategy."""
+    nbytes = 32 << 20
 
     def used(strategy: mpidist.Strategy) -> float:
         gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -13,21 +13,15 @@ from support.everywhere import raises_everywhere
 
 import mpidist
 from mpidist import (
-    CollectiveAllReduce,
     CommunicationOptions,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     Strategy,
 )
-from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, MPIClusterResolver, SimpleClusterResolver
+from mpidist.cluster_resolver import ClusterSpec, MPIClusterResolver, SimpleClusterResolver
 from mpidist.cluster_resolver.addresses import number_ports
-from mpidist.cluster_resolver.resolver import OwnTask
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
-from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import cuda
-from mpidist.transport.devices import Device
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.variables.placement import OnEachRank, VariablePlacement
 
 WORLD = MPI.COMM_WORLD
 
@@ -97,28 +91,19 @@ def test_resolver_that_is_wrong_on_one_rank_is_refused_on_all() -> None:
         MultiWorkerMirroredStrategy(resolver(WORLD.size, 0 if wrong else WORLD.rank))
 
 
-class FailingResolver(ClusterResolver):
+class FailingResolver(SimpleClusterResolver):
     """One that fails on the last rank, as when a file is missing there."""
 
     def cluster_spec(self) -> ClusterSpec:
         if WORLD.rank == WORLD.size - 1:
             raise OSError("no such file")
-        return ClusterSpec({"worker": ["n:1"] * WORLD.size})
-
-    def master(self, *_: Any, **__: Any) -> str:
-        return ""
-
-    def num_accelerators(self, *_: Any) -> dict[str, int]:
-        return {}
-
-    def find_own_task(self) -> OwnTask:
-        return OwnTask("worker", WORLD.rank)
+        return super().cluster_spec()
 
 
 @pytest.mark.ranks(2)
 def test_resolver_that_fails_on_one_rank_is_refused_on_all() -> None:
     with pytest.raises((TopologyError, OSError), match=rf"rank {WORLD.size - 1}.*no such file"):
-        MultiWorkerMirroredStrategy(FailingResolver())
+        MultiWorkerMirroredStrategy(FailingResolver(ClusterSpec({"worker": ["n:1"] * WORLD.size})))
 
 
 def tf_config(size: int, index: int, **more: Any) -> str:
@@ -212,33 +197,11 @@ def test_driver_that_fails_on_one_rank_is_every_ranks_error(monkeypatch: pytest.
 def test_ranks_that_make_different_strategies_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="MultiWorkerMirroredStrategy"):
         (MirroredStrategy if WORLD.rank == 0 else MultiWorkerMirroredStrategy)()
+    with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: .*; rank 1: "):
+        MirroredStrategy(per_node_variables=WORLD.rank == 0)
     options = CommunicationOptions(bytes_per_pack=1 + WORLD.rank)
     with pytest.raises(InvalidArgumentError, match="bytes_per_pack=2"):
         MultiWorkerMirroredStrategy(communication_options=options)
-
-
-@final
-class Elsewhere(VariablePlacement):
-    """A third placement, which `is_shared` does not tell from `OnEachRank`."""
-
-    is_shared = False
-
-    def for_value(self, value: Any) -> VariablePlacement:
-        return self
-
-    def store(self, value: Any) -> Any:
-        return value
-
-    def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
-        change()
-
-
-@pytest.mark.ranks(2)
-def test_ranks_that_place_variables_differently_are_refused() -> None:
-    placement = OnEachRank() if WORLD.rank == 0 else Elsewhere()
-    group, algorithm = SyncGroup.from_mpi(None), CollectiveAllReduce()
-    with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: OnEachRank; .*: Elsewhere"):
-        StrategyParts.assemble("Trial", group, algorithm, [Device("cpu")], make_placement=lambda _: placement)
 
 
 WRONG: dict[str, Callable[[Any], Strategy]] = {

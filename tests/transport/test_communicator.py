@@ -101,28 +101,23 @@ def test_reductions_are_exact_for_every_dtype(communicator: Communicator) -> Non
             assert (shard == expected[start:stop]).all(), (op, dtype)
 
 
-def test_all_reduce_is_exact_for_every_length(communicator: Communicator, counts: list[int]) -> None:
-    for dtype, count, op, in_order in product(A_FEW, counts, ("sum", "max"), (False, True)):
-        buffer = mine(communicator, op, count, dtype)
-        communicator.all_reduce(buffer, Reduction(op, in_rank_order=in_order))
-        assert (buffer == whole(communicator, op, count, dtype)).all(), (dtype, count, op, in_order)
-
-
-def test_reduce_leaves_the_reduction_at_any_root(communicator: Communicator, counts: list[int]) -> None:
-    for root, dtype, count, in_order in product(range(communicator.size), A_FEW, counts, (False, True)):
-        buffer = mine(communicator, "sum", count, dtype)
-        communicator.reduce(buffer, Reduction("sum", in_rank_order=in_order), root)
-        if communicator.rank == root:
-            assert (buffer == whole(communicator, "sum", count, dtype)).all(), (root, dtype, count, in_order)
-
-
-def test_reduce_scatter_leaves_each_rank_its_shard(communicator: Communicator, counts: list[int]) -> None:
-    """As a view of the buffer, so that a gather can follow."""
+def test_reductions_are_exact_for_every_length_and_root(communicator: Communicator, counts: list[int]) -> None:
+    """A shard is a view of the buffer, so that a gather can follow."""
+    size, rank = communicator.size, communicator.rank
     for dtype, count, in_order in product(A_FEW, counts, (False, True)):
-        start, stop = shard_bounds(count, communicator.size)[communicator.rank :][:2]
+        for op in ("sum", "max"):
+            buffer = mine(communicator, op, count, dtype)
+            communicator.all_reduce(buffer, Reduction(op, in_rank_order=in_order))
+            assert (buffer == whole(communicator, op, count, dtype)).all(), (dtype, count, op, in_order)
+        right, reduction = whole(communicator, "sum", count, dtype), Reduction("sum", in_rank_order=in_order)
+        for root in range(size):
+            buffer = mine(communicator, "sum", count, dtype)
+            communicator.reduce(buffer, reduction, root)
+            assert rank != root or (buffer == right).all(), (root, dtype, count, in_order)
+        start, stop = shard_bounds(count, size)[rank:][:2]
         buffer = mine(communicator, "sum", count, dtype)
-        shard = communicator.reduce_scatter(buffer, Reduction("sum", in_rank_order=in_order))
-        assert (shard == whole(communicator, "sum", count, dtype)[start:stop]).all(), (dtype, count, in_order)
+        shard = communicator.reduce_scatter(buffer, reduction)
+        assert (shard == right[start:stop]).all(), (dtype, count, in_order)
         assert (buffer[start:stop] == shard).all()
         assert not count or np.shares_memory(buffer, shard) or start == stop
 
@@ -318,16 +313,6 @@ def test_traffic_is_what_the_docstrings_promise(communicator: Communicator, coun
         communicator.traffic.clear()
         assert not communicator.traffic.calls
         assert not communicator.traffic.nbytes
-
-
-@pytest.mark.no_mpi
-def test_the_group_of_one_moves_nothing() -> None:
-    alone = SoloCommunicator("alone")
-    buffer = np.ones(5)
-    alone.all_reduce(buffer, Reduction())
-    alone.broadcast(buffer, 0)
-    assert (alone.rank, alone.size) == (0, 1)
-    assert not alone.traffic.calls
 
 
 @pytest.mark.no_mpi

@@ -67,16 +67,6 @@ def test_ties_and_their_neighbours_round_as_numpy_rounds() -> None:
     assert (bits_of(out) == bits_of(totals.astype(np.float16))).all()
 
 
-def test_any_float32_rounds_as_numpy_rounds() -> None:
-    for seed in range(2):
-        totals = np.random.default_rng(seed).integers(0, 1 << 32, 1 << 15, np.uint32).view(np.float32)
-        near = np.where(abs(totals) < 1e5, totals, np.float32(1)) * np.float32(2.0**seed)  # no overflow: the fast way
-        for numbers in (totals, near):
-            out = np.empty(numbers.size, np.float16)
-            HalfAccumulator(FLOAT16)._narrow(numbers.copy(), out)
-            assert (bits_of(out) == bits_of(rounded(numbers, FLOAT16))).all()
-
-
 def test_parts_are_joined_in_order_and_rounded_once() -> None:
     """Two blocks and a rest; the result may be one of the parts."""
     for dtype, count in product(HALVES, (1, (1 << 15) - 1, (1 << 15) + 1, 100_000)):
@@ -95,11 +85,6 @@ def test_parts_are_joined_in_order_and_rounded_once() -> None:
 def test_other_byte_order_is_left_to_numpy() -> None:
     swapped = EVERY[:0x7C00].astype(">f2")
     assert (combined([swapped, swapped], swapped.dtype) == rounded(EVERY[:0x7C00] * np.float32(2), FLOAT16)).all()
-
-
-def test_bfloat16_keeps_its_range() -> None:
-    numbers = np.array([3e38, -1e-38, 1.0], ml_dtypes.bfloat16)
-    assert (combined([numbers, -numbers], numbers.dtype) == 0).all()
 
 
 FLOAT8 = [np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")]

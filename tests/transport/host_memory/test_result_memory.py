@@ -51,16 +51,6 @@ def test_a_program_that_binds_the_same_name_needs_two_lists(memory: ResultMemory
     assert 2 * NBYTES <= memory.nbytes <= 2 * NBYTES + 1024
 
 
-def test_what_was_let_go_last_is_used_first(memory: ResultMemory) -> None:
-    """It is the likeliest to be in the cache."""
-    results = repeated(memory, [LARGE], [FLOAT])
-    one, other = results.take(), results.take()
-    last = address(other[0])
-    del one, other
-    for _ in range(4):
-        assert address(results.take()[0]) == last
-
-
 def exported(array: np.ndarray[Any, Any]) -> Any:
     class Foreign:
         """Holds a capsule of DLPack, as an array of another library does."""
@@ -102,18 +92,6 @@ def test_nothing_lies_where_the_program_still_looks() -> None:
         assert start in {address(array) for (array,) in again}  # and there again, once nobody looks
 
 
-def test_a_program_may_keep_all_results(memory: ResultMemory) -> None:
-    results = repeated(memory, [LARGE], [FLOAT])
-    history = []
-    for step in range(12):
-        (array,) = results.take()
-        array[...] = step
-        history.append(array)
-    assert [float(array[0, 0]) for array in history] == list(range(12))
-    assert all((array == array[0, 0]).all() for array in history)
-    assert memory.nbytes <= 4 * NBYTES + 1024
-
-
 def test_small_results_are_kept_apart(memory: ResultMemory) -> None:
     """A loss of each step that is kept does not hold the gradients' memory."""
     results = repeated(memory, [(), LARGE, (0,), (10,)], [np.dtype(np.float64), FLOAT, FLOAT, FLOAT])
@@ -126,14 +104,6 @@ def test_small_results_are_kept_apart(memory: ResultMemory) -> None:
         losses.append(loss)
         addresses.add(address(gradient))
     assert len(addresses) == 2
-
-
-def test_few_bytes_are_left_to_the_c_library(memory: ResultMemory) -> None:
-    results = repeated(memory, [(100,), (20,)], [FLOAT, FLOAT])
-    assert all(array.base is None for array in results.take())
-    assert memory.empty((100,), FLOAT, device=False).base is None
-    assert repeated(memory, [], []).take() == []
-    assert memory.nbytes == 0
 
 
 def test_no_more_is_kept_than_the_limit() -> None:

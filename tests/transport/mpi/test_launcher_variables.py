@@ -42,7 +42,7 @@ def test_rank_and_size_are_those_of_the_innermost_launcher(
         ({"SLURM_JOB_ID": "7"}, "none: this process was started alone, in Slurm's job 7"),
         (HYDRA, "mpiexec of MPICH, or of one of its kin"),
         (MVAPICH, "mpiexec of MVAPICH"),
-        ({**STEP, "PMI_RANK": "0"}, "srun --mpi=pmi2, in Slurm's job 7, step 1"),
+        ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "2"}, "srun --mpi=pmi2, in Slurm's job 7, step 1"),
         ({**STEP, "PMIX_RANK": "0"}, "srun --mpi=pmix, in Slurm's job 7, step 1"),
         (STEP, "srun --mpi=none, in Slurm's job 7, step 1"),
         ({**PRRTE, "PRTE_LAUNCHED": "1"}, "mpiexec of Open MPI"),

@@ -15,16 +15,12 @@ import numpy as np
 import pytest
 from support.contributions import (
     COMPLEX,
-    DTYPES,
     HALVES,
     INTEGERS,
     REALS,
-    bits,
     contribution,
-    in_rank_order,
     reduction_of,
 )
-from support.everywhere import same_everywhere
 from support.placements import one_and_two_nodes
 from support.transports import set_sizes
 
@@ -44,7 +40,6 @@ pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
 CHUNK_BYTES = 128
 FINE_COUNT = 20  # smaller pieces, on average, are copied before they are added
 LENGTHS = [[1], [300], [0, 5, 0, 64, 1, 1, 1, 130], [7] * 60, [3, 0, 200, 3]]  # pieces
-OPS = ["sum", "prod", "min", "max"]
 
 
 @pytest.fixture
@@ -129,127 +124,6 @@ KINDS = {
     for sources in ("private", "symmetric")
     for results in ("in place", "new", "symmetric", "per node")
 }
-
-
-def check(
-    reducer: FusedReducer,
-    shared: SharedArrays,
-    comm: Intracomm,
-    name: str,
-    op: str,
-    lengths: Sequence[int],
-    dtype: Any,
-) -> None:
-    """Reduce fused arrays, and see that the results are right and the sources as they were. Collective."""
-    values = pieces(op, comm.rank, lengths, dtype)
-    arrays, results = KINDS[name].fuse(shared, [value.copy() for value in values], dtype)
-    comm.Barrier()
-    reducer.run(reducer.two_shot(arrays, Reduction(op)))
-    assert are_equal(results, expected(op, comm.size, lengths, dtype)), (name, op, lengths, dtype)
-    if "in place" not in name:
-        assert are_equal(arrays.sources, values), (name, op, lengths, dtype)
-    comm.Barrier()  # before an array goes that other ranks compare
-
-
-def reduced_in_every_kind(
-    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, value: Any, reduction: Reduction, divide_by: int = 1
-) -> Iterator[tuple[str, Any]]:
-    """Reduce one array, for every kind of arrays. Collective."""
-    for name, kind in KINDS.items():
-        arrays, results = kind.fuse(shared, [value.copy()], value.dtype)
-        comm.Barrier()
-        reducer.run(reducer.two_shot(arrays, reduction, divide_by))
-        yield name, results[0]
-        comm.Barrier()
-
-
-def test_every_kind_of_arrays_is_reduced(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
-    for name in KINDS:
-        for lengths in LENGTHS:
-            for op in ("sum", "max"):
-                check(reducer, shared, comm, name, op, lengths, np.dtype(np.float32))
-
-
-@one_and_two_nodes
-def test_every_dtype_and_operation_is_exact(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
-    for dtype in DTYPES:
-        for op in OPS:
-            if dtype.kind != "c" or op in ("sum", "prod"):
-                check(reducer, shared, comm, "private to new", op, [70, 3, 0, 9], dtype)
-        for name in ("private to in place", "symmetric to symmetric"):
-            check(reducer, shared, comm, name, "sum", [70, 3, 0, 9], dtype)
-
-
-@one_and_two_nodes
-def test_nan_and_means_are_right_wherever_arrays_lie(
-    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm
-) -> None:
-    """NaN is the least and the most; a mean is divided once, in halves before it is rounded."""
-    where = np.arange(100)
-    for dtype in (*REALS, *HALVES):
-        value = np.where(where % (comm.size + 1) == comm.rank, np.nan, where).astype(dtype)
-        right = np.where(where % (comm.size + 1) < comm.size, np.nan, where)
-        for op in ("min", "max"):
-            for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction(op)):
-                assert np.array_equal(result.astype(float), right, equal_nan=True), (name, op, dtype)
-    for dtype in (*REALS, COMPLEX[0]):
-        value = contribution("sum", comm.rank, 95, dtype)
-        mean = reduction_of("sum", comm.size, 95, dtype) / comm.size
-        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction(), comm.size):
-            assert (result == mean).all(), (name, dtype)
-    for dtype in HALVES:
-        value = np.full(90, 60000, dtype)  # 65504 is the largest number of float16
-        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction("sum", comm.size)):
-            assert (result == value).all(), (name, dtype)
-
-
-@one_and_two_nodes
-def test_results_of_another_dtype_are_divided_as_they_are_copied(reducer: FusedReducer, comm: Intracomm) -> None:
-    """The mean of integers."""
-    for lengths in ([90, 5], [2] * 70):
-        for wire in (np.dtype(np.int32), np.dtype(np.uint64)):
-            values = pieces("sum", comm.rank, lengths, wire)
-            results = [np.full(length, 99.5) for length in lengths]
-            reducer.run(
-                reducer.two_shot(
-                    FusedArrays(wire, values, results, result_dtype=results[0].dtype),
-                    Reduction("sum"),
-                    divide_by=comm.size,
-                )
-            )
-            right = [part / comm.size for part in expected("sum", comm.size, lengths, wire)]
-            assert are_equal(results, right), wire
-
-
-@one_and_two_nodes
-def test_results_may_be_cut_otherwise(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
-    """Many small arrays in, one array out."""
-    for sources in ("private", "symmetric"):
-        dtype, lengths = np.dtype(np.int64), [3, 0, 9, 1] * 15
-        arrays, _ = Kind(sources, "new").fuse(shared, pieces("sum", comm.rank, lengths, dtype), dtype)
-        comm.Barrier()
-        arrays.results = [np.zeros(sum(lengths), dtype)]
-        transfer = reducer.two_shot(arrays, Reduction("sum"))
-        transfer.set_results_schedule(reducer.schedule((sum(lengths),), dtype.itemsize))
-        reducer.run(transfer)
-        assert are_equal(arrays.results, expected("sum", comm.size, [sum(lengths)], dtype))
-        comm.Barrier()
-
-
-def test_order_of_adding_is_one_for_all_ranks(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
-    """That of ranks, if it is asked for and they are placed one node after the other."""
-    for dtype in (REALS[0], HALVES[1]):
-        value = np.random.default_rng(comm.rank).standard_normal(200).astype(dtype)
-        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction()):
-            assert same_everywhere(comm, result), (name, dtype)
-    if not reducer.keeps_rank_order:
-        return
-    for dtype in (*REALS, COMPLEX[0]):
-        rows = np.random.default_rng(3).standard_normal((comm.size, 200)).astype(dtype)
-        right = bits(in_rank_order(np.add, rows, dtype, comm.size))
-        reduction = Reduction("sum", in_rank_order=True)
-        for name, result in reduced_in_every_kind(reducer, shared, comm, rows[comm.rank], reduction, comm.size):
-            assert bits(result) == right, (name, dtype)
 
 
 # At any pace

@@ -317,8 +317,11 @@ def test_more_calls_and_names_than_the_flight_recorder_keeps_are_recorded(tmp_pa
 
 
 @pytest.mark.no_mpi
-def test_full_disk_ends_the_trace_and_not_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_full_disk_or_its_own_length_ends_the_trace_and_not_the_program(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write = os.write
     with OneDeviceStrategy() as strategy, strategy.trace(tmp_path):
@@ -328,21 +331,12 @@ def test_full_disk_ends_the_trace_and_not_the_program(
         monkeypatch.undo()
     assert caplog.text.count("there is no space left for it") == 1
     assert run_command(["trace", "merge", str(tmp_path)]) == 0
-
-
-@pytest.mark.no_mpi
-def test_trace_that_is_too_long_ends(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     monkeypatch.setattr("mpidist.transport.trace.trace._MAX_BYTES", 20_000)
-    with OneDeviceStrategy() as strategy, strategy.trace(tmp_path):
+    with OneDeviceStrategy() as strategy, strategy.trace(tmp_path / "long"):
         for _ in range(2000):
             strategy.reduce("SUM", 1.0)
     assert "and gets no more; trace a part of the program" in caplog.text
-    assert run_command(["trace", "merge", str(tmp_path)]) == 0
+    assert run_command(["trace", "merge", str(tmp_path / "long")]) == 0
     assert "the trace was full before the end" in capsys.readouterr().out
 
 
