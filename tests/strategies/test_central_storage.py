@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["gpus", "one_node"]  # fixtures, which pytest finds by their names here
 
 CPU = "/cpu:0"
-NUM_DEVICES = {"default": lambda size: None, "P": lambda size: size, "2P": lambda size: 2 * size, "8": lambda size: 8}
+NUM_DEVICES = {"default": lambda size: None, "2P": lambda size: 2 * size, "8": lambda size: 8}
 
 every_number = pytest.mark.parametrize("number", NUM_DEVICES)
-only_several = pytest.mark.ranks(min=2)
 
 
 def strategy_of(comm: Intracomm, number: str = "default") -> CentralStorageStrategy:
@@ -61,28 +61,25 @@ def test_replicas_and_devices(comm: Intracomm, number: str) -> None:
 
 @every_number
 @pytest.mark.core
-@pytest.mark.parametrize("method", ["assign_add", "assign_sub", "assign"])
-@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE"])
-def test_rules_of_assigning_in_run(comm: Intracomm, number: str, aggregation: str, method: str) -> None:
+def test_rules_of_assigning_in_run(comm: Intracomm, number: str) -> None:
     """Of two replicas: 10 and `assign_add(1.)` give SUM 12, MEAN 11, ONLY_FIRST_REPLICA 11, NONE an error."""
+    methods, aggregations = ("assign_add", "assign_sub", "assign"), ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE")
     with strategy_of(comm, number) as strategy:
         total = strategy.num_replicas_in_sync
-        variable = make(strategy, 10.0, aggregation=aggregation)
-
-        def step() -> Any:
-            return getattr(variable, method)(np.asarray(1.0))
-
-        if aggregation == "NONE" and total > 1:
-            with raises_everywhere(comm, ValueError, "aggregation NONE and is one for all ranks of a node"):
-                strategy.run(step)
-            assert float(variable) == 10
-            return
-        assert strategy.run(step) is variable
-        change = total if aggregation == "SUM" else 1
-        assert float(variable) == {"assign_add": 10 + change, "assign_sub": 10 - change, "assign": change}[method]
-        if aggregation == "SUM" and total > 1:
-            with raises_everywhere(comm, ValueError, r"1\.0 cannot be reduced"):
-                strategy.run(lambda: variable.assign_add(1.0))
+        for method, aggregation in product(methods, aggregations):
+            variable = make(strategy, 10.0, aggregation=aggregation)
+            assign = getattr(variable, method)
+            if aggregation == "NONE" and total > 1:
+                with raises_everywhere(comm, ValueError, "aggregation NONE and is one for all ranks of a node"):
+                    strategy.run(assign, (np.asarray(1.0),))
+                assert float(variable) == 10
+                continue
+            assert strategy.run(assign, (np.asarray(1.0),)) is variable
+            change = total if aggregation == "SUM" else 1
+            assert float(variable) == {"assign_add": 10 + change, "assign_sub": 10 - change, "assign": change}[method]
+            if aggregation == "SUM" and total > 1:
+                with raises_everywhere(comm, ValueError, r"1\.0 cannot be reduced"):
+                    strategy.run(lambda: variable.assign_add(1.0))  # noqa: B023
 
 
 @every_number
@@ -142,37 +139,34 @@ def test_replica_that_is_alone_has_plain_variables(comm: Intracomm) -> None:
         assert strategy.extended.parameter_devices == strategy.extended.worker_devices
 
 
-@pytest.mark.parametrize(("compute", "parameter"), [(None, "CPU:0"), (CPU, "/cpu:0"), ([CPU], None)])
 @pytest.mark.ranks(1)
-def test_device_strings(comm: Intracomm, compute: Any, parameter: Any) -> None:
-    with CentralStorageStrategy(compute, parameter, comm=comm) as strategy:
-        assert strategy.extended.worker_devices == ("/rank:0/cpu:0",)
+def test_device_strings(comm: Intracomm) -> None:
+    for compute, parameter in ((None, "CPU:0"), (CPU, "/cpu:0"), ([CPU], None)):
+        with CentralStorageStrategy(compute, parameter, comm=comm) as strategy:
+            assert strategy.extended.worker_devices == ("/rank:0/cpu:0",)
 
 
-@pytest.mark.parametrize(
-    ("compute", "parameter", "kind", "text"),
-    [
+@pytest.mark.ranks(2)
+def test_devices_that_are_refused(comm: Intracomm) -> None:
+    wrong: list[tuple[Any, Any, type[Exception], str]] = [
         (None, "GPU:0", ValueError, "parameter_device='GPU:0', whose memory not all replicas can read; leave it out"),
         (None, "the attic", ValueError, "a device is a string such as"),
         (7, None, TypeError, "devices must be a device string or a sequence"),
         ([], None, ValueError, "CentralStorageStrategy got 0 devices for . ranks"),
-    ],
-)
-def test_devices_that_are_refused(
-    comm: Intracomm, compute: Any, parameter: Any, kind: type[Exception], text: str
-) -> None:
-    with raises_everywhere(comm, kind, text):
-        CentralStorageStrategy(compute, parameter, comm=comm)
+    ]
+    for compute, parameter, kind, text in wrong:
+        with raises_everywhere(comm, kind, text):
+            CentralStorageStrategy(compute, parameter, comm=comm)
 
 
-@only_several
+@pytest.mark.ranks(2)
 def test_ranks_of_several_nodes_are_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
     with raises_everywhere(comm, TopologyError, "CentralStorageStrategy is for the ranks of one node"):
         CentralStorageStrategy(comm=comm)
 
 
-@only_several
+@pytest.mark.ranks(2)
 def test_what_one_rank_cannot_assign_is_everyones_error(comm: Intracomm) -> None:
     with strategy_of(comm) as strategy:
         count = make(strategy, np.zeros(2, np.int64), aggregation="SUM")
@@ -204,6 +198,7 @@ def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, number: str) -> 
             assert not is_on_gpu or strategy.extended.parameter_devices == ("/rank:0/gpu:0",)
 
 
+@pytest.mark.ranks(2)
 def test_per_replica_value_is_assigned_in_run(comm: Intracomm) -> None:
     with strategy_of(comm, "2P") as strategy:
         variable = make(strategy, 0.0, aggregation="SUM")
@@ -222,10 +217,10 @@ def proportional_set_size() -> int:
     raise AssertionError("no Pss")
 
 
-@only_several
+@pytest.mark.ranks(2)
 def test_ranks_hold_one_copy_of_a_model(comm: Intracomm) -> None:
-    """64 MB on four ranks are 64 MB, and 256 MB under another strategy."""
-    nbytes = 64 << 20
+    """32 MB on two ranks are 32 MB, and 64 MB under another strategy."""
+    nbytes = 32 << 20
 
     def used(strategy: mpidist.Strategy) -> float:
         gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -13,25 +13,17 @@ from support.everywhere import raises_everywhere
 
 import mpidist
 from mpidist import (
-    CollectiveAllReduce,
     CommunicationOptions,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     Strategy,
 )
-from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, MPIClusterResolver, SimpleClusterResolver
+from mpidist.cluster_resolver import ClusterSpec, MPIClusterResolver, SimpleClusterResolver
 from mpidist.cluster_resolver.addresses import number_ports
-from mpidist.cluster_resolver.resolver import OwnTask
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
-from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import cuda
-from mpidist.transport.devices import Device
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.variables.placement import OnEachRank, VariablePlacement
 
 WORLD = MPI.COMM_WORLD
-
-only_several = pytest.mark.ranks(min=2)
 
 
 @pytest.fixture
@@ -44,67 +36,47 @@ def loggers() -> Iterator[None]:
     ours.handlers[:] = handlers
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kind"),
-    [
+@pytest.mark.ranks(1, 2)
+def test_variable_that_is_not_understood_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is set on one rank alone."""
+    for name, value, kind in (
         ("MPIDIST_CHECK", "yes", ValueError),
         ("MPIDIST_TIMEOUT_SECONDS", "-1", ValueError),
-        ("MPIDIST_ON_ERROR", "ignore", ValueError),
-        ("MPIDIST_LOG", "loud", ValueError),
         ("MPIDIST_PRETEND_NODES", "0,a", ValueError),
         ("MPIDIST_PRETEND_NODES", ",".join("0" * (WORLD.size + 1)), TopologyError),
-    ],
-)
-def test_variable_that_is_not_understood_is_refused_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, kind: type[Exception]
-) -> None:
-    """Also where it is set on one rank alone."""
-    monkeypatch.setenv(name, value)
-    with pytest.raises(kind, match=name):
-        MultiWorkerMirroredStrategy()
-    if WORLD.rank < WORLD.size - 1:
-        monkeypatch.delenv(name)
-    with pytest.raises((kind, TopologyError), match=name):
-        MultiWorkerMirroredStrategy()
+    ):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(kind, match=name):
+            MultiWorkerMirroredStrategy()
+        if WORLD.rank < WORLD.size - 1:
+            monkeypatch.delenv(name)
+        with pytest.raises((kind, TopologyError), match=name):
+            MultiWorkerMirroredStrategy()
+        monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("make", [MultiWorkerMirroredStrategy, MirroredStrategy])
-def test_per_node_variables_is_true_or_false(make: Callable[..., Strategy]) -> None:
-    with raises_everywhere(WORLD, TypeError, "per_node_variables must be True or False, got 'no'"):
-        make(per_node_variables="no")
-
-
-@only_several
-@pytest.mark.parametrize(
-    ("name", "value", "another"),
-    [
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("loggers")
+def test_variable_that_differs_between_ranks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, another in (
         ("MPIDIST_CHECK", "0", "1"),
         ("MPIDIST_STALL_SECONDS", "10", "20"),
         ("MPIDIST_TIMEOUT_SECONDS", "100", "200"),
         ("MPIDIST_ON_ERROR", "raise", "abort"),
         ("MPIDIST_LOG", "ERROR", "CRITICAL"),
         ("MPIDIST_PRETEND_NODES", ",".join("0" * WORLD.size), ",".join("1" * WORLD.size)),
-    ],
-)
-@pytest.mark.usefixtures("loggers")
-def test_variable_that_differs_between_ranks_is_refused_on_all(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, another: str
-) -> None:
-    monkeypatch.setenv(name, another if WORLD.rank == WORLD.size - 1 else value)
-    with pytest.raises(TopologyError, match=rf"{name} must be the same.*rank {WORLD.size - 1}: .{another}."):
-        MultiWorkerMirroredStrategy()
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, another if WORLD.rank == WORLD.size - 1 else value)
+            with pytest.raises(TopologyError, match=rf"{name} must be the same.*rank {WORLD.size - 1}: .{another}."):
+                MultiWorkerMirroredStrategy()
 
 
 def resolver(size: int, task_id: int) -> SimpleClusterResolver:
     return SimpleClusterResolver(ClusterSpec({"worker": ["n:1"] * size}), task_type="worker", task_id=task_id)
 
 
-def test_resolver_that_says_what_mpi_says_is_kept() -> None:
-    given = resolver(WORLD.size, WORLD.rank)
-    with MultiWorkerMirroredStrategy(given) as strategy:
-        assert strategy.cluster_resolver is given
-
-
+@pytest.mark.ranks(1, 3)
 @pytest.mark.core
 def test_resolver_of_another_size_is_refused_on_all_ranks() -> None:
     text = rf"^rank 0: SimpleClusterResolver says {WORLD.size + 1} tasks .* MPI has {WORLD.size} rank"
@@ -112,34 +84,26 @@ def test_resolver_of_another_size_is_refused_on_all_ranks() -> None:
         MultiWorkerMirroredStrategy(resolver(WORLD.size + 1, WORLD.rank))
 
 
-@only_several
+@pytest.mark.ranks(2)
 def test_resolver_that_is_wrong_on_one_rank_is_refused_on_all() -> None:
     wrong = WORLD.rank == WORLD.size - 1
     with pytest.raises(TopologyError, match=rf"rank {WORLD.size - 1}: .*worker 0.*MPI says rank {WORLD.size - 1}"):
         MultiWorkerMirroredStrategy(resolver(WORLD.size, 0 if wrong else WORLD.rank))
 
 
-class FailingResolver(ClusterResolver):
+class FailingResolver(SimpleClusterResolver):
     """One that fails on the last rank, as when a file is missing there."""
 
     def cluster_spec(self) -> ClusterSpec:
         if WORLD.rank == WORLD.size - 1:
             raise OSError("no such file")
-        return ClusterSpec({"worker": ["n:1"] * WORLD.size})
-
-    def master(self, *_: Any, **__: Any) -> str:
-        return ""
-
-    def num_accelerators(self, *_: Any) -> dict[str, int]:
-        return {}
-
-    def find_own_task(self) -> OwnTask:
-        return OwnTask("worker", WORLD.rank)
+        return super().cluster_spec()
 
 
+@pytest.mark.ranks(2)
 def test_resolver_that_fails_on_one_rank_is_refused_on_all() -> None:
     with pytest.raises((TopologyError, OSError), match=rf"rank {WORLD.size - 1}.*no such file"):
-        MultiWorkerMirroredStrategy(FailingResolver())
+        MultiWorkerMirroredStrategy(FailingResolver(ClusterSpec({"worker": ["n:1"] * WORLD.size})))
 
 
 def tf_config(size: int, index: int, **more: Any) -> str:
@@ -147,6 +111,7 @@ def tf_config(size: int, index: int, **more: Any) -> str:
     return json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.core
 def test_tf_config_is_the_default_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in TensorFlow's printed sample; other jobs than chief and worker are not counted."""
@@ -160,6 +125,7 @@ def test_tf_config_is_the_default_resolver(monkeypatch: pytest.MonkeyPatch) -> N
         assert strategy.cluster_resolver is given
 
 
+@pytest.mark.ranks(1, 3)
 def test_mpi_is_the_resolver_where_nothing_else_speaks_of_these_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a strategy over some ranks, in their order, TF_CONFIG does not speak. No question is collective."""
     part = WORLD.Split(WORLD.rank % 2, -WORLD.rank)
@@ -175,24 +141,24 @@ def test_mpi_is_the_resolver_where_nothing_else_speaks_of_these_ranks(monkeypatc
     part.Free()
 
 
-@pytest.mark.parametrize("size", [WORLD.size + 1, WORLD.size])
-def test_tf_config_that_contradicts_mpi_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+@pytest.mark.ranks(2)
+def test_tf_config_that_contradicts_mpi_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest: one that a launcher has handed to all ranks alike."""
-    monkeypatch.setenv("TF_CONFIG", tf_config(size, 0))
-    if size == WORLD.size == 1:
-        MultiWorkerMirroredStrategy().close()
-        return
-    with raises_everywhere(WORLD, TopologyError, "TFConfigClusterResolver says .* or unset TF_CONFIG: MPI is enough"):
-        MultiWorkerMirroredStrategy()
+    for size in (WORLD.size + 1, WORLD.size):
+        monkeypatch.setenv("TF_CONFIG", tf_config(size, 0))
+        text = "TFConfigClusterResolver says .* or unset TF_CONFIG: MPI is enough"
+        with raises_everywhere(WORLD, TopologyError, text):
+            MultiWorkerMirroredStrategy()
 
 
+@pytest.mark.ranks(2)
 def test_tf_config_that_is_not_understood_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "{" if WORLD.rank == WORLD.size - 1 else tf_config(WORLD.size, WORLD.rank))
     with raises_everywhere(WORLD, TopologyError, f"rank {WORLD.size - 1}: ValueError: TF_CONFIG is not JSON"):
         MultiWorkerMirroredStrategy()
 
 
-@only_several
+@pytest.mark.ranks(2)
 def test_tf_config_on_some_ranks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     if WORLD.rank > 0:
         monkeypatch.setenv("TF_CONFIG", tf_config(WORLD.size, WORLD.rank))
@@ -200,6 +166,7 @@ def test_tf_config_on_some_ranks_is_refused_on_all(monkeypatch: pytest.MonkeyPat
         MultiWorkerMirroredStrategy()
 
 
+@pytest.mark.ranks(2)
 def test_strategies_of_one_worker_have_no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in TensorFlow."""
     monkeypatch.setenv("TF_CONFIG", tf_config(WORLD.size, WORLD.rank))
@@ -208,10 +175,8 @@ def test_strategies_of_one_worker_have_no_resolver(monkeypatch: pytest.MonkeyPat
             assert strategy.cluster_resolver is None
 
 
-@pytest.mark.parametrize("make", [MirroredStrategy, MultiWorkerMirroredStrategy])
-def test_driver_that_fails_on_one_rank_is_every_ranks_error(
-    make: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.ranks(1, 2)
+def test_driver_that_fails_on_one_rank_is_every_ranks_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves nothing behind: the next strategy is built as if nothing had been."""
 
     def fail(self: cuda.Cuda) -> Any:
@@ -220,44 +185,23 @@ def test_driver_that_fails_on_one_rank_is_every_ranks_error(
     failing = WORLD.size - 1
     text = f"rank {failing}: RuntimeError: CUDA" if failing else "CUDA driver error"
     kind = InvalidArgumentError if failing else RuntimeError
-    with monkeypatch.context() as patch, raises_everywhere(WORLD, kind, text):
-        if WORLD.rank == failing:
-            patch.setattr(cuda.Cuda, "support", property(fail))
-        make()
+    for make in (MirroredStrategy, MultiWorkerMirroredStrategy):
+        with monkeypatch.context() as patch, raises_everywhere(WORLD, kind, text):
+            if WORLD.rank == failing:
+                patch.setattr(cuda.Cuda, "support", property(fail))
+            make()
     MultiWorkerMirroredStrategy().close()
 
 
-@only_several
+@pytest.mark.ranks(2)
 def test_ranks_that_make_different_strategies_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="MultiWorkerMirroredStrategy"):
         (MirroredStrategy if WORLD.rank == 0 else MultiWorkerMirroredStrategy)()
+    with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: .*; rank 1: "):
+        MirroredStrategy(per_node_variables=WORLD.rank == 0)
     options = CommunicationOptions(bytes_per_pack=1 + WORLD.rank)
     with pytest.raises(InvalidArgumentError, match="bytes_per_pack=2"):
         MultiWorkerMirroredStrategy(communication_options=options)
-
-
-@final
-class Elsewhere(VariablePlacement):
-    """A third placement, which `is_shared` does not tell from `OnEachRank`."""
-
-    is_shared = False
-
-    def for_value(self, value: Any) -> VariablePlacement:
-        return self
-
-    def store(self, value: Any) -> Any:
-        return value
-
-    def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
-        change()
-
-
-@only_several
-def test_ranks_that_place_variables_differently_are_refused() -> None:
-    placement = OnEachRank() if WORLD.rank == 0 else Elsewhere()
-    group, algorithm = SyncGroup.from_mpi(None), CollectiveAllReduce()
-    with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: OnEachRank; .*: Elsewhere"):
-        StrategyParts.assemble("Trial", group, algorithm, [Device("cpu")], make_placement=lambda _: placement)
 
 
 WRONG: dict[str, Callable[[Any], Strategy]] = {
@@ -269,20 +213,18 @@ WRONG: dict[str, Callable[[Any], Strategy]] = {
 }
 
 
-@pytest.mark.parametrize("argument", WRONG)
-def test_argument_of_the_wrong_kind_is_refused(argument: str) -> None:
-    with pytest.raises(TypeError, match=argument):
-        WRONG[argument](3)
-
-
-def test_class_of_algorithm_in_place_of_an_object_is_refused() -> None:
+@pytest.mark.ranks(1, 2)
+def test_argument_of_the_wrong_kind_is_refused() -> None:
+    for argument, make in WRONG.items():
+        with pytest.raises(TypeError, match=argument):
+            make(3)
     with pytest.raises(TypeError, match="cross_device_ops"):
-        MirroredStrategy(cross_device_ops=mpidist.NcclAllReduce)  # type: ignore[arg-type]
-
-
-def test_null_communicator_is_refused() -> None:
+        WRONG["cross_device_ops"](mpidist.NcclAllReduce)  # a class in place of an object
     with pytest.raises(TypeError, match="intra-communicator"):
-        MirroredStrategy(comm=MPI.COMM_NULL)  # type: ignore[arg-type]
+        WRONG["comm"](MPI.COMM_NULL)
+    for make in (MultiWorkerMirroredStrategy, MirroredStrategy):
+        with raises_everywhere(WORLD, TypeError, "per_node_variables must be True or False, got 'no'"):
+            make(per_node_variables="no")  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -302,35 +244,16 @@ def few_communicators_left() -> Iterator[None]:
 
 
 @pytest.mark.core
-def test_strategies_that_are_closed_leave_no_communicators(few_communicators_left: None) -> None:
-    for _ in range(50):
-        MultiWorkerMirroredStrategy().close()
-
-
-def refuse_size() -> None:
-    with pytest.raises(TopologyError):
-        MultiWorkerMirroredStrategy(resolver(WORLD.size + 1, 0))
-
-
-def refuse_device() -> None:
-    with pytest.raises(ValueError, match="devices"):
-        MirroredStrategy(["/cpu:0"] * (WORLD.size - 1))
-
-
-def refuse_gpu() -> None:
-    with pytest.raises(UnavailableError):
-        MirroredStrategy("/gpu:99")
-
-
-@pytest.mark.parametrize("refused", [refuse_size, refuse_device, refuse_gpu])
-def test_strategies_that_are_refused_leave_no_communicators(
-    few_communicators_left: None, refused: Callable[[], None]
-) -> None:
+@pytest.mark.ranks(2)
+def test_strategies_that_are_closed_or_refused_and_resets_leave_no_communicators(few_communicators_left: None) -> None:
     for _ in range(30):
-        refused()
-
-
-def test_resets_leave_no_communicators(few_communicators_left: None) -> None:
+        MultiWorkerMirroredStrategy().close()
+        with pytest.raises(TopologyError):
+            MultiWorkerMirroredStrategy(resolver(WORLD.size + 1, 0))
+        with pytest.raises(ValueError, match="devices"):
+            MirroredStrategy(["/cpu:0"] * (WORLD.size - 1))
+        with pytest.raises(UnavailableError):
+            MirroredStrategy("/gpu:99")
     with MultiWorkerMirroredStrategy() as strategy:
         for _ in range(20):
             strategy.reset()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.placements import one_and_two_nodes
 from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
 
 import mpidist
@@ -29,13 +30,11 @@ KINDS: dict[str, Callable[[], Strategy]] = {
 ALONE = ("OneDeviceStrategy", "DefaultStrategy")
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-only_several = pytest.mark.ranks(min=2)
 
 
 @every_kind
 @pytest.mark.core
 def test_group_is_all_ranks_or_this_one(kind: str) -> None:
-    """T128, T140."""
     rank, size = (0, 1) if kind in ALONE else (WORLD.rank, WORLD.size)
     with KINDS[kind]() as strategy:
         topology = strategy.topology
@@ -47,60 +46,42 @@ def test_group_is_all_ranks_or_this_one(kind: str) -> None:
         assert [device.rpartition("/")[0] for device in devices] == [f"/rank:{other}" for other in range(size)]
         assert strategy.extended.parameter_devices == devices
         assert kind in str(strategy)
+        for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match="a strategy cannot be copied or pickled"):
+                copies(strategy)
+
+
+USES: list[Callable[[Strategy], Any]] = [
+    lambda s: s.scope(),
+    lambda s: s.run(lambda: None),
+    lambda s: s.reduce("SUM", 1.0),
+    lambda s: s.reduce("SUM", np.ones(2), axis=0),
+    lambda s: s.gather(np.ones(2), axis=0),
+    lambda s: s.extended.reduce_to("SUM", 1.0, "all"),
+    lambda s: s.extended.broadcast_to(1.0, "all"),
+    lambda s: s.symmetric_empty(3, np.float32),
+    lambda s: s.reset(),
+    lambda s: list(s.experimental_distribute_dataset([np.ones(2)])),
+]
 
 
 @every_kind
-def test_closing_twice_is_fine(kind: str) -> None:
-    strategy = KINDS[kind]()
-    strategy.close()
-    strategy.close()
-
-
-USES: dict[str, Callable[[Strategy], Any]] = {
-    "scope": lambda s: s.scope(),
-    "run": lambda s: s.run(lambda: None),
-    "reduce": lambda s: s.reduce("SUM", 1.0),
-    "reduce along an axis": lambda s: s.reduce("SUM", np.ones(2), axis=0),
-    "gather": lambda s: s.gather(np.ones(2), axis=0),
-    "reduce_to": lambda s: s.extended.reduce_to("SUM", 1.0, "all"),
-    "broadcast_to": lambda s: s.extended.broadcast_to(1.0, "all"),
-    "symmetric_empty": lambda s: s.symmetric_empty(3, np.float32),
-    "reset": lambda s: s.reset(),
-    "distribute_dataset": lambda s: list(s.experimental_distribute_dataset([np.ones(2)])),
-}
-
-
-@every_kind
-@pytest.mark.parametrize("use", USES)
-def test_use_after_close_is_refused(kind: str, use: str) -> None:
-    strategy = KINDS[kind]()
-    strategy.close()
-    with pytest.raises(RuntimeError, match="closed strategy"):
-        USES[use](strategy)
-
-
-@every_kind
-def test_variable_and_data_set_of_a_closed_strategy_are_refused(kind: str) -> None:
-    strategy = KINDS[kind]()
-    steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
-    with strategy.scope():
-        metric = mpidist.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
-        strategy.close()
-        with pytest.raises(RuntimeError, match="closed strategy"):
-            mpidist.Variable(1.0)
-    for use in (metric.read_value, lambda: next(steps)):
-        with pytest.raises(RuntimeError, match="closed strategy"):
-            use()
-
-
-@every_kind
-def test_with_statement_closes(kind: str) -> None:
+def test_use_after_close_is_refused(kind: str) -> None:
+    """Also by a variable and a data set; closing twice is fine."""
     with KINDS[kind]() as strategy:
-        assert strategy.run(lambda: 1) == 1
-    with pytest.raises(RuntimeError, match="closed strategy"):
-        strategy.reduce("SUM", 1.0)
+        steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
+        with strategy.scope():
+            metric = mpidist.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+            strategy.close()
+            with pytest.raises(RuntimeError, match="closed strategy"):
+                mpidist.Variable(1.0)
+    strategy.close()
+    for use in (*USES, lambda _: metric.read_value(), lambda _: next(steps)):
+        with pytest.raises(RuntimeError, match="closed strategy"):
+            use(strategy)
 
 
+@pytest.mark.ranks(3)
 def test_with_statement_does_not_wait_for_others_after_an_error() -> None:
     strategy = MultiWorkerMirroredStrategy()
     if WORLD.rank == 0:
@@ -111,15 +92,6 @@ def test_with_statement_does_not_wait_for_others_after_an_error() -> None:
         with pytest.raises(PeerFailedError, match="rank 0 left because of an exception: KeyError"):
             strategy.close()
     strategy.close()
-
-
-@every_kind
-def test_copying_is_refused(kind: str) -> None:
-    """X46."""
-    with KINDS[kind]() as strategy:
-        for copies in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(RuntimeError, match="a strategy cannot be copied or pickled"):
-                copies(strategy)
 
 
 @pytest.mark.no_mpi
@@ -141,9 +113,12 @@ def test_topology_is_that_of_the_placement(placement: tuple[int, ...]) -> None:
         )
         assert topology.local_rank == nodes[: WORLD.rank].count(nodes[WORLD.rank])
         assert topology.is_leader == (topology.local_rank == 0)
+        own = (strategy.rank, strategy.size, strategy.local_rank, strategy.local_size, strategy.node)
+        assert own == (WORLD.rank, WORLD.size, topology.local_rank, topology.local_size, topology.node)
         assert strategy.reduce("SUM", WORLD.rank) == WORLD.size * (WORLD.size - 1) // 2
 
 
+@one_and_two_nodes
 @pytest.mark.core
 def test_mirrored_strategy_is_for_one_node(placement: tuple[int, ...]) -> None:
     if len(set(placement)) == 1:
@@ -153,21 +128,18 @@ def test_mirrored_strategy_is_for_one_node(placement: tuple[int, ...]) -> None:
         MirroredStrategy()
 
 
-@pytest.mark.parametrize("device", ["/cpu:0", "CPU:0", "/device:CPU:0", "/rank:0/cpu:0"])
-def test_mirrored_strategy_takes_a_device_or_one_per_rank(device: str) -> None:
-    expected = tuple(f"/rank:{rank}/cpu:0" for rank in range(WORLD.size))
-    for devices in (device, [device] * WORLD.size):
-        with MirroredStrategy(devices) as strategy:
-            assert strategy.extended.worker_devices == expected
+@pytest.mark.ranks(2)
+def test_mirrored_strategy_takes_a_device_or_one_per_rank() -> None:
+    for device in ("/cpu:0", "/device:CPU:0", "/rank:0/cpu:0"):
+        for devices in (device, [device] * WORLD.size):
+            with MirroredStrategy(devices) as strategy:
+                assert strategy.extended.worker_devices == tuple(f"/rank:{rank}/cpu:0" for rank in range(WORLD.size))
+    for num_devices in range(WORLD.size):
+        with pytest.raises(ValueError, match=rf"{num_devices} devices for {WORLD.size} ranks.*mpiexec -n"):
+            MirroredStrategy(["/cpu:0"] * num_devices)
 
 
-@pytest.mark.parametrize("num_missing", [1, 2])
-def test_each_rank_needs_a_device(num_missing: int) -> None:
-    num_devices = max(0, WORLD.size - num_missing)
-    with pytest.raises(ValueError, match=rf"{num_devices} devices for {WORLD.size} ranks.*mpiexec -n"):
-        MirroredStrategy(["/cpu:0"] * num_devices)
-
-
+@pytest.mark.ranks(1, 2)
 def test_device_that_is_not_understood_is_refused_on_all_ranks() -> None:
     devices = ["/cpu:0"] * WORLD.size
     devices[-1] = "/tpu:0"
@@ -178,6 +150,7 @@ def test_device_that_is_not_understood_is_refused_on_all_ranks() -> None:
             OneDeviceStrategy(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.ranks(1, 2)
 def test_missing_gpu_is_refused_on_all_ranks() -> None:
     """Also where only one rank asks for it."""
     devices = ["/cpu:0"] * WORLD.size
@@ -188,6 +161,7 @@ def test_missing_gpu_is_refused_on_all_ranks() -> None:
         OneDeviceStrategy("/gpu:99")
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_part_of_the_world_in_its_own_order() -> None:
     part = WORLD.Split(WORLD.rank % 2, -WORLD.rank)
@@ -198,8 +172,8 @@ def test_part_of_the_world_in_its_own_order() -> None:
     part.Free()
 
 
+@one_and_two_nodes
 def test_part_of_the_world_numbers_its_own_nodes(placement: tuple[int, ...]) -> None:
-    """api.md, section 5."""
     part = WORLD.Split(int(WORLD.rank == 0), WORLD.rank)
     mine = [0] if WORLD.rank == 0 else list(range(1, WORLD.size))
     numbers = {label: number for number, label in enumerate(dict.fromkeys(placement[rank] for rank in mine))}
@@ -209,6 +183,7 @@ def test_part_of_the_world_numbers_its_own_nodes(placement: tuple[int, ...]) -> 
     part.Free()
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.core
 def test_group_of_one_gives_every_value_back() -> None:
     """X47: a mean of integers is a float at any number of ranks, also at one."""
@@ -236,6 +211,7 @@ def test_group_of_one_gives_every_value_back() -> None:
             assert strategy.experimental_local_results(5) == (5,)
 
 
+@pytest.mark.ranks(3)
 def test_two_strategies_do_not_hear_each_other(comm: MPI.Intracomm) -> None:
     """Nor do they hear the messages of the program on the very communicator."""
     backwards = comm.Split(0, -comm.rank)
@@ -249,6 +225,7 @@ def test_two_strategies_do_not_hear_each_other(comm: MPI.Intracomm) -> None:
     backwards.Free()
 
 
+@pytest.mark.ranks(2)
 def test_reset_of_a_working_strategy_leaves_it_working() -> None:
     with MultiWorkerMirroredStrategy() as strategy:
         variable = strategy.run(lambda: mpidist.Variable(1.0))
@@ -257,46 +234,49 @@ def test_reset_of_a_working_strategy_leaves_it_working() -> None:
             assert strategy.reduce("SUM", variable.local_value()) == WORLD.size
 
 
-LATE: dict[str, Callable[[Strategy, Any], Any]] = {
-    "reduce": lambda s, steps: s.reduce("SUM", 1.0),
-    "reduce along an axis": lambda s, steps: s.reduce("MEAN", np.ones(2), axis=0),
-    "gather": lambda s, steps: s.gather(np.ones(2), 0),
-    "broadcast_to": lambda s, steps: s.extended.broadcast_to(1.0, "all"),
-    "merge_call": lambda s, steps: s.run(lambda: mpidist.get_replica_context().merge_call(lambda strategy: None)),
-    "Variable": lambda s, steps: s.run(lambda: mpidist.Variable(0.0)),
-    "next": lambda s, steps: next(steps),
-    "symmetric_empty": lambda s, steps: s.symmetric_empty(1, np.float32),
-}
+LATE: list[Callable[[Strategy, Any], Any]] = [
+    lambda s, steps: s.reduce("SUM", 1.0),
+    lambda s, steps: s.reduce("MEAN", np.ones(2), axis=0),
+    lambda s, steps: s.gather(np.ones(2), 0),
+    lambda s, steps: s.gather_object("a"),
+    lambda s, steps: s.barrier(),
+    lambda s, steps: s.broadcast(1.0),
+    lambda s, steps: s.extended.broadcast_to(1.0, "all"),
+    lambda s, steps: s.run(lambda: mpidist.get_replica_context().merge_call(lambda strategy: None)),
+    lambda s, steps: s.run(lambda: mpidist.Variable(0.0)),
+    lambda s, steps: next(steps),
+    lambda s, steps: s.symmetric_empty(1, np.float32),
+]
 
 
-@only_several
-@pytest.mark.parametrize("call", LATE)
-def test_deadline_of_the_options_counts_for_every_collective(call: str, clock: Clock) -> None:
-    """X25; api.md, section 4: after `reset()` the strategy works again."""
+@pytest.mark.ranks(3)
+def test_deadline_of_the_options_counts_for_every_collective(comm: MPI.Intracomm, clock: Clock) -> None:
+    """After `reset()` the strategy works again."""
     options = CommunicationOptions(timeout_seconds=600)
-    strategy = MultiWorkerMirroredStrategy(communication_options=options)
-    steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
     late = WORLD.size - 1
-    if WORLD.rank == late:
-        let_time_pass(WORLD)
-        WORLD.Barrier()
-    else:
-        wait_for_late_rank(clock, WORLD, late, lambda: False)
-    first = f"waited 600 s, and rank {late} of {WORLD.size} ranks did not join it"
-    with pytest.raises(DeadlineExceededError, match=f"{first}|had given up waiting"):
-        LATE[call](strategy, steps)
-    clock.in_wait = lambda: None
-    if WORLD.rank != late:
-        WORLD.Barrier()
-    with pytest.raises(DeadlineExceededError, match="an earlier call failed"):  # at once
-        strategy.reduce("SUM", 1.0)
-    WORLD.Barrier()
-    strategy.reset()
-    assert strategy.reduce("SUM", 1.0) == WORLD.size
-    strategy.close()
+    with MultiWorkerMirroredStrategy(communication_options=options) as strategy:
+        for call in LATE:
+            steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
+            told = comm.Dup()  # is not freed: a rank that hears of the deadline from another leaves a message in it
+            if WORLD.rank == late:
+                let_time_pass(told)
+                WORLD.Barrier()
+            else:
+                wait_for_late_rank(clock, told, late, lambda: False)
+            first = f"waited 600 s, and rank {late} of {WORLD.size} ranks did not join it"
+            with pytest.raises(DeadlineExceededError, match=f"{first}|had given up waiting"):
+                call(strategy, steps)
+            clock.in_wait = lambda: None
+            if WORLD.rank != late:
+                WORLD.Barrier()
+            with pytest.raises(DeadlineExceededError, match="an earlier call failed"):  # at once
+                strategy.reduce("SUM", 1.0)
+            WORLD.Barrier()
+            strategy.reset()
+            assert strategy.reduce("SUM", 1.0) == WORLD.size
 
 
-@only_several
+@pytest.mark.ranks(2)
 def test_call_of_a_strategy_that_a_rank_has_closed_fails_elsewhere() -> None:
     strategy = MultiWorkerMirroredStrategy()
     if WORLD.rank == 0:

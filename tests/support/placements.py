@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-__all__ = ["PLACEMENTS", "placement"]
+__all__ = ["PLACEMENTS", "one_and_two_nodes", "placement"]
 
 # Name -> node of a rank, for any number of ranks. With 4 ranks: 4, 2+2, 3+1, 1+1+2, and 2+2 dealt out in turn.
 PLACEMENTS: dict[str, Callable[[int, int], int]] = {
@@ -20,6 +20,14 @@ PLACEMENTS: dict[str, Callable[[int, int], int]] = {
 
 # From how many ranks on a placement is none of those before it.
 _NEW_FROM = {"one node": 1, "even": 2, "uneven": 4, "growing": 3, "cyclic": 3}
+
+
+# For a property that does not depend on how ranks are placed, but on whether there are messages between nodes.
+one_and_two_nodes = pytest.mark.parametrize(
+    "placement",
+    [pytest.param("one node", marks=pytest.mark.ranks(2)), pytest.param("uneven", marks=pytest.mark.ranks(3))],
+    indirect=True,
+)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.ranks(min=_NEW_FROM[name])) for name in PLACEMENTS])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from support.contributions import (
     COMPLEX,
     DTYPES,
     HALVES,
-    INTEGERS,
     REALS,
     UFUNCS,
     bits,
@@ -46,7 +45,7 @@ A_FEW = [np.dtype(np.int32), np.dtype(np.float64), HALVES[1]]
 OPS = ["sum", "prod", "min", "max"]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[pytest.param("solo", marks=pytest.mark.ranks(1)), *KINDS[1:]])
 def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Communicator]:
     limit = CHUNK_BYTES if "chunks" in request.param else MAX_CHUNK_BYTES
     host: Communicator = SoloCommunicator("alone")
@@ -83,70 +82,44 @@ def whole(communicator: Communicator, op: str, count: int, dtype: Any) -> Any:
     return reduction_of(op, communicator.size, count, dtype)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_all_reduce_is_exact_for_every_dtype(communicator: Communicator, op: str) -> None:
+def test_reductions_are_exact_for_every_dtype(communicator: Communicator) -> None:
     """Twice in a row: the first call of a kind may set things up."""
-    count = communicator.size + 3
-    for dtype in filter(lambda dtype: can(op, dtype), DTYPES):
-        for _ in range(2):
-            buffer = mine(communicator, op, count, dtype)
-            communicator.all_reduce(buffer, Reduction(op))
-            assert (buffer == whole(communicator, op, count, dtype)).all(), dtype
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_all_reduce_is_exact_for_every_length(communicator: Communicator, counts: list[int], in_order: bool) -> None:
-    for dtype in A_FEW:
-        for count in counts:
-            for op in ("sum", "max"):
+    size, rank = communicator.size, communicator.rank
+    count, root = 2 * size + 1, size - 1
+    start, stop = shard_bounds(count, size)[rank:][:2]
+    for op, dtype in product(OPS, DTYPES):
+        if can(op, dtype):
+            expected = whole(communicator, op, count, dtype)
+            for _ in range(2):
                 buffer = mine(communicator, op, count, dtype)
-                communicator.all_reduce(buffer, Reduction(op, in_rank_order=in_order))
-                assert (buffer == whole(communicator, op, count, dtype)).all(), (dtype, count, op)
+                communicator.all_reduce(buffer, Reduction(op))
+                assert (buffer == expected).all(), (op, dtype)
+            buffer = mine(communicator, op, count, dtype)
+            communicator.reduce(buffer, Reduction(op), root)
+            assert rank != root or (buffer == expected).all(), (op, dtype)
+            shard = communicator.reduce_scatter(mine(communicator, op, count, dtype), Reduction(op))
+            assert (shard == expected[start:stop]).all(), (op, dtype)
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_reduce_leaves_the_reduction_at_any_root(communicator: Communicator, counts: list[int], in_order: bool) -> None:
-    for root in range(communicator.size):
-        for dtype in A_FEW:
-            for count in counts:
-                buffer = mine(communicator, "sum", count, dtype)
-                communicator.reduce(buffer, Reduction("sum", in_rank_order=in_order), root)
-                if communicator.rank == root:
-                    assert (buffer == whole(communicator, "sum", count, dtype)).all(), (root, dtype, count)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_reduce_is_exact_for_every_dtype(communicator: Communicator, op: str) -> None:
-    root = communicator.size - 1
-    for dtype in filter(lambda dtype: can(op, dtype), DTYPES):
-        buffer = mine(communicator, op, 5, dtype)
-        communicator.reduce(buffer, Reduction(op), root)
-        if communicator.rank == root:
-            assert (buffer == whole(communicator, op, 5, dtype)).all(), dtype
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_reduce_scatter_is_exact_for_every_dtype(communicator: Communicator, op: str) -> None:
-    count = 2 * communicator.size + 1
-    for dtype in filter(lambda dtype: can(op, dtype), DTYPES):
-        start, stop = shard_bounds(count, communicator.size)[communicator.rank :][:2]
-        shard = communicator.reduce_scatter(mine(communicator, op, count, dtype), Reduction(op))
-        assert (shard == whole(communicator, op, count, dtype)[start:stop]).all(), dtype
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_reduce_scatter_leaves_each_rank_its_shard(
-    communicator: Communicator, counts: list[int], in_order: bool
-) -> None:
-    """As a view of the buffer, so that a gather can follow."""
-    for dtype in A_FEW:
-        for count in [*counts, *counts]:
-            start, stop = shard_bounds(count, communicator.size)[communicator.rank :][:2]
+def test_reductions_are_exact_for_every_length_and_root(communicator: Communicator, counts: list[int]) -> None:
+    """A shard is a view of the buffer, so that a gather can follow."""
+    size, rank = communicator.size, communicator.rank
+    for dtype, count, in_order in product(A_FEW, counts, (False, True)):
+        for op in ("sum", "max"):
+            buffer = mine(communicator, op, count, dtype)
+            communicator.all_reduce(buffer, Reduction(op, in_rank_order=in_order))
+            assert (buffer == whole(communicator, op, count, dtype)).all(), (dtype, count, op, in_order)
+        right, reduction = whole(communicator, "sum", count, dtype), Reduction("sum", in_rank_order=in_order)
+        for root in range(size):
             buffer = mine(communicator, "sum", count, dtype)
-            shard = communicator.reduce_scatter(buffer, Reduction("sum", in_rank_order=in_order))
-            assert (shard == whole(communicator, "sum", count, dtype)[start:stop]).all(), (dtype, count)
-            assert (buffer[start:stop] == shard).all()
-            assert not count or np.shares_memory(buffer, shard) or start == stop
+            communicator.reduce(buffer, reduction, root)
+            assert rank != root or (buffer == right).all(), (root, dtype, count, in_order)
+        start, stop = shard_bounds(count, size)[rank:][:2]
+        buffer = mine(communicator, "sum", count, dtype)
+        shard = communicator.reduce_scatter(buffer, reduction)
+        assert (shard == right[start:stop]).all(), (dtype, count, in_order)
+        assert (buffer[start:stop] == shard).all()
+        assert not count or np.shares_memory(buffer, shard) or start == stop
 
 
 def test_all_gather_gives_every_rank_every_shard(communicator: Communicator, counts: list[int]) -> None:
@@ -190,7 +163,7 @@ def test_gather_brings_all_buffers_to_any_root_in_rank_order(communicator: Commu
 def test_exchange_passes_arrays_of_any_length_round(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     to, source = (rank + 1) % size, (rank - 1) % size
-    for dtype in DTYPES:
+    for dtype in (*A_FEW, COMPLEX[2]):
         for times in (0, 1, 9):
             outgoing = contribution("sum", rank, times * (rank + 1), dtype)
             incoming = np.zeros(times * (source + 1), dtype)
@@ -230,58 +203,41 @@ def test_neighbours_of_a_slice_are_untouched(communicator: Communicator) -> None
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("op", OPS)
-def test_nan_and_infinity_propagate(communicator: Communicator, comm: Intracomm, op: str) -> None:
+def test_nan_and_infinity_propagate(communicator: Communicator, comm: Intracomm) -> None:
     """NumPy's rules, and the same bits on all ranks; MPI may lose a NaN in a minimum, on some ranks only."""
     specials = np.array([np.nan, np.inf, -np.inf, 1.0, 0.0, -0.0, 2.0])
     rows = [np.repeat(np.roll(specials, shift), 2) for shift in range(communicator.size)]
-    for dtype in [*REALS, *HALVES]:
+    for op, dtype in product(OPS, [*REALS, *HALVES]):
         buffer = rows[communicator.rank].astype(dtype)
         communicator.all_reduce(buffer, Reduction(op))
         expected = in_rank_order(UFUNCS[op], [row.astype(dtype) for row in rows], dtype)
-        assert np.array_equal(buffer.astype(np.float64), expected.astype(np.float64), equal_nan=True), dtype
-        if (
-            op in ("sum", "prod") and dtype in REALS
-        ):  # MPI's own: of two NaNs a processor keeps the first, with its sign
-            buffer[np.isnan(buffer)] = np.nan
-        assert same_everywhere(comm, buffer) or communicator.size == 1, dtype
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_one_nan_is_seen_by_all(communicator: Communicator, op: str) -> None:
-    """Whichever rank has it."""
-    for dtype in [*REALS, *HALVES, *COMPLEX]:
+        assert np.array_equal(buffer.astype(np.float64), expected.astype(np.float64), equal_nan=True), (op, dtype)
+        if op in ("sum", "prod") and dtype in REALS:
+            buffer[np.isnan(buffer)] = np.nan  # MPI's own: of two NaNs a processor keeps the first, with its sign
+        assert same_everywhere(comm, buffer) or communicator.size == 1, (op, dtype)
+    for op, dtype, owner in product(OPS, [*REALS, *HALVES, COMPLEX[0]], range(communicator.size)):
         if can(op, dtype):
-            for owner in range(communicator.size):
-                buffer = np.ones(3, dtype)
-                buffer[1] = np.nan if owner == communicator.rank else 1
-                communicator.all_reduce(buffer, Reduction(op))
-                assert np.isnan(buffer).tolist() == [False, True, False], (dtype, owner)
-
-
-@pytest.mark.parametrize("op", ["sum", "prod"])
-def test_all_ranks_hold_the_same_bits(communicator: Communicator, comm: Intracomm, op: str) -> None:
-    random = np.random.default_rng(communicator.rank)
-    for dtype in [*REALS, *HALVES, *COMPLEX]:
-        for count in (5, 300):
-            numbers = random.standard_normal((2, count))
-            buffer = (numbers[0] + 1j * numbers[1] if dtype.kind == "c" else numbers[0]).astype(dtype)
+            buffer = np.ones(3, dtype)
+            buffer[1] = np.nan if owner == communicator.rank else 1
             communicator.all_reduce(buffer, Reduction(op))
-            assert communicator.size == 1 or same_everywhere(comm, buffer), (dtype, count)
+            assert np.isnan(buffer).tolist() == [False, True, False], (op, dtype, owner)
 
 
-def test_rank_order_is_kept_to_the_bit(communicator: Communicator) -> None:
+def test_sums_have_the_same_bits_on_all_ranks_in_rank_order_if_asked(
+    communicator: Communicator, comm: Intracomm
+) -> None:
     """Half precision is added in float32 and rounded once; its order is always that of the ranks."""
-    rows = np.random.default_rng(7).standard_normal((communicator.size, 2 * communicator.size + 5))
+    rows = np.random.default_rng(7).standard_normal((communicator.size, 300))
     for dtype in [*REALS, *HALVES, *COMPLEX]:
-        parts = [row.astype(dtype) for row in rows]
+        parts = [(row + 1j * row[::-1] if dtype.kind == "c" else row).astype(dtype) for row in rows]
+        for op in ("sum", "prod"):
+            communicator.all_reduce(buffer := parts[communicator.rank].copy(), Reduction(op))
+            assert communicator.size == 1 or same_everywhere(comm, buffer), (op, dtype)
         reduction = Reduction("sum", in_rank_order=dtype not in HALVES)
         expected = in_rank_order(np.add, parts, dtype)
-        buffer = parts[communicator.rank].copy()
-        communicator.all_reduce(buffer, reduction)
+        communicator.all_reduce(buffer := parts[communicator.rank].copy(), reduction)
         assert (buffer == expected).all(), dtype
-        buffer = parts[communicator.rank].copy()
-        communicator.reduce(buffer, reduction, 0)
+        communicator.reduce(buffer := parts[communicator.rank].copy(), reduction, 0)
         assert communicator.rank or (buffer == expected).all(), dtype
 
 
@@ -327,54 +283,43 @@ def test_a_pack_buffer_has_the_length_and_dtype_asked_for(communicator: Communic
 
 
 @pytest.mark.parametrize("communicator", KINDS[1:], indirect=True)
-@pytest.mark.parametrize("dtype", [INTEGERS[0], *A_FEW], ids=str)
-def test_traffic_is_what_the_docstrings_promise(communicator: Communicator, counts: list[int], dtype: Any) -> None:
+def test_traffic_is_what_the_docstrings_promise(communicator: Communicator, counts: list[int]) -> None:
     """Counted for the busier direction of this rank's link; one call however many chunks."""
-    rank, size = communicator.rank, communicator.size
-    for count in counts:
-        buffer = np.ones(count, dtype)
-        start, stop = [count // size * at + min(at, count % size) for at in (rank, rank + 1)]
-        total, own = count * dtype.itemsize, (stop - start) * dtype.itemsize
+    for dtype in A_FEW:
+        rank, size = communicator.rank, communicator.size
+        for count in counts:
+            buffer = np.ones(count, dtype)
+            start, stop = [count // size * at + min(at, count % size) for at in (rank, rank + 1)]
+            total, own = count * dtype.itemsize, (stop - start) * dtype.itemsize
+            communicator.traffic.clear()
+            communicator.all_reduce(buffer, Reduction())
+            communicator.reduce(buffer, Reduction(), size - 1)
+            communicator.reduce_scatter(buffer, Reduction())
+            communicator.all_gather(buffer)
+            communicator.broadcast(buffer, 0)
+            communicator.gather(buffer, 0)
+            communicator.send_receive(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
+            expected = {
+                "all_reduce": 2 * total * (size - 1) // size,
+                "reduce": total,
+                "reduce_scatter": total - own,
+                "all_gather": total - own,
+                "broadcast": total,
+                "gather": total if rank else total * (size - 1),
+                "exchange": total,
+            }
+            assert dict(communicator.traffic.nbytes) == expected
+            assert dict(communicator.traffic.calls) == dict.fromkeys(expected, 1)
         communicator.traffic.clear()
-        communicator.all_reduce(buffer, Reduction())
-        communicator.reduce(buffer, Reduction(), size - 1)
-        communicator.reduce_scatter(buffer, Reduction())
-        communicator.all_gather(buffer)
-        communicator.broadcast(buffer, 0)
-        communicator.gather(buffer, 0)
-        communicator.send_receive(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
-        expected = {
-            "all_reduce": 2 * total * (size - 1) // size,
-            "reduce": total,
-            "reduce_scatter": total - own,
-            "all_gather": total - own,
-            "broadcast": total,
-            "gather": total if rank else total * (size - 1),
-            "exchange": total,
-        }
-        assert dict(communicator.traffic.nbytes) == expected
-        assert dict(communicator.traffic.calls) == dict.fromkeys(expected, 1)
-    communicator.traffic.clear()
-    assert not communicator.traffic.calls
-    assert not communicator.traffic.nbytes
+        assert not communicator.traffic.calls
+        assert not communicator.traffic.nbytes
 
 
 @pytest.mark.no_mpi
-def test_the_group_of_one_moves_nothing() -> None:
-    alone = SoloCommunicator("alone")
-    buffer = np.ones(5)
-    alone.all_reduce(buffer, Reduction())
-    alone.broadcast(buffer, 0)
-    assert (alone.rank, alone.size) == (0, 1)
-    assert not alone.traffic.calls
-
-
-@pytest.mark.no_mpi
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("count", [0, 1, 6, 7, 8, 1000, 2**31 + 1])
-def test_shards_differ_by_at_most_one_and_longer_ones_come_first(count: int, size: int) -> None:
-    bounds = shard_bounds(count, size)
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    assert (bounds[0], bounds[-1], len(lengths)) == (0, count, size)
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] - lengths[-1] <= 1
+def test_shards_differ_by_at_most_one_and_longer_ones_come_first() -> None:
+    for count, size in product((0, 1, 6, 7, 8, 1000, 2**31 + 1), (1, 2, 3, 7)):
+        bounds = shard_bounds(count, size)
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        assert (bounds[0], bounds[-1], len(lengths)) == (0, count, size)
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] - lengths[-1] <= 1

@@ -19,12 +19,12 @@ def overflow() -> np.ndarray:
     return np.asarray(without_float_errors(np.add, LARGE, LARGE))
 
 
-@pytest.mark.parametrize("how", ["raise", "warn", "ignore"])
-def test_no_error_is_reported_whatever_numpy_was_told(how: str) -> None:
-    with np.errstate(all=how):  # type: ignore[call-overload]
-        before = np.geterr()
-        assert np.isinf(overflow()).all()
-        assert np.geterr() == before
+def test_no_error_is_reported_whatever_numpy_was_told() -> None:
+    for how in ("raise", "warn"):
+        with np.errstate(all=how):  # type: ignore[call-overload]
+            before = np.geterr()
+            assert np.isinf(overflow()).all()
+            assert np.geterr() == before
 
 
 def test_numpy_reports_as_before_outside_of_it() -> None:

@@ -65,12 +65,7 @@ def functions_of(child: subprocess.Popen[str], until: str = "") -> list[str]:
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("does", "options"),
-    [
-        ("while True: pass", []),
-        ("time.sleep(600)", ["-X", "faulthandler"]),
-        ("sum(range(10**12))", []),
-        ("sys.stdin.read()", []),
-    ],
+    [("while True: pass", []), ("time.sleep(600)", ["-X", "faulthandler"]), ("sum(range(10**12))", [])],
 )
 def test_stack_is_read_of_a_process_that_does_not_answer_otherwise(start: Start, does: str, options: list[str]) -> None:
     child = start(BUSY.format(does), options)
@@ -96,13 +91,12 @@ def test_stack_of_a_stopped_process_is_not_awaited(start: Start) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "signal.signal(STACK_SIGNAL, show)\npublish()\n",
         "publish()\nsignal.signal(STACK_SIGNAL, show)\npublish()\n",
         "signal.signal(STACK_SIGNAL, signal.SIG_IGN)\npublish()\n",
         "publish()\nwithdraw_stack(STACK_SIGNAL)\nsignal.signal(STACK_SIGNAL, show)\n",
         "publish(None)\n",
     ],
-    ids=["before", "between", "ignored", "withdrawn", "off"],
+    ids=["between", "ignored", "withdrawn", "off"],
 )
 def test_stack_signal_that_the_program_uses_is_left_to_it(start: Start, body: str) -> None:
     child = start(body + "show('ready')\nshow(sys.stdin.readline())\n")
@@ -134,7 +128,7 @@ def _children_of(pid: int) -> list[str]:
         return file.read().split()
 
 
-def test_stack_file_that_grew_large_is_emptied(start: Start) -> None:
+def test_stack_file_that_grew_large_is_emptied_and_places_of_ranks_are_named(start: Start) -> None:
     child = start(BUSY.format("time.sleep(600)"))
     file = StackFile.of(child.pid)
     assert file is not None
@@ -142,11 +136,6 @@ def test_stack_file_that_grew_large_is_emptied(start: Start) -> None:
     os.truncate(file.path, 2 << 20)
     assert functions_of(child, until="busy") == ["busy", "<module>"]
     assert os.stat(file.path).st_size < 1 << 20
-
-
-def test_places_of_a_launchers_ranks_are_named(start: Start) -> None:
-    child = start(BUSY.format("time.sleep(600)"))
-    functions_of(child, until="busy")
     assert places_text(os.getpid()) == " (rank 3: <string>:12 in busy)"
     assert places_text(os.getpid(), [2]) == ""
 

@@ -24,20 +24,11 @@ def syntax_error() -> SyntaxError:
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (KeyError("mine"), "KeyError: 'mine'"),
-        (OSError("one\ntwo"), "OSError: one"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (syntax_error(), "SyntaxError: invalid syntax"),
-    ],
-)
-def test_an_error_in_one_line(error: BaseException, text: str) -> None:
-    assert text_of(error) == text
-
-
-def test_an_error_without_words_has_its_name() -> None:
+def test_errors_in_one_line() -> None:
+    assert text_of(KeyError("mine")) == "KeyError: 'mine'"
+    assert text_of(OSError("one\ntwo")) == "OSError: one"
+    assert text_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert text_of(syntax_error()) == "SyntaxError: invalid syntax"
     assert text_of(Mute()).endswith("Mute: <exception str() failed>")
     assert first_line(ValueError()) == "ValueError"
     assert first_line(ValueError("it broke.\nSee there.")) == "it broke"

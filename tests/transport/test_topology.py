@@ -16,16 +16,11 @@ pytestmark = pytest.mark.no_mpi
 # Labels; then node of each rank, ranks of each node, place of each rank on its node, and whether nodes are even.
 ROWS: list[tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...], bool]] = [
     ("a", (0,), ((0,),), (0,), True),
-    ("aaaa", (0, 0, 0, 0), ((0, 1, 2, 3),), (0, 1, 2, 3), True),
     ("aabb", (0, 0, 1, 1), ((0, 1), (2, 3)), (0, 1, 0, 1), True),
     ("abcd", (0, 1, 2, 3), ((0,), (1,), (2,), (3,)), (0, 0, 0, 0), True),
     ("aaab", (0, 0, 0, 1), ((0, 1, 2), (3,)), (0, 1, 2, 0), False),
-    ("abbb", (0, 1, 1, 1), ((0,), (1, 2, 3)), (0, 0, 1, 2), False),
     ("abab", (0, 1, 0, 1), ((0, 2), (1, 3)), (0, 0, 1, 1), True),
-    ("aabbb", (0, 0, 1, 1, 1), ((0, 1), (2, 3, 4)), (0, 1, 0, 1, 2), False),
     ("zzaza", (0, 0, 1, 0, 1), ((0, 1, 3), (2, 4)), (0, 1, 0, 2, 1), False),
-    ("cab", (0, 1, 2), ((0,), (1,), (2,)), (0, 0, 0), True),
-    ("baab", (0, 1, 1, 0), ((0, 3), (1, 2)), (0, 0, 1, 1), True),
 ]
 
 
@@ -37,24 +32,15 @@ def topology(labels: Any, rank: int = 0) -> Topology:
 def test_nodes_are_numbered_by_first_appearance(
     labels: str, node_of_rank: Any, nodes: Any, local_ranks: Any, is_even: bool
 ) -> None:
-    """Reference 2.2: node ids in the order of first appearance by rank."""
-    its = topology(labels)
-    assert its.size == len(labels)
-    assert its.node_of_rank == node_of_rank
-    assert its.num_nodes == len(nodes)
-    assert its.nodes == nodes
-    assert its.node_sizes == tuple(map(len, nodes))
-    assert its.local_ranks == local_ranks
-    assert its.is_even is is_even
-
-
-@pytest.mark.parametrize(("labels", "node_of_rank", "nodes", "local_ranks", "is_even"), ROWS)
-def test_each_rank_knows_its_own_place(
-    labels: str, node_of_rank: Any, nodes: Any, local_ranks: Any, is_even: bool
-) -> None:
     for rank in range(len(labels)):
         its = topology(labels, rank)
-        assert its.rank == rank
+        assert (its.size, its.rank) == (len(labels), rank)
+        assert its.node_of_rank == node_of_rank
+        assert its.num_nodes == len(nodes)
+        assert its.nodes == nodes
+        assert its.node_sizes == tuple(map(len, nodes))
+        assert its.local_ranks == local_ranks
+        assert its.is_even is is_even
         assert its.node == node_of_rank[rank]
         assert its.local_rank == local_ranks[rank]
         assert its.local_size == len(nodes[its.node])
@@ -87,35 +73,21 @@ def steps_of(size: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("labels", [[7, 7, -3], ["n1", "n1", "n0"], [(1, 2), (1, 2), None]])
-def test_any_label_will_do(labels: list[Any]) -> None:
-    assert topology(labels).node_of_rank == (0, 0, 1)
+def test_any_label_will_do() -> None:
+    labels: list[Any] = [[7, 7, -3], ["n1", "n1", "n0"], [(1, 2), (1, 2), None]]
+    assert {topology(one).node_of_rank for one in labels} == {(0, 0, 1)}
 
 
-@pytest.mark.parametrize(
-    ("labels", "text"),
-    [
-        ("a", "1 rank on 1 node; node 0 (host-a): rank 0"),
-        ("aab", "3 ranks on 2 nodes; node 0 (host-a): ranks 0-1; node 1 (host-b): rank 2"),
-        ("abab", "4 ranks on 2 nodes; node 0 (host-a): ranks 0, 2; node 1 (host-b): ranks 1, 3"),
-    ],
-)
-def test_a_topology_reads_as_a_sentence(labels: str, text: str) -> None:
-    assert str(topology(labels)) == text
+def test_a_topology_reads_as_a_sentence() -> None:
+    assert str(topology("a")) == "1 rank on 1 node; node 0 (host-a): rank 0"
+    assert str(topology("aab")) == "3 ranks on 2 nodes; node 0 (host-a): ranks 0-1; node 1 (host-b): rank 2"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1], "ranks 0-1"),
-        ([0, 2], "ranks 0, 2"),
-        ([5, 2, 1, 0], "ranks 0-2, 5"),
-        ([0, 1, 3, 4, 6], "ranks 0-1, 3-4, 6"),
-        (range(1000), "ranks 0-999"),
-        ({9, 8}, "ranks 8-9"),
-        ((rank for rank in (1, 0)), "ranks 0-1"),
-    ],
-)
-def test_ranks_are_named_in_few_words(ranks: Any, text: str) -> None:
-    assert name_ranks(ranks) == text
+def test_ranks_are_named_in_few_words() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 2]) == "ranks 0, 2"
+    assert name_ranks([5, 2, 1, 0]) == "ranks 0-2, 5"
+    assert name_ranks([0, 1, 3, 4, 6]) == "ranks 0-1, 3-4, 6"
+    assert name_ranks(range(1000)) == "ranks 0-999"
+    assert name_ranks({9, 8}) == "ranks 8-9"
+    assert name_ranks(rank for rank in (1, 0)) == "ranks 0-1"

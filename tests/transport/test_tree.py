@@ -18,7 +18,7 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.topology import Topology
 from mpidist.transport.tree import Fold, ReplicaTree, rows_of
 
-pytestmark = [pytest.mark.no_mpi, pytest.mark.whole]
+pytestmark = pytest.mark.no_mpi
 
 MOST_REPLICAS = 16
 LARGE = 100_003  # elements: several blocks
@@ -89,24 +89,14 @@ def test_rows_are_the_largest_subtrees_of_a_set() -> None:
             assert rows_of(total, replicas) == sorted(largest), (total, replicas)
 
 
-@pytest.mark.parametrize("total", range(1, MOST_REPLICAS + 1))
-def test_every_spread_gives_the_bits_of_the_tree(total: int) -> None:
-    numbers = unlike_numbers(total, 50, np.float32)
-    right = bits(in_tree_order(np.add, numbers))
-    for size in range(1, total + 1):
-        for nodes in nodes_of(size):
-            for way, result in joined(trees(total, size, nodes), np.add, numbers).items():
-                assert bits(result) == right, (size, nodes, way)
-
-
-def test_the_order_matters_for_these_numbers() -> None:
-    """Else no test here could fail."""
-    for total in range(4, MOST_REPLICAS + 1):
+def test_every_spread_gives_the_bits_of_the_tree() -> None:
+    for total in range(1, MOST_REPLICAS + 1):
         numbers = unlike_numbers(total, 50, np.float32)
-        in_order = numbers[0]
-        for other in numbers[1:]:
-            in_order = in_order + other
-        assert bits(in_order) != bits(in_tree_order(np.add, numbers)), total
+        right = bits(in_tree_order(np.add, numbers))
+        for size in range(1, total + 1):
+            for nodes in nodes_of(size):
+                for way, result in joined(trees(total, size, nodes), np.add, numbers).items():
+                    assert bits(result) == right, (size, nodes, way)
 
 
 def test_blocks_need_not_be_even() -> None:
@@ -122,38 +112,18 @@ def test_blocks_need_not_be_even() -> None:
             assert bits(result) == right, (bounds, nodes, way)
 
 
-@pytest.mark.parametrize("size", range(1, 9))
-def test_a_sum_that_cancels_is_four(size: int) -> None:
-    """In rank order it is 5 on one rank."""
-    numbers = [np.full(3, number) for number in (1e16, 1.0, -1e16, 1.0, 1.0, 1.0, 1.0, 1.0)]
-    for nodes in nodes_of(size):
-        for way, result in joined(trees(8, size, nodes), np.add, numbers).items():
-            assert (result == 4).all(), (nodes, way, result)
-
-
-@pytest.mark.parametrize(
-    ("ufunc", "dtype"),
-    [(np.add, "b"), (np.add, "Q"), (np.multiply, "i"), (np.multiply, "d"), (np.add, "F"), (np.maximum, "q")],
-)
-def test_every_operation_follows_the_tree(ufunc: np.ufunc, dtype: str) -> None:
-    """Integers wrap around."""
-    for total, size in [(7, 3), (8, 3), (13, 5), (16, 4)]:
-        numbers = unlike_numbers(total, 33, dtype)
-        for nodes in nodes_of(size):
-            for way, result in joined(trees(total, size, nodes), ufunc, numbers).items():
-                assert result.dtype == np.dtype(dtype)
-                assert bits(result) == bits(in_tree_order(ufunc, numbers)), (total, nodes, way)
-
-
-@pytest.mark.parametrize("ufunc", [np.minimum, np.maximum])
-def test_zeros_and_nan_follow_the_tree(ufunc: np.ufunc) -> None:
-    """Which of two zeros is the least depends on their order, but not on how replicas are spread."""
+def test_every_operation_follows_the_tree() -> None:
+    """Integers wrap around. Which of two zeros is the least depends on their order, not on how replicas are spread."""
+    ufuncs: list[tuple[np.ufunc, str]] = [(np.add, "Q"), (np.multiply, "i"), (np.add, "F"), (np.maximum, "q")]
     choose = np.random.default_rng(3)
-    for total, size in [(7, 3), (8, 3), (16, 4)]:
-        numbers = list(choose.choice([0.0, -0.0, np.nan, 1.0, -1.0], (total, 64), p=[0.4, 0.4, 0.02, 0.09, 0.09]))
-        for nodes in nodes_of(size):
-            for way, result in joined(trees(total, size, nodes), ufunc, numbers).items():
-                assert bits(result) == bits(in_tree_order(ufunc, numbers)), (total, nodes, way)
+    for total, size in [(7, 3), (8, 3), (13, 5), (16, 4)]:
+        signed = list(choose.choice([0.0, -0.0, np.nan, 1.0, -1.0], (total, 64), p=[0.4, 0.4, 0.02, 0.09, 0.09]))
+        work = [(ufunc, unlike_numbers(total, 33, dtype)) for ufunc, dtype in ufuncs]
+        for ufunc, numbers in [*work, (np.minimum, signed), (np.maximum, signed)]:
+            for nodes in nodes_of(size):
+                for way, result in joined(trees(total, size, nodes), ufunc, numbers).items():
+                    assert result.dtype == numbers[0].dtype
+                    assert bits(result) == bits(in_tree_order(ufunc, numbers)), (ufunc, total, nodes, way)
 
 
 def test_outs_may_be_any_of_the_parts() -> None:
@@ -183,20 +153,20 @@ def test_large_parts_go_block_by_block() -> None:
     assert [bits(out) for out in outs] == right
 
 
-@pytest.mark.parametrize("total", [2, 8, 64, 63, 33])
-def test_few_partial_sums_are_held_at_once(total: int) -> None:
-    fold = Fold(total, [[replica] for replica in range(total)])
-    made = 0
+def test_few_partial_sums_are_held_at_once() -> None:
+    for total in (2, 64, 63, 33):
+        fold = Fold(total, [[replica] for replica in range(total)])
+        made = 0
 
-    def counting(one: Any, other: Any, out: Any = None) -> Any:
-        nonlocal made
-        made += out is None
-        return np.add(one, other, out=out)
+        def counting(one: Any, other: Any, out: Any = None) -> Any:
+            nonlocal made
+            made += out is None
+            return np.add(one, other, out=out)
 
-    (out, *parts) = [np.ones(4) for _ in range(total + 1)]
-    fold.combine(counting, parts, [out])  # type: ignore[arg-type]
-    assert (out == total).all()
-    assert made <= math.ceil(math.log2(total))
+        (out, *parts) = [np.ones(4) for _ in range(total + 1)]
+        fold.combine(counting, parts, [out])  # type: ignore[arg-type]
+        assert (out == total).all()
+        assert made <= math.ceil(math.log2(total))
 
 
 def test_overflows_raise_nothing() -> None:
@@ -225,19 +195,15 @@ def test_flat_trees_have_one_row_a_rank_and_a_node() -> None:
 
 
 def test_ranks_can_compare_their_trees() -> None:
-    some = {repr(tree) for tree in trees(8, 3, [0, 0, 1])}
-    assert some == {"ReplicaTree(bounds=(0, 3, 6, 8))"}
-    assert trees(8, 3, [0, 0, 1])[0].total == 8
-    assert trees(8, 3, [0, 0, 1])[0].num_rows == (2, 2, 1)
+    made = trees(8, 3, [0, 0, 1])
+    assert {repr(tree) for tree in made} == {"ReplicaTree(bounds=(0, 3, 6, 8))"}
+    assert (made[0].total, made[0].num_rows) == (8, (2, 2, 1))
 
 
-@pytest.mark.parametrize("bounds", [(0, 4), (0, 4, 4, 8), (1, 3, 5, 8), (0, 5, 3, 8)])
-def test_bounds_give_every_rank_a_replica(bounds: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="3 ranks; needed 4 rising numbers"):
-        ReplicaTree(bounds, topology_of(0, [0, 0, 0]))
-
-
-def test_no_replica_is_in_two_groups() -> None:
+def test_wrong_bounds_and_groups_are_refused() -> None:
+    for bounds in ((0, 4), (0, 4, 4, 8), (1, 3, 5, 8), (0, 5, 3, 8)):
+        with pytest.raises(ValueError, match="3 ranks; needed 4 rising numbers"):
+            ReplicaTree(bounds, topology_of(0, [0, 0, 0]))
     with pytest.raises(ValueError, match="in two groups"):
         Fold(4, [[0, 1], [1]])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.placements import one_and_two_nodes
 from support.reductions import all_reduce
 
 import mpidist
@@ -44,6 +45,7 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+@one_and_two_nodes
 def test_steps_that_are_kept_stay_what_they_were(strategy: Strategy) -> None:
     """All of them, or those of the last few steps; results may be written by the program."""
     size = strategy.num_replicas_in_sync
@@ -61,6 +63,7 @@ def test_steps_that_are_kept_stay_what_they_were(strategy: Strategy) -> None:
         assert (kept == size * (step - 3 + 4)).all()
 
 
+@one_and_two_nodes
 def test_ranks_may_keep_unlike_steps(strategy: Strategy, comm: Intracomm) -> None:
     size, kept = strategy.num_replicas_in_sync, {}
     for step in range(12):
@@ -71,6 +74,7 @@ def test_ranks_may_keep_unlike_steps(strategy: Strategy, comm: Intracomm) -> Non
     assert all((rows == size * step).all() for step, rows in kept.items())
 
 
+@one_and_two_nodes
 def test_results_as_arguments_and_as_outs(strategy: Strategy) -> None:
     """Of the call after, and of calls with other shapes in between."""
     size = strategy.num_replicas_in_sync
@@ -86,6 +90,7 @@ def test_results_as_arguments_and_as_outs(strategy: Strategy) -> None:
         assert (third == size).all()
 
 
+@pytest.mark.ranks(1, 2)
 def test_a_training_step_takes_no_page_of_the_system(comm: Intracomm) -> None:
     """Once it has been made a few times: the results of the step before are let go."""
     with Strategy(comm=comm) as strategy:
@@ -102,6 +107,7 @@ def test_a_training_step_takes_no_page_of_the_system(comm: Intracomm) -> None:
         assert least <= 2, f"{least} pages of 4 KiB for {5 << 20} bytes of results"
 
 
+@one_and_two_nodes
 def test_other_calls_take_kept_memory_too(strategy: Strategy) -> None:
     size, history = strategy.topology.size, []
     large = np.full((size * 50, 2000), strategy.topology.rank, np.float32)
@@ -128,6 +134,7 @@ def test_other_calls_take_kept_memory_too(strategy: Strategy) -> None:
     assert min(pages) <= 8, f"{pages} pages of 4 KiB"
 
 
+@pytest.mark.ranks(2)
 def test_after_an_error_and_after_close(comm: Intracomm) -> None:
     size = comm.size
     strategy = Strategy(comm=comm)
@@ -144,6 +151,7 @@ def test_after_an_error_and_after_close(comm: Intracomm) -> None:
         require(third, size, 3)
 
 
+@pytest.mark.ranks(2)
 def test_nothing_is_kept_if_the_program_says_so(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_RESULT_BYTES", "0")
     with Strategy(comm=comm) as strategy:

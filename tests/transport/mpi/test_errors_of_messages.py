@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 # Not in the core, which runs with Open MPI: that cuts a message which does not fit, and says nothing.
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("is_told", [True, False], ids=["others tell the rank", "nobody knows"])
 def test_error_of_mpi_becomes_the_loss_of_a_rank(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_told: bool

@@ -35,8 +35,6 @@ ENDS = {
     "kill": f"if comm.rank == 1: {KILL}\ntime.sleep(60)",
     "kill of the launcher": f"if comm.rank == 1: os.kill(os.getppid(), signal.SIGKILL)\n{KILL}",
     "abort": "if comm.rank == 1: comm.Abort(3)\ntime.sleep(60)",
-    "exception": "if comm.rank == 1: raise KeyError('mine')\nstrategy.barrier()\nstrategy.barrier()",
-    "end": "",
 }
 # All that opens memory of MPI later: it needs no names.
 LATER = """
@@ -69,13 +67,12 @@ def run(job: Job, tmp_path: Path) -> Run:
 @pytest.mark.parametrize("end", ENDS)
 def test_shared_files_of_a_job_are_gone_after_its_end(run: Run, end: str) -> None:
     ended, files = run(ENDS[end])
-    assert (ended.status == 0) == (end == "end")
+    assert ended.status != 0
     assert [path for path in files if os.path.exists(path)] == []
 
 
-@pytest.mark.parametrize("nodes", ["", "0,1,1"])
-def test_shared_files_without_names_serve_what_mpi_makes_later(run: Run, nodes: str) -> None:
-    ended, files = run(LATER, MPIDIST_PRETEND_NODES=nodes)
+def test_shared_files_without_names_serve_what_mpi_makes_later(run: Run) -> None:
+    ended, files = run(LATER, MPIDIST_PRETEND_NODES="0,1,1")
     assert (ended.status, ended.err) == (0, "")
     assert [path for path in files if os.path.exists(path)] == []
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.core
 
 
+@pytest.mark.ranks(3)
 def test_all_ranks_reach_what_each_takes(comm: Intracomm) -> None:
     """Zeros at first; also what is taken long after the ranks have mapped the memory."""
     arena = SharedArena(comm, 1000 * comm.rank)
@@ -44,6 +45,7 @@ def test_all_ranks_reach_what_each_takes(comm: Intracomm) -> None:
     arena.free()
 
 
+@pytest.mark.ranks(2)
 def test_memory_is_given_back_and_has_no_name(comm: Intracomm) -> None:
     def used() -> int:
         facts = os.statvfs("/dev/shm")
@@ -69,6 +71,7 @@ def test_memory_is_given_back_and_has_no_name(comm: Intracomm) -> None:
     comm.Barrier()
 
 
+@pytest.mark.ranks(2)
 def test_too_little_memory_later_is_no_error(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = SharedArena(comm, 100)
     assert arena.take(arena.own.size) is None
@@ -90,6 +93,7 @@ def test_too_little_memory_later_is_no_error(comm: Intracomm, monkeypatch: pytes
     arena.free()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("rank", [0, -1])
 def test_too_little_memory_at_once_is_an_error_everywhere(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -105,6 +109,7 @@ def test_too_little_memory_at_once_is_an_error_everywhere(
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+@pytest.mark.ranks(2)
 def test_a_part_holds_what_is_taken_at_once(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the system says that the file system is smaller, or cannot say how large it is."""
 
@@ -120,6 +125,7 @@ def test_a_part_holds_what_is_taken_at_once(comm: Intracomm, monkeypatch: pytest
         arena.free()
 
 
+@pytest.mark.ranks(2)
 def test_some_memory_is_left_to_others(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [64 << 20]
     monkeypatch.setattr(arena_module, "file_system_bytes", lambda: (64 << 20, free[0]))
@@ -132,6 +138,7 @@ def test_some_memory_is_left_to_others(comm: Intracomm, monkeypatch: pytest.Monk
     arena.free()
 
 
+@pytest.mark.ranks(2)
 def test_pages_that_are_given_back_are_taken_again(comm: Intracomm) -> None:
     """Zeros once more; gaps that touch are one."""
     page = 4096
@@ -157,6 +164,7 @@ def test_pages_that_are_given_back_are_taken_again(comm: Intracomm) -> None:
     arena.free()
 
 
+@pytest.mark.ranks(2)
 def test_blocks_of_results_are_given_back_with_their_last_array(comm: Intracomm) -> None:
     arena = SharedArena(comm, 4096)
     block = ResultBlock.take(arena, 10_000)

@@ -22,6 +22,7 @@ import pytest
 from mpi_session import OPEN_MPI, clean_environment
 from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere
+from support.placements import one_and_two_nodes
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -54,25 +55,26 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 300_000, (2 << 20) + 1])
-def test_all_ranks_reach_all_parts(comm: Intracomm, nbytes: int) -> None:
+@pytest.mark.ranks(3)
+def test_all_ranks_reach_all_parts(comm: Intracomm) -> None:
     """Zeros at first; what a rank writes into any part, all read; on pages of their own."""
-    parts = SharedWindow(comm, nbytes).parts
-    assert len(parts) == comm.size
-    for part in parts:
-        assert (part.dtype, part.shape) == (np.uint8, (nbytes,))
-        assert part.flags.writeable
-        assert part.ctypes.data % mmap.PAGESIZE == 0
-        assert not part.any()
-    comm.Barrier()
-    following = (comm.rank + 1) % comm.size
-    parts[comm.rank][: nbytes // 2] = 1 + comm.rank
-    parts[following][nbytes // 2 :] = 101 + comm.rank
-    comm.Barrier()
-    for owner, part in enumerate(parts):
-        assert (part[: nbytes // 2] == 1 + owner).all()
-        assert (part[nbytes // 2 :] == 101 + (owner - 1) % comm.size).all()
-    comm.Barrier()
+    for nbytes in (0, 1, 4096, 4097, (2 << 20) + 1):
+        parts = SharedWindow(comm, nbytes).parts
+        assert len(parts) == comm.size
+        for part in parts:
+            assert (part.dtype, part.shape) == (np.uint8, (nbytes,))
+            assert part.flags.writeable
+            assert part.ctypes.data % mmap.PAGESIZE == 0
+            assert not part.any()
+        comm.Barrier()
+        following = (comm.rank + 1) % comm.size
+        parts[comm.rank][: nbytes // 2] = 1 + comm.rank
+        parts[following][nbytes // 2 :] = 101 + comm.rank
+        comm.Barrier()
+        for owner, part in enumerate(parts):
+            assert (part[: nbytes // 2] == 1 + owner).all()
+            assert (part[nbytes // 2 :] == 101 + (owner - 1) % comm.size).all()
+        comm.Barrier()
 
 
 def l1_hash(address: int) -> int:
@@ -82,31 +84,32 @@ def l1_hash(address: int) -> int:
 
 
 @pytest.mark.no_mpi
-@pytest.mark.parametrize("mebibytes", [2, 15, 64, 127, 128, 255, 256, 320, 512, 1024, 4096])
-def test_the_same_places_of_large_parts_are_apart_in_the_first_cache(mebibytes: int) -> None:
-    for nbytes in (mebibytes << 20, (mebibytes << 20) + 128, (mebibytes << 20) + 5000):
-        stride = part_stride(nbytes)
-        assert 0 <= stride - nbytes < (4 << 20)
-        for rank in range(1, 16):
-            for place in range(0, nbytes, max(4096, nbytes // 257 // 4096 * 4096)):
-                address = (1 << 46) + place
-                assert l1_hash(address) != l1_hash(address + rank * stride)
+def test_the_same_places_of_large_parts_are_apart_in_the_first_cache() -> None:
+    for mebibytes in (2, 15, 128, 255, 320, 4096):
+        for nbytes in (mebibytes << 20, (mebibytes << 20) + 128, (mebibytes << 20) + 5000):
+            stride = part_stride(nbytes)
+            assert 0 <= stride - nbytes < (4 << 20)
+            for rank in range(1, 16):
+                for place in range(0, nbytes, max(4096, nbytes // 257 // 4096 * 4096)):
+                    address = (1 << 46) + place
+                    assert l1_hash(address) != l1_hash(address + rank * stride)
 
 
-@pytest.mark.no_mpi
-@pytest.mark.parametrize("nbytes", [0, 1, 5000])
-def test_a_rank_alone_needs_no_mpi(nbytes: int) -> None:
-    (part,) = SharedWindow(None, nbytes).parts
-    assert part[:nbytes].shape == (nbytes,)
-    part[:nbytes] = 7
-    assert (part[:nbytes] == 7).all()
+@pytest.mark.ranks(2)
+def test_the_file_has_no_name_even_while_memory_is_reserved(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is killed leaves nothing behind. To reserve takes long where there is much."""
+    links, really = [], os.posix_fallocate
 
+    def reserve(file: int, start: int, length: int) -> None:
+        links.append(os.fstat(file).st_nlink)
+        really(file, start, length)
 
-def test_the_file_has_no_name(comm: Intracomm) -> None:
-    """A job that is killed leaves nothing behind."""
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
     files, before = num_files(), set(mapped())
-    windows = [SharedWindow(comm, 1000) for _ in range(3)]
-    comm.Barrier()  # the first rank takes the name away last, when other ranks may have their window already
+    windows = [SharedWindow(comm, nbytes) for nbytes in (1000, 1000, 3 << 20)]
+    if comm.rank == 0:  # which takes the name away
+        assert links == [0] * 3
+    comm.Barrier()  # it does so last, when other ranks may have their window already
     names = set(mapped()) - before
     assert len(names) == 3
     assert all(name.endswith(" (deleted)") for name in names)
@@ -115,37 +118,6 @@ def test_the_file_has_no_name(comm: Intracomm) -> None:
     del windows
     assert set(mapped()) == before
     assert num_files() == files
-
-
-@pytest.mark.parametrize("nbytes", [1000, 3 << 20])
-def test_the_file_has_no_name_while_memory_is_reserved(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, nbytes: int
-) -> None:
-    """Which takes long where there is much."""
-    names, really = [], os.posix_fallocate
-
-    def reserve(file: int, start: int, length: int) -> None:
-        names.append(os.fstat(file).st_nlink)
-        really(file, start, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", reserve)
-    SharedWindow(comm, nbytes)
-    if comm.rank == 0:  # which takes the name away
-        assert names == [0]
-
-
-def test_memory_is_there_as_long_as_an_array_in_it(comm: Intracomm) -> None:
-    before = mapped()
-    window = SharedWindow(comm, 1000)
-    mine = window.parts[comm.rank][100:200].view(np.int32)
-    mine[...] = comm.rank
-    del window
-    comm.Barrier()
-    assert len(mapped()) == len(before) + 1
-    mine += 1
-    assert (mine == comm.rank + 1).all()
-    del mine
-    assert mapped() == before
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
@@ -179,11 +151,6 @@ def closed_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], int, str]] = {
-    "no memory for the first": (
-        full_disk,
-        0,
-        r"[KM]iB cannot be had in /dev/shm \(No space left on device\); ask for less",
-    ),
     "no memory for the last": (
         full_disk,
         -1,
@@ -199,12 +166,7 @@ PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], int, str]] 
 
 
 class Problem(NamedTuple):
-    """Why shared memory cannot be had.
-
-    Attributes:
-        rank: On which rank alone.
-        pattern: What the error says.
-    """
+    """Why shared memory cannot be had: on which rank alone, and what the error says."""
 
     rank: int
     pattern: str
@@ -221,23 +183,28 @@ def problem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Problem(rank, pattern)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2, 3)
 def test_too_little_memory_is_every_ranks_error(
     comm: Intracomm, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where only one rank has none; and nothing is left of it."""
-    monkeypatch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
-    path = comm.bcast(f"/dev/shm/mpidist-{secrets.token_hex(8)}")
-    files, before = num_files(), mapped()
-    with raises_everywhere(comm, UnavailableError, problem.pattern):
-        SharedWindow(comm, 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
+        path = comm.bcast(f"/dev/shm/mpidist-{secrets.token_hex(8)}")
+        files, before = num_files(), mapped()
+        with raises_everywhere(comm, UnavailableError, problem.pattern):
+            SharedWindow(comm, 1000)
     assert mapped() == before
     assert num_files() == files
     assert not os.path.exists(path)
+    monkeypatch.setenv("MPIDIST_TRANSPORT", "shared_memory")
+    pattern = f"MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: .*{problem.pattern}"
+    with raises_everywhere(comm, UnavailableError, pattern) as raised:
+        Strategy(comm=comm)
+    assert vars(raised[0])["raised_on_all_ranks"]  # its text is printed once
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("placement", ["one node", "even", "uneven"], indirect=True)
+@one_and_two_nodes
 def test_without_shared_memory_ranks_send_messages(
     comm: Intracomm, placement: tuple[int, ...], problem: Problem, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,29 +221,20 @@ def test_without_shared_memory_ranks_send_messages(
         assert text.startswith("ranks of a node send messages instead of sharing memory, which is slower: rank ")
 
 
-@pytest.mark.ranks(min=2)
-def test_insisting_on_what_cannot_be_had_is_every_ranks_error(
-    comm: Intracomm, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MPIDIST_TRANSPORT", "shared_memory")
-    pattern = f"MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: .*{problem.pattern}"
-    with raises_everywhere(comm, UnavailableError, pattern) as raised:
-        Strategy(comm=comm)
-    assert vars(raised[0])["raised_on_all_ranks"]  # its text is printed once
-
-
-@pytest.mark.parametrize("per_node", [False, True])
-def test_arrays_that_do_not_fit_are_every_ranks_error(comm: Intracomm, per_node: bool) -> None:
+@pytest.mark.ranks(1, 3)
+def test_arrays_that_do_not_fit_are_every_ranks_error(comm: Intracomm) -> None:
     """A PiB each; and the strategy goes on."""
-    with Strategy(comm=comm) as strategy:
-        if comm.size > 1:
-            with raises_everywhere(comm, UnavailableError, "cannot be had in /dev/shm"):
-                strategy.symmetric_empty(1 << 50, np.uint8, per_node=per_node)
-        array = strategy.symmetric_empty(5, np.float64, per_node=per_node)
-        assert array.shape == (5,)
-        assert strategy.reduce("SUM", 1) == comm.size
+    for per_node in (False, True):
+        with Strategy(comm=comm) as strategy:
+            if comm.size > 1:
+                with raises_everywhere(comm, UnavailableError, "cannot be had in /dev/shm"):
+                    strategy.symmetric_empty(1 << 50, np.uint8, per_node=per_node)
+            array = strategy.symmetric_empty(5, np.float64, per_node=per_node)
+            assert array.shape == (5,)
+            assert strategy.reduce("SUM", 1) == comm.size
 
 
+@pytest.mark.ranks(1, 3)
 def test_reset_and_close_leave_no_memory_behind(comm: Intracomm) -> None:
     """Of the staging memory at once; of arrays, when the last is gone."""
     before = len(mapped())
@@ -306,7 +264,7 @@ def resident() -> int:
     return total
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(2)
 def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intracomm) -> None:
     gc.collect()
     before = resident()
@@ -319,15 +277,6 @@ def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intrac
     comm.Barrier()
     assert resident() - before <= 2 * comm.size * mmap.PAGESIZE >> 10  # of staging memory, and of the board
     del held
-
-
-def test_symmetric_arrays_need_no_open_files(comm: Intracomm) -> None:
-    """A process may have a thousand of those, and a model may have more variables."""
-    with Strategy(comm=comm) as strategy:
-        before = num_files()
-        arrays = [strategy.symmetric_empty(3, np.float64, per_node=at % 2 == 0) for at in range(40)]
-        assert num_files() == before
-        assert len({array.ctypes.data for array in arrays}) == 40
 
 
 # The barrier
@@ -348,6 +297,7 @@ def wait(barrier: NodeBarrier) -> None:
         time.sleep(0)
 
 
+@pytest.mark.ranks(2, 3)
 def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Sync | None) -> None:
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
     assert barrier.count == 0
@@ -374,7 +324,7 @@ def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Sync
     barrier = NodeBarrier(window, comm.rank, fence)
     numbers = [part[LINE_BYTES:].view(np.int64).reshape(3, 16) for part in window.parts]
     random_ = random.Random(comm.rank)
-    for step in range(2000):
+    for step in range(1000):
         numbers[comm.rank][step % 3] = step  # read until the next barrier
         if random_.random() < 0.01:
             time.sleep(0.0005)
@@ -384,6 +334,7 @@ def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Sync
     comm.Barrier()
 
 
+@pytest.mark.ranks(2, 3)
 def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fence: Sync | None) -> None:
     """Also for a rank so slow that the others have shown their next words already."""
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
@@ -403,22 +354,6 @@ def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fe
 
 
 @pytest.mark.ranks(2)
-def test_words_of_a_slow_rank_are_not_overwritten(comm: Intracomm) -> None:
-    barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank)
-    barrier.post_words(5, 6)
-    wait(barrier)
-    comm.Barrier()
-    if comm.rank == 0:  # is one barrier ahead, as far as it can get
-        barrier.post_words(7, 8)
-    comm.Barrier()
-    if comm.rank == 1:
-        assert barrier.has_equal_words() == (True, True)
-        barrier.post_words(7, 9)
-    wait(barrier)
-    assert barrier.has_equal_words() == (True, False)
-    comm.Barrier()
-
-
 def test_the_fence_is_before_the_arrival_and_after_the_passing(comm: Intracomm) -> None:
     """What cannot be seen on a processor that needs none."""
     window = SharedWindow(comm, LINE_BYTES)
@@ -449,22 +384,19 @@ logging.basicConfig(format="%(levelname)s %(message)s")
 from mpi4py import MPI
 import mpidist
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-try:
-    strategy = mpidist.MultiWorkerMirroredStrategy()
-except mpidist.errors.UnavailableError as error:
-    print(f"rank {rank}: UnavailableError: {error}", flush=True)
-else:
-    for count in (1, 1000, 300_000):
-        assert (strategy.reduce("SUM", np.full(count, rank + 1.0)) == size * (size + 1) / 2).all()
-    left = [name for name in os.listdir("/dev/shm") if name.startswith("mpidist-")]
-    print(f"rank {rank}: right, left behind: {left}", flush=True)
-    strategy.close()
+strategy = mpidist.MultiWorkerMirroredStrategy()
+for count in (1, 1000, 300_000):
+    assert (strategy.reduce("SUM", np.full(count, rank + 1.0)) == size * (size + 1) / 2).all()
+left = [name for name in os.listdir("/dev/shm") if name.startswith("mpidist-")]
+print(f"rank {rank}: right, left behind: {left}", flush=True)
+strategy.close()
 """
 SMALL = "mount -t tmpfs -o size=3800k tmpfs /dev/shm"  # enough for MPICH to start two ranks, too little for our slots
 
 
-def run_where_it_is_small(tmp_path: Path, **variables: str) -> str:
-    """Run two ranks in a mount namespace with a small /dev/shm; return what they print."""
+@pytest.mark.no_mpi
+def test_a_node_with_little_shared_memory_falls_back_to_messages(tmp_path: Path) -> None:
+    """Docker gives containers 64 MiB by default: here in a mount namespace."""
     unshare = [shutil.which("unshare") or "unshare", "-m" if os.getuid() == 0 else "-rm", "sh", "-c"]
     try:
         subprocess.run([*unshare, SMALL], capture_output=True, check=True)
@@ -476,25 +408,11 @@ def run_where_it_is_small(tmp_path: Path, **variables: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        env=clean_environment() | OPEN_MPI | {"PYTHONPATH": PROJECT, "MPIDIST_TUNE_DIR": str(tmp_path)} | variables,
+        env=clean_environment() | OPEN_MPI | {"PYTHONPATH": PROJECT, "MPIDIST_TUNE_DIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-@pytest.mark.no_mpi
-def test_a_node_with_little_shared_memory_falls_back_to_messages(tmp_path: Path) -> None:
-    """Docker gives containers 64 MiB by default."""
-    text = run_where_it_is_small(tmp_path)
+    text = done.stdout + done.stderr
     assert "rank 0: right, left behind: []" in text
     assert "rank 1: right, left behind: []" in text
     assert text.count("WARNING ranks of a node send messages") == 1
     assert "iB cannot be had in /dev/shm (No space left on device); ask for less, or give containers more of it" in text
-
-
-@pytest.mark.no_mpi
-def test_a_node_with_little_shared_memory_cannot_be_told_to_use_it(tmp_path: Path) -> None:
-    text = run_where_it_is_small(tmp_path, MPIDIST_TRANSPORT="shared_memory")
-    for rank in (0, 1):
-        assert f"rank {rank}: UnavailableError: MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: " in text
-    assert "WARNING ranks of a node" not in text

@@ -8,6 +8,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
+from support.placements import one_and_two_nodes
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, Strategy
@@ -22,8 +24,6 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, UnavailableError
 
 WORLD = MPI.COMM_WORLD
-
-both = pytest.mark.parametrize("per_node", [False, True], ids=["per rank", "per node"])
 
 
 @pytest.fixture
@@ -36,18 +36,19 @@ def all_reduce(strategy: Strategy, value: Any, out: Any) -> Any:
     return strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value, out=out))
 
 
-@both
-@pytest.mark.parametrize("shape", [(), 0, 5, (2, 3), [2, 3], (0, 4), np.int64(3)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", np.int8, np.dtype(np.complex128), bool])
-def test_array_is_an_ordinary_one(strategy: Strategy, shape: Any, dtype: Any, per_node: bool) -> None:
-    array = strategy.symmetric_empty(shape, dtype, per_node=per_node)
-    assert type(array) is np.ndarray
-    assert array.shape == np.empty(shape).shape
-    assert array.dtype == np.dtype(dtype)
-    assert array.flags.c_contiguous
-    assert array.flags.writeable
+@pytest.mark.ranks(2)
+def test_array_is_an_ordinary_one(strategy: Strategy) -> None:
+    shapes: list[Any] = [(), 0, 5, (2, 3), [2, 3], (0, 4), np.int64(3)]
+    for shape, dtype, per_node in product(shapes, ("float32", np.dtype(np.complex128), bool), (False, True)):
+        array = strategy.symmetric_empty(shape, dtype, per_node=per_node)
+        assert type(array) is np.ndarray
+        assert array.shape == np.empty(shape).shape
+        assert array.dtype == np.dtype(dtype)
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_every_rank_has_its_own(strategy: Strategy) -> None:
     one, two = strategy.symmetric_empty(3, np.float32), strategy.symmetric_empty(3, np.float32)
@@ -58,6 +59,7 @@ def test_every_rank_has_its_own(strategy: Strategy) -> None:
     assert two.tolist() == [-WORLD.rank] * 3
 
 
+@one_and_two_nodes
 @pytest.mark.core
 def test_ranks_of_a_node_share_one(placement: tuple[int, ...]) -> None:
     with MultiWorkerMirroredStrategy() as strategy:
@@ -69,30 +71,17 @@ def test_ranks_of_a_node_share_one(placement: tuple[int, ...]) -> None:
         assert array.tolist() == [[7 + placement[WORLD.rank]] * 2] * 2
 
 
-@both
-@pytest.mark.parametrize("count", [3, 100_000])
-def test_reductions_write_it(placement: tuple[int, ...], per_node: bool, count: int) -> None:
-    with MultiWorkerMirroredStrategy() as strategy:
-        out = strategy.symmetric_empty(count, np.float32, per_node=per_node)
-        for step in range(3):
-            value = np.full(count, WORLD.rank + step, np.float32)
-            assert all_reduce(strategy, value, out) is out
-            assert (out == sum(range(WORLD.size)) + step * WORLD.size).all()
-            assert (value == WORLD.rank + step).all()
-            WORLD.Barrier()  # nobody writes what another rank still compares
-
-
 @pytest.mark.core
-@pytest.mark.parametrize("what", ["per rank", "per node", "variable"])
+@one_and_two_nodes
 def test_want_of_memory_on_one_node_is_the_error_of_all(
-    placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, what: str
+    placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing is left of it: later arrays have the same places everywhere."""
 
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    def allocate() -> None:
+    def allocate(what: str) -> None:
         if what == "variable":
             with strategy.scope():
                 mpidist.Variable(np.zeros(100_000))
@@ -100,98 +89,74 @@ def test_want_of_memory_on_one_node_is_the_error_of_all(
             strategy.symmetric_empty(100_000, np.float64, per_node=what == "per node")
 
     with MultiWorkerMirroredStrategy(per_node_variables=True) as strategy:
-        with monkeypatch.context() as patch:
-            if WORLD.rank == WORLD.size - 1:
-                patch.setattr(os, "posix_fallocate", fail)
-                patch.setattr(mmap, "mmap", fail)
-            call = "placing of a variable" if what == "variable" else "symmetric_empty"
-            node = placement[WORLD.size - 1]
-            text = rf"{call} on node {node} \(.*\): 78\d.* KiB .*cannot be had .*Cannot allocate memory.*; ask for less"
-            with pytest.raises(UnavailableError, match=text) as caught:
-                allocate()
-        assert len({*WORLD.allgather(str(caught.value))}) == 1
-        array, out = (strategy.symmetric_empty(1000, np.float64, per_node=per_node) for per_node in (False, True))
-        array[...] = 1
-        assert (all_reduce(strategy, array, out) == WORLD.size).all()
-        assert strategy.reduce("SUM", 1) == WORLD.size
+        for what in ("per rank", "per node", "variable"):
+            with monkeypatch.context() as patch:
+                if WORLD.rank == WORLD.size - 1:
+                    patch.setattr(os, "posix_fallocate", fail)
+                    patch.setattr(mmap, "mmap", fail)
+                call = "placing of a variable" if what == "variable" else "symmetric_empty"
+                text = rf"{call} on node {placement[-1]} \(.*\): 78\d.* KiB .*cannot be had .*Cannot allocate memory"
+                with raises_everywhere(WORLD, UnavailableError, text):
+                    allocate(what)
+            array, out = (strategy.symmetric_empty(1000, np.float64, per_node=per_node) for per_node in (False, True))
+            array[...] = 1
+            assert (all_reduce(strategy, array, out) == WORLD.size).all()
+            assert strategy.reduce("SUM", 1) == WORLD.size
 
 
-def test_reduction_of_it_into_itself(strategy: Strategy) -> None:
-    array = strategy.symmetric_empty(1000, np.float64)
-    array[...] = WORLD.rank
-    all_reduce(strategy, array, array)
-    assert (array == sum(range(WORLD.size))).all()
-
-
-@both
-def test_nest_of_arrays_keeps_its_form(strategy: Strategy, per_node: bool) -> None:
+@pytest.mark.ranks(2)
+def test_nest_of_arrays_keeps_its_form(strategy: Strategy) -> None:
     like = {"w": np.ones((2, 3), np.float16), "b": [np.arange(4), np.float32(1)], "n": (2, 1.5)}
-    made = strategy.symmetric_empty_like(like, per_node=per_node)
-    assert (made["w"].shape, made["w"].dtype) == ((2, 3), np.float16)
-    assert [(array.shape, array.dtype) for array in made["b"]] == [((4,), np.int64), ((), np.float32)]
-    assert [(array.shape, array.dtype) for array in made["n"]] == [((), np.int64), ((), np.float64)]
-    assert isinstance(made["b"], list)
-    assert isinstance(made["n"], tuple)
-    assert all_reduce(strategy, like, made) is made
-    assert (made["b"][0] == WORLD.size * np.arange(4)).all()
-
-
-@both
-@pytest.mark.parametrize("shape", [3.5, (3, 2.0), (3, "2"), "32", None], ids=str)
-def test_shapes_that_are_not_whole_numbers_are_refused(strategy: Strategy, per_node: bool, shape: Any) -> None:
-    with raises_everywhere(
-        WORLD, TypeError, "symmetric_empty: the shape must be a whole number or a sequence .*, got "
-    ):
-        strategy.symmetric_empty(shape, "f4", per_node=per_node)
-    assert strategy.symmetric_empty((np.int64(3), 2), "f4", per_node=per_node).shape == (3, 2)
-
-
-def test_like_arrays_of_this_machines_byte_order(strategy: Strategy) -> None:
+    for per_node in (False, True):
+        made = strategy.symmetric_empty_like(like, per_node=per_node)
+        assert (made["w"].shape, made["w"].dtype) == ((2, 3), np.float16)
+        assert [(array.shape, array.dtype) for array in made["b"]] == [((4,), np.int64), ((), np.float32)]
+        assert [(array.shape, array.dtype) for array in made["n"]] == [((), np.int64), ((), np.float64)]
+        assert isinstance(made["b"], list)
+        assert isinstance(made["n"], tuple)
+        assert all_reduce(strategy, like, made) is made
+        assert (made["b"][0] == WORLD.size * np.arange(4)).all()
     foreign = np.arange(3).astype(np.dtype(np.int32).newbyteorder("S"))
-    made = strategy.symmetric_empty_like(mpidist.PerReplica((foreign,)))
-    assert made.dtype == np.int32
-    assert made.dtype.isnative
+    array = strategy.symmetric_empty_like(mpidist.PerReplica((foreign,)))
+    assert array.dtype == np.int32
+    assert array.dtype.isnative
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "kind", "text"),
-    [
-        ((2, -1), "f4", ValueError, r"the lengths in the shape must be 0 or more, got \(2, -1\)"),
-        (2, object, ValueError, "ranks cannot share Python objects, got dtype object; pass one of numbers"),
-        (1 << 60, "f4", ValueError, "dtype float32 is larger than any memory; ask for less"),
-        (2, "nonsense", TypeError, "the dtype must be one of NumPy's, as 'float32', got 'nonsense'"),
-        (2, 32, TypeError, "the dtype must be one of NumPy's, as 'float32', got 32"),
-        ("a", "f4", TypeError, "the shape must be a whole number or a sequence of whole numbers"),
-    ],
-)
-def test_impossible_array_is_refused(
-    strategy: Strategy, shape: Any, dtype: Any, kind: type[Exception], text: str
-) -> None:
-    with raises_everywhere(WORLD, kind, f"^symmetric_empty: .*{text}"):
-        strategy.symmetric_empty(shape, dtype)
+IMPOSSIBLE: list[tuple[Any, Any, type[Exception], str]] = [
+    ((2, -1), "f4", ValueError, r"the lengths in the shape must be 0 or more, got \(2, -1\)"),
+    (2, object, ValueError, "ranks cannot share Python objects, got dtype object; pass one of numbers"),
+    (1 << 60, "f4", ValueError, "dtype float32 is larger than any memory; ask for less"),
+    (2, "nonsense", TypeError, "the dtype must be one of NumPy's, as 'float32', got 'nonsense'"),
+    (2, 32, TypeError, "the dtype must be one of NumPy's, as 'float32', got 32"),
+    *((shape, "f4", TypeError, "the shape must be a whole") for shape in ("a", 3.5, (3, "2"), None)),
+]
+
+
+@pytest.mark.ranks(2)
+def test_impossible_array_is_refused(strategy: Strategy) -> None:
+    for shape, dtype, kind, text in IMPOSSIBLE:
+        for per_node in (False, True):
+            with raises_everywhere(WORLD, kind, f"^symmetric_empty: .*{text}"):
+                strategy.symmetric_empty(shape, dtype, per_node=per_node)
     assert strategy.reduce("SUM", 1) == WORLD.size
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(
-    ("mine", "theirs", "text"),
-    [
+@pytest.mark.ranks(3)
+def test_ranks_that_ask_for_different_arrays_are_refused(strategy: Strategy) -> None:
+    asked: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [
         (((2,), "f4", False), ((3,), "f4", False), "array 0: rank 0: <f4\\[2\\]; ranks? 1.*: <f4\\[3\\]"),
         (((2,), "f4", False), ((2,), "f8", False), "<f8"),
         (((2,), "f4", False), ((2,), "f4", True), "per_node"),
         ((-1, "f4", False), ((2,), "f4", False), "rank 0"),
-    ],
-)
-def test_ranks_that_ask_for_different_arrays_are_refused(
-    strategy: Strategy, mine: tuple[Any, ...], theirs: tuple[Any, ...], text: str
-) -> None:
-    shape, dtype, per_node = mine if WORLD.rank == 0 else theirs
-    with pytest.raises(InvalidArgumentError, match=text):
-        strategy.symmetric_empty(shape, dtype, per_node=per_node)
+    ]
+    for mine, theirs, text in asked:
+        shape, dtype, per_node = mine if WORLD.rank == 0 else theirs
+        with pytest.raises(InvalidArgumentError, match=text):
+            strategy.symmetric_empty(shape, dtype, per_node=per_node)
 
 
 @pytest.mark.long
-@both
+@pytest.mark.parametrize("per_node", [False, True])
 @pytest.mark.core
 def test_memory_is_given_back_when_its_arrays_are_gone(strategy: Strategy, per_node: bool) -> None:
     def mapped() -> int:
@@ -210,41 +175,35 @@ def test_memory_is_given_back_when_its_arrays_are_gone(strategy: Strategy, per_n
     assert mapped() == before
 
 
-@both
 @pytest.mark.core
-@pytest.mark.parametrize("count", [5, 40_000])
-@pytest.mark.parametrize("is_value", [True, False], ids=["of a value", "of an out alone"])
-def test_memory_of_reduced_arrays_is_given_back_with_them(
-    strategy: Strategy, per_node: bool, count: int, is_value: bool
-) -> None:
+@pytest.mark.ranks(2)
+def test_memory_of_reduced_arrays_is_given_back_with_them(strategy: Strategy) -> None:
     """Also of lists, which calls remember to be faster the next time."""
 
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("/dev/shm/mpidist-")
 
-    own = [np.ones(count, np.float32), np.ones(3, np.float32)]
-    for step in range(4):
-        if step == 1:
-            before = mapped()
-        for values in own[0], own:
-            shared = strategy.symmetric_empty_like(values, per_node=per_node)
-            seen = weakref.ref(shared[0] if isinstance(shared, list) else shared)
-            for _ in range(2):
-                all_reduce(strategy, shared if is_value else values, values if is_value else shared)
-                all_reduce(strategy, shared, shared)
-            del shared
-            assert seen() is None
-        for value in own:
-            value[...] = 1
-    assert mapped() <= before
+    for per_node, count, is_value in product((False, True), (5, 40_000), (False, True)):
+        own = [np.ones(count, np.float32), np.ones(3, np.float32)]
+        for step in range(3):
+            if step == 1:
+                before = mapped()
+            for values in own[0], own:
+                shared = strategy.symmetric_empty_like(values, per_node=per_node)
+                seen = weakref.ref(shared[0] if isinstance(shared, list) else shared)
+                for _ in range(2):
+                    all_reduce(strategy, shared if is_value else values, values if is_value else shared)
+                    all_reduce(strategy, shared, shared)
+                del shared
+                assert seen() is None
+            for value in own:
+                value[...] = 1
+        assert mapped() <= before
 
 
-@both
-@pytest.mark.parametrize("nbytes", [1, 5 << 20])
-def test_a_per_node_array_takes_its_memory_once(
-    placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, per_node: bool, nbytes: int
-) -> None:
-    lengths = []
+@one_and_two_nodes
+def test_a_per_node_array_takes_its_memory_once(placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
     really = os.posix_fallocate
 
     def reserve(file: int, start: int, length: int) -> None:
@@ -253,29 +212,28 @@ def test_a_per_node_array_takes_its_memory_once(
 
     with MultiWorkerMirroredStrategy() as strategy:
         monkeypatch.setattr(os, "posix_fallocate", reserve)
-        array = strategy.symmetric_empty(nbytes, np.uint8, per_node=per_node)
-        assert not array.any()
-        node = strategy.topology.node
-        of_node = [count for at, count in WORLD.allgather((node, sum(lengths))) if at == node]
-        if len(of_node) > 1:  # the memory of a rank alone is no file
-            times = 1 if per_node else len(of_node)
-            assert sum(of_node) == times * -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if per_node:
-            assert max(of_node) - min(of_node) <= mmap.PAGESIZE  # each rank its share
-            strategy.broadcast(np.full(nbytes, 7, np.uint8), out=array)
-            assert (array == 7).all()
+        for per_node, nbytes in product((False, True), (1, 5 << 20)):
+            lengths.clear()
+            array = strategy.symmetric_empty(nbytes, np.uint8, per_node=per_node)
+            assert not array.any()
+            node = strategy.topology.node
+            of_node = [count for at, count in WORLD.allgather((node, sum(lengths))) if at == node]
+            if len(of_node) > 1:  # the memory of a rank alone is no file
+                times = 1 if per_node else len(of_node)
+                assert sum(of_node) == times * -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            if per_node:
+                assert max(of_node) - min(of_node) <= mmap.PAGESIZE  # each rank its share
+                strategy.broadcast(np.full(nbytes, 7, np.uint8), out=array)
+                assert (array == 7).all()
 
 
-@both
 @pytest.mark.core
-@pytest.mark.parametrize("count", [3, 300_000])
-def test_ranks_may_let_go_of_arrays_at_other_times(strategy: Strategy, per_node: bool, count: int) -> None:
+@pytest.mark.ranks(3)
+def test_ranks_may_let_go_of_arrays_at_other_times(strategy: Strategy) -> None:
     kept = []
-    for step in range(4):
-        value, out = (
-            strategy.symmetric_empty(count, np.float32),
-            strategy.symmetric_empty(count, np.float32, per_node=per_node),
-        )
+    for per_node, count, step in product((False, True), (3, 300_000), range(3)):
+        value = strategy.symmetric_empty(count, np.float32)
+        out = strategy.symmetric_empty(count, np.float32, per_node=per_node)
         value[...] = WORLD.rank + step
         all_reduce(strategy, value, out)
         assert (out == sum(range(WORLD.size)) + step * WORLD.size).all()

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from support.everywhere import raises_everywhere
 from support.reductions import all_reduce
 from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
-import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.native.loading import native
@@ -31,12 +31,7 @@ pytestmark = [
     pytest.mark.skipif(native is None, reason="the compiled part is left out: MPIDIST_NATIVE=0, or no compiler"),
 ]
 
-LISTS = {
-    "one": [200_000],
-    "odd": [150_001],
-    "mixed": [70_000, 3, 0, 9, 100_000, 17, 50_001],
-    "many small": [130] * 900,
-}
+LISTS = ([150_001], [70_000, 3, 0, 9, 100_000, 17, 50_001], [130] * 900)
 
 
 def contribution(rank: int, lengths: Sequence[int], dtype: Any, seed: int = 0) -> list[np.ndarray[Any, Any]]:
@@ -64,39 +59,40 @@ def have_equal_bits(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 512 << 10])
-@pytest.mark.parametrize("way", WAYS_TO_WRITE)
-@pytest.mark.parametrize("name", LISTS)
 def test_the_sums_have_the_same_bits_as_ever(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str, way: str, chunk_bytes: int
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     """Whether they lie in shared memory, or in other memory as those of the first call."""
     set_sizes(monkeypatch, chunk_bytes=chunk_bytes, one_shot_bytes=256)
-    lengths = LISTS[name]
     with Strategy(comm=comm) as strategy:
-        force_way_to_write(strategy, way)
-        for dtype, op in (("f", "MEAN"), ("d", "SUM"), ("i", "SUM"), ("B", "SUM")):
-            for seed in range(3):
-                mine = contribution(comm.rank, lengths, dtype, seed)
-                results = all_reduce(strategy, op, mine if len(mine) > 1 else mine[0])
-                results = results if len(mine) > 1 else [results]
-                divisor = comm.size if op == "MEAN" else 1
-                assert have_equal_bits(results, expected(comm.size, lengths, dtype, divisor, seed)), (dtype, seed)
-                is_large = sum(lengths) * np.dtype(dtype).itemsize >= 128 << 10
-                assert is_shared(results[0]) == (seed > 0 and is_large)
+        for lengths, (dtype, op) in product(LISTS, (("f", "MEAN"), ("d", "SUM"), ("B", "SUM"))):
+            divisor = comm.size if op == "MEAN" else 1
+            is_large = sum(lengths) * np.dtype(dtype).itemsize >= 128 << 10
+            mine = [contribution(comm.rank, lengths, dtype, seed) for seed in (0, 1)]
+            right = [expected(comm.size, lengths, dtype, divisor, seed) for seed in (0, 1)]
+            for call, way in enumerate(WAYS_TO_WRITE):
+                force_way_to_write(strategy, way)
+                value = mine[call % 2]
+                results = all_reduce(strategy, op, value if len(value) > 1 else value[0])
+                results = results if len(value) > 1 else [results]
+                assert have_equal_bits(results, right[call % 2]), (dtype, way)
+                assert is_shared(results[0]) == (call > 0 and is_large)
 
 
-@pytest.mark.parametrize("way", WAYS_TO_WRITE)
-def test_large_sums_have_the_same_bits(comm: Intracomm, way: str) -> None:
+@pytest.mark.ranks(2)
+def test_large_sums_have_the_same_bits(comm: Intracomm) -> None:
     """From 16 MiB on, ranks copy in to staging memory, and sums are written past the caches."""
     lengths = [4_300_000, 5, 300_001]
+    mine, right = contribution(comm.rank, lengths, "f"), expected(comm.size, lengths, "f", comm.size)
     with Strategy(comm=comm) as strategy:
-        force_way_to_write(strategy, way)
-        for seed in range(3):
-            results = all_reduce(strategy, "MEAN", contribution(comm.rank, lengths, "f", seed))
-            assert have_equal_bits(results, expected(comm.size, lengths, "f", comm.size, seed))
-            assert not seed or is_shared(results[0])
+        for call, way in enumerate(WAYS_TO_WRITE):
+            force_way_to_write(strategy, way)
+            results = all_reduce(strategy, "MEAN", mine)
+            assert have_equal_bits(results, right)
+            assert not call or is_shared(results[0])
 
 
+@pytest.mark.ranks(2)
 def test_small_results_of_a_list_keep_no_memory_of_the_list(comm: Intracomm) -> None:
     """A program may keep the loss of each step."""
     losses = []
@@ -109,6 +105,7 @@ def test_small_results_of_a_list_keep_no_memory_of_the_list(comm: Intracomm) -> 
     assert losses == [step * comm.size for step in range(12)]
 
 
+@pytest.mark.ranks(2)
 def test_results_that_are_kept_do_not_change(comm: Intracomm) -> None:
     """Nor when the program writes those of other steps, or keeps more than the library shares; nor after `close`."""
     kept = []
@@ -124,22 +121,14 @@ def test_results_that_are_kept_do_not_change(comm: Intracomm) -> None:
     assert all((view == step * comm.size).all() for step, view in kept)
 
 
-def test_arrays_of_some_ranks_that_compiled_code_does_not_take(comm: Intracomm) -> None:
-    with Strategy(comm=comm) as strategy:
-        for step in range(4):
-            whole = np.full((2, 100_000), comm.rank + step, np.float32)
-            mine = whole[0] if comm.rank else np.asfortranarray(whole)[0]
-            result = all_reduce(strategy, "SUM", mine)
-            assert (result == sum(range(comm.size)) + comm.size * step).all()
-
-
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("deadline", [None, "600"])
 def test_outs_of_some_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, deadline: str | None) -> None:
     """Then all stage once more; if that goes on, results lie in other memory, which costs nothing."""
     if deadline is not None:  # which adds a barrier between what ranks tell and when they are told it
         monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", deadline)
     with Strategy(comm=comm) as strategy:
-        for count in range(100_000, 100_020):
+        for count in range(100_000, 100_004):
             mine = np.full(count, comm.rank, np.float32)
             out = np.empty_like(mine) if comm.rank == 0 else None
             for step in range(12):
@@ -148,6 +137,7 @@ def test_outs_of_some_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, de
                 assert comm.rank == 0 or is_shared(result) == (0 < step < 9), step
 
 
+@pytest.mark.ranks(3)
 def test_a_list_that_cannot_be_shared_beside_one_that_can(comm: Intracomm) -> None:
     """Each dtype for itself: the one is shared no longer after a while, the other always is."""
     with Strategy(comm=comm) as strategy:
@@ -160,6 +150,7 @@ def test_a_list_that_cannot_be_shared_beside_one_that_can(comm: Intracomm) -> No
             assert is_shared(results[1]) == (step > 0), step
 
 
+@pytest.mark.ranks(3)
 def test_ranks_that_keep_unlike_numbers_of_results(comm: Intracomm) -> None:
     """No deadline, no out: one rank has no more blocks to lend before the others."""
     kept: list[np.ndarray[Any, Any]] = []
@@ -172,6 +163,7 @@ def test_ranks_that_keep_unlike_numbers_of_results(comm: Intracomm) -> None:
     assert all((result == comm.size * step).all() for step, result in enumerate(kept))
 
 
+@pytest.mark.ranks(3)
 def test_a_published_word_is_there_until_all_have_read_it(comm: Intracomm) -> None:
     """Also if a rank has passed another barrier since then, and tells the next word."""
     window = SharedWindow(comm, LINE_BYTES)
@@ -194,6 +186,7 @@ def test_a_published_word_is_there_until_all_have_read_it(comm: Intracomm) -> No
         comm.Barrier()
 
 
+@pytest.mark.ranks(2)
 def test_failures_and_resets_leave_no_memory_behind(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         used = []
@@ -210,6 +203,7 @@ def test_failures_and_resets_leave_no_memory_behind(comm: Intracomm) -> None:
         assert used[-1][1] < used[0][1] + (8 << 20)  # a result of each of four resets is 32 MiB; MPI takes some, too
 
 
+@pytest.mark.ranks(2)
 def test_no_memory_is_shared_where_none_is_kept(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_RESULT_BYTES", "0")
     with Strategy(comm=comm) as strategy:
@@ -219,21 +213,7 @@ def test_no_memory_is_shared_where_none_is_kept(comm: Intracomm, monkeypatch: py
             assert not is_shared(result)
 
 
-def test_calls_that_are_started(comm: Intracomm) -> None:
-    def step(number: int) -> None:
-        context = mpidist.get_replica_context()
-        assert context is not None
-        calls = [context.start_all_reduce("sum", np.full(100_000 + at, number + at, np.float32)) for at in range(3)]
-        blocking = context.all_reduce("sum", np.full(70_000, number, np.float64))
-        for at, call in enumerate(calls):
-            assert (call.wait() == (number + at) * comm.size).all()
-        assert (blocking == number * comm.size).all()
-
-    with Strategy(comm=comm) as strategy:
-        for number in range(5):
-            strategy.run(step, args=(number,))
-
-
+@pytest.mark.ranks(2)
 def test_a_forked_process_has_results_of_its_own(comm: Intracomm) -> None:
     """As of the fork: what this process does with the memory later does not show there, nor the other way round."""
     with Strategy(comm=comm) as strategy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,10 +11,8 @@ import pytest
 from support.contributions import (
     UFUNCS,
     bits,
-    cancelling,
     flat_trees,
     in_tree_order,
-    replica_tree,
     rows_of_this_rank,
     unlike_numbers,
 )
@@ -66,8 +65,9 @@ def shared(strategy: Strategy) -> SharedArrays:
     return parts_of(strategy).group.shared
 
 
-def folded(op: str, tree: ReplicaTree) -> Reduction:
-    return Reduction(op, fold=tree.within_node, fold_across=tree.across_nodes)
+def folded(op: str, tree: ReplicaTree, in_rank_order: bool = False) -> Reduction:
+    """A reduction in the order of the tree, also where one rank asks for that of ranks."""
+    return Reduction(op, in_rank_order=in_rank_order, fold=tree.within_node, fold_across=tree.across_nodes)
 
 
 def test_all_reduces_of_a_node_follow_the_tree(reducer: FusedReducer, topology: Topology) -> None:
@@ -76,27 +76,15 @@ def test_all_reduces_of_a_node_follow_the_tree(reducer: FusedReducer, topology: 
             for count in COUNTS:
                 numbers = unlike_numbers(tree.total, count, dtype)
                 (buffer,) = rows_of_this_rank(tree, UFUNCS[op], numbers)
-                reducer.all_reduce(buffer, folded(op, tree))
+                reducer.all_reduce(buffer, folded(op, tree, in_rank_order=count == 300))
                 assert bits(buffer) == bits(in_tree_order(UFUNCS[op], numbers)), (tree, op, dtype, count)
 
 
-def test_one_rank_that_asks_for_rank_order_gets_the_order_of_the_tree(
-    reducer: FusedReducer, topology: Topology
-) -> None:
-    for tree in flat_trees(topology):
-        numbers = unlike_numbers(tree.total, 300, np.float32)
-        (buffer,) = rows_of_this_rank(tree, np.add, numbers)
-        reduction = Reduction("sum", in_rank_order=True, fold=tree.within_node, fold_across=tree.across_nodes)
-        reducer.all_reduce(buffer, reduction)
-        assert bits(buffer) == bits(in_tree_order(np.add, numbers)), tree
-
-
-@pytest.mark.parametrize("lengths", [[300], [7] * 40, [3, 0, 200, 3]])
 def test_symmetric_arrays_follow_the_tree(
-    reducer: FusedReducer, shared: SharedArrays, topology: Topology, comm: Intracomm, lengths: list[int]
+    reducer: FusedReducer, shared: SharedArrays, topology: Topology, comm: Intracomm
 ) -> None:
     """From and to shared memory, and in place; divided by those who add."""
-    for tree in flat_trees(topology):
+    for tree, lengths in product(flat_trees(topology), ([300], [7] * 40, [3, 0, 200, 3])):
         numbers = unlike_numbers(tree.total, sum(lengths), np.float32)
         right = bits(in_tree_order(np.add, numbers) / np.float32(tree.total))
         for outs_are_new in (True, False):
@@ -132,12 +120,3 @@ def everyones(shared: SharedArrays, arrays: list[Any]) -> list[list[Any]]:
     places = shared.places(arrays)
     assert places is not None
     return [list(row) for row in zip(*(place.arrays for place in places), strict=True)]
-
-
-def test_a_sum_that_cancels_is_four(reducer: FusedReducer, topology: Topology) -> None:
-    """In rank order it is 5 on two ranks."""
-    tree = replica_tree(8, topology)
-    if tree.is_flat:
-        (buffer,) = rows_of_this_rank(tree, np.add, cancelling(50))
-        reducer.all_reduce(buffer, folded("sum", tree))
-        assert (buffer == 4).all()

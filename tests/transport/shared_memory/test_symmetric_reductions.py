@@ -11,12 +11,13 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support.contributions import HALVES, REALS, bits, in_rank_order
-from support.everywhere import raises_everywhere
+from support.placements import one_and_two_nodes
 from support.reductions import all_reduce
 from support.transports import set_sizes
 from tensors import Tensor
@@ -24,30 +25,32 @@ from tensors import Tensor
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError
-from mpidist.transport.node_memory.symmetric import SharedArrays, places_digest
+from mpidist.errors import DeadlineExceededError
+from mpidist.transport.node_memory.symmetric import places_digest
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 2, 4)]
+pytestmark = pytest.mark.core
 
 SMALL, LARGE = 5, 300  # elements: one round, and many chunks
 
-every_size = pytest.mark.parametrize("count", [SMALL, LARGE])
+
+def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_shot_bytes=64, depth=2, fine_count=20)
 
 
 @pytest.fixture
 def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
     """A strategy on pretended nodes, with chunks of 128 bytes."""
-    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_shot_bytes=64, depth=2, fine_count=20)
+    use_small_chunks(monkeypatch)
     with Strategy(comm=comm) as made:
         yield made
 
 
 @pytest.fixture
 def on_one_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
-    set_sizes(monkeypatch, chunk_bytes=128, one_shot_bytes=64, fine_count=20)
+    use_small_chunks(monkeypatch)
     with Strategy(comm=comm) as made:
         yield made
 
@@ -61,7 +64,7 @@ def total(strategy: Strategy, step: int, count: int) -> Any:
     return sum(numbers(rank, step, count) for rank in range(strategy.topology.size))
 
 
-def steps(strategy: Strategy, number: int = 8) -> Iterator[int]:
+def steps(strategy: Strategy, number: int = 4) -> Iterator[int]:
     """Count, at another pace on every rank."""
     random_ = random.Random(strategy.topology.rank)
     for step in range(number):
@@ -75,155 +78,97 @@ def fill(strategy: Strategy, array: Any, step: int) -> Any:
     return array
 
 
-@every_size
-def test_into_itself(strategy: Strategy, count: int) -> None:
-    array = strategy.symmetric_empty_like(np.zeros(count))
-    for step in steps(strategy):
-        fill(strategy, array, step)
-        assert all_reduce(strategy, "SUM", array, out=array) is array
-        assert (array == total(strategy, step, count)).all()
-
-
-@every_size
-def test_into_new_arrays(strategy: Strategy, count: int) -> None:
-    array, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
-    for step in steps(strategy):
-        before = fill(strategy, array, step).copy()
-        results = all_reduce(strategy, "SUM", array), all_reduce(strategy, "SUM", array, out=private)
-        assert (array == before).all()
-        array[...] = -1
-        for result in results:
-            assert (result == total(strategy, step, count)).all()
-            assert not np.shares_memory(result, array)
-
-
-@every_size
-@pytest.mark.parametrize("source", ["symmetric", "private"])
-def test_into_another(strategy: Strategy, count: int, source: str) -> None:
-    value = strategy.symmetric_empty(count, np.float64) if source == "symmetric" else np.zeros(count)
-    out = strategy.symmetric_empty(count, np.float64)
-    for step in steps(strategy):
-        fill(strategy, value, step)
-        assert all_reduce(strategy, "SUM", value, out=out) is out
-        value[...] = -1
-        assert (out == total(strategy, step, count)).all()
-        out[...] = -2
-
-
-@every_size
-@pytest.mark.parametrize("source", ["symmetric", "private"])
-def test_into_one_for_the_node(strategy: Strategy, count: int, source: str) -> None:
-    value = strategy.symmetric_empty(count, np.float64) if source == "symmetric" else np.zeros(count)
-    out = strategy.symmetric_empty(count, np.float64, per_node=True)
-    for step in steps(strategy):
-        fill(strategy, value, step)
-        assert all_reduce(strategy, "SUM", value, out=out) is out
-        value[...] = -1
-        assert (out == total(strategy, step, count)).all()
-
-
-@every_size
-@pytest.mark.parametrize("per_node", [False, True], ids=["per rank", "per node"])
-def test_lists_of_equal_shapes_in_turn_are_prepared_once(
-    strategy: Strategy, count: int, per_node: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_sum_of_any_value_into_any_out(
+    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, check: str
 ) -> None:
-    """As gradients of equal layers: into themselves, and into what was allocated in another order."""
-    shapes = [(count,), (3,), (2, 2)]
-    values = [[strategy.symmetric_empty(shape, np.float64) for shape in shapes] for _ in range(5)]
-    outs = [
-        [strategy.symmetric_empty(shape, np.float64, per_node=per_node) for shape in shapes]
-        if turn % 2
-        else values[turn]
-        for turn in range(5)
-    ]
-    prepared: list[Any] = []
-    really: Callable[..., Any] = SharedArrays.runs
-    monkeypatch.setattr(SharedArrays, "runs", lambda *arguments: prepared.append(1) or really(*arguments))
-    for step in steps(strategy, 3):
-        for turn in range(5):
-            for value in values[turn]:
-                fill(strategy, value, step + turn)
-            assert all_reduce(strategy, "SUM", values[turn], out=outs[turn]) is outs[turn]
-            for out in outs[turn]:
-                assert (out.reshape(-1) == total(strategy, step + turn, out.size)).all()
-            strategy.barrier()
-        if step == 0:
-            del prepared[:]
-    assert not prepared
+    """With `MPIDIST_CHECK=0` as well: the arrays lie alike on all ranks."""
+    monkeypatch.setenv("MPIDIST_CHECK", check)
+    use_small_chunks(monkeypatch)
+    with Strategy(comm=comm) as strategy:
+        for count in (SMALL, LARGE):
+            array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
+            together = strategy.symmetric_empty(count, np.float64, per_node=True)
+            private = np.zeros(count)
+            for step in steps(strategy, 4):
+                for value in (array, private):
+                    for target in (None, value, out, together, np.zeros(count)):
+                        before = fill(strategy, value, step).copy()
+                        result = all_reduce(strategy, "SUM", value, out=target)
+                        assert target is None or result is target
+                        assert target is value or (value == before).all()
+                        assert target is not None or not np.shares_memory(result, array)
+                        want = total(strategy, step, count)
+                        assert (result == want).all()
+                        if target is not value:
+                            value[...] = -1
+                            assert (result == want).all()
+                        if target is out:
+                            out[...] = -2
 
 
-@pytest.mark.parametrize("op", ["SUM", "MAX"])
-def test_outs_of_several_kinds_that_are_values_of_others(strategy: Strategy, op: str) -> None:
+def test_outs_of_several_kinds_that_are_values_of_others(strategy: Strategy) -> None:
     """Ranks may not read values where they lie, as the results of others are copied out to some of them meanwhile."""
-    size, rank = strategy.topology.size, strategy.topology.rank
-    first, second, third = strategy.symmetric_empty_like([np.zeros(LARGE)] * 3)
-    private, of_node = np.empty(LARGE), strategy.symmetric_empty(LARGE, np.float64, per_node=True)
-    want = size * (size + 1) / 2 if op == "SUM" else size
-    for outs in (
-        [private, first],
-        [of_node, first],
-        [second, private],
-        [second, of_node],
-        [second, third],
-        [third, first],
-    ):
-        for turn in range(3):
-            first[...], second[...] = rank + 1 + turn, 10 * (rank + 1)
-            all_reduce(strategy, op, [first, second], out=outs)
-            assert (outs[0] == want + (turn * size if op == "SUM" else turn)).all()
-            assert (outs[1] == 10 * want).all()
-            strategy.barrier()
+    for op in ("SUM", "MAX"):
+        size, rank = strategy.topology.size, strategy.topology.rank
+        first, second, third = strategy.symmetric_empty_like([np.zeros(LARGE)] * 3)
+        private, of_node = np.empty(LARGE), strategy.symmetric_empty(LARGE, np.float64, per_node=True)
+        want = size * (size + 1) / 2 if op == "SUM" else size
+        pairs = (
+            (private, first),
+            (of_node, first),
+            (second, private),
+            (second, of_node),
+            (second, third),
+            (third, first),
+        )
+        for outs in map(list, pairs):
+            for turn in range(2):
+                first[...], second[...] = rank + 1 + turn, 10 * (rank + 1)
+                all_reduce(strategy, op, [first, second], out=outs)
+                assert (outs[0] == want + (turn * size if op == "SUM" else turn)).all()
+                assert (outs[1] == 10 * want).all()
+                strategy.barrier()
 
 
-@every_size
-def test_of_one_for_the_node(strategy: Strategy, count: int, comm: Intracomm) -> None:
+def test_of_one_for_the_node(strategy: Strategy, comm: Intracomm) -> None:
     """Every rank contributes it: into something else, and into itself."""
-    value, own = strategy.symmetric_empty(count, np.float64, per_node=True), np.zeros(count)
-    other = strategy.symmetric_empty(count, np.float64, per_node=True)
-    for step in steps(strategy):
-        comm.Barrier()
-        if strategy.topology.is_leader:
-            value[...] = numbers(0, step, count)
-        comm.Barrier()
-        right = strategy.topology.size * numbers(0, step, count)
-        for out in (None, own, other, value):
-            assert (all_reduce(strategy, "SUM", value, out=out) == right).all()
+    for count in (SMALL, LARGE):
+        value, own = strategy.symmetric_empty(count, np.float64, per_node=True), np.zeros(count)
+        other = strategy.symmetric_empty(count, np.float64, per_node=True)
+        for step in steps(strategy):
+            comm.Barrier()
+            if strategy.topology.is_leader:
+                value[...] = numbers(0, step, count)
+            comm.Barrier()
+            right = strategy.topology.size * numbers(0, step, count)
+            for out in (None, own, other, value):
+                assert (all_reduce(strategy, "SUM", value, out=out) == right).all()
 
 
-@every_size
-def test_means(strategy: Strategy, count: int) -> None:
+@one_and_two_nodes
+def test_means(strategy: Strategy) -> None:
     """Of floats where they lie, and of integers, whose mean cannot lie there."""
-    size = strategy.topology.size
-    floats, integers = strategy.symmetric_empty(count, np.float32), strategy.symmetric_empty(count, np.int16)
-    halves = strategy.symmetric_empty(count, np.float16)
-    mean = strategy.symmetric_empty(count, np.float32)
-    for step in steps(strategy):
-        right = total(strategy, step, count).astype(np.float32) / np.float32(size)
-        for value in (floats, integers):
-            fill(strategy, value, step)
-            assert (all_reduce(strategy, "MEAN", value) == right).all()
-            assert all_reduce(strategy, "MEAN", value, out=mean) is mean
-            assert (mean == right).all()
-        all_reduce(strategy, "MEAN", floats, out=floats)
-        assert (floats == right).all()
-        halves[...] = 60000
-        all_reduce(strategy, "MEAN", halves, out=halves)
-        assert (halves == 60000).all()
+    for count in (SMALL, LARGE):
+        size = strategy.topology.size
+        floats, integers = strategy.symmetric_empty(count, np.float32), strategy.symmetric_empty(count, np.int16)
+        halves = strategy.symmetric_empty(count, np.float16)
+        mean = strategy.symmetric_empty(count, np.float32)
+        for step in steps(strategy):
+            right = total(strategy, step, count).astype(np.float32) / np.float32(size)
+            for value in (floats, integers):
+                fill(strategy, value, step)
+                assert (all_reduce(strategy, "MEAN", value) == right).all()
+                assert all_reduce(strategy, "MEAN", value, out=mean) is mean
+                assert (mean == right).all()
+            all_reduce(strategy, "MEAN", floats, out=floats)
+            assert (floats == right).all()
+            halves[...] = 60000
+            all_reduce(strategy, "MEAN", halves, out=halves)
+            assert (halves == 60000).all()
 
 
-@pytest.mark.parametrize("op", ["MIN", "MAX", "PROD"])
-def test_other_operations(strategy: Strategy, op: str) -> None:
-    array = strategy.symmetric_empty(LARGE, np.float64)
-    join = {"MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply}[op]
-    for step in steps(strategy, 3):
-        fill(strategy, array, step)
-        all_reduce(strategy, op, array, out=array)
-        right = numbers(0, step, LARGE)
-        for rank in range(1, strategy.topology.size):
-            right = join(right, numbers(rank, step, LARGE))
-        assert (array == right).all()
-
-
+@one_and_two_nodes
 def test_rank_order_is_kept_to_the_bit(strategy: Strategy) -> None:
     size, rank = strategy.topology.size, strategy.topology.rank
     for dtype in (*REALS, *HALVES):
@@ -234,6 +179,7 @@ def test_rank_order_is_kept_to_the_bit(strategy: Strategy) -> None:
         assert bits(array) == bits(in_rank_order(np.add, rows, dtype)), dtype
 
 
+@one_and_two_nodes
 def test_lists_of_all_kinds_of_arrays(strategy: Strategy) -> None:
     """Tiny, large, empty and 0-d ones, of every layout; symmetric, private, and both."""
     shapes: list[tuple[int, ...]] = [(LARGE,), (), (0,), (1,), (3, 50), (4, 0), (2,), (LARGE, 2)]
@@ -241,7 +187,7 @@ def test_lists_of_all_kinds_of_arrays(strategy: Strategy) -> None:
     symmetric = strategy.symmetric_empty_like(like)
     odd = [np.zeros(array.shape[::-1], array.dtype.newbyteorder(">")).T for array in like]
     mixed = [(symmetric, odd)[index % 2][index] for index in range(len(like))]
-    for step in steps(strategy, 3):
+    for step in steps(strategy, 2):
         right = [total(strategy, step, array.size).reshape(array.shape).astype(array.dtype) for array in like]
         for value in (symmetric, odd, mixed):
             for out in (None, symmetric, odd, mixed):
@@ -258,82 +204,78 @@ def test_lists_of_all_kinds_of_arrays(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@every_size
-@pytest.mark.parametrize("out", ["none", "itself", "symmetric", "private", "per node"])
-def test_one_rank_passes_a_private_array(strategy: Strategy, count: int, out: str) -> None:
-    symmetric, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
-    outs = {
-        "none": None,
-        "symmetric": strategy.symmetric_empty(count, np.float64),
-        "private": np.zeros(count),
-        "per node": strategy.symmetric_empty(count, np.float64, per_node=True),
-    }
-    for step in steps(strategy):
-        value = private if strategy.topology.rank == step % strategy.topology.size else symmetric
-        fill(strategy, value, step)
-        result = all_reduce(strategy, "SUM", value, out=value if out == "itself" else outs[out])
-        assert (result == total(strategy, step, count)).all()
-        value[...] = -1
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_one_rank_passes_a_private_array(
+    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    """With checks and without: then everything is staged."""
+    monkeypatch.setenv("MPIDIST_CHECK", check)
+    use_small_chunks(monkeypatch)
+    with Strategy(comm=comm) as strategy:
+        for count in (SMALL, LARGE):
+            symmetric, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
+            other = strategy.symmetric_empty(count, np.float64)
+            together = strategy.symmetric_empty(count, np.float64, per_node=True)
+            for step in steps(strategy):
+                value = private if comm.rank == step % comm.size else symmetric
+                for out in (None, value, other, np.zeros(count), together):
+                    fill(strategy, value, step)
+                    result = all_reduce(strategy, "SUM", value, out=out)
+                    assert (result == total(strategy, step, count)).all()
+                    value[...] = -1
 
 
-@pytest.mark.ranks(min=2)
-@every_size
-def test_one_rank_takes_the_result_elsewhere(strategy: Strategy, count: int) -> None:
+@one_and_two_nodes
+def test_one_rank_takes_the_result_elsewhere(strategy: Strategy) -> None:
     """In a private array, in another symmetric one, or in its own argument."""
-    value, others = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
-    for step in steps(strategy, 4):
-        for odd in (np.zeros(count), value, value[::-1], others[::-1]):
-            fill(strategy, value, step)
-            out = odd if strategy.topology.rank == step % strategy.topology.size else others
-            assert all_reduce(strategy, "SUM", value, out=out) is out
-            assert (out == total(strategy, step, count)).all()
+    for count in (SMALL, LARGE):
+        value, others = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
+        for step in steps(strategy, 4):
+            for odd in (np.zeros(count), value, value[::-1], others[::-1]):
+                fill(strategy, value, step)
+                out = odd if strategy.topology.rank == step % strategy.topology.size else others
+                assert all_reduce(strategy, "SUM", value, out=out) is out
+                assert (out == total(strategy, step, count)).all()
 
 
-@pytest.mark.ranks(min=2)
-@every_size
-def test_ranks_pass_other_parts_of_one_array(strategy: Strategy, count: int) -> None:
+@one_and_two_nodes
+def test_ranks_pass_other_parts_of_one_array(strategy: Strategy) -> None:
     """Each its own; or two of them in turn, in unlike order."""
-    rank = strategy.topology.rank
-    base = strategy.symmetric_empty(count + 100, np.float64)
-    for step in steps(strategy):
-        value, out = base[rank : rank + count], base[50 - rank : 50 - rank + count]
-        fill(strategy, value, step)
-        all_reduce(strategy, "SUM", value, out=out)
-        assert (out == total(strategy, step, count)).all()
-        fill(strategy, value, step)
-        all_reduce(strategy, "SUM", value, out=value)
-        assert (value == total(strategy, step, count)).all()
-
-
-@pytest.mark.ranks(min=2)
-def test_one_for_the_node_is_for_all_of_its_ranks(on_one_node: Strategy, comm: Intracomm) -> None:
-    per_node = on_one_node.symmetric_empty(LARGE, np.float64, per_node=True)
-    out = np.zeros(LARGE) if comm.rank == 0 else per_node
-    with raises_everywhere(comm, InvalidArgumentError, "outs that are per-node arrays: rank 0: none; .*: out 0"):
-        all_reduce(on_one_node, "SUM", np.ones(LARGE), out=out)
-    assert (all_reduce(on_one_node, "SUM", np.ones(LARGE), out=per_node) == comm.size).all()
+    for count in (SMALL, LARGE):
+        rank = strategy.topology.rank
+        base = strategy.symmetric_empty(count + 100, np.float64)
+        for step in steps(strategy):
+            value, out = base[rank : rank + count], base[50 - rank : 50 - rank + count]
+            fill(strategy, value, step)
+            all_reduce(strategy, "SUM", value, out=out)
+            assert (out == total(strategy, step, count)).all()
+            fill(strategy, value, step)
+            all_reduce(strategy, "SUM", value, out=value)
+            assert (value == total(strategy, step, count)).all()
 
 
 # Parts of arrays
 
 
-@every_size
-def test_parts_of_an_array_take_results(strategy: Strategy, count: int) -> None:
+PARTS: dict[str, Callable[[Any, Any, int], Any]] = {  # of an array, or of a matrix
+    "slice": lambda base, _, count: base[count : 2 * count],
+    "end": lambda base, _, count: base[2 * count :],
+    "every second": lambda base, _, count: base[: 2 * count : 2],
+    "backwards": lambda base, _, count: base[count - 1 :: -1],
+    "column": lambda _, matrix, __: matrix[:, 1],
+    "other dtype": lambda base, _, count: base[: 2 * count].view(np.complex128).real,
+}
+
+
+@one_and_two_nodes
+def test_parts_of_an_array_take_results(strategy: Strategy) -> None:
     """And nothing beside them is written, here or on another rank."""
-    base, value = strategy.symmetric_empty(3 * count, np.float64), np.zeros(count)
-    matrix = strategy.symmetric_empty((count, 4), np.float64)
-    targets: dict[str, Callable[[], Any]] = {
-        "slice": lambda: base[count : 2 * count],
-        "end": lambda: base[2 * count :],
-        "every second": lambda: base[: 2 * count : 2],
-        "backwards": lambda: base[count - 1 :: -1],
-        "column": lambda: matrix[:, 1],
-        "other dtype": lambda: base[:count].view(np.complex128).view(np.float64) if count % 2 == 0 else base[:count],
-    }
-    for step in steps(strategy, 3):
-        for name, target in targets.items():
+    for count in (SMALL, LARGE):
+        base, value = strategy.symmetric_empty(3 * count, np.float64), np.zeros(count)
+        matrix = strategy.symmetric_empty((count, 4), np.float64)
+        for step, (name, part) in product(steps(strategy, 2), PARTS.items()):
             base[...] = matrix[...] = -5
-            out = target()
+            out = part(base, matrix, count)
             fill(strategy, value, step)
             all_reduce(strategy, "SUM", value, out=out)
             right = total(strategy, step, count)
@@ -344,39 +286,41 @@ def test_parts_of_an_array_take_results(strategy: Strategy, count: int) -> None:
             assert (out == right).all(), name
 
 
-@every_size
-@pytest.mark.parametrize("per_node", [False, True])
-def test_result_over_its_argument(strategy: Strategy, count: int, per_node: bool, comm: Intracomm) -> None:
+@one_and_two_nodes
+def test_result_over_its_argument(strategy: Strategy, comm: Intracomm) -> None:
     """Shifted by less than its length, forwards and backwards."""
-    base = strategy.symmetric_empty(3 * count, np.float64, per_node=per_node)
-    for step in steps(strategy, 3):
-        for shift in (1, count // 2, count - 1, count, -1, -count):
-            value, out = base[count : 2 * count], base[count + shift : 2 * count + shift]
-            comm.Barrier()
-            if not per_node:
-                fill(strategy, value, step)
-            elif strategy.topology.is_leader:
-                value[...] = numbers(0, step, count)
-            comm.Barrier()
-            all_reduce(strategy, "SUM", value, out=out)
-            right = strategy.topology.size * numbers(0, step, count) if per_node else total(strategy, step, count)
-            assert (out == right).all(), shift
+    for count, per_node in product((SMALL, LARGE), (False, True)):
+        base = strategy.symmetric_empty(3 * count, np.float64, per_node=per_node)
+        for step in steps(strategy, 3):
+            for shift in (1, count // 2, count - 1, count, -1, -count):
+                value, out = base[count : 2 * count], base[count + shift : 2 * count + shift]
+                comm.Barrier()
+                if not per_node:
+                    fill(strategy, value, step)
+                elif strategy.topology.is_leader:
+                    value[...] = numbers(0, step, count)
+                comm.Barrier()
+                all_reduce(strategy, "SUM", value, out=out)
+                right = strategy.topology.size * numbers(0, step, count) if per_node else total(strategy, step, count)
+                assert (out == right).all(), shift
 
 
-@every_size
-def test_arguments_that_swap_their_places(strategy: Strategy, count: int) -> None:
+@one_and_two_nodes
+def test_arguments_that_swap_their_places(strategy: Strategy) -> None:
     """Two arrays of one window, of two windows, and the halves of one array."""
-    one, other = strategy.symmetric_empty_like([np.zeros(count), np.zeros(count)])
-    third, base = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(2 * count, np.float64)
-    for step in steps(strategy, 3):
-        for first, second in ((one, other), (one, third), (base[:count], base[count:])):
-            fill(strategy, first, step)
-            fill(strategy, second, step + 1)
-            all_reduce(strategy, "SUM", [first, second], out=[second, first])
-            assert (second == total(strategy, step, count)).all()
-            assert (first == total(strategy, step + 1, count)).all()
+    for count in (SMALL, LARGE):
+        one, other = strategy.symmetric_empty_like([np.zeros(count), np.zeros(count)])
+        third, base = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(2 * count, np.float64)
+        for step in steps(strategy, 3):
+            for first, second in ((one, other), (one, third), (base[:count], base[count:])):
+                fill(strategy, first, step)
+                fill(strategy, second, step + 1)
+                all_reduce(strategy, "SUM", [first, second], out=[second, first])
+                assert (second == total(strategy, step, count)).all()
+                assert (first == total(strategy, step + 1, count)).all()
 
 
+@one_and_two_nodes
 def test_arrays_that_come_and_go(strategy: Strategy) -> None:
     """A new one may have the identity of one that is gone; it does not lie where that lay."""
     for step in steps(strategy, 12):
@@ -391,24 +335,13 @@ def test_arrays_that_come_and_go(strategy: Strategy) -> None:
         gc.collect(0)
 
 
-def test_an_array_that_is_locked_is_written_no_more(strategy: Strategy, comm: Intracomm) -> None:
-    """Also if the same call was right before; a rank says so of its own, and all learn of it."""
-    value, out = np.ones(LARGE), strategy.symmetric_empty(LARGE, np.float64)
-    all_reduce(strategy, "SUM", value, out=out)
-    out.flags.writeable = comm.rank != comm.size - 1
-    with raises_everywhere(comm, InvalidArgumentError, "read-only"):
-        all_reduce(strategy, "SUM", value, out=out)
-    out.flags.writeable = True
-    all_reduce(strategy, "SUM", 2 * value, out=out)
-    assert (out == 2 * comm.size).all()
-
-
 # The life of a strategy
 
 
-@every_size
-def test_arrays_outlive_their_strategy(comm: Intracomm, placement: tuple[int, ...], count: int) -> None:
+@one_and_two_nodes
+def test_arrays_outlive_their_strategy(comm: Intracomm, placement: tuple[int, ...]) -> None:
     """And serve the next one, as arrays like any other."""
+    count = LARGE
     strategy = Strategy(comm=comm)
     array = strategy.symmetric_empty(count, np.float64)
     together = strategy.symmetric_empty(count, np.float64, per_node=True)
@@ -428,21 +361,21 @@ def test_arrays_outlive_their_strategy(comm: Intracomm, placement: tuple[int, ..
         assert (array == total(strategy, 3, count)).all()
 
 
-@every_size
-def test_arrays_outlive_a_reset(strategy: Strategy, count: int) -> None:
-    array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
-    for step in steps(strategy, 3):
-        for target in (array, out, None):
-            fill(strategy, array, step)
-            assert (all_reduce(strategy, "SUM", array, out=target) == total(strategy, step, count)).all()
-        strategy.reset()
+@one_and_two_nodes
+def test_arrays_outlive_a_reset(strategy: Strategy) -> None:
+    for count in (SMALL, LARGE):
+        array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
+        for step in steps(strategy, 3):
+            for target in (array, out, None):
+                fill(strategy, array, step)
+                assert (all_reduce(strategy, "SUM", array, out=target) == total(strategy, step, count)).all()
+            strategy.reset()
 
 
-@pytest.mark.ranks(min=2)
-@every_size
-def test_arrays_outlive_a_call_that_failed(strategy: Strategy, count: int, comm: Intracomm) -> None:
+@one_and_two_nodes
+def test_arrays_outlive_a_call_that_failed(strategy: Strategy, comm: Intracomm) -> None:
     """One rank gave up; the others had staged, or not even come."""
-    array = strategy.symmetric_empty(count, np.float64)
+    array = strategy.symmetric_empty(LARGE, np.float64)
     fill(strategy, array, 0)
     soon = CommunicationOptions(timeout_seconds=0.1)
     if comm.rank == 0:
@@ -452,129 +385,24 @@ def test_arrays_outlive_a_call_that_failed(strategy: Strategy, count: int, comm:
     if comm.rank:
         with pytest.raises(DeadlineExceededError):
             all_reduce(strategy, "SUM", array, out=array, options=soon)
-    assert (array == numbers(comm.rank, 0, count)).all(), "nothing was added"
+    assert (array == numbers(comm.rank, 0, LARGE)).all(), "nothing was added"
     comm.Barrier()
     strategy.reset()
     all_reduce(strategy, "SUM", array, out=array)
-    assert (array == total(strategy, 0, count)).all()
+    assert (array == total(strategy, 0, LARGE)).all()
 
 
-@every_size
-def test_without_checks(
-    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    """`MPIDIST_CHECK=0`, and arrays that lie alike on all ranks."""
-    monkeypatch.setenv("MPIDIST_CHECK", "0")
-    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_shot_bytes=64, depth=2, fine_count=20)
-    with Strategy(comm=comm) as strategy:
-        array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
-        together = strategy.symmetric_empty(count, np.float64, per_node=True)
-        private = np.zeros(count)
-        for step in steps(strategy):
-            for value in (array, private):
-                for target in (None, value, out, together, np.zeros(count)):
-                    fill(strategy, value, step)
-                    result = all_reduce(strategy, "SUM", value, out=target)
-                    assert (result == total(strategy, step, count)).all()
-                    value[...] = -1
-
-
-@pytest.mark.ranks(min=2)
-@every_size
-def test_without_checks_ranks_of_one_node_may_differ(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    """In where their arrays lie: on one node, to ask costs nothing."""
-    monkeypatch.setenv("MPIDIST_CHECK", "0")
-    set_sizes(monkeypatch, chunk_bytes=128, one_shot_bytes=64, fine_count=20)
-    with Strategy(comm=comm) as strategy:
-        symmetric, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
-        for step in steps(strategy):
-            value = private if comm.rank == step % comm.size else symmetric
-            fill(strategy, value, step)
-            all_reduce(strategy, "SUM", value, out=value)
-            assert (value == total(strategy, step, count)).all()
-
-
-@pytest.mark.parametrize("per_node", [False, True])
-def test_arrays_of_megabytes(comm: Intracomm, placement: tuple[int, ...], per_node: bool) -> None:
+@one_and_two_nodes
+def test_arrays_of_megabytes(comm: Intracomm, placement: tuple[int, ...]) -> None:
     """With the sizes that the machine likes."""
     with Strategy(comm=comm) as strategy:
         count = 700_001
         array = strategy.symmetric_empty(count, np.float32)
-        out = strategy.symmetric_empty(count, np.float32, per_node=True) if per_node else array
-        for step in steps(strategy, 2):
-            fill(strategy, array, step)
-            all_reduce(strategy, "SUM", array, out=out)
-            assert (out == total(strategy, step, count)).all()
-
-
-# New results that are parts of one array
-
-FORMS: dict[str, list[tuple[int, ...]]] = {
-    "one shape": [(3, 4)] * 20,
-    "unlike shapes": [(index % 4, 3) for index in range(19)] + [()],
-    "few": [(2,), (3,)],
-    "a large one among them": [(2,)] * 9 + [(LARGE,)],
-    "in chunks": [(7,)] * 60,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-@pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True)
-def test_new_results_are_arrays_of_their_own(transport: str, strategy: Strategy, form: str, op: str) -> None:
-    """They share no element with each other, the arguments, or results of other calls; and all can be written."""
-    shapes = FORMS[form]
-    value = [
-        fill(strategy, np.zeros(shape, (np.float64, np.int32)[index % 5 == 4]), 0) for index, shape in enumerate(shapes)
-    ]
-    before = [array.copy() for array in value]
-    first, second = all_reduce(strategy, op, value), all_reduce(strategy, op, value)
-    divisor = strategy.topology.size if op == "MEAN" else 1
-    everything = [*value, *first, *second]
-    right = [total(strategy, 0, array.size).reshape(array.shape) / divisor for array in value]
-    for index, (result, later, wanted) in enumerate(zip(first, second, right, strict=True)):
-        for array in (result, later):
-            assert type(array) is np.ndarray
-            assert (array == wanted).all()
-            assert array.shape == shapes[index]
-            assert array.flags.c_contiguous
-            assert array.flags.writeable
-            assert array.flags.aligned
-        assert sum(np.shares_memory(result, other) for other in everything) == (result.size > 0)
-    for index, result in enumerate(first):
-        result[...] = -index
-    assert all((result == -index).all() for index, result in enumerate(first))
-    assert all((later == wanted).all() for later, wanted in zip(second, right, strict=True))
-    assert all((array == old).all() for array, old in zip(value, before, strict=True))
-
-
-def test_a_result_outlives_the_others_of_its_call(strategy: Strategy) -> None:
-    value = [fill(strategy, np.zeros(6), index) for index in range(30)]
-    kept = all_reduce(strategy, "SUM", value)[17]
-    gc.collect()
-    for _ in range(5):
-        all_reduce(strategy, "SUM", value)
-    assert (kept == total(strategy, 17, 6)).all()
-
-
-@pytest.mark.parametrize("check", ["0", "1"])
-def test_some_ranks_have_symmetric_arrays_and_others_their_own(
-    comm: Intracomm, placement: tuple[int, ...], check: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks may differ in it, with checks and without: then everything is staged."""
-    monkeypatch.setenv("MPIDIST_CHECK", check)
-    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_shot_bytes=64, depth=2, fine_count=20)
-    with Strategy(comm=comm) as strategy:
-        symmetric = strategy.symmetric_empty(LARGE, np.float64)
-        for step in steps(strategy):
-            private = np.empty(LARGE)
-            array = fill(strategy, private if comm.rank == step % comm.size else symmetric, step)
-            out = np.empty(LARGE) if step % 2 else array
-            all_reduce(strategy, "SUM", array, out=out)
-            assert (out == total(strategy, step, LARGE)).all()
-            array[...] = -1
+        for out in (array, strategy.symmetric_empty(count, np.float32, per_node=True)):
+            for step in steps(strategy, 2):
+                fill(strategy, array, step)
+                all_reduce(strategy, "SUM", array, out=out)
+                assert (out == total(strategy, step, count)).all()
 
 
 def some(random_: random.Random, whole: list[Any]) -> list[int]:
@@ -585,44 +413,47 @@ def some(random_: random.Random, whole: list[Any]) -> list[int]:
     return chosen
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("per_node", [False, True])
+@pytest.mark.parametrize("parity", [0, 1])
 def test_arrays_that_lie_side_by_side_are_added_together_and_nothing_else(
-    on_one_node: Strategy, comm: Intracomm, seed: int, per_node: bool
+    on_one_node: Strategy, comm: Intracomm, per_node: bool, parity: int
 ) -> None:
     """Arrays of one window in any choice and order, wholly or in part, into themselves or into another window."""
-    random_ = random.Random(seed)  # of all ranks alike
-    counts = [random_.choice([0, 1, 16, 31, 32, 33, 100, 400]) for _ in range(9)]
-    dtypes = [random_.choice([np.float32, np.float32, np.float32, np.int64]) for _ in counts]
-    like = [np.zeros(count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
-    sources = on_one_node.symmetric_empty_like(like)
-    is_in_place = bool(seed % 2) and not per_node
-    shifts = [0 if is_in_place else random_.choice([0, 16]) for _ in like]  # outs lie elsewhere in their arrays
-    longer = [np.zeros(array.size + shift, array.dtype) for array, shift in zip(like, shifts, strict=True)]
-    outs = sources if is_in_place else on_one_node.symmetric_empty_like(longer, per_node=per_node)
-    for step in range(6):
-        chosen = some(random_, sources)
-        starts = [random_.choice([0, 0, 1, 16]) for _ in chosen]
-        ends = [random_.choice([counts[at], counts[at], max(0, counts[at] - 1), 16]) for at in chosen]
-        comm.Barrier()
-        for at, source in enumerate(sources):
-            fill(on_one_node, source, step + at)
-            if outs is not sources and (not per_node or comm.rank == 0):
-                outs[at][...] = 77
-        comm.Barrier()
-        want = [out.copy() for out in outs]
-        for at, start, end in zip(chosen, starts, ends, strict=True):
-            part = total(on_one_node, step + at, counts[at])[start:end]
-            want[at][shifts[at] + start :][: part.size] = part
-        values = [sources[at][start:end] for at, start, end in zip(chosen, starts, ends, strict=True)]
-        places = zip(chosen, starts, values, strict=True)
-        into = [outs[at][shifts[at] + start :][: value.size] for at, start, value in places]
-        all_reduce(on_one_node, "SUM", values, out=into)
-        for at, out in enumerate(outs):
-            assert np.array_equal(out, want[at]), (step, at)
-        comm.Barrier()
+    for seed in range(parity, 12, 2):
+        random_ = random.Random(seed)  # of all ranks alike
+        counts = [random_.choice([0, 1, 16, 31, 32, 33, 100, 400]) for _ in range(9)]
+        dtypes = [random_.choice([np.float32, np.float32, np.float32, np.int64]) for _ in counts]
+        like = [np.zeros(count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
+        sources = on_one_node.symmetric_empty_like(like)
+        is_in_place = bool(seed % 2) and not per_node
+        shifts = [0 if is_in_place else random_.choice([0, 16]) for _ in like]  # outs lie elsewhere in their arrays
+        longer = [np.zeros(array.size + shift, array.dtype) for array, shift in zip(like, shifts, strict=True)]
+        outs = sources if is_in_place else on_one_node.symmetric_empty_like(longer, per_node=per_node)
+        for step in range(4):
+            chosen = some(random_, sources)
+            starts = [random_.choice([0, 0, 1, 16]) for _ in chosen]
+            ends = [random_.choice([counts[at], counts[at], max(0, counts[at] - 1), 16]) for at in chosen]
+            comm.Barrier()
+            for at, source in enumerate(sources):
+                fill(on_one_node, source, step + at)
+                if outs is not sources and (not per_node or comm.rank == 0):
+                    outs[at][...] = 77
+            comm.Barrier()
+            want = [out.copy() for out in outs]
+            for at, start, end in zip(chosen, starts, ends, strict=True):
+                part = total(on_one_node, step + at, counts[at])[start:end]
+                want[at][shifts[at] + start :][: part.size] = part
+            values = [sources[at][start:end] for at, start, end in zip(chosen, starts, ends, strict=True)]
+            places = zip(chosen, starts, values, strict=True)
+            into = [outs[at][shifts[at] + start :][: value.size] for at, start, value in places]
+            all_reduce(on_one_node, "SUM", values, out=into)
+            for at, out in enumerate(outs):
+                assert np.array_equal(out, want[at]), (step, at)
+            comm.Barrier()
 
 
+@pytest.mark.ranks(3)
 def test_many_small_arrays_are_one_run(on_one_node: Strategy) -> None:
     arrays = on_one_node.symmetric_empty_like([np.zeros(index % 40 + 1, np.float32) for index in range(500)])
     shared = parts_of(on_one_node).group.shared
@@ -637,48 +468,45 @@ def test_many_small_arrays_are_one_run(on_one_node: Strategy) -> None:
         assert all((array == total(on_one_node, step + at, array.size)).all() for at, array in enumerate(arrays))
 
 
-@pytest.mark.parametrize("op", ["MEAN", "MAX", "PROD"])
-@pytest.mark.parametrize("dtype", [*HALVES, *REALS], ids=str)
-def test_ops_of_arrays_where_they_lie(on_one_node: Strategy, dtype: np.dtype[Any], op: str) -> None:
-    arrays = on_one_node.symmetric_empty_like([np.zeros(count, dtype) for count in (70, 1, 200)])
+@pytest.mark.ranks(3)
+def test_ops_of_arrays_where_they_lie(on_one_node: Strategy) -> None:
     rank = on_one_node.topology.rank
-    for array in arrays:
-        array[...] = 1 + (rank + np.arange(array.size)) % 2
-    want = on_one_node.reduce(op, [array.copy() for array in arrays])
-    all_reduce(on_one_node, op, arrays, out=arrays)
-    assert all(bits(array) == bits(right) for array, right in zip(arrays, want, strict=True))
+    for dtype, op in product((*HALVES, *REALS), ("MEAN", "MIN", "MAX", "PROD")):
+        arrays = on_one_node.symmetric_empty_like([np.zeros(count, dtype) for count in (70, 1, 200)])
+        for array in arrays:
+            array[...] = 1 + (rank + np.arange(array.size)) % 2
+        want = on_one_node.reduce(op, [array.copy() for array in arrays])
+        all_reduce(on_one_node, op, arrays, out=arrays)
+        assert all(bits(array) == bits(right) for array, right in zip(arrays, want, strict=True))
 
 
-HIDDEN: dict[str, Callable[[Any], Any]] = {
-    "as_strided": lambda part: np.lib.stride_tricks.as_strided(part, part.shape, part.strides),
-    "memoryview": lambda part: np.asarray(memoryview(part)),
-    "dlpack": np.from_dlpack,
-}
+# Views that do not look like symmetric arrays.
+HIDDEN: tuple[Callable[[Any], Any], ...] = (
+    lambda part: np.lib.stride_tricks.as_strided(part, part.shape, part.strides),
+    lambda part: np.asarray(memoryview(part)),
+    np.from_dlpack,
+)
 
 
-@pytest.mark.parametrize("view", HIDDEN)
-def test_views_that_hide_what_they_are_of_are_kept_apart(on_one_node: Strategy, view: str) -> None:
+@pytest.mark.ranks(3)
+def test_views_that_hide_what_they_are_of_are_kept_apart(on_one_node: Strategy) -> None:
     """The out overlaps a value that does not look like a symmetric array: other ranks write it early."""
-    whole = on_one_node.symmetric_empty(LARGE + 7, np.float64)
-    for step in steps(on_one_node, 20):
+    whole, together = (
+        on_one_node.symmetric_empty(LARGE + 7, np.float64, per_node=per_node) for per_node in (False, True)
+    )
+    for step, hide in product(steps(on_one_node, 8), HIDDEN):
         fill(on_one_node, whole[7:], step)
-        value = HIDDEN[view](whole[7:])
-        out = whole[:LARGE]
+        value, out = hide(whole[7:]), whole[:LARGE]
         all_reduce(on_one_node, "SUM", value, out=out)
         assert (out == total(on_one_node, step, LARGE)).all()
         on_one_node.reduce("SUM", 0)
-
-
-@pytest.mark.parametrize("view", HIDDEN)
-def test_views_of_per_node_arrays_are_such(on_one_node: Strategy, view: str) -> None:
-    together = on_one_node.symmetric_empty(LARGE, np.float64, per_node=True)
-    for step in steps(on_one_node):
         value = fill(on_one_node, np.empty(LARGE), step)
-        all_reduce(on_one_node, "SUM", value, out=HIDDEN[view](together))
-        assert (together == total(on_one_node, step, LARGE)).all()
+        all_reduce(on_one_node, "SUM", value, out=hide(together[7:]))
+        assert (together[7:] == total(on_one_node, step, LARGE)).all()
         on_one_node.reduce("SUM", 0)
 
 
+@pytest.mark.ranks(2)
 def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
     """What was found of an array in one call is not taken for true in the next."""
     array = on_one_node.symmetric_empty(LARGE, np.float32)
@@ -691,18 +519,19 @@ def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
         assert (array == total(on_one_node, 3, LARGE)).all()
 
 
-@every_size
-def test_views_of_other_libraries_are_known_by_their_place(on_one_node: Strategy, count: int) -> None:
+@pytest.mark.ranks(3)
+def test_views_of_other_libraries_are_known_by_their_place(on_one_node: Strategy) -> None:
     """What they share memory with, they do not tell; so they are known by their addresses."""
-    shared = parts_of(on_one_node).group.shared
-    arrays = on_one_node.symmetric_empty_like([np.zeros(count), np.zeros(3)])
-    views = [np.from_dlpack(Tensor(array)) for array in arrays]
-    assert [view.flags.owndata for view in views] == [False] * 2
-    digest = places_digest(shared.places(arrays))
-    assert digest != places_digest(None)
-    assert places_digest(shared.places(views)) == digest
-    assert shared.places([np.from_dlpack(Tensor(np.zeros(count)))]) is None
-    for step in steps(on_one_node):
-        fill(on_one_node, arrays[0], step)
-        assert all_reduce(on_one_node, "SUM", views[0], out=views[0]) is views[0]
-        assert (arrays[0] == total(on_one_node, step, count)).all()
+    for count in (SMALL, LARGE):
+        shared = parts_of(on_one_node).group.shared
+        arrays = on_one_node.symmetric_empty_like([np.zeros(count), np.zeros(3)])
+        views = [np.from_dlpack(Tensor(array)) for array in arrays]
+        assert [view.flags.owndata for view in views] == [False] * 2
+        digest = places_digest(shared.places(arrays))
+        assert digest != places_digest(None)
+        assert places_digest(shared.places(views)) == digest
+        assert shared.places([np.from_dlpack(Tensor(np.zeros(count)))]) is None
+        for step in steps(on_one_node):
+            fill(on_one_node, arrays[0], step)
+            assert all_reduce(on_one_node, "SUM", views[0], out=views[0]) is views[0]
+            assert (arrays[0] == total(on_one_node, step, count)).all()
