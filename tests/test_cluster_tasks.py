@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 
 def set_tasks(monkeypatch: pytest.MonkeyPatch, comm: Intracomm, tasks: list[str], listed: list[str]) -> str:
@@ -60,6 +60,7 @@ def test_tf_config_with_an_evaluator_computes_alone(comm: Intracomm, monkeypatch
         assert step == (1 if own == "evaluator" else comm.size - 1)
 
 
+@pytest.mark.ranks(3)
 def test_tf_config_with_a_ps_and_too_few_workers_is_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = ["worker"] * (comm.size - 1) + ["ps"]
     set_tasks(monkeypatch, comm, tasks, [*tasks, "worker"])

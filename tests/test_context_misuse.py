@@ -12,7 +12,7 @@ import pytest
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 
 @pytest.fixture
@@ -157,6 +157,7 @@ def test_colocate_vars_with_needs_the_scope(strategy: Strategy, other: Strategy)
         pass
 
 
+@pytest.mark.ranks(3)
 def test_calls_of_a_replica_outside_of_run_are_refused(strategy: Strategy) -> None:
     """Where a strategy of several ranks is open: the value of this process alone is not what is meant."""
     context = mpidist.get_replica_context()

@@ -17,7 +17,7 @@ from mpidist.transport.failures import open_groups
 
 State = tuple[Any, Any, bool, bool]
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 
 @pytest.fixture

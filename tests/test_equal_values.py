@@ -21,7 +21,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 
 def state(own: Any = None) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def test_check_equal_equal_nests_pass(comm: Intracomm) -> None:
         strategy.check_equal(np.arange(6)[::2] if comm.rank else np.array([0, 2, 4]), "an array")
 
 
+@pytest.mark.ranks(3)
 def test_check_equal_leaves_that_differ_are_named(comm: Intracomm) -> None:
     last = comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -59,6 +60,7 @@ def test_check_equal_leaves_that_differ_are_named(comm: Intracomm) -> None:
         strategy.check_equal(state())
 
 
+@pytest.mark.ranks(3)
 def test_check_equal_variable_that_one_rank_has_changed_is_named(comm: Intracomm) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         weights = Variable(np.zeros(3))
@@ -68,6 +70,7 @@ def test_check_equal_variable_that_one_rank_has_changed_is_named(comm: Intracomm
             strategy.check_equal({"w": weights})
 
 
+@pytest.mark.ranks(3)
 def test_check_equal_other_forms_are_an_error_everywhere(comm: Intracomm) -> None:
     last = comm.rank == comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -102,6 +105,7 @@ def test_check_equal_wrong_use_is_refused(comm: Intracomm) -> None:
         strategy.check_equal(PerReplica([*range(len(parts_of(strategy).replicas.ids_here))]))
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("replicas", [None, 8])
 def test_check_values_finds_a_variable_that_differs_after_the_run(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, replicas: int | None
@@ -131,6 +135,7 @@ def test_check_values_finds_a_variable_that_differs_after_the_run(
             strategy.run(lambda: None)
 
 
+@pytest.mark.ranks(3)
 def test_check_values_chief_that_runs_alone_is_told(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_CHECK_VALUES", "1")
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:

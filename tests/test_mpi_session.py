@@ -314,6 +314,7 @@ ITEMS = [
     Item("test_it.py::test_z"),
     *(Item(f"test_it.py::test_two[{case}]") for case in range(2)),
     Item("test_it.py::test_three", pytest.mark.ranks(3)),
+    *(Item(f"test_it.py::test_named[{case}]", pytest.mark.ranks(2, 4)) for case in range(3)),
     *(Item(f"test_it.py::test_once[{case}]", pytest.mark.no_mpi) for case in range(40)),
     Item("test_it.py::test_long", pytest.mark.long),
 ]
@@ -328,7 +329,8 @@ def runs(step=1):
 
 def test_selection_runs_each_case_at_one_number_of_ranks_and_whole_tests_at_all():
     assert Counter(test for test, _, _ in runs()) == {
-        "test_x": 40, "test_y": 160, "test_z": 4, "test_two": 4, "test_three": 1, "test_once": 40, "test_long": 4,
+        "test_x": 40, "test_y": 160, "test_z": 4, "test_two": 4, "test_three": 1, "test_named": 6, "test_once": 40,
+        "test_long": 4,
     }  # fmt: skip
     assert {team for test, _, team in runs() if test == "test_three"} == {"3.0"}
     assert len({team for test, _, team in runs() if test == "test_once"}) == 1, "a module is in one lane"
@@ -339,7 +341,8 @@ def test_selection_runs_each_case_at_one_number_of_ranks_and_whole_tests_at_all(
     assert sorted(team for _, team in few) == ["1.0", "2.0", "3.0", "4.0"]
     assert Counter(case for case, _ in few) == {"0": 2, "1": 2}
     assert Counter(test for test, _, _ in runs(8)) == {
-        "test_x": 5, "test_y": 20, "test_z": 1, "test_two": 1, "test_three": 1, "test_once": 5, "test_long": 1,
+        "test_x": 5, "test_y": 20, "test_z": 1, "test_two": 1, "test_three": 1, "test_named": 1, "test_once": 5,
+        "test_long": 1,
     }  # fmt: skip
     assert not set(runs(8)) - set(runs())
 

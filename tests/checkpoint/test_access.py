@@ -21,7 +21,7 @@ from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 
 def test_files_may_be_read_by_whom_the_umask_allows(comm: Intracomm, folder: Path) -> None:
@@ -88,6 +88,7 @@ def test_program_goes_on_when_the_disk_is_full_if_it_wants(
         assert manager.save() == str(folder / "ckpt-2")
 
 
+@pytest.mark.ranks(3)
 def test_disk_that_does_not_answer_is_an_error_after_the_time_of_files(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

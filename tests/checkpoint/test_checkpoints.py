@@ -23,7 +23,7 @@ from mpidist.experimental import CentralStorageStrategy, partitioners
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 DTYPES = ["float16", "float32", "float64", "int8", "uint16", "int64", "bool", "complex64", "complex128"]
 
@@ -156,6 +156,7 @@ def test_copies_that_differ_come_back_on_as_many_replicas(comm: Intracomm, folde
     comm.Barrier()
 
 
+@pytest.mark.ranks(3)
 def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         variables = metrics(strategy)
@@ -188,6 +189,7 @@ CHIEFS: list[tuple[Callable[[Checkpoint, Path], Any], str]] = [  # what the chie
 ]
 
 
+@pytest.mark.ranks(3)
 def test_save_or_restore_by_the_chief_alone_is_named(comm: Intracomm, folder: Path) -> None:
     last = {
         "save": "save, and each writes a share",
@@ -205,6 +207,7 @@ def test_save_or_restore_by_the_chief_alone_is_named(comm: Intracomm, folder: Pa
         assert list(folder.iterdir()) == []
 
 
+@pytest.mark.ranks(3)
 def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +228,7 @@ def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(
             manager.checkpoint.restore("absent")
 
 
+@pytest.mark.ranks(3)
 def test_what_differs_by_rank_needs_as_many_ranks(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         rng = np.random.default_rng(comm.rank)
@@ -356,6 +360,7 @@ def test_scope_says_whose_a_checkpoint_is(comm: Intracomm) -> None:
             assert Checkpoint(a=1).strategy is strategy
 
 
+@pytest.mark.ranks(3)
 def test_ranks_that_save_different_things_are_told(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         extra = {"more": 1} if comm.rank == comm.size - 1 else {}
@@ -424,6 +429,7 @@ def test_names_are_one_each(comm: Intracomm, folder: Path) -> None:
         assert checkpoint.items() == {"self": 3, "a/b\n": "ü"}
 
 
+@pytest.mark.ranks(3)
 def test_ranks_that_restore_to_different_things_are_told(comm: Intracomm, folder: Path) -> None:
     last = comm.rank == comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():

@@ -18,7 +18,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 TEXT = r"save of a checkpoint \(call \d+\): copies that should be equal differ .* so nothing was saved\n"
 DRIFTED = (
@@ -37,6 +37,7 @@ def drifted(strategy: Any, comm: Intracomm) -> Checkpoint:
         return Checkpoint(model={"w": kernel, "b": bias}, own=np.array([comm.rank]), step=3)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("background", [False, True])
 def test_save_of_a_copy_that_differs_raises(comm: Intracomm, folder: Path, background: bool) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -52,6 +53,7 @@ def test_save_of_a_copy_that_differs_raises(comm: Intracomm, folder: Path, backg
         manager.wait()
 
 
+@pytest.mark.ranks(3)
 def test_save_on_difference_rank_0_saves_its_copies(
     comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,6 +73,7 @@ def test_save_on_difference_rank_0_saves_its_copies(
             assert checkpoint.own.tolist() == [comm.rank]
 
 
+@pytest.mark.ranks(3)
 def test_save_of_a_position_that_differs_raises(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         dataset = strategy.experimental_distribute_dataset(mpidist.Batches(np.arange(12), 4, seed=1))
@@ -80,6 +83,7 @@ def test_save_of_a_position_that_differs_raises(comm: Intracomm, folder: Path) -
             Checkpoint(data=dataset).write(folder / "one")
 
 
+@pytest.mark.ranks(3)
 def test_save_compares_bits(comm: Intracomm, folder: Path) -> None:
     """A NaN equals one of the same bits; what ranks may have for themselves is no difference."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
@@ -93,6 +97,7 @@ def test_save_compares_bits(comm: Intracomm, folder: Path) -> None:
             Checkpoint(weights=weights).write(folder / "one")
 
 
+@pytest.mark.ranks(3)
 def test_save_with_another_on_difference_is_refused(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         checkpoint = Checkpoint(a=1)
@@ -104,6 +109,7 @@ def test_save_with_another_on_difference_is_refused(comm: Intracomm, folder: Pat
             checkpoint.write(folder / "one", on_difference="rank 0" if comm.rank else "raise")
 
 
+@pytest.mark.ranks(3)
 def test_save_of_equal_copies_sends_no_message_for_them(comm: Intracomm, folder: Path) -> None:
     """The checksums are in the round that compares the call."""
     numbers = []

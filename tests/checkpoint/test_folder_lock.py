@@ -25,7 +25,7 @@ from mpidist.checkpoint import saving as saving_module
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 # A program that does what it reads, and answers: the test and its other jobs run between two steps of it.
 OBEYS = """

@@ -26,7 +26,7 @@ from mpidist.errors import DataLossError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 ENDS_EARLY = """
 import sys, time

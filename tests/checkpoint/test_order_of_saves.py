@@ -16,7 +16,7 @@ from mpidist.checkpoint import Checkpoint, CheckpointManager
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 
 def made(strategy: Any) -> Checkpoint:

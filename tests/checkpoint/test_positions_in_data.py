@@ -22,7 +22,7 @@ from mpidist.experimental import ParameterServerStrategy
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 NUM_SAMPLES = 23
 BUFFERS = [InputOptions(), InputOptions(experimental_per_replica_buffer_size=4)]
@@ -164,6 +164,7 @@ def test_position_counts_what_the_program_has_had(comm: Intracomm) -> None:
             next(iter(dataset))
 
 
+@pytest.mark.ranks(3)
 def test_pass_that_only_one_rank_has_begun_is_none(comm: Intracomm) -> None:
     """Else the ranks would shuffle in other orders for ever."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -174,6 +175,7 @@ def test_pass_that_only_one_rank_has_begun_is_none(comm: Intracomm) -> None:
         assert len(rows_of(strategy, dataset)) == NUM_SAMPLES
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(("mode", "has_batches"), [("PER_WORKER", True), ("PER_REPLICA", False)])
 def test_batches_of_functions_need_as_many_pipelines(
     comm: Intracomm, folder: Path, mode: str, has_batches: bool

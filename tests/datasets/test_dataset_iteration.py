@@ -16,7 +16,7 @@ from mpidist.errors import InvalidArgumentError, PeerFailedError
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 BATCHES = [np.arange(4), np.arange(4, 8), np.arange(8, 10)]
 
@@ -159,6 +159,7 @@ def test_data_set_that_cannot_be_opened_on_one_rank_fails_on_all(strategy: Strat
         next(steps)
 
 
+@pytest.mark.ranks(3)
 def test_next_on_one_rank_and_reduce_on_others_is_an_error_on_all(strategy: Strategy) -> None:
     steps = iter(strategy.experimental_distribute_dataset(BATCHES))
     with raises_everywhere(WORLD, InvalidArgumentError, "next of data set 0"):

@@ -18,7 +18,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 
 class Shuffled:
@@ -31,6 +31,7 @@ class Shuffled:
         yield from np.random.default_rng(self.seed).permutation(12).reshape(3, 4)
 
 
+@pytest.mark.ranks(3)
 def test_steps_of_two_data_sets_at_once_are_told(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         train, validate = (strategy.experimental_distribute_dataset([np.arange(4)]) for _ in range(2))
@@ -40,6 +41,7 @@ def test_steps_of_two_data_sets_at_once_are_told(comm: Intracomm) -> None:
         assert list(steps) == []
 
 
+@pytest.mark.ranks(3)
 def test_global_batches_of_unlike_form_are_told(comm: Intracomm) -> None:
     batches = [np.zeros((4, 3), "f4" if comm.rank else "f8"), (np.zeros(4), np.zeros(4))[: 1 + bool(comm.rank)]]
     texts = [r"rank 0: float64\[3\]; rank.*: float32\[3\]", r"rank 0: float64\[\]; rank.*: float64\[\], float64\[\]"]
@@ -51,6 +53,7 @@ def test_global_batches_of_unlike_form_are_told(comm: Intracomm) -> None:
                 next(iter(unlike))
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", ["nested", "long double"])
 def test_padding_is_not_compared(comm: Intracomm, kind: str) -> None:
     """Ranks have the same numbers, and other bytes between them, as in memory of `np.empty`."""
@@ -71,6 +74,7 @@ def test_padding_is_not_compared(comm: Intracomm, kind: str) -> None:
             list(strategy.experimental_distribute_dataset([batch]))
 
 
+@pytest.mark.ranks(3)
 def test_passes_that_overlap_are_told_apart(comm: Intracomm) -> None:
     """An iterator that one rank alone makes, and never asks, is no pass."""
     with MultiWorker(comm=comm) as strategy:
@@ -88,6 +92,7 @@ def test_passes_that_overlap_are_told_apart(comm: Intracomm) -> None:
             next(one if comm.rank == 0 else two)
 
 
+@pytest.mark.ranks(3)
 def test_without_checks_the_numbers_of_batches_are_the_programs_affair(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +256,7 @@ def test_ranks_read_their_own_rows_of_files_alone(comm: Intracomm, seed: int | N
         assert ("mpidist.read_ahead" in threads) == (buffer_size > 1)
 
 
+@pytest.mark.ranks(3)
 def test_masked_arrays_are_cut_with_their_masks(comm: Intracomm) -> None:
     """On any number of ranks. What is masked may be another number on each rank, and masks must be equal."""
     batch = np.ma.masked_array([1.0, comm.rank, 3.0], [False, True, False])
@@ -263,6 +269,7 @@ def test_masked_arrays_are_cut_with_their_masks(comm: Intracomm) -> None:
             next(iter(strategy.experimental_distribute_dataset([batch])))
 
 
+@pytest.mark.ranks(3)
 def test_other_orders_of_rows_in_files_are_told(comm: Intracomm) -> None:
     class OfFile:
         shape = (100,)

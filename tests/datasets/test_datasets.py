@@ -21,7 +21,7 @@ from mpidist.errors import InvalidArgumentError, OutOfRangeError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 PER_REPLICA = InputOptions(experimental_replication_mode="PER_REPLICA")
 
@@ -65,6 +65,7 @@ def test_parts_follow_from_the_number_of_replicas_alone(comm: Intracomm, strateg
             assert not len(mine) or np.shares_memory(mine, batch)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_devices_that_are_more_than_ranks_are_replicas(comm: Intracomm) -> None:
     with MirroredStrategy([f"CPU:{at}" for at in range(4)], comm=comm) as strategy:
@@ -110,6 +111,7 @@ def test_lazy_rows_are_read_by_their_replicas_alone(comm: Intracomm, strategy: M
     assert sorted(row for start, stop in everyone for row in range(start, stop)) == list(range(11))
 
 
+@pytest.mark.ranks(3)
 def test_unlike_global_batches_are_told(comm: Intracomm, strategy: MultiWorker) -> None:
     unlike = strategy.experimental_distribute_dataset([np.arange(4) + comm.rank])
     with raises_everywhere(comm, InvalidArgumentError, "checksum of the first batch: rank 0: .*same seed"):
@@ -250,6 +252,7 @@ class Rows:
         raise TypeError("rows cannot be sliced")
 
 
+@pytest.mark.ranks(3)
 def test_batches_need_not_be_sliced_where_all_replicas_have_as_many(comm: Intracomm, strategy: MultiWorker) -> None:
     """Only a replica that runs out gets an empty one of others; then it is everybody's error."""
 
@@ -342,6 +345,7 @@ def test_get_next_tells_the_end(comm: Intracomm, strategy: MultiWorker, total: i
         second.get_value()
 
 
+@pytest.mark.ranks(3)
 def test_step_costs_one_round(strategy: MultiWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     group = parts_of(strategy).group
     own = strategy.distribute_datasets_from_function(lambda context: [np.ones(2)] * 3, PER_REPLICA)
@@ -406,6 +410,7 @@ def test_training_with_an_early_break_is_the_same_on_any_number_of_ranks(
     assert totals == expected[:3] + expected
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.core
 def test_rank_that_breaks_out_of_an_epoch_is_told_on_all_ranks(comm: Intracomm, strategy: MultiWorker) -> None:
     """A whole program: an early stop by each rank's own loss."""
@@ -450,6 +455,7 @@ def test_replicas_of_a_rank_must_make_batches_of_one_form(comm: Intracomm) -> No
         assert list(steps) == []
 
 
+@pytest.mark.ranks(3)
 @shared_ranks
 def test_pipelines_of_ranks_are_warned_of_once(
     comm: Intracomm, strategy: MultiWorker, caplog: pytest.LogCaptureFixture

@@ -20,7 +20,7 @@ from mpidist.experimental import AutoShardPolicy, ParameterServerStrategy
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 NAMES = [f"part{number}" for number in range(9)]
 ALL = [10 * number + at for number in range(9) for at in range(number)]
@@ -116,6 +116,7 @@ def test_wrong_arguments_say_what_is_wrong() -> None:
     assert InputOptions(auto_shard_policy="data").auto_shard_policy is AutoShardPolicy.DATA
 
 
+@pytest.mark.ranks(3)
 def test_too_few_files_are_everybodys_error_or_dealt_out_by_batches(
     comm: Intracomm, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,6 +141,7 @@ def test_policies_of_files_are_not_for_global_batches(comm: Intracomm) -> None:
         assert strategy.gather(part, axis=0).tolist() == list(range(8))
 
 
+@pytest.mark.ranks(3)
 def test_ranks_that_name_other_files_are_told(comm: Intracomm) -> None:
     """As where one has not sorted what `glob` has found; else batches would be lost, and others read twice."""
     with MultiWorker(comm=comm) as strategy:

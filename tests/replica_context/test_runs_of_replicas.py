@@ -25,7 +25,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 several = pytest.mark.parametrize("strategy", ["2P+1"], indirect=True)
 
@@ -90,6 +90,7 @@ def test_first_example_of_tensorflow() -> None:
             assert [(one, list(other)) for one, other in strategy.experimental_local_results(got)] == [expected] * 2
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.filterwarnings("error")
 def test_all_reduce_counts_every_replica(strategy: Any) -> None:
     """Results are shared and read-only; one operation can be written in many ways; an overflow is a result."""
@@ -187,6 +188,7 @@ def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
     kept += 1  # the program's own array stays its own
 
 
+@pytest.mark.ranks(3)
 def test_reduce_along_an_axis_weighs_rows(strategy: Any) -> None:
     total = strategy.num_replicas_in_sync
     value = strategy.experimental_distribute_values_from_function(
@@ -230,6 +232,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.ranks(3)
 @several
 def test_replica_that_differs_is_named_on_every_rank(strategy: Any, comm: Intracomm) -> None:
     for name, (wrong, text) in WRONG.items():
@@ -245,6 +248,7 @@ def test_replica_that_differs_is_named_on_every_rank(strategy: Any, comm: Intrac
         assert local(strategy, strategy.run(lambda: reduced(1.0))) == [7.0] * len(ids_here(strategy))
 
 
+@pytest.mark.ranks(3)
 @several
 def test_replica_that_raises_is_named_on_every_rank(strategy: Any, comm: Intracomm) -> None:
     def step() -> Any:
@@ -260,6 +264,7 @@ def test_replica_that_raises_is_named_on_every_rank(strategy: Any, comm: Intraco
     assert local(strategy, strategy.run(lambda: reduced(1.0))) == [7.0] * len(ids_here(strategy))
 
 
+@pytest.mark.ranks(3)
 def test_wrong_numbers_of_replicas_and_options_are_refused(comm: Intracomm) -> None:
     for kind in (MirroredStrategy, MultiWorkerMirroredStrategy):
         with raises_everywhere(comm, ValueError, rf"replicas={comm.size - 1} is too few for {comm.size} ranks"):
@@ -282,6 +287,7 @@ def test_wrong_numbers_of_replicas_and_options_are_refused(comm: Intracomm) -> N
         MirroredStrategy(cross_device_ops=ops, replicas=8)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("is_raised", [False, True])
 def test_replica_alone_on_its_rank_that_leaves_a_call_out_is_found(is_raised: bool, comm: Intracomm) -> None:
     """In the next call of its rank, which the other ranks would take for the call that was left out."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 METHODS = [f"scatter_{name}" for name in ("add", "sub", "mul", "div", "max", "min", "update")]
 ADDITIVE = METHODS[:4]
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 
 @pytest.fixture(params=[False, True], ids=["per rank", "per node"])
@@ -124,6 +124,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
+@pytest.mark.ranks(3)
 def test_rows_that_do_not_fit_are_an_error_on_all_ranks(
     make: Callable[..., Variable], strategy: Strategy, comm: Intracomm
 ) -> None:

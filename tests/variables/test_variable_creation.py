@@ -19,7 +19,7 @@ from mpidist.transport.failures import open_groups
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 every_synchronization = pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
 
 
@@ -95,6 +95,7 @@ def test_variable_outside_of_the_scope_of_an_open_strategy_warns(caplog: pytest.
     assert outside.read_value() == RANK + 3
 
 
+@pytest.mark.ranks(3)
 @in_scope
 def test_ranks_that_make_different_variables_are_refused(strategy: Strategy) -> None:
     for mine, theirs, text in (

@@ -22,7 +22,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 # What becomes of the values of all replicas.
 COMBINED: dict[str, Callable[[list[float]], float]] = {
@@ -82,6 +82,7 @@ def test_eight_replicas_come_to_the_same_on_any_nodes(comm: Intracomm, placement
                         assert float(variable) == expected
 
 
+@pytest.mark.ranks(3)
 def test_number_assigned_in_run_is_assigned_once_and_refused_where_it_would_be_summed(
     comm: Intracomm, strategy: Strategy
 ) -> None:
@@ -100,6 +101,7 @@ def test_number_assigned_in_run_is_assigned_once_and_refused_where_it_would_be_s
             assert local(strategy, strategy.run(lambda var=variable: +var)) == [METHODS[method](1.0, 5.0)] * num_here
 
 
+@pytest.mark.ranks(3)
 def test_components_and_numbers_assigned_in_run_are_aggregated(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         for aggregation, expected in (("SUM", 3.0), ("MEAN", 1.0), ("ONLY_FIRST_REPLICA", 1.0)):
@@ -145,6 +147,7 @@ def test_metric_with_aggregation_none_is_read_by_replicas_alone(strategy: Strate
             use()
 
 
+@pytest.mark.ranks(3)
 def test_metric_of_unlike_numbers_of_steps_is_read_once(comm: Intracomm) -> None:
     """A counter: nothing is sent until it is read."""
     with Strategy(comm=comm) as strategy:
@@ -253,6 +256,7 @@ def test_per_replica_value_must_be_reduced_before_it_is_assigned(
 # --- What must not be assigned ---
 
 
+@pytest.mark.ranks(3)
 @every_combining
 def test_what_one_replica_cannot_assign_is_everyones_error(
     comm: Intracomm, strategy: Strategy, aggregation: str

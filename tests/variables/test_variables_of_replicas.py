@@ -19,7 +19,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 
 @pytest.fixture
@@ -153,6 +153,7 @@ def test_early_return_and_caught_exceptions(strategy: Strategy) -> None:
         assert weight.numpy().tolist() == [held, held]
 
 
+@pytest.mark.ranks(3)
 def test_difference_may_be_caught_in_run(strategy: Strategy, replicas: int | None) -> None:
     """All ranks have the error of the call; then the replicas go on with the value from before."""
 
@@ -247,6 +248,7 @@ def test_rows_are_changed_once_for_all_replicas(comm: Intracomm, strategy: Strat
 # --- Variables as such ---
 
 
+@pytest.mark.ranks(3)
 def test_mirrored_variable_is_a_value_of_all_replicas(strategy: Strategy) -> None:
     num_here = len(ids_here(strategy))
     weight = make(strategy, [1.0, 2.0])
@@ -283,6 +285,7 @@ def test_a_refused_write_waits_for_the_call_in_which_replicas_meet(strategy: Str
     assert float(weight) == 7
 
 
+@pytest.mark.ranks(3)
 def test_a_variable_made_in_run_is_one_for_all_replicas(comm: Intracomm, strategy: Strategy) -> None:
     """With the value of replica 0, and a name that all have."""
     made = []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 MARKS = (
-    "ranks(*numbers, min=None, max=None): run only at these numbers of MPI ranks; with several, at those of all",
+    "ranks(*numbers, min=None, max=None): run only at these numbers of MPI ranks; each case at all that are named",
     "no_mpi: needs no ranks; runs once, in one process, beside the launches of several ranks",
     "whole: all products of the parameters of this test are run, at each number of ranks",
 )
@@ -48,7 +48,8 @@ def plan(items: Sequence[pytest.Item], teams: Sequence[Team], step: int = 1) -> 
     """Say which tests each team runs, by the key of the team.
 
     Each case of a test runs at one number of ranks, and the cases at all numbers in turn. A test with fewer cases than
-    numbers of ranks runs at each of them. Tests that are marked `whole` run each case at each number.
+    numbers of ranks runs at each of them. Tests whose mark names several numbers, or that are marked `whole`, run each
+    case at each number.
 
     Args:
         items: The cases of all tests.
@@ -71,7 +72,7 @@ def _runs_of(test: str, cases: Sequence[tuple[pytest.Item, list[Team]]]) -> Iter
     # In an order that looks random, and is the same everywhere, as tables often count in step with the ranks.
     mixed = sorted(cases, key=lambda case: zlib.crc32(case[0].nodeid.encode()))
     for number, (item, teams) in enumerate(mixed):
-        is_whole = item.get_closest_marker("whole") is not None
+        is_whole = item.get_closest_marker("whole") or any(len(mark.args) > 1 for mark in item.iter_markers("ranks"))
         for at in range(len(teams)) if is_whole else range(number, max(number + 1, len(teams)), len(mixed)):
             yield teams[(turn + at) % len(teams)].key, item.nodeid
 
