@@ -88,14 +88,14 @@ test-gpu-check: $(CUDA)/host_cuda/jumps.json  ## The check of a machine with a G
 
 REDUCTIONS := $(addprefix tests/,collectives cross_device_ops transport/shared_memory)
 OPENMPI_TESTS ?= core and not gpu
-test-openmpi: $(OPENMPI)/.installed-test  ## A sixth of the runs of the core of the suite, with Open MPI
-	$(OPENMPI)/bin/python -m pytest -q -m "$(OPENMPI_TESTS)" --sample 6 tests
+test-openmpi: $(OPENMPI)/.installed-test  ## The core of the suite, with Open MPI
+	$(OPENMPI)/bin/python -m pytest -q -m "$(OPENMPI_TESTS)" tests
 
 test-impi: $(IMPI)/.installed-test  ## Reductions, strategies and variables, with Intel MPI
-	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 10 $(REDUCTIONS) tests/strategies tests/variables
+	$(IMPI)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" $(REDUCTIONS) tests/strategies tests/variables
 
 test-numpy: $(MPICH)/.installed-test  ## Reductions without the compiled part of the library
-	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --sample 4 $(REDUCTIONS)
+	MPIDIST_NATIVE=0 $(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" $(REDUCTIONS)
 
 test-long: $(MPICH)/.installed-test $(OPENMPI)/.installed-test  ## Pages, benchmarks, examples; real Slurm and random programs
 	$(MPICH)/bin/python -m pytest -q -m "not gpu" tests/project $(addprefix --ignore ,$(RULES))

@@ -236,7 +236,7 @@ for _ in range(3):
     statuses = Counter(re.findall(r"(forked|worker) (\d)", ended.out))  # ranks may print within each other's lines
     forked = {("forked", "0"): 2, ("forked", "7"): 2, ("forked", "1"): 4}
     assert statuses == forked | {("worker", status): 1 for status in "071"}, ended.out
-    refused = "child: reduce in a forked process: a strategy belongs to the process that made it; make"
+    refused = " reduce in a forked process: a strategy belongs to the process that made it; make"
     assert (ended.out.count(refused), ended.out.count("child")) == (3, 8 + 3), ended.out
     assert ended.err.count("KeyError: 'mine'") == 2 + 1, "as without mpidist"
 
