@@ -78,7 +78,7 @@ def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str
             raise
         raise FileExistsError(f"{str(place)!r} was made by another save meanwhile") from error
     sync(place.parent)
-    if "MPIDIST_SAVED_FILE" in os.environ:  # of `mpidist run --max-restarts`, which starts again what gets on
+    if "MPIDIST_SAVED_FILE" in os.environ:  # `mpidist run --max-restarts` looks for it
         with suppress(OSError):
             Path(os.environ["MPIDIST_SAVED_FILE"]).touch()
     remove(old)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 from typing import Final
 
 __all__ = ["find_lost_nodes"]
 
-_ANSWER_SECONDS: Final = 60.0  # what srun may take to start a process on a node
+_ANSWER_SECONDS: Final = 60.0  # what srun may take to start a process on each node
 
 
 def find_lost_nodes() -> list[str]:
@@ -16,22 +18,30 @@ def find_lost_nodes() -> list[str]:
 
     Ranks may learn of the loss of a node before Slurm does: each node is asked.
     """
-    names = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
-    ).stdout.split()
+    job = os.environ.get("SLURM_JOB_NODELIST")
+    if job is None:
+        return []
+    command = ["scontrol", "show", "hostnames", job]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    until = time.monotonic() + _ANSWER_SECONDS
     asked = {name: _ask(name) for name in names}
-    return [name for name, srun in asked.items() if not _answers(srun)]
+    return [name for name, srun in asked.items() if not _answers(srun, until)]
 
 
 def _ask(name: str) -> subprocess.Popen[bytes]:
     command = ["srun", "--mpi=none", "--overlap", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "true"]
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, preexec_fn=_unblock)
 
 
-def _answers(srun: subprocess.Popen[bytes]) -> bool:
+def _unblock() -> None:
+    """Let srun get the signals that its parent has blocked."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _answers(srun: subprocess.Popen[bytes], until: float) -> bool:
     try:
-        return srun.wait(_ANSWER_SECONDS) == 0
+        return srun.wait(max(0.0, until - time.monotonic())) == 0
     except subprocess.TimeoutExpired:
         srun.kill()
         srun.wait()

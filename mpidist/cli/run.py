@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,17 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Become the launcher, start it again and again, or print its command."""
+    hangup = signal.getsignal(signal.SIGHUP)
     library = recognise(library_version())
+    signal.signal(signal.SIGHUP, hangup)  # UCX takes it, also from nohup
     try:
-        ranks = _num_ranks(arguments, os.environ)
-        launch = _launch(arguments, library, ranks)
+        ranks, program, nodes = _num_ranks(arguments, os.environ), _program(arguments), _nodes(os.environ)
+        launch = _launch(arguments, library, program, ranks)
     except RefusedError as error:
         print(f"mpidist run: {error}", file=sys.stderr)
         return 2
     sys.stdout.flush()
     if arguments.max_restarts and not arguments.dry_run:
         limits = Limits(arguments.max_restarts, arguments.min_ranks)
-        return start_until_done(lambda n, lost: _launch(arguments, library, n, lost), ranks, limits, _nodes(os.environ))
+        return start_until_done(
+            lambda number, lost: _launch(arguments, library, program, number, lost), ranks, limits, nodes
+        )
     if not arguments.dry_run:
         os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.variables})
     print(command_text(launch.command, launch.variables))
@@ -85,6 +90,8 @@ def _in_job(environ: Mapping[str, str]) -> bool:
 def _nodes(environ: Mapping[str, str]) -> Nodes:
     if not _in_job(environ):
         return Nodes(1, list, None)
+    if not os.access(".", os.W_OK):
+        raise RefusedError(f"nobody may write into {Path.cwd()}: start the job in a folder that all nodes see")
     return Nodes(int(environ.get("SLURM_JOB_NUM_NODES", "1")), find_lost_nodes, Path.cwd())
 
 
@@ -107,9 +114,11 @@ def _num_ranks(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int
     return ranks
 
 
-def _launch(arguments: argparse.Namespace, library: MpiLibrary, ranks: int, lost: Sequence[str] = ()) -> Launch:
+def _launch(
+    arguments: argparse.Namespace, library: MpiLibrary, program: Sequence[str], ranks: int, lost: Sequence[str] = ()
+) -> Launch:
     """Choose the launcher and its options. `lost`: nodes of the job that are left out."""
-    environ, program = os.environ, _program(arguments)
+    environ = os.environ
     if _in_job(environ):
         threads = arguments.threads or int(environ.get("SLURM_CPUS_PER_TASK", "1"))
         options = [f"--mpi={library.slurm_plugin}", "-n", str(ranks), "-c", str(threads), "--kill-on-bad-exit=1"]
