@@ -121,6 +121,7 @@ mutants: $(MPICH)/.installed-test  ## Which seeded faults do the tests notice? h
 
 .PHONY: train-ps bench bench-peers performance gpu-check gpu-wheels
 train-ps: $(MPICH)/.installed  ## Train with parameter servers: 2 workers and 2 servers
+	mkdir -p results
 	$(MPICH)/bin/mpidist run -n $(RANKS) docs/examples/hidden_pixels.py --plot results/hidden_pixels.png
 
 bench: $(MPICH)/.installed  ## All-reduce, compared with raw MPI

@@ -37,10 +37,11 @@ def run(folder: Path, ranks: int, *arguments: str, **variables: str) -> subproce
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("ranks", "workers", "servers"), [(4, 2, 2), (0, 1, 1), (2, 1, 1), (3, 1, 2), (6, 4, 2)])
+@pytest.mark.parametrize(("ranks", "workers", "servers"), [(4, 2, 2), (0, 1, 1), (3, 1, 2)])
 def test_each_way_learns(tmp_path: Path, ranks: int, workers: int, servers: int) -> None:
     """0 ranks: without mpiexec."""
-    done = run(tmp_path, ranks, "--steps", "300", "--pause", "0.002")
+    plot = ["--plot", "curves.png"] if find_spec("matplotlib") else []
+    done = run(tmp_path, ranks, "--steps", "300", "--pause", "0.002", *plot)
     assert done.returncode == 0, done.stderr
     assert f"workers: {workers}, servers: {servers};" in done.stdout
     rows = ROW.findall(done.stdout)
@@ -48,14 +49,11 @@ def test_each_way_learns(tmp_path: Path, ranks: int, workers: int, servers: int)
     for _, steps, error in rows:
         assert 300 <= int(steps) < 300 + workers
         assert float(error) <= WANTED
-    if find_spec("matplotlib") is None:
-        assert "no hidden_pixels.png: matplotlib is not installed" in done.stdout
-    else:
-        assert (tmp_path / "hidden_pixels.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot or (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_number_of_servers_is_an_option_or_a_variable(tmp_path: Path) -> None:
-    few = "--steps", "5", "--pause", "0", "--plot", "few.png"
+    few = "--steps", "5", "--pause", "0"
     assert "workers: 2, servers: 1;" in run(tmp_path, 3, "--servers", "1", *few).stdout
     assert "workers: 2, servers: 1;" in run(tmp_path, 3, *few, NUM_PS="1").stdout
 
@@ -64,8 +62,7 @@ def test_the_number_of_servers_is_an_option_or_a_variable(tmp_path: Path) -> Non
     ("ranks", "arguments", "text"),
     [
         (3, ["--servers", "3"], "num_ps=3 of 3 ranks leaves no worker; start more ranks"),
-        (0, ["--servers", "0"], "--servers must be 1 or more, got 0"),
-        (0, ["--steps", "-1"], "--steps must be 1 or more, got -1"),
+        (0, ["--servers", "0"], "must be a whole number >= 1, got 0"),
     ],
 )
 def test_wrong_numbers_are_refused(tmp_path: Path, ranks: int, arguments: list[str], text: str) -> None:
