@@ -1,7 +1,6 @@
 """Train a small network on scikit-learn's handwritten digits: the same weights, bit for bit, on any number of ranks.
 
-    python digits.py                                one rank, no launcher
-    mpidist run -n 4 digits.py                      four ranks
+    python digits.py
     mpidist run -n 4 digits.py --device gpu
 
 Every rank holds the whole network, and carries some of the 8 replicas. At each step a replica computes the gradients of
@@ -11,6 +10,7 @@ its part of the batch, they are summed over all replicas, and every rank takes t
 import argparse
 import hashlib
 import time
+from importlib import import_module
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -22,9 +22,9 @@ parser = argparse.ArgumentParser(description="Train on handwritten digits, on an
 parser.add_argument("--epochs", type=int, default=30)
 parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
 options = parser.parse_args()
-xp = np
-if options.device == "gpu":
-    import cupy as xp
+if options.epochs < 1:
+    parser.error(f"--epochs must be 1 or more, got {options.epochs}")
+xp = import_module("cupy" if options.device == "gpu" else "numpy")
 
 
 def forward(images):

@@ -25,6 +25,9 @@ parser.add_argument("--steps", type=int, default=600, help="of all workers toget
 parser.add_argument("--pause", type=float, default=0.02, help="seconds that one step in five takes longer")
 parser.add_argument("--plot", metavar="FILE", help="draw the errors over time and over steps")
 options = parser.parse_args()
+for name in ("steps", "servers"):
+    if getattr(options, name) is not None and getattr(options, name) < 1:
+        parser.error(f"--{name} must be 1 or more, got {getattr(options, name)}")
 ways = {"in step": 0, "at most 8 steps ahead": 8, "free": None}  # and their staleness
 num_ranks = mpidist.cluster_resolver.MPIClusterResolver().num_tasks
 num_servers = min(2, max(1, num_ranks - 1)) if options.servers is None else options.servers

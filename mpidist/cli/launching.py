@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import shlex
+import signal
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
-__all__ = ["Launch", "RefusedError", "command_text", "count"]
+__all__ = ["Launch", "RefusedError", "command_text", "count", "prepare_child"]
+
+_PARENT_DEATH: Final = 1  # PR_SET_PDEATHSIG
 
 
 @final
@@ -32,3 +36,9 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)
+
+
+def prepare_child() -> None:
+    """Unblock all signals of a new process, and end it when its parent ends: for `subprocess`."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

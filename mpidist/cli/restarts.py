@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-from mpidist.cli.launching import Launch
+from mpidist.cli.launching import Launch, prepare_child
 from mpidist.transport.text import count_text
 
 __all__ = ["Limits", "Nodes", "start_until_done"]
@@ -24,7 +23,6 @@ _FORWARDED: Final = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 # From outside, as by the kernel without memory. MPICH's mpiexec returns the number of the signal, others 128 more.
 _OF_KILLED: Final = {number + more for number in (signal.SIGKILL, signal.SIGTERM) for more in (0, 128)}
 _BY_THE_KERNEL: Final = 128  # `si_code` of Ctrl-C, which a terminal sends to the launcher, too
-_PARENT_DEATH: Final = 1  # PR_SET_PDEATHSIG
 
 
 @final
@@ -45,13 +43,13 @@ class Nodes(NamedTuple):
     """The nodes on which ranks are started.
 
     Attributes:
-        number: How many there are.
-        find_lost: Returns the names of those that do not answer.
-        folder: A folder that all of them see; `None` for that of temporary files.
+        names: Their names.
+        find_lost: Returns the names of those that start no process.
+        folder: A folder that all of them share; `None` for that of temporary files.
     """
 
-    number: int
-    find_lost: Callable[[], list[str]]
+    names: Sequence[str]
+    find_lost: Callable[[Sequence[str]], list[str]]
     folder: Path | None
 
 
@@ -61,14 +59,14 @@ class _End(NamedTuple):
 
     Attributes:
         code: The exit code of the launcher, or of the rank that ended the job.
-        told: The signals that this process got meanwhile, and forwarded.
+        signals: The signals that this process received and forwarded.
         was_killed: Whether a rank was killed from outside.
         has_saved: Whether a checkpoint was saved.
         seconds: How long it took.
     """
 
     code: int
-    told: frozenset[signal.Signals]
+    signals: frozenset[signal.Signals]
     was_killed: bool
     has_saved: bool
     seconds: float
@@ -84,14 +82,13 @@ def start_until_done(launch: Callable[[int, Sequence[str]], Launch], ranks: int,
         nodes: Where.
     """
     plan = _Plan(ranks, limits, nodes)
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
-    forwarded = _FORWARDED - ({signal.SIGHUP} if is_ignored else set())
+    forwarded = {number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}  # nohup ignores one
     before = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
     try:
         with tempfile.TemporaryDirectory(prefix=".mpidist-run-", dir=nodes.folder) as folder:
             while True:
                 end = _run(launch(plan.ranks, plan.lost), plan.restarts, Path(folder), forwarded)
-                if not plan.goes_on_after(end):
+                if not plan.restart_after(end):
                     return end.code
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -99,90 +96,84 @@ def start_until_done(launch: Callable[[int, Sequence[str]], Launch], ranks: int,
 
 @final
 class _Plan:
-    """With what a program is started next, and whether it is.
+    """Number of ranks and nodes of the next start.
 
     A program that fails twice by an error of its own, and has saved nothing in between, would fail a third time.
     """
 
     def __init__(self, ranks: int, limits: Limits, nodes: Nodes) -> None:
-        self._all, self._limits, self._nodes = ranks, limits, nodes
+        self._ranks_of_all_nodes, self._nodes = ranks, nodes
+        self._max_restarts, self._min_ranks = limits
         self._has_failed = False
         self.restarts = 0
         self.ranks = ranks
         self.lost: list[str] = []
 
-    def goes_on_after(self, end: _End) -> bool:
-        """Choose what is next, and say so. Local."""
+    def restart_after(self, end: _End) -> bool:
+        """Decide whether to start the ranks again, and print the decision."""
         if end.code == 0:
             return False
         what = f"{count_text(self.ranks, 'rank')} ended with exit code {end.code} after {end.seconds:.0f} s"
         if end.was_killed:
             what += "; a rank was killed"
-        why_not = self._why_to_end(end)
+        why_not = self._reason_to_stop(end)
         if not why_not:
-            before, self.lost = self.lost, self._nodes.find_lost()
+            before, self.lost = self.lost, self._nodes.find_lost(self._nodes.names)
             if self.lost:
                 what += f"; no answer from {', '.join(self.lost)}"
-            why_not = self._why_not(end, is_node_lost=not {*self.lost} <= {*before})
+            why_not = self._plan_next(end, is_node_lost=not {*self.lost} <= {*before})
         if not why_not:
             self.restarts += 1
-            most = self._limits.max_restarts
-            what += f"; restart {self.restarts} of at most {most}, with {count_text(self.ranks, 'rank')}"
+            what += f"; restart {self.restarts} of at most {self._max_restarts}, with {count_text(self.ranks, 'rank')}"
         else:
             what += f"; not started again: {why_not}"
         print(f"mpidist run: {what}", file=sys.stderr, flush=True)
         return not why_not
 
-    def _why_to_end(self, end: _End) -> str:
-        """Return why this end is wanted, or ""."""
-        if end.told & _ENDING:
-            return f"{min(end.told & _ENDING).name} has come"
-        if end.code == _PREEMPTED and (end.told or end.has_saved):
-            return "it has saved, and is to be continued later"
-        if self.restarts == self._limits.max_restarts:
-            return f"it was started again {count_text(self.restarts, 'time')} already (--max-restarts)"
+    def _reason_to_stop(self, end: _End) -> str:
+        """Return why no restart follows, whatever is left of the nodes, or ""."""
+        if end.signals & _ENDING:
+            return f"received {min(end.signals & _ENDING).name}"
+        if end.code == _PREEMPTED and (end.signals or end.has_saved):
+            return "the program has saved its state, to be continued later"
+        if self.restarts == self._max_restarts:
+            return f"all restarts are used (--max-restarts {self._max_restarts})"
         return ""
 
-    def _why_not(self, end: _End, is_node_lost: bool) -> str:
-        """Choose the number of ranks, and return "", or return why the program is not started again."""
+    def _plan_next(self, end: _End, is_node_lost: bool) -> str:
+        """Choose the number of ranks; return why no restart is possible, or ""."""
         is_error = not end.was_killed and not is_node_lost
         if is_error and self._has_failed and not end.has_saved:
-            return "it has failed twice without a new checkpoint in between, which is an error of the program"
+            return "the program has failed twice without a new checkpoint in between"
         self._has_failed = is_error
-        least = self._limits.min_ranks
-        if end.was_killed and not is_node_lost and least is not None:
-            self._all -= self._all > least
-        on_each = -(-self._all // self._nodes.number)
-        self.ranks = min(self._all, on_each * (self._nodes.number - len(self.lost)))
-        if self.ranks < (least or 1):
-            needed = f", and --min-ranks is {least}" if least else ""
-            return f"there are nodes for {count_text(self.ranks, 'rank')}{needed}"
+        if end.was_killed and not is_node_lost and self._min_ranks is not None:
+            self._ranks_of_all_nodes -= self._ranks_of_all_nodes > self._min_ranks
+        num_nodes = len(self._nodes.names)
+        on_each = -(-self._ranks_of_all_nodes // num_nodes)
+        self.ranks = min(self._ranks_of_all_nodes, on_each * (num_nodes - len(self.lost)))
+        if self.ranks < (self._min_ranks or 1):
+            needed = f", and --min-ranks is {self._min_ranks}" if self._min_ranks else ""
+            return f"the nodes that are left take {count_text(self.ranks, 'rank')}{needed}"
         return ""
 
 
 def _run(launch: Launch, restarts: int, folder: Path, forwarded: set[signal.Signals]) -> _End:
-    """Start the launcher, forward the signals that come, which are blocked here, and wait for its end."""
+    """Start the launcher, forward signals to it, which this process blocks, and wait for its end."""
     saved = folder / "saved"
     code_file = Path(os.environ.get("MPIDIST_EXIT_CODE_FILE") or folder / "exit-code")
     for file in (code_file, saved):
         file.unlink(missing_ok=True)
     own = {"MPIDIST_RESTARTS": restarts, "MPIDIST_EXIT_CODE_FILE": code_file, "MPIDIST_SAVED_FILE": saved}
     environment = os.environ | launch.variables | {name: str(value) for name, value in own.items()}
-    began, told = time.monotonic(), set()
-    launcher = subprocess.Popen(launch.command, env=environment, preexec_fn=_prepare_child)
+    began, signals = time.monotonic(), set()
+    launcher = subprocess.Popen(launch.command, env=environment, preexec_fn=prepare_child)
     while launcher.poll() is None:
-        said = signal.sigwaitinfo(forwarded | {signal.SIGCHLD})
-        if said.si_signo != signal.SIGCHLD:
-            told.add(signal.Signals(said.si_signo))
-            if said.si_code != _BY_THE_KERNEL:
-                launcher.send_signal(said.si_signo)
+        received = signal.sigwaitinfo(forwarded | {signal.SIGCHLD})
+        if received.si_signo != signal.SIGCHLD:
+            signals.add(signal.Signals(received.si_signo))
+            if received.si_code != _BY_THE_KERNEL:
+                launcher.send_signal(received.si_signo)
     code = launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
     text = code_file.read_text().strip() if code_file.exists() else ""
     was_killed = code in _OF_KILLED and not text
-    return _End(int(text or code), frozenset(told), was_killed, saved.exists(), time.monotonic() - began)
-
-
-def _prepare_child() -> None:
-    """Let a new process get all signals, and end with this one."""
-    ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    return _End(int(text or code), frozenset(signals), was_killed, saved.exists(), time.monotonic() - began)

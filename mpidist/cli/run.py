@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist.cli.allocation import find_lost_nodes
+from mpidist.cli.allocation import find_lost_nodes, nodes_of_job
 from mpidist.cli.launching import Launch, RefusedError, command_text, count
 from mpidist.cli.restarts import Limits, Nodes, start_until_done
 from mpidist.transport.mpi.launch import is_in_step
@@ -34,7 +34,6 @@ from mpidist.transport.mpi.library import library_version
 from mpidist.transport.mpi.mpi_libraries import MpiLibrary, recognise
 
 __all__ = ["add_arguments", "run"]
-
 
 _THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _OPEN_MPI_AS_ROOT: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -65,13 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     library = recognise(library_version())
     signal.signal(signal.SIGHUP, hangup)  # UCX takes it, also from nohup
     try:
-        ranks, program, nodes = _num_ranks(arguments, os.environ), _program(arguments), _nodes(os.environ)
+        ranks, program = _num_ranks(arguments, os.environ), _program(arguments)
+        nodes = _nodes(os.environ) if arguments.max_restarts else None
         launch = _launch(arguments, library, program, ranks)
     except RefusedError as error:
         print(f"mpidist run: {error}", file=sys.stderr)
         return 2
     sys.stdout.flush()
-    if arguments.max_restarts and not arguments.dry_run:
+    if nodes is not None and not arguments.dry_run:
         limits = Limits(arguments.max_restarts, arguments.min_ranks)
         return start_until_done(
             lambda number, lost: _launch(arguments, library, program, number, lost), ranks, limits, nodes
@@ -88,11 +88,13 @@ def _in_job(environ: Mapping[str, str]) -> bool:
 
 
 def _nodes(environ: Mapping[str, str]) -> Nodes:
-    if not _in_job(environ):
-        return Nodes(1, list, None)
+    """Return the nodes of the job; without one, this machine, which is not lost."""
+    names = nodes_of_job(environ) if _in_job(environ) else []
+    if not names:
+        return Nodes(["this machine"], lambda names: [], None)
     if not os.access(".", os.W_OK):
-        raise RefusedError(f"nobody may write into {Path.cwd()}: start the job in a folder that all nodes see")
-    return Nodes(int(environ.get("SLURM_JOB_NUM_NODES", "1")), find_lost_nodes, Path.cwd())
+        raise RefusedError(f"--max-restarts writes into {Path.cwd()}, and may not: use a folder that all nodes share")
+    return Nodes(names, find_lost_nodes, Path.cwd())
 
 
 def _num_ranks(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -124,8 +126,7 @@ def _launch(
         options = [f"--mpi={library.slurm_plugin}", "-n", str(ranks), "-c", str(threads), "--kill-on-bad-exit=1"]
         options += ["--label"] * arguments.tag
         if lost:
-            num_nodes = int(environ["SLURM_JOB_NUM_NODES"]) - len(lost)
-            options += [f"--nodes={num_nodes}", f"--exclude={','.join(lost)}"]
+            options += [f"--nodes={len(nodes_of_job(environ)) - len(lost)}", f"--exclude={','.join(lost)}"]
         return Launch(["srun", *options, *program], _threads(arguments, threads, environ))
     cores = _num_cores()
     share = cores // ranks

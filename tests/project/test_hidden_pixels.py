@@ -62,7 +62,8 @@ def test_the_number_of_servers_is_an_option_or_a_variable(tmp_path: Path) -> Non
     ("ranks", "arguments", "text"),
     [
         (3, ["--servers", "3"], "num_ps=3 of 3 ranks leaves no worker; start more ranks"),
-        (0, ["--servers", "0"], "must be a whole number >= 1, got 0"),
+        (0, ["--servers", "0"], "--servers must be 1 or more, got 0"),
+        (0, ["--steps", "-1"], "--steps must be 1 or more, got -1"),
     ],
 )
 def test_wrong_numbers_are_refused(tmp_path: Path, ranks: int, arguments: list[str], text: str) -> None:

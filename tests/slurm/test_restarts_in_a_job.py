@@ -55,7 +55,6 @@ def test_job_that_loses_a_node_goes_on_without_it_to_the_same_bits(tmp_path: Pat
         cluster.lose("n3")
         cluster.call("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=lost")
         ended = job.end()
-        cluster.call("scontrol", "update", "NodeName=n3", "State=RESUME")
         assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
         assert "start 0 on 3 nodes at 0" in ended.output
         assert "start 1 on 2 nodes at " in ended.output
