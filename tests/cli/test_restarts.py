@@ -78,7 +78,7 @@ def test_restart_after_a_killed_rank_goes_on_from_the_checkpoint_with_a_rank_few
     assert second.endswith("s; a rank was killed; restart 2 of at most 3, with 2 ranks")
 
 
-@pytest.mark.parametrize(("fault", "codes"), [("raise ValueError('bad batch')", {1}), ("os.abort()", {6, 134})])
+@pytest.mark.parametrize(("fault", "codes"), [("raise ValueError('bad batch')", {1}), ("os.abort()", {6, 15, 134})])
 def test_restart_is_not_made_when_the_same_step_fails_twice(tmp_path: Path, fault: str, codes: set[int]) -> None:
     body = f"steps(1 - checkpoint.step)\nif rank == 1: {fault}\nstrategy.barrier()"
     code, out, said = run(tmp_path, body, "-n", "2", "--max-restarts", "9")
