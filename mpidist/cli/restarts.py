@@ -50,7 +50,7 @@ class Nodes(NamedTuple):
     """
 
     names: Sequence[str]
-    find_lost: Callable[[Sequence[str]], list[str]]
+    find_lost: Callable[[], list[str]]
     folder: Path | None
 
 
@@ -119,7 +119,7 @@ class _Plan:
             what += "; a rank was killed"
         why_not = self._reason_to_stop(end)
         if not why_not:
-            before, self.lost = self.lost, self._nodes.find_lost(self._nodes.names)
+            before, self.lost = self.lost, self._nodes.find_lost()
             if self.lost:
                 what += f"; no answer from {', '.join(self.lost)}"
             why_not = self._plan_next(end, is_node_lost=not {*self.lost} <= {*before})

@@ -7,6 +7,7 @@ The facts
 Where they come from
     `MPIClusterResolver`        the ranks of a communicator; what strategies use by default
     `SlurmClusterResolver`      the variables that `srun` sets
+    `FluxClusterResolver`       the job of Flux
     `TFConfigClusterResolver`   the variable TF_CONFIG
     `SimpleClusterResolver`     the program itself
     `UnionResolver`             several of them
@@ -15,6 +16,7 @@ A new resolver is one file beside these and one line below.
 """
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.flux import FluxClusterResolver
 from mpidist.cluster_resolver.mpi import MPIClusterResolver
 from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
@@ -26,6 +28,7 @@ from mpidist.package_names import define_names as _define_names
 __all__ = [
     "ClusterResolver",
     "ClusterSpec",
+    "FluxClusterResolver",
     "MPIClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

@@ -90,6 +90,29 @@ def test_run_in_a_job_of_slurm_uses_srun_for_all_tasks(
     assert srun[-2:] == [sys.executable, "train.py"]
 
 
+def test_run_in_a_job_of_pbs_starts_a_rank_for_each_line_of_its_node_file(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
+    done = mpidist_run(tmp_path, "train.py", PBS_NODEFILE=str(tmp_path / "nodes"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 1", "rank 1 of 2 1"]
+    done = mpidist_run(tmp_path, "-n", "3", "train.py", PBS_NODEFILE=str(tmp_path / "nodes"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "this job of PBS takes 2 ranks, not 3: " in done.stderr
+
+
+def test_run_in_an_instance_of_flux_uses_flux_run(
+    program: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program.parent / "flux").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FLUX_URI", "local:///run/flux/local")
+    assert run_command(["run", "-n", "3", "--threads", "2", "--dry-run", "train.py"]) == 0
+    words = capsys.readouterr().out.split()
+    flux = words[words.index("flux") :]
+    assert flux[:8] == ["flux", "run", "-n", "3", "-c", "2", "-o", "exit-on-error"]
+    assert flux[-2:] == [sys.executable, "train.py"]
+
+
 @pytest.mark.usefixtures("program")
 @pytest.mark.parametrize(
     ("arguments", "variables", "text"),
