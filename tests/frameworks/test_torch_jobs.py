@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs.failing import PROJECT
 from jobs.faults import THREE, Ended, Job, environment, job, of_others, run_command
 from mpi_session.launch import Launcher
 
@@ -69,17 +70,32 @@ except PeerFailedError as error:
 """
 
 
+def run_file(folder: Path, ranks: int, file: Path, *arguments: str, **variables: str) -> Ended:
+    launcher = [*Launcher.find(None).command, "-n", str(ranks)]
+    return run_command(folder, [*launcher, sys.executable, str(file), *arguments], ranks, **variables)
+
+
 def run(folder: Path, ranks: int, program: str, **variables: str) -> Ended:
     file = folder / "program.py"
     file.write_text(program)
-    return run_command(
-        folder, [*Launcher.find(None).command, "-n", str(ranks), sys.executable, str(file)], ranks, **variables
-    )
+    return run_file(folder, ranks, file, **variables)
 
 
 def test_program_needs_nothing_but_the_launcher(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, HEAD + "assert (int(os.environ['LOCAL_RANK']), size) == (rank, 2)" + END)
     assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
+
+
+def test_example_goes_on_from_a_checkpoint_with_other_ranks(tmp_path: Path) -> None:
+    losses = {}
+    for folder, ranks, steps in [("continued", 2, "4"), ("continued", 3, "8"), ("undisturbed", 1, "8")]:
+        ended = run_file(tmp_path, ranks, Path(PROJECT) / "docs/examples/gpt.py", folder, steps)
+        assert ended.status == 0, ended.err
+        before, _, loss = ended.out.partition("\n")[0].partition(": loss ")
+        assert before == f"step {steps}"
+        losses[folder] = float(loss)
+    assert losses["continued"] == pytest.approx(losses["undisturbed"], abs=0.01)
+    assert losses["continued"] < 4  # at first, the logarithm of the number of letters: 4.6
 
 
 def test_entry_point_registers_the_backend_and_imports_no_mpidist() -> None:
