@@ -216,6 +216,11 @@ class CommunicationOptions:
         how = self.bytes_per_pack, self.implementation, self.reproducible
         return *how, self.compression, self.compress_everywhere
 
+    @cached_property
+    def overrides(self) -> tuple[tuple[str, Any], ...]:
+        """What was given of these fields, by name: a plan of calls with these options holds for them."""
+        return tuple((name, value) for name, value in self._all_given().items() if name != "timeout_seconds")
+
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """Override these options by those that were given to `other`.
 

@@ -22,7 +22,7 @@ from mpidist.collectives.arguments.out_arrays import write_outs
 from mpidist.collectives.plans.call import ReductionCall
 from mpidist.collectives.plans.fused_execution import FusedExecution
 from mpidist.collectives.plans.repeated_reductions import RepeatedReduction
-from mpidist.options import Compression, ReduceOp
+from mpidist.options import CommunicationOptions, Compression, ReduceOp
 from mpidist.transport.agreement.agreement import Progress
 from mpidist.transport.agreement.fingerprint import name_digest
 from mpidist.transport.array_libraries.libraries import known_library_of, library_of
@@ -42,9 +42,9 @@ _NUMBERS: Final = {float, np.float16, np.float32, np.float64}  # such as a loss
 _OTHERS: Final = "other arrays"
 
 # What equal calls have in common: the name of the call, the reduction as the user wrote it, the shape and the dtype of
-# the array (of a nest the structure, and none), and whether arrays of the caller's take the result: of a nest its own,
-# or `_OTHERS`. It has no names, as it is made in each call.
-CallKey: TypeAlias = tuple[str, Any, tuple[Any, ...], np.dtype[Any] | None, bool | str]
+# the array (of a nest the structure, and none), what options of the call override, and whether arrays of the caller's
+# take the result: of a nest its own, or `_OTHERS`. It has no names, as it is made in each call.
+CallKey: TypeAlias = tuple[str, Any, tuple[Any, ...], np.dtype[Any] | None, tuple[Any, ...], bool | str]
 
 Array = np.ndarray[Any, Any]
 
@@ -54,8 +54,8 @@ def key_of_repeated(
 ) -> tuple[CallKey, Any, Any, list[Any] | None] | None:
     """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
-    These calls reduce one NumPy array, with the options of the algorithm: into a new array, in place, or into another
-    array of the same kind, with which it shares no memory. A float is such an array without axes. Or they reduce a nest
+    These calls reduce one NumPy array: into a new array, in place, or into another array of the same kind, with which
+    it shares no memory. A float is such an array without axes. Or they reduce a nest
     of NumPy arrays, into new ones, in place, or into per-node arrays; or a nest of tensors, whose arrays are known,
     into new ones or in place.
 
@@ -67,8 +67,13 @@ def key_of_repeated(
         out: The nest of arrays that takes the result.
         error: What the caller found wrong on this rank.
     """
-    if options is not None or error is not None or type(reduce_op) not in _OP_TYPES:
+    if error is not None or type(reduce_op) not in _OP_TYPES:
         return None
+    overrides: tuple[Any, ...] = ()
+    if options is not None:
+        if type(options) is not CommunicationOptions:
+            return None
+        overrides = options.overrides
     likes = None
     if type(value) in _NUMBERS and out is None:
         value, likes = library_of(value).to_native(value), [value]
@@ -78,13 +83,13 @@ def key_of_repeated(
             return None
         if out is not None and not (flags.writeable if out is value else _takes_result(out, value)):
             return None
-        return (name, reduce_op, value.shape, value.dtype, out is not None), value, out, likes
-    if native is None or type(value) not in _NESTS or not value:
+        return (name, reduce_op, value.shape, value.dtype, overrides, out is not None), value, out, likes
+    if native is None or not (type(value) in _NESTS or hasattr(type(value), "_fields")) or not value:
         return None
     try:
         leaves, structure = _flatten(value)
         outs, into = (leaves, True) if out is value else (None, False) if out is None else _outs(out, leaves, structure)
-        key = (name, reduce_op, structure, None, into)
+        key = (name, reduce_op, structure, None, overrides, into)
         if type(leaves[0]) is np.ndarray:
             return (key, leaves, outs, None) if outs is None or type(outs[0]) is np.ndarray else None
         library = known_library_of(leaves[0])
@@ -185,10 +190,11 @@ class RepeatedCalls:
         self._lists: dict[Any, list[_ListCall]] = {}  # by `_place_of_list`, the newest first
         self._cached_for: Levels | None = None
 
-    def run(self, key: CallKey, value: Any, out: Any, likes: list[Any] | None) -> Any:
+    def run(self, timeout: float | None, key: CallKey, value: Any, out: Any, likes: list[Any] | None) -> Any:
         """Reduce as an earlier call did, if there was one. Collective, unless it returns `None`.
 
         Args:
+            timeout: The deadline of this call, in seconds, as `CommunicationOptions.timeout_seconds`.
             key: As all further arguments, what `key_of_repeated` has returned: the key of the call.
             value: The array, or the list of a nest's leaves; `None` for tensors whose arrays are not known.
             out: What takes the result; `None` for new arrays.
@@ -211,6 +217,7 @@ class RepeatedCalls:
             cached, variant = known.cached, known.variant
             if variant is None:
                 variant = cached.execution.variant_of_private()
+            cached.call.timeout_seconds = timeout
             results = self._make(cached, cached.reduction, variant, value, out)
             return results if likes is None else library_of(likes[0]).from_natives(results, likes)
         alike = self._cached.get(key)
@@ -222,6 +229,7 @@ class RepeatedCalls:
             if symmetric is None or out is not value or symmetric.array() is not value or symmetric.key != key:
                 return None
             reduction, of_array = symmetric.reduction, symmetric.variant
+        alike.call.timeout_seconds = timeout
         result = self._make(alike, reduction, of_array, value, out)
         return result if likes is None else library_of(likes[0]).from_native(result, likes[0])
 
@@ -389,7 +397,7 @@ def _call_like(call: ReductionCall) -> ReductionCall:
 def _call_with(call: ReductionCall, error: Exception) -> ReductionCall:
     """Return the same call, with what is wrong on this rank."""
     like = _call_like(call)
-    like.fingerprint = call.fingerprint
+    like.fingerprint, like.timeout_seconds = call.fingerprint, call.timeout_seconds
     like.error = error
     return like
 

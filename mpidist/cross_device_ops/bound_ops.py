@@ -119,8 +119,12 @@ class BoundOps(Algorithm):
         """
         reductions = self._reductions
         repeated = key_of_repeated(call, reduce_op, value, options, out, error)
-        if repeated is not None and (result := reductions.repeated.run(*repeated)) is not None:
-            return out if out is not None else rebuild_results(value, result, {}) if type(result) is list else result
+        if repeated is not None:
+            own = None if options is None else options.timeout_seconds
+            timeout = self.options.timeout_seconds if own is None else own
+            if (result := reductions.repeated.run(timeout, *repeated)) is not None:
+                is_nest = out is None and type(result) is list
+                return rebuild_results(value, result, {}) if is_nest else result if out is None else out
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(reduction_call)
         if repeated is not None:

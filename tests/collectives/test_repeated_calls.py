@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from support.everywhere import raises_everywhere
 from support.reductions import LARGE, all_reduce, are_repeated
 
 import mpidist
+from mpidist import CommunicationOptions as Options
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.collectives.plans.repeated_reductions import LargeArray, SmallArray
+from mpidist.errors import DeadlineExceededError
 from mpidist.transport.agreement.agreement import Progress
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.native.loading import native
@@ -278,13 +281,48 @@ def test_repeated_number_is_reduced_as_an_array_and_stays_of_its_type(
 
 
 @pytest.mark.ranks(1, 3)
+def test_repeated_call_with_options_is_known_by_what_they_override(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool]
+) -> None:
+    unlike = {"reproducible": False}
+    kinds = [None, Options(timeout_seconds=600.0), Options(**unlike), Options(timeout_seconds=500.0, **unlike)]
+    for step in range(3):
+        for options in kinds:
+            assert (all_reduce(strategy, "sum", np.full(5, step), options=options) == step * comm.size).all()
+    again = are_repeated(strategy)
+    assert repeated == [False, again, False, *[again] * 9]
+    with raises_everywhere(comm, TypeError):
+        all_reduce(strategy, "sum", np.zeros(5, int), options={"timeout_seconds": 3})
+
+
+@pytest.mark.ranks(2)
+def test_deadline_of_a_repeated_call_is_that_of_its_own_options(strategy: Strategy, comm: Intracomm) -> None:
+    def call(seconds: float) -> Any:
+        return all_reduce(strategy, "sum", np.ones(5), options=Options(timeout_seconds=seconds))
+
+    for _ in range(3):
+        call(600.0)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError, match="waited 1 s"):
+            call(1.0)
+        comm.send(None, 1)
+    else:
+        comm.recv(source=0)
+        with pytest.raises(DeadlineExceededError):
+            call(600.0)
+
+
+@pytest.mark.ranks(1, 3)
 def test_repeated_lists_whose_first_arrays_are_alike_do_not_displace_each_other(
     strategy: Strategy, comm: Intracomm, repeated: list[bool]
 ) -> None:
-    lists = [[np.full(16, 1.0), np.full(size, 2.0)] for size in (32, 64, 48)]
+    pair = namedtuple("pair", "one two")
+    lists: list[Any] = [[np.full(16, 1.0), np.full(size, 2.0)] for size in (32, 64)]
+    lists.append(pair(np.full(16, 1.0), np.full(48, 2.0)))
     for _ in range(3):
         for arrays in lists:
             results = all_reduce(strategy, "sum", arrays)
+            assert type(results) is type(arrays)
             assert [int(result[-1]) for result in results] == [comm.size, 2 * comm.size]
     assert repeated == ([] if native is None else [False] * 3 + [are_repeated(strategy)] * 6)
 
