@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, final
 from mpidist.transport.failures.exit_code import status_of, watch_exits, watch_immediate_exits, where_raised
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launcher_abort import store_code
-from mpidist.transport.shared_errors import following_of, has_left
+from mpidist.transport.shared_errors import following_of, has_left, is_shared
 from mpidist.transport.stacks import Stack
 from mpidist.transport.text import text_of
 from mpidist.transport.tracebacks import traceback_text
@@ -58,7 +58,7 @@ class Job(NamedTuple):
         save_flights: Writes flight recorders to files. The arguments: why, and where this rank is in its program;
             `None` where it still is there.
         is_thread_of_a_group: Whether other ranks may wait for this thread.
-        has_lower_rank_ended: Whether a lower rank has failed, too, and has told this rank so.
+        has_lower_rank_ended: Whether a lower rank has failed, too, and has told this rank so, or could not tell it.
         leave: Leaves all groups because of an exception, if the other ranks go on without this rank. Returns whether
             they do.
         finish: Finishes what must not be lost, such as files that a thread writes.
@@ -213,7 +213,7 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
             job.tell_end(text_of(error))
         if issubclass(kind, Exception):
             job.save_flights(text_of(error), Stack.of_traceback(error.__traceback__))
-    _wait_for_lower_rank(job)
+    _wait_for_lower_rank(job, error)
     report(error, job.prefix)
 
 
@@ -225,11 +225,11 @@ def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[th
         _fail(arguments.exc_type, error, arguments.exc_traceback)
 
 
-def _wait_for_lower_rank(job: Job) -> None:
+def _wait_for_lower_rank(job: Job, error: BaseException) -> None:
     """Give a lower rank that fails alike, by the same mistake or Ctrl-C, time to print the error and end this rank."""
     if job.rank > 0:
         time.sleep(_LOWER_RANK_FIRST_SECONDS)
-        if job.has_lower_rank_ended():
+        if is_shared(error) or job.has_lower_rank_ended():
             time.sleep(_FOLLOW_SECONDS)
 
 
@@ -246,7 +246,7 @@ def _end_with_code(error: SystemExit) -> None:
         return
     try:
         job.tell_end(f"SystemExit: {error.args[0]}")
-        _wait_for_lower_rank(job)
+        _wait_for_lower_rank(job, error)
         _report_exit(job, error)
     finally:
         _abort(job, code)

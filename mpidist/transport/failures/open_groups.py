@@ -320,8 +320,9 @@ def leave(error: BaseException) -> bool:
 
 
 def has_lower_rank_ended() -> bool:
-    """Whether a lower rank, in any group, has told of the end of its program. Local."""
-    return any(group.has_lower_rank_ended() for group in (*_open, *_failed))
+    """Whether a lower rank, in any group, has told of the end of its program, or had no group to tell it. Local."""
+    groups = (*_open, *_failed)
+    return not groups or any(group.has_lower_rank_ended() for group in groups)
 
 
 def call_before_abort(function: Callable[[], None]) -> None:
