@@ -63,9 +63,9 @@ class BatchJob:
         """Wait until the job has written something."""
         self._wait_until(lambda: text in self._output(), f"did not write {text!r}")
 
-    def wait_for_file(self, name: str) -> None:
-        """Wait until the job has made a file or folder."""
-        self._wait_until((self.folder / name).exists, f"did not make {name}")
+    def wait_for_file(self, pattern: str) -> None:
+        """Wait until the job has made such a file or folder."""
+        self._wait_until(lambda: any(self.folder.glob(pattern)), f"did not make {pattern}")
 
     def start_again(self, attempt: int, time_limit: str) -> None:
         """Wait until the job is requeued for this attempt, and let it start, with a time limit.

@@ -8,6 +8,7 @@ standard input: whatever becomes of the program that has the cluster, the kernel
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -264,11 +265,11 @@ def _has_variables(process: Path, variables: Mapping[str, str]) -> bool:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Find ports of TCP that nobody listens on."""
-    sockets = [socket.socket() for _ in range(number)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Find ports of TCP that nobody listens on, below those that the kernel gives to whoever asks for any."""
+    ports = set[int]()
+    while len(ports) < number:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as one, suppress(OSError):  # another program has it
+            one.bind(("127.0.0.1", port))
+            ports.add(port)
+    return [*ports]

@@ -51,7 +51,7 @@ def test_job_that_loses_a_node_goes_on_without_it_to_the_same_bits(tmp_path: Pat
     (tmp_path / "again.sbatch").write_text(SCRIPT)
     with EmulatedCluster() as cluster:
         job = submit(cluster, tmp_path, library, tmp_path / "again.sbatch", PROGRAM, arguments=("slowly",))
-        job.wait_for_file("saved/ckpt-3")
+        job.wait_for_file("saved/ckpt-*")  # of which two are kept
         cluster.lose("n3")
         cluster.call("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=lost")
         ended = job.end()
