@@ -275,7 +275,8 @@ def test_sleeps(comm):
     assert outer.returncode == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt" in text
     pids = [int(pid) for file in files for pid in file.read_text().split()]
-    assert [pid for pid in pids if is_running(pid)] == []
+    while any(map(is_running, pids)):  # what was killed may take a moment; the test's limit ends a wait in vain
+        time.sleep(0.05)
 
 
 def is_running(pid):
@@ -398,4 +399,5 @@ def test_alone():
 """
     result = Result(write(tmp_path, MEET + source), "--ranks", "1", "-x")
     assert "1 failed in" in result.closing(), "the ranks, which wait for nothing, would fail, too"
-    assert not is_running((tmp_path / "pid").read_text())
+    while is_running((tmp_path / "pid").read_text()):
+        time.sleep(0.05)

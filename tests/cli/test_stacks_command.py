@@ -35,18 +35,18 @@ def test_stacks_of_a_running_job_are_put_together(job: Job) -> None:
 
     def look(launcher: subprocess.Popen[bytes], notes: Path) -> None:
         place = r"^ranks 0, 2: \S+program\.py:\d+ in reduce\nrank 1: \S+program\.py:\d+ in await_notes$"
-        while not found or not re.search(place, found[0].stdout, re.MULTILINE):  # the job's limit ends this in vain
-            found[:] = [stacks(str(launcher.pid))]
-        found.append(stacks(str(launcher.pid), "--whole"))
+        whole = r"^rank 1: .*\n    \S+ in await_notes\n    \S+ in read\n    \S+ in <module>$"
+        for option, pattern in (("", place), ("--whole", whole)):  # the test's limit ends a look in vain
+            while not re.search(pattern, (one := stacks(str(launcher.pid), *option.split())).stdout, re.MULTILINE):
+                pass
+            found.append(one)
         with notes.open("a") as file:
             file.write('{"rank": 0, "what": "go on"}\n')
 
     ended = job(RUNS.replace('"go on"', '"go on", 0'), THREE, interfere=look)
     assert (ended.status, ended.err) == (0, "")
-    short, whole = found
-    assert (short.returncode, short.stderr) == (0, "")
-    assert re.match(r"job \d+: .*, ranks 0-2 on \S+\n", short.stdout)
-    assert re.search(r"\nrank 1: .*\n    \S+ in await_notes\n    \S+ in read\n    \S+ in <module>\n", whole.stdout)
+    assert [(one.returncode, one.stderr) for one in found] == [(0, "")] * 2
+    assert re.match(r"job \d+: .*, ranks 0-2 on \S+\n", found[0].stdout)
 
 
 def test_stacks_of_no_job_are_refused() -> None:

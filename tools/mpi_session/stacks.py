@@ -42,8 +42,9 @@ def collect(directory: Path, places: Places, ranks: Iterable[int]) -> dict[int, 
     deadline = time.monotonic() + _PATIENCE
     waiting = [rank for rank, problem in asked.items() if not problem]
     while waiting and time.monotonic() < deadline:
-        time.sleep(0.1)  # also lets a file grow to its end once it has begun
+        time.sleep(0.1)
         waiting = [rank for rank in waiting if not _path(directory, rank).stat().st_size]
+    time.sleep(0.1)  # lets a file that has begun grow to its end
     return {rank: problem or _shown(_path(directory, rank)) for rank, problem in asked.items()}
 
 

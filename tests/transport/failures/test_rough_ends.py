@@ -110,6 +110,7 @@ NOT_BUILT = f"""
 import time
 from mpi4py import MPI
 import mpidist
+MPI.COMM_WORLD.Barrier()  # all have imported what they need
 if MPI.COMM_WORLD.rank == 0:
     time.sleep({LONG_SECONDS})
 mpidist.MultiWorkerMirroredStrategy()
@@ -120,5 +121,5 @@ mpidist.MultiWorkerMirroredStrategy()
 def test_ranks_warn_that_rank_0_does_not_build_a_strategy(job: Job, before: tuple[str, ...]) -> None:
     ended = job(NOT_BUILT, head="", before=before, MPIDIST_STALL_SECONDS="1", MPIDIST_TIMEOUT_SECONDS="3")
     pattern = r"building a strategy on rank [12] has waited \d+ s, and not all 3 ranks have come to build it"
-    places = r" \(rank 0: \S+program\.py:6 in <module>; ranks 1-2: \S+program\.py:7 in <module>\)"
+    places = r" \(rank 0: \S+program\.py:7 in <module>; ranks 1-2: \S+program\.py:8 in <module>\)"
     assert len(re.findall(pattern + (r"" if before else places), ended.err)) == 1, ended.err

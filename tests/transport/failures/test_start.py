@@ -63,7 +63,7 @@ def test_exit_in_good_order_ends_no_job(job: Job) -> None:
 
 
 def test_a_rank_that_comes_late_is_named_once(job: Job) -> None:
-    ended = job(LAUNCHED + "import mpidist\n" + SIGNS + COMES_LATE + BUILD, head="", MPIDIST_STALL_SECONDS="0.5")
+    ended = job(LAUNCHED + "import mpidist\n" + SIGNS + COMES_LATE + BUILD, head="", MPIDIST_STALL_SECONDS="5")
     assert (ended.status, ended.out.count("sum 3.0")) == (0, 3)
     assert ended.err.count("has waited") == ended.err.count(WARNING) == 1
     assert "and rank 1 (process " in ended.err

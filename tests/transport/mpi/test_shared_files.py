@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_shared_files_without_names_serve_what_mpi_makes_later(run: Run) -> None
 def test_shared_files_keep_their_names_where_a_variable_says_so_and_doctor_removes_them(run: Run) -> None:
     _, files = run(ENDS["kill of the launcher"], MPIDIST_UNLINK_MPI_FILES="0")
     assert [path for path in files if os.path.exists(path)] == files
-    left = [one for one in find_leftovers() if str(one.path) in files]
-    assert len(left) == len(files)
+    while len(left := [one for one in find_leftovers() if str(one.path) in files]) < len(files):
+        time.sleep(0.1)  # a rank may outlive the launcher for a moment; the test's limit ends a wait in vain
     remove(left)
     assert [path for path in files if os.path.exists(path)] == []
