@@ -42,7 +42,7 @@ EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a failed cal
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
-_FOLLOW_SECONDS: Final = 2.0  # how long the rank that failed first may take to end the job
+_FOLLOW_SECONDS: Final = 4.0  # how long the rank that failed first may take to end the job
 _ABORT_SECONDS: Final = 3.0  # how long MPI_Abort may take
 
 
