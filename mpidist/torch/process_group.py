@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
 from typing import Any, Final, final
@@ -21,6 +21,7 @@ from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
+from mpidist.torch.nccl import has_cuda_tensors, make_nccl_group, takes_cuda
 from mpidist.torch.work import MpiWork
 from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
@@ -71,16 +72,19 @@ def _in_rows(tensor: Any) -> Any:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _profiled(name: str) -> Callable[[Callable[..., MpiWork]], Callable[..., MpiWork]]:
-    """Show a method's calls in torch's profiler, while it records."""
+def _call_of_torch(name: str) -> Callable[[Callable[..., MpiWork]], Callable[..., MpiWork]]:
+    """Make a method a call of torch: NCCL takes CUDA tensors, and torch's profiler shows the call while it records."""
 
     def decorated(method: Callable[..., MpiWork]) -> Callable[..., MpiWork]:
         @wraps(method)
-        def shown(*arguments: Any, **options: Any) -> MpiWork:
+        def shown(group: MpiProcessGroup, *arguments: Any, **options: Any) -> MpiWork:
+            if any(map(has_cuda_tensors, arguments)):
+                of_nccl: MpiWork = getattr(group._nccl_group(name), method.__name__)(*arguments, **options)
+                return of_nccl
             if not profiler._is_profiler_enabled:
-                return method(*arguments, **options)
+                return method(group, *arguments, **options)
             with profiler.record_function(f"mpidist:{name}"):
-                return method(*arguments, **options)
+                return method(group, *arguments, **options)
 
         return shown
 
@@ -135,6 +139,7 @@ class MpiProcessGroup(ProcessGroup):
         several = self._group.topology.num_nodes > 1
         self._ops = BoundOps(HierarchicalCopyAllReduce() if several else CollectiveAllReduce(), self._group)
         self._messages = Messages(self._group)
+        self._nccl: ProcessGroup | None = None
 
     # What torch asks a group.
 
@@ -170,12 +175,20 @@ class MpiProcessGroup(ProcessGroup):
         """Return the ranks' store."""
         return self._store
 
-    def _get_backend(self, device: Any) -> MpiProcessGroup:
-        return self
+    def _get_backend(self, device: Any) -> Any:
+        is_of_nccl = torch.device(device).type == "cuda" and takes_cuda(self)
+        return self._nccl_group("_get_backend")._get_backend(device) if is_of_nccl else self
 
     @property
     def _device_types(self) -> list[Any]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), *([torch.device("cuda")] if takes_cuda(self) else [])]
+
+    def _nccl_group(self, call: str) -> ProcessGroup:
+        """Return the group of CUDA tensors, made at the first of them; without one, all ranks refuse a collective."""
+        if self._nccl is None:
+            with nullcontext() if call in ("send", "recv", "_get_backend") else self._refusing(call, None):
+                self._nccl = make_nccl_group(self, self._store, timedelta(seconds=self._seconds))
+        return self._nccl
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: calls are numbered from the start."""
@@ -186,6 +199,8 @@ class MpiProcessGroup(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call waits for all ranks."""
         self._seconds = timeout.total_seconds()
+        if self._nccl is not None:
+            self._nccl.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -200,6 +215,8 @@ class MpiProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Close the group. Collective; returns at once after an error, of which the other ranks are told."""
         error = sys.exc_info()[1]
+        if self._nccl is not None:
+            self._nccl.shutdown() if error is None else self._nccl.abort()
         if error is None:
             self._messages.free()
         self._group.close(self._seconds, error)
@@ -245,7 +262,7 @@ class MpiProcessGroup(ProcessGroup):
 
     # Reductions.
 
-    @_profiled("all_reduce")
+    @_call_of_torch("all_reduce")
     def allreduce(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
         """Reduce tensors in place. Always started, so that a rank may wait at once where another one does later."""
         name = _name_of(opts)
@@ -264,7 +281,10 @@ class MpiProcessGroup(ProcessGroup):
             work.wait()
         return work
 
-    allreduce_coalesced = allreduce
+    @_call_of_torch("all_reduce_coalesced")
+    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
+        """Reduce several tensors in place, in one call."""
+        return self.allreduce(tensors, opts)
 
     def _all_reduce_bits(self, tensors: Sequence[Any], name: str, opts: Any) -> MpiWork:
         call = f"all_reduce {name}"
@@ -277,7 +297,7 @@ class MpiProcessGroup(ProcessGroup):
                 _bytes_of(rows)[...] = _OF_BITS[name].reduce(everyone, axis=0)
         return MpiWork(tensors)
 
-    @_profiled("reduce")
+    @_call_of_torch("reduce")
     def reduce(self, tensors: Sequence[Any], opts: Any) -> MpiWork:
         """Reduce a tensor to one rank; those of the other ranks stay as they are."""
         with self._refusing("reduce", opts):
@@ -287,7 +307,7 @@ class MpiProcessGroup(ProcessGroup):
             value.copy_(result)
         return MpiWork(tensors)
 
-    @_profiled("reduce_scatter_single")
+    @_call_of_torch("reduce_scatter_single")
     def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> MpiWork:
         """Reduce a tensor of which each rank gets its part."""
         with self._written("reduce_scatter", opts, output) as rows:
@@ -307,6 +327,7 @@ class MpiProcessGroup(ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @_call_of_torch("reduce_scatter_single_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
     ) -> MpiWork:
@@ -317,6 +338,7 @@ class MpiProcessGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @_call_of_torch("reduce_scatter")
     def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Reduce lists of tensors, one for each rank."""
         for output, parts in zip(outputs, inputs, strict=True):
@@ -325,7 +347,7 @@ class MpiProcessGroup(ProcessGroup):
 
     # Copies.
 
-    @_profiled("broadcast")
+    @_call_of_torch("broadcast")
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy one rank's tensors to all ranks."""
         root = 0 if opts is None else opts.rootRank
@@ -345,7 +367,7 @@ class MpiProcessGroup(ProcessGroup):
             world.all_gather(everyone.reshape(-1), [own.size * rank for rank in range(self._size + 1)])
         return everyone
 
-    @_profiled("all_gather")
+    @_call_of_torch("all_gather")
     def allgather(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy the tensors of all ranks to lists of all ranks."""
         for outs, one in zip(outputs, inputs, strict=True):
@@ -364,12 +386,13 @@ class MpiProcessGroup(ProcessGroup):
                 out.detach().copy_(part.view(out.shape))
         return MpiWork(outputs)
 
+    @_call_of_torch("all_gather_coalesced")
     def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy several tensors of all ranks to lists of all ranks."""
         self.allgather([[one[at] for one in output_lists] for at in range(len(inputs))], inputs, opts)
         return MpiWork(output_lists)
 
-    @_profiled("all_gather_single")
+    @_call_of_torch("all_gather_single")
     def all_gather_single(self, output: Any, value: Any, opts: Any = None) -> MpiWork:
         """Copy the tensors of all ranks to one tensor of all ranks."""
         call, count = "all_gather_into_tensor", value.numel()
@@ -389,6 +412,7 @@ class MpiProcessGroup(ProcessGroup):
 
     _allgather_base = all_gather_single
 
+    @_call_of_torch("all_gather_single_coalesced")
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy several tensors of all ranks to one tensor each."""
         for output, one in zip(outputs, inputs, strict=True):
@@ -397,7 +421,7 @@ class MpiProcessGroup(ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_profiled("gather")
+    @_call_of_torch("gather")
     def gather(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> MpiWork:
         """Copy the tensors of all ranks to a list of one rank."""
         root, own = opts.rootRank, inputs[0]
@@ -406,7 +430,7 @@ class MpiProcessGroup(ProcessGroup):
         self._exchange("gather", sent, received, opts, dtype=own.dtype, shape=tuple(own.shape), dst=root)
         return MpiWork(outputs)
 
-    @_profiled("scatter")
+    @_call_of_torch("scatter")
     def scatter(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> MpiWork:
         """Copy the tensors of a list of one rank to all ranks."""
         root, own = opts.rootRank, outputs[0]
@@ -415,13 +439,13 @@ class MpiProcessGroup(ProcessGroup):
         self._exchange("scatter", sent, received, opts, dtype=own.dtype, shape=tuple(own.shape), src=root)
         return MpiWork(outputs)
 
-    @_profiled("all_to_all")
+    @_call_of_torch("all_to_all")
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy a tensor of each rank to each rank."""
         self._exchange("all_to_all", list(inputs), list(outputs), opts, dtype=inputs[0].dtype)
         return MpiWork(outputs)
 
-    @_profiled("all_to_all_single")
+    @_call_of_torch("all_to_all_single")
     def all_to_all_single(
         self, output: Any, value: Any, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> MpiWork:
@@ -469,7 +493,7 @@ class MpiProcessGroup(ProcessGroup):
                 one.detach().copy_(torch.from_numpy(into[at : at + size]).view(one.dtype).view(one.shape))
             at += size
 
-    @_profiled("barrier")
+    @_call_of_torch("barrier")
     def barrier(self, opts: Any = None) -> MpiWork:
         """Wait for all ranks."""
         with self._call("barrier", opts):
@@ -488,19 +512,20 @@ class MpiProcessGroup(ProcessGroup):
 
         return MpiWork(tensors, finish, message.is_over, lambda: message.source)
 
-    @_profiled("send")
+    @_call_of_torch("send")
     def send(self, tensors: Sequence[Any], destination: int, tag: int = 0) -> MpiWork:
         """Start to send a tensor to a rank."""
         name = f"send to rank {destination}, tag {tag},"
         return self._work_of(self._messages.send(name, _bytes_of(_in_rows(tensors[0])), destination, tag), tensors)
 
-    @_profiled("recv")
+    @_call_of_torch("recv")
     def recv(self, tensors: Sequence[Any], source: int | None, tag: int = 0) -> MpiWork:
         """Start to receive a tensor from a rank; `None` is any rank."""
         rows = _in_rows(tensors[0])
         name = f"recv from {'any rank' if source is None else f'rank {source}'}, tag {tag},"
         return self._work_of(self._messages.receive(name, _bytes_of(rows), source, tag), tensors, rows)
 
+    @_call_of_torch("recv")
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> MpiWork:
         """Start to receive a tensor from any rank."""
         return self.recv(tensors, None, tag)

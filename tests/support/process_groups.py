@@ -15,7 +15,7 @@ __all__ = ["open_process_group"]
 
 
 @contextmanager
-def open_process_group(comm: Intracomm, folder: Path, **options: Any) -> Iterator[Any]:
+def open_process_group(comm: Intracomm, folder: Path, backend: str = "mpidist", **options: Any) -> Iterator[Any]:
     """Initialise torch.distributed over all ranks, and give it. Collective. `options`: of `init_process_group`."""
     import torch.distributed as dist  # environments without torch collect tests, too
 
@@ -25,7 +25,7 @@ def open_process_group(comm: Intracomm, folder: Path, **options: Any) -> Iterato
     finally:
         del os.environ["RANK"]
     store = dist.FileStore(comm.bcast(str(folder / "store")), comm.size)
-    dist.init_process_group("mpidist", store=store, rank=comm.rank, world_size=comm.size, **options)
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, **options)
     try:
         yield dist
     finally:
