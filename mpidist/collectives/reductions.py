@@ -130,7 +130,7 @@ class Reductions:
 
         if call.error is not None or not call.plan.uses_device:
             return group.calls.start(steps, Workplace.HOST)
-        return group.calls.start(steps, Workplace.GPU_OF_CALLER if call.state is None else Workplace.GPU)
+        return group.calls.start(steps, Workplace.CALLER if call.state is None else Workplace.GPU)
 
     def _open(self, call: ReductionCall, is_started: bool = False) -> None:
         """Check the arguments, find or make the plan, and begin. Local; stores an error in the call, and raises none.

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final, final
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.autograd import profiler
 
+from mpidist.collectives.open_call import PendingResult
 from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
@@ -27,9 +28,11 @@ from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.communicator import Communicator
 from mpidist.transport.group.messages import Message, Messages
+from mpidist.transport.group.started_calls import Workplace, steps_of
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.library import Intracomm, load_mpi
 from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.waiting import is_pausing
 
 __all__ = ["MpiProcessGroup", "make_process_group"]
 
@@ -37,6 +40,8 @@ _REDUCE_OPS: Final = {"SUM": "sum", "AVG": "mean", "PRODUCT": "prod", "MIN": "mi
 _OF_BITS: Final = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 _OF_BOOLS: Final = {"SUM": "max", "PRODUCT": "min", "MIN": "min", "MAX": "max"}  # sum: or; product: and
 _OPS: Final = (*_REDUCE_OPS, *_OF_BITS)
+
+_Method = Callable[..., MpiWork]
 
 
 def make_process_group(options: Any) -> MpiProcessGroup:
@@ -72,19 +77,18 @@ def _in_rows(tensor: Any) -> Any:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _call_of_torch(name: str) -> Callable[[Callable[..., MpiWork]], Callable[..., MpiWork]]:
-    """Make a method a call of torch: NCCL takes CUDA tensors, and torch's profiler shows the call while it records."""
+def _call_of_torch(name: str, starts_itself: bool = False) -> Callable[[_Method], _Method]:
+    """Make a method a call of torch: NCCL takes CUDA tensors, torch's profiler shows it, `async_op=True` starts it."""
 
-    def decorated(method: Callable[..., MpiWork]) -> Callable[..., MpiWork]:
+    def decorated(method: _Method) -> _Method:
         @wraps(method)
         def shown(group: MpiProcessGroup, *arguments: Any, **options: Any) -> MpiWork:
             if any(map(has_cuda_tensors, arguments)):
                 of_nccl: MpiWork = getattr(group._nccl_group(name), method.__name__)(*arguments, **options)
                 return of_nccl
-            if not profiler._is_profiler_enabled:
-                return method(group, *arguments, **options)
-            with profiler.record_function(f"mpidist:{name}"):
-                return method(group, *arguments, **options)
+            run = partial(method, group, *arguments, **options)
+            with profiler.record_function(f"mpidist:{name}") if profiler._is_profiler_enabled else nullcontext():
+                return run() if starts_itself else group._start(run, (*arguments, *options.values()))
 
         return shown
 
@@ -260,14 +264,23 @@ class MpiProcessGroup(ProcessGroup):
         if rows.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(rows)
 
+    def _start(self, run: Callable[[], MpiWork], arguments: Sequence[Any]) -> MpiWork:
+        """Make a call of these arguments; if the last ones are options that ask for it, the call is only started."""
+        if is_pausing() or not getattr(arguments[-1] if arguments else None, "asyncOp", False):
+            return run()
+        result = arguments[0] if len(arguments) > 1 else []
+        started = self._group.calls.start(lambda _: steps_of(run), Workplace.CALLER)
+        pending = PendingResult(self._group, started, None, result, {})
+        return MpiWork(result, pending.wait, pending.is_done)
+
     # Reductions.
 
-    @_call_of_torch("all_reduce")
+    @_call_of_torch("all_reduce", starts_itself=True)
     def allreduce(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
         """Reduce tensors in place. Always started, so that a rank may wait at once where another one does later."""
         name = _name_of(opts)
         if name in _OF_BITS:
-            return self._all_reduce_bits(tensors, name, opts)
+            return self._start(partial(self._all_reduce_bits, tensors, name, opts), (tensors, opts))
         values: list[Any] = []
         reduce_op, error = "sum", None
         try:
@@ -281,7 +294,7 @@ class MpiProcessGroup(ProcessGroup):
             work.wait()
         return work
 
-    @_call_of_torch("all_reduce_coalesced")
+    @_call_of_torch("all_reduce_coalesced", starts_itself=True)
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
         """Reduce several tensors in place, in one call."""
         return self.allreduce(tensors, opts)

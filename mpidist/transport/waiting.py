@@ -6,7 +6,8 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
@@ -17,7 +18,9 @@ __all__ = [
     "Patience",
     "complete",
     "never_free",
+    "is_pausing",
     "observe_waits",
+    "pausing",
     "poll",
     "poll_or_keep",
     "tell_wait",
@@ -42,9 +45,10 @@ _NAPS_IN_A_WAIT: Final = 64
 
 @final
 class _Observer:
-    """What `observe_waits` has set, for all waits of this process."""
+    """What `observe_waits` and `pausing` have set, for all waits of this process."""
 
     tell: Callable[[int, int], None] | None = None
+    pause: Callable[[bool], None] | None = None
 
 
 @final
@@ -92,6 +96,25 @@ def tell_wait(begun: int, ended: int) -> None:
         _Observer.tell(begun, ended)
 
 
+@contextmanager
+def pausing(pause: Callable[[bool], None]) -> Iterator[None]:
+    """Let waits in the body call a function between two polls, in place of pauses and of checks of peers.
+
+    Args:
+        pause: Takes whether the wait has progressed since the last call.
+    """
+    _Observer.pause = pause
+    try:
+        yield
+    finally:
+        _Observer.pause = None
+
+
+def is_pausing() -> bool:
+    """Whether this is the body of `pausing`."""
+    return _Observer.pause is not None
+
+
 def poll(
     test: Callable[[], bool],
     check_peers: Callable[[], None],
@@ -109,6 +132,12 @@ def poll(
     """
     if _Observer.tell is not None:
         test = _observed_test(test)
+    if _Observer.pause is not None:
+        has_progressed = True
+        while not test():
+            _Observer.pause(has_progressed)
+            has_progressed = False
+        return
     for _ in range(_SPINS_OF_A_MESSAGE):
         if test():
             return
@@ -136,7 +165,10 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
     try:
         while True:
             now = next(steps)
-            if now != at:
+            if _Observer.pause is not None:
+                _Observer.pause(now != at)
+                at = now
+            elif now != at:
                 at, spun = now, 0
             elif spun < SPINS:
                 spun += 1

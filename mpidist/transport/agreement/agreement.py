@@ -247,7 +247,7 @@ class Agreement(ABC):
         """Begin a wait for a message of one rank, between two calls: then `check_peers` checks that wait. Local.
 
         Args:
-            name: What this rank waits for, for people.
+            name: What this rank waits for, for people; "" ends the wait.
         """
 
     @property

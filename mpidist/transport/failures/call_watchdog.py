@@ -46,7 +46,8 @@ class CallWatchdog(Awaited):
         self.recorder = board.recorder
         self._call = ""
         self._is_new = False  # whether this rank has not waited in its call yet
-        self._awaits_message = False  # whether it waits for a message of one rank, between two calls
+        self._message = ""  # the message of one rank that it waits for, between two calls
+        self._timeout: float | None = None
         self._agree_at = math.inf  # when to record that all ranks have joined, on the monotonic clock
 
     def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
@@ -67,13 +68,15 @@ class CallWatchdog(Awaited):
     def note(self, sequence: int, call: str, timeout: float | None, is_last: bool = False) -> None:
         """Note that this rank makes a call, which compiled code records. Local; see `begin`."""
         self.sequence, self._call, self.timeout, self._is_new = sequence, call, timeout, True
-        self.is_last, self._awaits_message = is_last, False
+        self.is_last = is_last
         self._agree_at = math.inf
 
     def await_message(self, name: str) -> None:
-        """Begin a wait for a message of one rank, between two calls, without a deadline. Local."""
-        self.note(self.sequence, name, None)
-        self._awaits_message = True
+        """Begin a wait for a message of one rank, between two calls, without a deadline; "" ends it. Local.
+
+        Meanwhile this rank may join calls that it has started, which it waits for later.
+        """
+        self._message = name
         self.restart()
 
     def restart(self, since: float | None = None) -> None:
@@ -106,8 +109,17 @@ class CallWatchdog(Awaited):
             self._agree_at = math.inf
 
     @property
+    def timeout(self) -> float | None:
+        """How long this rank may wait, in seconds; `None` or 0 for ever."""
+        return None if self._message else self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._timeout = seconds
+
+    @property
     def name(self) -> str:
-        return self._call if self._awaits_message else name_call(self._call, self.sequence)
+        return self._message or name_call(self._call, self.sequence)
 
     def is_late(self, status: Status) -> bool:
         return not status.has_joined(self.sequence) or status.has_started(self.sequence)
@@ -118,7 +130,7 @@ class CallWatchdog(Awaited):
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         # Other ranks may have given up on a later call than the one that this rank is finishing, which their notes must
         # not end. A rank that left has done its part of the call that its note names, and sends no message after it.
-        has_done_part = note.tag == LEFT and not self._awaits_message
+        has_done_part = note.tag == LEFT and not self._message
         return note.tag == ENDED or note.sequence + has_done_part <= self.sequence
 
     def stragglers(

@@ -123,6 +123,8 @@ class Message:
             never_free((self,))
             group.break_off(error)
             raise
+        finally:
+            group.agreement.await_message("")
 
     def _kept(self, error: Exception) -> Exception:
         self._error = error

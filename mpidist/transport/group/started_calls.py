@@ -8,16 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
+from contextvars import copy_context
 from enum import Enum
 from typing import Any, Final, final
 
 import numpy as np
+from greenlet import getcurrent, greenlet
 
 from mpidist.transport.agreement.agreement import Agreement
 from mpidist.transport.mpi.library import load_mpi
-from mpidist.transport.waiting import complete
+from mpidist.transport.waiting import complete, is_pausing, never_free, pausing
 
-__all__ = ["Pending", "PendingCalls", "Workplace", "Steps"]
+__all__ = ["Pending", "PendingCalls", "Steps", "Workplace", "steps_of"]
 
 Steps = Generator[int, None, Any]
 
@@ -31,7 +33,7 @@ class Workplace(Enum):
 
     HOST = "host"
     GPU = "GPU"  # after an event, on other streams than the caller's: any thread, but one at a time
-    GPU_OF_CALLER = "GPU of the caller"  # on the caller's current stream: the caller's thread alone
+    CALLER = "caller"  # on the caller's current stream, or on a stack of its thread: the caller's thread alone
 
     @classmethod
     def of_thread(cls, is_one_node: bool) -> Collection[Workplace]:
@@ -130,6 +132,35 @@ class Pending:
         self._result, self._error = result, error
 
 
+def steps_of(body: Callable[[], Any]) -> Steps:
+    """Run a function, which calls as if nothing was started, on a stack of its own: each poll of its waits is a step.
+
+    Only one thread may advance the steps: their place is `Workplace.CALLER`.
+    """
+    stack, turns = greenlet(body), 0
+    stack.gr_context = copy_context()
+    error: BaseException | None = None
+
+    def pause(has_progressed: bool) -> None:
+        nonlocal turns
+        turns += has_progressed
+        outer.switch()
+
+    while True:
+        stack.parent = outer = getcurrent()
+        with pausing(pause):
+            result = stack.switch() if error is None else stack.throw(error)
+        if stack.dead:
+            return result
+        try:
+            yield turns
+        except GeneratorExit:
+            never_free((stack,))  # MPI may still use the memory of its calls
+            raise
+        except BaseException as problem:
+            error = problem
+
+
 @final
 class PendingCalls:
     """The started calls of a group, in the order of their start. Only the first call progresses.
@@ -185,7 +216,12 @@ class PendingCalls:
         self._wake()
 
     def finish(self, last: Pending | None = None) -> None:
-        """Finish the call `last` and all calls before it; all calls if `last` is `None`. Waits for other ranks."""
+        """Finish the call `last` and all calls before it; all calls if `last` is `None`. Waits for other ranks.
+
+        Does nothing in the steps of `steps_of`, which are part of a started call themselves.
+        """
+        if is_pausing():
+            return
         with self._lock:
             self._agreement.mark_started(False)
             while last is None or not last.is_done:

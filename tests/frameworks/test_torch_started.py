@@ -1,0 +1,152 @@
+"""Calls of torch.distributed with `async_op=True`: programs that wait for them late, in any order, or never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.everywhere import raises_everywhere
+from support.process_groups import open_process_group
+
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+# Names that torch replaces by newer ones.
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+COUNT = 1 << 20  # several chunks of shared memory, and no message that is sent before it is received
+
+
+@pytest.fixture
+def ranks(comm: Intracomm, tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Open a process group of all ranks, and give this rank and their number."""
+    with open_process_group(comm, tmp_path):
+        yield comm.rank, comm.size
+
+
+def full(value: float, count: int = COUNT) -> Any:
+    return torch.full((count,), float(value))
+
+
+def is_gathered(out: Any, size: int) -> bool:
+    return bool((out.reshape(size, -1) == torch.arange(float(size))[:, None]).all())
+
+
+def gather(rank: int, size: int, group: Any = None) -> tuple[Any, Any]:
+    out = torch.empty(size * COUNT)
+    return out, dist.all_gather_into_tensor(out, full(rank), group=group, async_op=True)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [lambda value, late: dist.broadcast(value, 0, async_op=late), lambda value, late: dist.barrier(async_op=late)],
+    ids=["broadcast", "barrier"],
+)
+@pytest.mark.parametrize("has_sent_first", [True, False], ids=["send", "recv"])
+def test_started_call_lets_a_message_pass(
+    placement: tuple[int, ...], ranks: tuple[int, int], start: Callable[..., Any], has_sent_first: bool
+) -> None:
+    rank, _ = ranks
+    value, message = full(5.0 * (rank == 0)), full(3)
+    if rank == 0:
+        work = start(value, True)
+        dist.send(message, 1) if has_sent_first else dist.recv(message, 1)
+        work.wait()
+    elif has_sent_first:
+        dist.recv(message, 0) if rank == 1 else None
+        start(value, False)
+    else:
+        start(value, False)
+        dist.send(message, 0) if rank == 1 else None
+    assert message.eq(3).all()
+
+
+def test_started_calls_of_two_groups_may_come_in_another_order_on_each_rank(
+    placement: tuple[int, ...], ranks: tuple[int, int]
+) -> None:
+    rank, size = ranks
+    groups = dist.new_group(), dist.new_group()
+    works = [gather(rank, size, group) for group in groups[:: 1 if rank % 2 else -1]]
+    for out, work in works:
+        work.wait()
+        assert is_gathered(out, size)
+    if rank == 0:
+        out, work = gather(rank, size, groups[0])
+        dist.barrier(groups[1])
+    else:
+        dist.barrier(groups[1])
+        out, work = gather(rank, size, groups[0])
+    work.wait()
+    assert is_gathered(out, size)
+
+
+def test_started_calls_waited_for_in_any_order_have_their_results(
+    placement: tuple[int, ...], ranks: tuple[int, int]
+) -> None:
+    rank, size = ranks
+    exchanged, scattered, bits = torch.empty(size), torch.empty(2), torch.tensor([1 << rank])
+    sums, part, listed = full(rank, 5), torch.empty(COUNT), [torch.empty(1) for _ in range(size)]
+    gathered = [torch.empty(1) for _ in range(size)] if rank == 0 else None
+    lists = [full(one, 2) for one in range(size)] if rank == 0 else None
+    works = [
+        dist.all_to_all_single(exchanged, full(rank, size), async_op=True),
+        dist.scatter(scattered, lists, 0, async_op=True),
+        dist.reduce_scatter_tensor(part, torch.ones(size * COUNT), async_op=True),
+        dist.all_reduce(bits, dist.ReduceOp.BOR, async_op=True),
+        dist.reduce(sums, 0, async_op=True),
+        dist.all_gather(listed, full(rank, 1), async_op=True),
+        dist.gather(full(rank, 1), gathered, 0, async_op=True),
+    ]
+    for work in works[:: 1 if rank % 2 else -1]:
+        work.wait()
+    assert exchanged.tolist() == [one.item() for one in listed] == [*range(size)]
+    assert scattered.tolist() == [rank] * 2
+    assert part.eq(size).all()
+    assert bits.item() == 2**size - 1
+    assert sums.tolist() == [sum(range(size)) if rank == 0 else rank] * 5
+    assert gathered is None or torch.cat(gathered).tolist() == [*range(size)]
+
+
+def test_started_call_is_one_with_a_call_at_once_and_needs_no_wait(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    out = torch.empty(size * COUNT)
+    work = dist.all_gather_into_tensor(out, full(rank), async_op=rank == 0)
+    while work is not None and not work.is_completed():
+        pass
+    assert is_gathered(out, size)
+    value = full(rank)
+    dist.broadcast(value, 1, async_op=True)
+    dist.barrier()
+    assert value.eq(1).all()
+
+
+def test_started_calls_that_differ_raise_on_every_rank_that_waits(ranks: tuple[int, int], comm: Intracomm) -> None:
+    rank, _ = ranks
+    work = dist.broadcast(torch.zeros(2 + rank), 0, async_op=True)
+    with raises_everywhere(comm, InvalidArgumentError, "broadcast.*rank 1"):
+        work.wait()
+    dist.barrier()
+
+
+def test_started_call_late_rank_is_named_at_the_timeout_after_a_message(comm: Intracomm, tmp_path: Path) -> None:
+    with open_process_group(comm, tmp_path):
+        dist.barrier()
+        dist.group.WORLD.set_timeout(timedelta(seconds=2))
+        if comm.rank == 1:
+            dist.send(torch.ones(1), 0)
+            comm.barrier()
+        work = dist.broadcast(torch.zeros(2), 0, async_op=True)
+        if comm.rank == 0:
+            dist.recv(torch.zeros(1), 1)
+        text = "had given up" if comm.rank == 1 else r"broadcast \(call 2\) .*rank 1"
+        with pytest.raises(DeadlineExceededError, match=text):
+            work.wait()
+        if comm.rank != 1:
+            comm.barrier()
