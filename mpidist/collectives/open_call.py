@@ -80,13 +80,14 @@ def open_batch_reduce(
     reduce_op: Any,
     pairs: Iterable[Any],
     options: Any,
+    error: Exception | None = None,
 ) -> tuple[ReductionCall, list[ValueWithDestinations]]:
     """Make the call of `CrossDeviceOps.batch_reduce`. Local; stores an error of the arguments in the call.
 
     Returns:
         The call, and the values, of which each builds its own result.
     """
-    op, merged, error = ReduceOp.SUM, merge(None), None
+    op, merged = ReduceOp.SUM, merge(None)
     opened: list[ValueWithDestinations] = []
     try:
         op = ReduceOp.of(reduce_op)
@@ -97,7 +98,7 @@ def open_batch_reduce(
             )
         opened = [ValueWithDestinations.open(op, pair, reductions.group, reductions.replicas) for pair in pairs]
     except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = name_call(problem, name)
+        error = error or name_call(problem, name)
     leaves = [leaf for pair in opened for leaf in pair.flat.leaves]
     others = [list(chain(*parts)) for parts in zip(*(pair.flat.others for pair in opened), strict=True)]
     ranks = tuple(pair.ranks for pair in opened for _ in pair.flat.leaves)

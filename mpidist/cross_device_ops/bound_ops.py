@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from mpidist.collectives.arguments.destinations import ranks_of, rebuild_results
 from mpidist.collectives.arguments.signature import name_call, require_usable
 from mpidist.collectives.broadcast import broadcast
+from mpidist.collectives.indexed_slices import all_reduce_slices, has_slices
 from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_batch_reduce
 from mpidist.collectives.plans.call import Algorithm, Reduce
 from mpidist.collectives.plans.local_sums import require_tree_order
@@ -20,8 +21,13 @@ from mpidist.replicas import Replicas
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.text import name_ranks
 
 __all__ = ["BoundOps"]
+
+
+def _is_of_slices(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and has_slices(pair[0])
 
 
 @final
@@ -87,7 +93,17 @@ class BoundOps(Algorithm):
         call: str = "batch_reduce",
     ) -> list[Any]:
         """Reduce many values at once: `CrossDeviceOps.batch_reduce`. Collective."""
-        reduction_call, opened = open_batch_reduce(self._reductions, self._merge, call, reduce_op, pairs, options)
+        error = None
+        if isinstance(pairs, Iterable) and not isinstance(pairs, (list, tuple)):
+            try:
+                pairs = list(pairs)
+            except Exception as problem:  # of any kind: the other ranks must learn of it
+                error = name_call(problem, call)
+        reduction_call, opened = open_batch_reduce(
+            self._reductions, self._merge, call, reduce_op, pairs, options, error
+        )
+        if reduction_call.error is not None and isinstance(pairs, (list, tuple)) and any(map(_is_of_slices, pairs)):
+            return self._batch_reduce_slices(reduce_op, pairs, options, call)
         results = iter(self._reductions.run(reduction_call))
         return [pair.close(results, self.group.topology.rank) for pair in opened]
 
@@ -126,10 +142,48 @@ class BoundOps(Algorithm):
                 is_nest = out is None and type(result) is list
                 return rebuild_results(value, result, {}) if is_nest else result if out is None else out
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
+        if reduction_call.error is not None and has_slices(value):  # which it refuses
+            return self._all_reduce_slices(reduce_op, value, options, out, call, error)
         results = reductions.run(reduction_call)
         if repeated is not None:
             reductions.repeated.add(repeated[0], reduction_call)
         return out if out is not None else rebuild_results(value, results, mirrored)
+
+    def _all_reduce_slices(
+        self, reduce_op: Any, value: Any, options: Any, out: Any, call: str, error: Exception | None
+    ) -> Any:
+        merged = self.options
+        try:
+            merged = self._merge(options)
+            if out is not None:
+                raise ValueError("out takes no IndexedSlices, whose numbers of rows are not known before: leave it out")
+        except Exception as problem:  # of any kind: the other ranks must learn of it
+            error = error or name_call(problem, call)
+
+        def reduce_dense(rest: Any) -> Any:
+            return self.all_reduce(reduce_op, rest, options, call=call)
+
+        return all_reduce_slices(self.group, call, reduce_op, value, merged, self.replicas, error, reduce_dense)
+
+    def _batch_reduce_slices(self, reduce_op: Any, pairs: Sequence[Any], options: Any, call: str) -> list[Any]:
+        """Reduce the pairs of `IndexedSlices` one by one on all ranks, and the others at once. Collective."""
+        results, rank, size = [], self.group.topology.rank, self.group.topology.size
+        dense = [pair for pair in pairs if not _is_of_slices(pair)]
+        rest = iter(self.batch_reduce(reduce_op, dense, options, call=call) if dense else [])
+        for at, pair in enumerate(pairs):
+            if not _is_of_slices(pair):
+                results.append(next(rest))
+                continue
+            value, error = pair[0], None
+            ranks: tuple[int, ...] = ()
+            try:
+                ranks = ranks_of(pair[1], size, value)
+            except Exception as problem:  # of any kind: the other ranks must learn of it
+                error = name_call(problem, call)
+            name = f"{call} of pair {at} to {name_ranks(ranks)}"
+            result = self._all_reduce_slices(reduce_op, value, options, None, name, error)
+            results.append(result if rank in ranks else None)
+        return results
 
     def start_all_reduce(
         self,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mpidist.torch.process_group import MpiProcessGroup
+from mpidist.torch.sparse_tensors import empty_rows_like, is_sparse
 
 __all__ = ["all_reduce_gradients", "broadcast"]
 
@@ -16,6 +17,7 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
     """Combine the gradients of a module's parameters, in place, in one call after the backward pass. Collective.
 
     A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it stays without.
+    Sparse gradients, of modules with `sparse=True`, are reduced in a call of their own, and stay sparse.
 
     Args:
         module: A `torch.nn.Module` with the same parameters on all ranks, in host memory.
@@ -34,11 +36,20 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
     if not parameters:
         return
     has_gradient = torch.tensor([float(one.grad is not None) for one in parameters])
-    gradients = [torch.zeros_like(one) if one.grad is None else one.grad.detach() for one in parameters]
-    ranks.all_reduce_list("all_reduce_gradients", op, [*gradients, has_gradient])
+    sparse = {id(part) for one in module.modules() if getattr(one, "sparse", False) for part in one.parameters(False)}
+    gradients = [_gradient_of(one, id(one) in sparse) for one in parameters]
+    ranks.all_reduce_list("all_reduce_gradients", op, [*(one for one in gradients if not is_sparse(one)), has_gradient])
+    if rows := [one for one in gradients if is_sparse(one)]:
+        ranks.all_reduce_sparse_list("all_reduce_gradients", op, rows)
     for parameter, gradient, is_there in zip(parameters, gradients, has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:
             parameter.grad = gradient
+
+
+def _gradient_of(parameter: Any, is_of_sparse_module: bool) -> Any:
+    if parameter.grad is not None:
+        return parameter.grad if is_sparse(parameter.grad) else parameter.grad.detach()
+    return empty_rows_like(parameter) if is_of_sparse_module else torch.zeros_like(parameter)
 
 
 def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = None) -> None:

@@ -23,6 +23,7 @@ from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCo
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.nccl import has_cuda_tensors, make_nccl_group, takes_cuda
+from mpidist.torch.sparse_tensors import is_sparse, slices_of, write_slices
 from mpidist.torch.work import MpiWork
 from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
@@ -281,6 +282,8 @@ class MpiProcessGroup(ProcessGroup):
         name = _name_of(opts)
         if name in _OF_BITS:
             return self._start(partial(self._all_reduce_bits, tensors, name, opts), (tensors, opts))
+        if any(map(is_sparse, tensors)):
+            return self._start(partial(self._all_reduce_sparse, tensors, name, opts), (tensors, opts))
         values: list[Any] = []
         reduce_op, error = "sum", None
         try:
@@ -298,6 +301,15 @@ class MpiProcessGroup(ProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
         """Reduce several tensors in place, in one call."""
         return self.allreduce(tensors, opts)
+
+    def _all_reduce_sparse(self, tensors: Sequence[Any], name: str, opts: Any) -> MpiWork:
+        with self._refusing("all_reduce", opts):
+            if name == "AVG" and not all(one.is_floating_point() or one.is_complex() for one in tensors):
+                raise ValueError("reduce_op AVG of sparse tensors of integers, which have no mean")
+            if not all(map(is_sparse, tensors)):
+                raise ValueError("some of the tensors are sparse, and others not: reduce them in two calls")
+        self.all_reduce_sparse_list("all_reduce", _REDUCE_OPS[name], tensors, opts)
+        return MpiWork(tensors)
 
     def _all_reduce_bits(self, tensors: Sequence[Any], name: str, opts: Any) -> MpiWork:
         call = f"all_reduce {name}"
@@ -546,6 +558,12 @@ class MpiProcessGroup(ProcessGroup):
     def all_reduce_list(self, call: str, reduce_op: str, tensors: list[Any]) -> None:
         """Reduce a list of tensors in place, in one call. `call`: as the user wrote it."""
         self._ops.all_reduce(reduce_op, tensors, self._options_of(None), out=tensors, call=call)
+
+    def all_reduce_sparse_list(self, call: str, reduce_op: str, tensors: Sequence[Any], opts: Any = None) -> None:
+        """Reduce a list of sparse tensors in place, in one call. `call`: as the user wrote it."""
+        rows = self._ops.all_reduce(reduce_op, list(map(slices_of, tensors)), self._options_of(opts), call=call)
+        for tensor, its in zip(tensors, rows, strict=True):
+            write_slices(tensor, its)
 
     def broadcast_list(self, call: str, tensors: list[Any], root: int) -> None:
         """Copy one rank's tensors to all ranks, in one call. `call`: as the user wrote it."""

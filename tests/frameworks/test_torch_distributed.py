@@ -186,6 +186,30 @@ def test_all_reduce_gradients_takes_missing_ones_for_zeros(ranks: tuple[int, int
     assert model[0].bias.grad.tolist() == [size - 1] * 8
 
 
+@pytest.mark.parametrize("uses_ddp", [True, False], ids=["ddp", "own_loop"])
+def test_sparse_gradients_have_the_weights_of_dense_ones(ranks: tuple[int, int], uses_ddp: bool) -> None:
+    import mpidist.torch
+
+    weights = []
+    for is_sparse in (False, True):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Embedding(9, 3, sparse=is_sparse), torch.nn.Linear(3, 2))
+        model = DistributedDataParallel(model) if uses_ddp else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            if uses_ddp or ranks[0]:  # without DDP, rank 0 has no gradients
+                model(torch.tensor([ranks[0], step, 8, 8])).square().sum().backward()
+            if not uses_ddp:
+                mpidist.torch.all_reduce_gradients(model)
+            if ranks[1] > 1 or uses_ddp:
+                assert next(iter(model.parameters())).grad.is_sparse == is_sparse
+            optimizer.step()
+        weights.append([one.detach().clone() for one in model.parameters()])
+    for dense, sparse in zip(*weights, strict=True):
+        assert torch.allclose(dense, sparse, rtol=1e-5, atol=1e-7)
+
+
 def test_broadcast_gives_all_ranks_the_state_of_an_optimizer(ranks: tuple[int, int]) -> None:
     import mpidist.torch
 

@@ -19,7 +19,6 @@ EXCEPTIONS = {
     "ddp_logging_data_cpu": "requires that the backend is named gloo",
     "profiler$": "requires the events that gloo records",
     "monitored_barrier_gloo": "torch has this call for gloo alone; every call of mpidist names the ranks that are late",
-    "sparse_all_reduce_sum": "sparse tensors are refused",
     # With gloo they fail, too.
     "SyncBatchNorm_process_group": "needs torchvision",
     "batch_isend_irecv_(mixed_backend|op)_err": "need NCCL",

@@ -62,6 +62,21 @@ def test_all_reduce_has_the_result_of_every_operation(ranks: tuple[int, int], op
     equal(value, [[wanted if size > 1 else 0] * 3] * 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
+def test_all_reduce_of_sparse_tensors_has_the_dense_sum(ranks: tuple[int, int], dtype: Any, is_async: bool) -> None:
+    rank, size = ranks
+    places = torch.tensor([[rank, 1, 1][: rank + 1], [0, 2, 2][: rank + 1]])
+    everyone = [torch.tensor([1, 2, 3, 4][: min(3, one + 1)]).to(dtype) for one in range(size)]
+    value = torch.sparse_coo_tensor(places, everyone[rank], (size + 2, 3), check_invariants=True)
+    wanted = value.to_dense()
+    dist.all_reduce(wanted)
+    work = dist.all_reduce(value, async_op=is_async)
+    assert work is None or work.wait()
+    assert value.is_sparse
+    assert torch.equal(value.to_dense(), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool], ids=str)
 def test_all_reduce_combines_bits(ranks: tuple[int, int], dtype: Any) -> None:
     rank, size = ranks
@@ -251,10 +266,11 @@ def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], pla
         lambda rank: dist.all_reduce(torch.zeros(2 + rank)),
         lambda rank: dist.all_reduce(torch.zeros(2), dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX),
         lambda rank: dist.all_reduce(torch.zeros(2, dtype=torch.float32 if rank else torch.float64)),
+        lambda rank: dist.all_reduce(torch.eye(2).to_sparse() if rank else torch.eye(2)),
         lambda rank: dist.broadcast(torch.zeros(2), int(rank == 0)),
         lambda rank: dist.barrier() if rank else dist.all_reduce(torch.zeros(2)),
     ],
-    ids=["shape", "op", "dtype", "root", "call"],
+    ids=["shape", "op", "dtype", "sparse", "root", "call"],
 )
 def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, call: Callable[[int], Any]) -> None:
     with raises_everywhere(comm, InvalidArgumentError, "ranks? 1"):
