@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -45,10 +46,19 @@ _NAPS_IN_A_WAIT: Final = 64
 
 @final
 class _Observer:
-    """What `observe_waits` and `pausing` have set, for all waits of this process."""
+    """What `observe_waits` has set, for all waits of this process."""
 
     tell: Callable[[int, int], None] | None = None
+
+
+@final
+class _OfThread(threading.local):
+    """What `pausing` has set, for the waits of this thread."""
+
     pause: Callable[[bool], None] | None = None
+
+
+_of_thread: Final = _OfThread()
 
 
 @final
@@ -98,21 +108,21 @@ def tell_wait(begun: int, ended: int) -> None:
 
 @contextmanager
 def pausing(pause: Callable[[bool], None]) -> Iterator[None]:
-    """Let waits in the body call a function between two polls, in place of pauses and of checks of peers.
+    """Let waits of this thread in the body call a function between polls, in place of pauses and checks of peers.
 
     Args:
         pause: Takes whether the wait has progressed since the last call.
     """
-    _Observer.pause = pause
+    _of_thread.pause = pause
     try:
         yield
     finally:
-        _Observer.pause = None
+        _of_thread.pause = None
 
 
 def is_pausing() -> bool:
     """Whether this is the body of `pausing`."""
-    return _Observer.pause is not None
+    return _of_thread.pause is not None
 
 
 def poll(
@@ -132,10 +142,10 @@ def poll(
     """
     if _Observer.tell is not None:
         test = _observed_test(test)
-    if _Observer.pause is not None:
+    if (pause := _of_thread.pause) is not None:
         has_progressed = True
         while not test():
-            _Observer.pause(has_progressed)
+            pause(has_progressed)
             has_progressed = False
         return
     for _ in range(_SPINS_OF_A_MESSAGE):
@@ -159,14 +169,14 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
     Returns:
         The generator's result.
     """
-    at, spun, start = -1, 0, 0.0
+    at, spun, start, pause = -1, 0, 0.0, _of_thread.pause
     if _Observer.tell is not None:
         steps = _observed_steps(steps)
     try:
         while True:
             now = next(steps)
-            if _Observer.pause is not None:
-                _Observer.pause(now != at)
+            if pause is not None:
+                pause(now != at)
                 at = now
             elif now != at:
                 at, spun = now, 0
