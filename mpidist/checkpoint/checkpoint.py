@@ -119,8 +119,9 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str], *, partial: bool = False) -> None:
         """Restore a checkpoint, also one of another number of ranks, replicas or servers. Collective.
 
-        All is read and compared with its checksums before anything is changed. Rank 0 reads what is equal on all ranks
-        and sends it. Cost: the bytes of the file, and their broadcast.
+        All that is needed is read and compared with its checksums before anything is changed. What is equal on all
+        ranks is read once on each node: each rank reads a share, in pieces as they were written, and sends it to the
+        node's others. If not all ranks see the files, rank 0 reads and sends to all. Memory: the rank's share.
 
         Args:
             path: The folder.

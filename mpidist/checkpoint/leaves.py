@@ -19,6 +19,7 @@ from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
 from mpidist.transport.text import value_text
 from mpidist.values import PerReplica
+from mpidist.variables.mirrored import MirroredVariable
 from mpidist.variables.rules import VariableAggregation
 from mpidist.variables.sync_on_read import SyncOnReadVariable
 from mpidist.variables.variable import Variable
@@ -87,6 +88,10 @@ class Leaf(ABC):
             ValueError: If it cannot.
         """
 
+    def memory(self) -> Array | None:
+        """Return the bytes of an array that are the leaf's state, to be written; `None` if `restore` has to do it."""
+        return None
+
     @abstractmethod
     def restore(self, state: State) -> Any:
         """Put a state back that fits, with all ranks. Returns what takes the leaf's place in its nest."""
@@ -114,6 +119,9 @@ class _MirroredLeaf(Leaf):
     def states(self) -> list[State]:
         variable = self._variable
         return [variable.numpy() if isinstance(variable, _OF_SERVERS) else _to_host(variable.local_value())]
+
+    def memory(self) -> Array | None:
+        return _memory_of(self._variable.memory()) if isinstance(self._variable, MirroredVariable) else None
 
     def restore(self, state: State) -> Any:
         self._variable.assign(state)
@@ -171,6 +179,9 @@ class _ArrayLeaf(Leaf):
 
     def states(self) -> list[State]:
         return [_to_host(self._library.to_native(self._value))]
+
+    def memory(self) -> Array | None:
+        return _memory_of(self._library.to_target(self._value))
 
     def restore(self, state: State) -> Any:
         target = self._library.to_target(self._value)
@@ -296,6 +307,12 @@ def form_of(value: Any) -> str:
     if isinstance(value, dict):
         return f"generator {value['bit_generator']}" if "bit_generator" in value else "position in data"
     return "number or text"
+
+
+def _memory_of(array: Any) -> Array | None:
+    """Return the bytes of an array, if they are in the host's memory as they are in files, and may be written."""
+    is_host = isinstance(array, np.ndarray) and array.dtype.isnative
+    return arrays.bytes_of(array) if is_host and array.flags.c_contiguous and array.flags.writeable else None
 
 
 def _to_host(array: Any) -> Array:

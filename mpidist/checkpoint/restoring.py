@@ -1,8 +1,11 @@
-"""How ranks restore a checkpoint together: all of it is read and compared before anything is changed."""
+"""How ranks restore a checkpoint together: all of it is read and compared before anything is changed.
+
+Rank 0 reads what the files hold. Of arrays that are equal on all ranks each rank of a node reads some pieces, and sends
+them to the others of its node. If other ranks do not see the files, rank 0 reads for all.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +14,15 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import existing
+from mpidist.checkpoint.files import MANIFEST, existing
 from mpidist.checkpoint.leaves import Leaf, Owner, State
 from mpidist.checkpoint.parts import part_of_rank
 from mpidist.checkpoint.saved import SavedCheckpoint
 from mpidist.checkpoint.saving import leaves_in, replica_key
+from mpidist.collective_calls.object_calls import broadcast_object
 from mpidist.context_stack import parts_of
+from mpidist.transport.agreement.agreement import Call
+from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import shard_bounds
 
@@ -24,7 +30,7 @@ __all__ = ["ADVICE", "CALL", "restore"]
 
 Array = np.ndarray[Any, Any]
 CALL: Final = "restore of a checkpoint"
-ADVICE: Final = "all ranks call restore; rank 0 alone reads what is equal on all ranks"
+ADVICE: Final = "all ranks call restore, and each reads a share"
 
 
 @final
@@ -35,13 +41,26 @@ class _Common(NamedTuple):
         owners: Whose state each leaf is that is restored.
         num_ranks: How many ranks have saved.
         num_replicas: How many replicas have saved.
-        states: The states that rank 0 has read, or made from those of other ranks.
+        states: What JSON holds, and what was made from states of all replicas, which rank 0 has read.
+        pieces: Which parts have which elements of each array that is equal on all ranks.
     """
 
     owners: Mapping[str, Owner]
     num_ranks: int
     num_replicas: int
     states: dict[str, State]
+    pieces: dict[str, list[tuple[str, int, int]]]
+
+
+@final
+class _Share(NamedTuple):
+    """A piece of an array, which one rank reads for others: its bounds are in bytes."""
+
+    name: str
+    part: str
+    begin: int
+    end: int
+    reader: int
 
 
 def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool) -> dict[str, Any]:
@@ -70,15 +89,22 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
     with _together(strategy, f"{CALL} {str(place)!r}"):
         if extended.group.topology.rank == 0:
             common = _read_common(strategy, place, leaves, partial)
-    common = _share(extended, leaves, common)
+    common = broadcast_object(extended.group, common, 0, True, extended.options)
+    forms = {name: leaves[name].form for name in [*common.states, *common.pieces]}
+    sees_same = extended.agree(CALL, forms, None, fingerprint_of(_manifest_text(place)) | 1)
+    levels = extended.group.levels
+    peers = levels.within_node if sees_same else levels.world
+    shares = _deal(leaves, common.pieces, peers.size if sees_same else 1)
     with _together(strategy, f"{CALL} {str(place)!r}: parts of the ranks"):
         own = _read_own(extended, place, leaves, common)
+        read = _read_shares(place, shares, peers.rank)
+    states = common.states | _exchange(extended, peers, leaves, shares, read)
     restored = {}
     for name, leaf in leaves.items():
         if name in own and leaf.owner is Owner.REPLICA:
             leaf.restore_replicas(own[name])
-        elif (name in own or name in common.states) and (strategy.is_chief or not leaf.is_on_servers):
-            restored[name] = leaf.restore(own[name][0] if name in own else common.states[name])
+        elif (name in own or name in states) and (strategy.is_chief or not leaf.is_on_servers):
+            restored[name] = leaf.restore(own[name][0] if name in own else states[name])
     if extended.service is not None:
         extended.service.meet_peers(CALL, None)
     return {item: _rebuilt(item, value, restored) for item, value in items.items()}
@@ -94,7 +120,7 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
     if not partial:
         _require_same_names(place, set(leaves), set(saved.owners))
     replicas, group = parts_of(strategy).replicas, parts_of(strategy).group
-    common = _Common(owners, saved.manifest["ranks"], saved.manifest["replicas"], {})
+    common = _Common(owners, saved.manifest["ranks"], saved.manifest["replicas"], {}, {})
     for name, owner in owners.items():
         leaf = leaves[name]
         if (owner is Owner.REPLICA) != (leaf.owner is Owner.REPLICA):
@@ -108,8 +134,11 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
                 f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and has equal copies "
                 "here: restore it to an array, or restore without it"
             )
-        if owner is Owner.ALL:
+        if owner is Owner.ALL and leaf.dtype is None:
             common.states[name] = _state(saved, saved.shared_parts, name, leaf)
+        elif owner is Owner.ALL:
+            _require_form(saved, saved.shared_parts, name, leaf)
+            common.pieces[name] = saved.pieces(name, saved.shared_parts)
         elif owner is Owner.RANK and common.num_ranks != group.topology.size:
             raise ValueError(
                 f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and there are "
@@ -125,7 +154,7 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
 
 def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _Common) -> dict[str, list[State]]:
     """Read what belongs to this rank, or to its replicas."""
-    names = [name for name in common.owners if name not in common.states]
+    names = [name for name in common.owners if name not in common.states and name not in common.pieces]
     if not names:
         return {}
     place, rank = existing(place), extended.group.topology.rank
@@ -161,12 +190,16 @@ def _rank_of(bounds: Any, replica_id: int) -> int:
 
 def _state(saved: SavedCheckpoint, parts: Sequence[str], key: str, leaf: Leaf) -> State:
     """Read a state, and require that the leaf takes it."""
-    form = saved.form(key, parts)
-    if form != leaf.form:
-        raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(saved.place)!r} is {form}")
+    _require_form(saved, parts, key, leaf)
     state = saved.state(key, parts)
     leaf.require_fitting(state)
     return state
+
+
+def _require_form(saved: SavedCheckpoint, parts: Sequence[str], key: str, leaf: Leaf) -> None:
+    form = saved.form(key, parts)
+    if form != leaf.form:
+        raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(saved.place)!r} is {form}")
 
 
 def _require_same_names(place: Path, leaves: set[str], saved: set[str]) -> None:
@@ -188,28 +221,53 @@ def _names(names: set[str]) -> str:
     return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
-def _share(extended: Any, leaves: Mapping[str, Leaf], common: _Common | None) -> _Common:
-    """Send what rank 0 has read to all ranks. Collective."""
-    if extended.group.topology.size == 1:
-        assert common is not None
-        return common
-    ops = extended.cross_device_ops
-    about = b""
-    if common is not None:
-        owners = {name: owner.value for name, owner in common.owners.items()}
-        plain = {name: state for name, state in common.states.items() if not isinstance(state, np.ndarray)}
-        arrays = [name for name in common.states if name not in plain]
-        about = json.dumps([owners, common.num_ranks, common.num_replicas, plain, arrays]).encode()
-    size = int(ops.broadcast(np.int64(len(about)), "all", call=CALL))
-    text = np.frombuffer(about, np.uint8) if common is not None else np.empty(size, np.uint8)
-    owners, num_ranks, num_replicas, plain, arrays = json.loads(bytes(ops.broadcast(text, "all", call=CALL)))
-    extended.agree(CALL, {name: leaves[name].form for name in [*plain, *arrays]})
-    raw = [
-        np.empty(leaves[name].nbytes, np.uint8) if common is None else bytes_of(common.states[name]) for name in arrays
-    ]
-    sent = ops.broadcast(raw, "all", call=CALL) if raw else []
-    states = {name: leaves[name].array(data) for name, data in zip(arrays, sent, strict=True)}
-    return _Common({name: Owner(owner) for name, owner in owners.items()}, num_ranks, num_replicas, plain | states)
+def _manifest_text(place: Path) -> bytes:
+    """Return what this rank sees of the manifest; nothing if it sees none."""
+    try:
+        return (existing(place) / MANIFEST).read_bytes()
+    except OSError:
+        return b""
+
+
+def _deal(
+    leaves: Mapping[str, Leaf], pieces: Mapping[str, list[tuple[str, int, int]]], num_readers: int
+) -> list[_Share]:
+    """Deal pieces over the readers by bytes: to each those whose middles are in its part of all bytes."""
+    total, at = sum(leaves[name].nbytes for name in pieces), 0
+    shares = []
+    for name, of_leaf in pieces.items():
+        itemsize = np.dtype(leaves[name].dtype).itemsize
+        for part, begin, end in of_leaf:
+            nbytes = (end - begin) * itemsize
+            reader = (2 * at + nbytes) * num_readers // (2 * total) if nbytes else 0
+            shares.append(_Share(name, part, begin * itemsize, end * itemsize, reader))
+            at += nbytes
+    return shares
+
+
+def _read_shares(place: Path, shares: Sequence[_Share], rank: int) -> list[Array]:
+    """Read what this rank sends to others, in order."""
+    mine = [share for share in shares if share.reader == rank]
+    if not mine:
+        return []
+    saved = SavedCheckpoint(place)
+    return [bytes_of(saved.part(share.part).array(share.name)) for share in mine]
+
+
+def _exchange(
+    extended: Any, peers: Any, leaves: Mapping[str, Leaf], shares: Sequence[_Share], read: list[Array]
+) -> dict[str, State]:
+    """Send what ranks have read into the memory of the leaves; return arrays for those that have none. Collective."""
+    memories = {name: leaves[name].memory() for name in {share.name for share in shares}}
+    whole = {
+        name: np.empty(leaves[name].nbytes, np.uint8) if memory is None else memory for name, memory in memories.items()
+    }
+    limit = extended.options.timeout_seconds
+    with extended.group.call(Call(CALL, fingerprint_of(CALL), lambda: {"advice": ADVICE}, timeout_seconds=limit)):
+        for name, _, begin, end, reader in shares:
+            target = whole[name][begin:end]
+            peers.broadcast(read.pop(0) if reader == peers.rank else target, reader, target)
+    return {name: leaves[name].array(whole[name]) for name, memory in memories.items() if memory is None}
 
 
 def _rebuilt(item: str, value: Any, restored: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -87,18 +88,25 @@ class SavedCheckpoint:
         files = self._files_with(key, parts)
         if key in files[0].values:
             return files[0].values[key]
-        name, shape, _, *bounds = files[0].arrays[key]
-        if not bounds:
-            return files[0].array(key)
-        whole, end = np.empty(shape, dtype_named(name)), 0
-        for file in sorted(files, key=lambda file: int(file.arrays[key][3])):
-            begin, before, end = file.arrays[key][3], end, file.arrays[key][4]
-            if begin != before:
-                break
-            whole.reshape(-1)[begin:end] = file.array(key)
-        if end != whole.size:
-            raise DataLossError(f"{str(self.place)!r} is damaged: it has not all of {key}")
+        name, shape, *_ = files[0].arrays[key]
+        whole = np.empty(shape, dtype_named(name))
+        for part, begin, end in self.pieces(key, parts):
+            whole.reshape(-1)[begin:end] = self.part(part).array(key).reshape(-1)
         return whole
+
+    def pieces(self, key: str, parts: Sequence[str]) -> list[tuple[str, int, int]]:
+        """Return which parts have which elements of an array, in their order. No array is read.
+
+        Raises:
+            DataLossError: If elements are in none of the parts, or a file is missing or damaged.
+        """
+        size = math.prod(self._files_with(key, parts)[0].arrays[key][1])
+        about = {part: self.part(part).arrays.get(key) for part in parts}
+        found = [(part, *(one[3:] or (0, size))) for part, one in about.items() if one is not None]
+        found.sort(key=lambda piece: piece[1:])
+        if [begin for _, begin, _ in found] + [size] != [0] + [end for _, _, end in found]:
+            raise DataLossError(f"{str(self.place)!r} is damaged: it has not all of {key}")
+        return found
 
     def _files_with(self, key: str, parts: Sequence[str]) -> list[PartFile]:
         files = [file for file in map(self.part, parts) if key in file.arrays or key in file.values]

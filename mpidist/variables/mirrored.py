@@ -42,6 +42,11 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         entry = context_stack.innermost()
         return group is parts_of(self._strategy).group and (entry is None or entry.replica_context is None)
 
+    def memory(self) -> Any:
+        """Return this rank's copy, to be written with equal values on all ranks; `None` if ranks share it. Local."""
+        self._forget_copies()
+        return None if self._placement.is_shared else self._value
+
     def _place(self, value: Any) -> Any:
         self._placement = parts_of(self._strategy).variable_placement.for_value(value)
         stored = self._placement.store(value)

@@ -193,7 +193,7 @@ CHIEFS: list[tuple[Callable[[Checkpoint, Path], Any], str]] = [  # what the chie
 def test_save_or_restore_by_the_chief_alone_is_named(comm: Intracomm, folder: Path) -> None:
     last = {
         "save": "save, and each writes a share",
-        "restore": "restore; rank 0 alone reads what is equal on all ranks",
+        "restore": "restore, and each reads a share",
     }
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         with strategy.scope():

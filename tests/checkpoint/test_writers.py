@@ -39,6 +39,21 @@ def sizes_in(path: Path) -> dict[int, int]:
     return {rank: sum(array.nbytes for array in arrays.values()) for rank, arrays in sorted(files.items())}
 
 
+def restore_once_a_node(comm: Intracomm, checkpoint: Checkpoint, nbytes: int, path: Path, partial: bool) -> None:
+    """Each rank reads a share, and JSON files, of each of which the first bytes come twice."""
+    before = bytes_read()
+    checkpoint.restore(path, partial=partial)
+    read = comm.allgather(bytes_read() - before)
+    topology = parts_of(checkpoint.strategy).topology
+    for of_node in topology.nodes if topology.size > 1 else [[comm.rank]]:
+        assert 0 <= sum(read[rank] for rank in of_node) - nbytes < 100_000 * len(of_node), (read, nbytes)
+        assert nbytes < 1 << 21 or max(read[rank] for rank in of_node) < nbytes * (0.7 if len(of_node) > 1 else 1.1)
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_writers_all_ranks_write_as_much_and_any_number_restores(
     comm: Intracomm, placement: object, folder: Path, background: bool
@@ -58,10 +73,24 @@ def test_writers_all_ranks_write_as_much_and_any_number_restores(
         for ranks in (comm, MPI.COMM_SELF):
             with MultiWorkerMirroredStrategy(comm=ranks) as other:
                 restored, saved = made(other, 0), made(other, 5)
-                restored.restore(path)
+                restore_once_a_node(comm, restored, total, path, partial=False)
+                restore_once_a_node(comm, Checkpoint(kernel=restored.kernel), 8 * 301 * 503, path, partial=True)
                 assert all((one == two).all() for one, two in zip(restored.leaves, saved.leaves, strict=True))
                 assert (restored.kernel.numpy() == 5).all()
                 assert restored.step == 5
+
+
+def test_restore_of_files_that_rank_0_alone_sees_sends_what_is_equal(
+    comm: Intracomm, placement: object, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        made(strategy, 5).write(folder / "0" / "one", writers=1)
+        (folder / f"{comm.rank}").mkdir(exist_ok=True)
+        monkeypatch.chdir(folder / f"{comm.rank}")
+        restored = made(strategy, 0)
+        restored.restore("one")
+        assert (restored.kernel.numpy() == 5).all()
+        assert (restored.leaves[2] == np.arange(LARGE) * 5).all()
 
 
 def test_writers_as_many_as_given_write(comm: Intracomm, placement: object, folder: Path) -> None:
