@@ -94,7 +94,7 @@ class Checkpoint:
         beside `path` and renamed at the end, so that `path` is always a whole checkpoint, the old one or the new one.
 
         Ranks compare checksums of what is equal by its kind: the copies of variables (but for `ON_READ`), and positions
-        in data. Cost: four small rounds of all ranks, the bytes read once on every rank (0.4 s a GiB), and the files.
+        in data. Cost: four small rounds, the bytes read once on every rank if there are several, and the files.
 
         Args:
             path: A folder, equal on all ranks. A checkpoint that is there is replaced; nothing else is.

@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from mpidist.checkpoint.files import parse_json, read_file, sync, write_file
 from mpidist.checksums import checksum
@@ -35,26 +34,21 @@ class Part(NamedTuple):
     Attributes:
         arrays: Arrays by name, whole or flat pieces.
         values: What JSON can hold, by name.
-        about: Of each array dtype and shape of the whole, and the checksum of what is here; of a piece also its first
-            element, and the one behind its last.
+        pieces: Of each piece the shape of the whole, its first element, and the one behind its last.
     """
 
     arrays: dict[str, Array]
     values: dict[str, Any]
-    about: dict[str, list[Any]]
+    pieces: dict[str, tuple[list[int], int, int]]
 
-    def put(self, name: str, state: Any, its_checksum: int) -> None:
+    def put(self, name: str, state: Any) -> None:
         """Add a state: an array, or what JSON can hold."""
-        if isinstance(state, np.ndarray):
-            self.arrays[name] = state
-            self.about[name] = [state.dtype.name, list(state.shape), its_checksum]
-        else:
-            self.values[name] = state
+        (self.arrays if isinstance(state, np.ndarray) else self.values)[name] = state
 
     def put_piece(self, name: str, state: Array, begin: int, end: int) -> None:
         """Add some elements of an array."""
         self.arrays[name] = state.reshape(-1)[begin:end]
-        self.about[name] = [state.dtype.name, list(state.shape), checksum(self.arrays[name]), begin, end]
+        self.pieces[name] = list(state.shape), begin, end
 
 
 def part_of_rank(rank: int) -> str:
@@ -63,16 +57,37 @@ def part_of_rank(rank: int) -> str:
 
 
 def write_part(folder: Path, name: str, part: Part) -> None:
-    """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
-    plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
-    file = folder / f"{name}.safetensors"
+    """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is.
+
+    Arrays are written from where they are, and nothing here holds Python's lock for long: threads compute meanwhile.
+    """
+    file, about = folder / f"{name}.safetensors", {}
+    arrays = dict(sorted(part.arrays.items(), key=lambda item: -item[1].itemsize))  # so each begins at a whole element
     try:
-        save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
-        file.chmod(folder.stat().st_mode & 0o666)  # `save_file` makes it for its owner alone
+        with file.open("wb") as out:
+            out.write(_header(arrays))
+            for key, array in arrays.items():
+                plain = np.ascontiguousarray(array)
+                out.write(bytes_of(plain).data)
+                shape, *bounds = part.pieces.get(key, (list(array.shape),))
+                about[key] = [array.dtype.name, shape, checksum(plain), *bounds]
         sync(file)
-    except SafetensorError as error:
+    except OSError as error:
         raise OSError(f"{str(file)!r} cannot be written: {error}") from error
-    write_file(folder / f"{name}.json", json.dumps({"arrays": part.about, "values": part.values}).encode())
+    write_file(folder / f"{name}.json", json.dumps({"arrays": about, "values": part.values}).encode())
+
+
+def _header(arrays: Mapping[str, Array]) -> bytes:
+    """Return how a safetensors file begins: the length of a text of JSON, and the text, which says where arrays are."""
+    head, end = {}, 0
+    for key, array in arrays.items():
+        begin, end, kind = end, end + array.nbytes, array.dtype.kind
+        code = "BOOL" if kind == "b" else f"{kind.upper()}{8 * array.itemsize}"
+        dtype, shape = (code, array.shape) if array.dtype.name in _KNOWN else ("U8", (array.nbytes,))
+        head[key] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 @final
@@ -86,7 +101,8 @@ class PartFile:
 
     Attributes:
         values: As in `Part`.
-        arrays: `about` of `Part`.
+        arrays: Of each array dtype and shape of the whole, and the checksum of what is here; of a piece also its first
+            element, and the one behind its last.
 
     Raises:
         DataLossError: If a file is missing, or is not the one that was written.

@@ -102,7 +102,7 @@ class CopyMemory:
                 memory = np.empty(array.shape, array.dtype)
             np.copyto(memory, array)
             self._copies[name] = memory
-        return Part(dict(self._copies), copy.deepcopy(part.values), part.about)
+        return Part(dict(self._copies), copy.deepcopy(part.values), part.pieces)
 
 
 def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, Leaf]:
@@ -169,7 +169,7 @@ def capture(
         require_on_difference(on_difference)
         require_writers(writers)
         read.leaves.update(leaves_in(items, strategy))
-        read.all(keeps_copies=topology.size == 1)
+        read.all(is_alone=topology.size == 1)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
     fields = {"path": save_place.path_text, "on_difference": on_difference, "writers": str(writers), "advice": ADVICE}
@@ -206,7 +206,7 @@ class _Read(NamedTuple):
 
     Attributes:
         leaves: The leaves by name.
-        checksums: The checksums of the states of each leaf.
+        checksums: The checksums of the states of each leaf, if there are other ranks to compare them with.
         states: The states that are kept, by name: those whose memory is the leaf's.
     """
 
@@ -214,12 +214,13 @@ class _Read(NamedTuple):
     checksums: dict[str, list[int]]
     states: dict[str, list[State]]
 
-    def all(self, keeps_copies: bool) -> None:
+    def all(self, is_alone: bool) -> None:
         """Read all states; copies of device memory are kept if nobody else might write them."""
         for name, leaf in self.leaves.items():
             of_leaf = leaf.states()
-            self.checksums[name] = list(map(checksum, of_leaf))
-            if keeps_copies or not leaf.copies_state:
+            if not is_alone:
+                self.checksums[name] = list(map(checksum, of_leaf))
+            if is_alone or not leaf.copies_state:
                 self.states[name] = of_leaf
 
     def dealt(self, names: Sequence[str], ranks: Sequence[int]) -> dict[str, list[tuple[int, int, int]]]:
@@ -240,14 +241,14 @@ class _Read(NamedTuple):
             own = [(begin, end) for writer, begin, end in pieces.get(name, ()) if writer == rank]
             if owner is Owner.ALL and not own and (rank or name in pieces):
                 continue
-            of_leaf, checksums = self.states.get(name) or self.leaves[name].states(), self.checksums[name]
+            of_leaf = self.states.get(name) or self.leaves[name].states()
             if owner is Owner.REPLICA:
-                for replica_id, state, its_checksum in zip(replica_ids, of_leaf, checksums, strict=True):
-                    part.put(replica_key(name, replica_id), state, its_checksum)
+                for replica_id, state in zip(replica_ids, of_leaf, strict=True):
+                    part.put(replica_key(name, replica_id), state)
             elif len(pieces.get(name, ())) > 1:
                 part.put_piece(name, of_leaf[0], *own[0])
             else:
-                part.put(name, of_leaf[0], checksums[0])
+                part.put(name, of_leaf[0])
         return part
 
     def extra_bytes(self, part: Part, memory: CopyMemory | None) -> int:

@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 
 def test_files_may_be_read_by_whom_the_umask_allows(comm: Intracomm, folder: Path) -> None:
-    """The library that writes arrays makes its files for their owner alone."""
     before = os.umask(0o027)
     try:
         with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():

@@ -19,6 +19,7 @@ from support.everywhere import raises_everywhere
 from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.checkpoint import background as background_module
+from mpidist.checkpoint import parts as parts_module
 from mpidist.checkpoint import saving as saving_module
 from mpidist.checkpoint.parts import part_of_rank
 from mpidist.errors import DataLossError
@@ -294,7 +295,7 @@ def test_error_of_a_checksum_is_the_error_of_the_save(
     def fail(array: Any) -> int:
         raise MemoryError("no room for a checksum")
 
-    monkeypatch.setattr(saving_module, "checksum", fail)
+    monkeypatch.setattr(saving_module if comm.size > 1 else parts_module, "checksum", fail)
     with (
         MultiWorkerMirroredStrategy(comm=comm) as strategy,
         pytest.raises(MemoryError, match="no room for a checksum"),
@@ -385,6 +386,26 @@ def test_background_copies_into_the_memory_of_the_last_copy(
             checkpoint.restore(folder / f"ckpt-{step}")
             assert (checkpoint.weights.numpy() == step).all()
             assert (checkpoint.own == comm.rank + step).all()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_save_takes_memory_for_the_own_part_alone(comm: Intracomm, folder: Path, background: bool) -> None:
+    def kibibytes(name: str) -> int:
+        return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
+
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        with strategy.scope():
+            checkpoint = Checkpoint(weights=Variable(np.ones(48 << 20, np.float32)))
+        manager = CheckpointManager(checkpoint, folder, 1, background=background)
+        for _ in range(2):
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            before = kibibytes("VmRSS")
+            manager.save()
+            manager.wait()
+            record = manager.last_save
+            assert record is not None
+            assert kibibytes("VmHWM") - before <= (record.extra_bytes >> 10) + (64 << 10)
+        comm.Barrier()
 
 
 def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(

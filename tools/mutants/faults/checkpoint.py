@@ -66,9 +66,9 @@ FAULTS = [
     ),
     Fault(
         "parts.py",
-        "file.chmod(folder.stat().st_mode & 0o666)",
+        'text += b" " * (-len(text) % _LENGTH_BYTES)',
         "pass",
-        "colleagues cannot read a checkpoint",
+        "arrays in a file do not begin at whole elements",
     ),
     Fault(
         "leaves.py",
