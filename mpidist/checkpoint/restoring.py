@@ -98,7 +98,10 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
     with _together(strategy, f"{CALL} {str(place)!r}: parts of the ranks"):
         own = _read_own(extended, place, leaves, common)
         read = _read_shares(place, shares, peers.rank)
-    states = common.states | _exchange(extended, peers, leaves, shares, read)
+        memories = {name: leaves[name].memory() for name in common.pieces}
+        new = {name: np.empty(leaves[name].nbytes, np.uint8) for name, memory in memories.items() if memory is None}
+    _exchange(extended, peers, shares, read, memories | new)
+    states = common.states | {name: leaves[name].array(data) for name, data in new.items()}
     restored = {}
     for name, leaf in leaves.items():
         if name in own and leaf.owner is Owner.REPLICA:
@@ -255,19 +258,14 @@ def _read_shares(place: Path, shares: Sequence[_Share], rank: int) -> list[Array
 
 
 def _exchange(
-    extended: Any, peers: Any, leaves: Mapping[str, Leaf], shares: Sequence[_Share], read: list[Array]
-) -> dict[str, State]:
-    """Send what ranks have read into the memory of the leaves; return arrays for those that have none. Collective."""
-    memories = {name: leaves[name].memory() for name in {share.name for share in shares}}
-    whole = {
-        name: np.empty(leaves[name].nbytes, np.uint8) if memory is None else memory for name, memory in memories.items()
-    }
+    extended: Any, peers: Any, shares: Sequence[_Share], read: list[Array], memories: Mapping[str, Any]
+) -> None:
+    """Send what ranks have read into the memories of all. Collective."""
     limit = extended.options.timeout_seconds
     with extended.group.call(Call(CALL, fingerprint_of(CALL), lambda: {"advice": ADVICE}, timeout_seconds=limit)):
         for name, _, begin, end, reader in shares:
-            target = whole[name][begin:end]
+            target = memories[name][begin:end]
             peers.broadcast(read.pop(0) if reader == peers.rank else target, reader, target)
-    return {name: leaves[name].array(whole[name]) for name, memory in memories.items() if memory is None}
 
 
 def _rebuilt(item: str, value: Any, restored: Mapping[str, Any]) -> Any:
