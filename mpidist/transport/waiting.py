@@ -52,13 +52,13 @@ class _Observer:
 
 
 @final
-class _OfThread(threading.local):
-    """What `pausing` has set, for the waits of this thread."""
+class _Pausing(threading.local):
+    """What `pausing` has set, for the waits of this thread: others advance calls of their own meanwhile."""
 
     pause: Callable[[bool], None] | None = None
 
 
-_of_thread: Final = _OfThread()
+_PAUSING: Final = _Pausing()
 
 
 @final
@@ -108,21 +108,21 @@ def tell_wait(begun: int, ended: int) -> None:
 
 @contextmanager
 def pausing(pause: Callable[[bool], None]) -> Iterator[None]:
-    """Let waits of this thread in the body call a function between polls, in place of pauses and checks of peers.
+    """Let this thread's waits in the body call a function between two polls, in place of pauses and checks of peers.
 
     Args:
         pause: Takes whether the wait has progressed since the last call.
     """
-    _of_thread.pause = pause
+    _PAUSING.pause = pause
     try:
         yield
     finally:
-        _of_thread.pause = None
+        _PAUSING.pause = None
 
 
 def is_pausing() -> bool:
     """Whether this is the body of `pausing`."""
-    return _of_thread.pause is not None
+    return _PAUSING.pause is not None
 
 
 def poll(
@@ -142,7 +142,7 @@ def poll(
     """
     if _Observer.tell is not None:
         test = _observed_test(test)
-    if (pause := _of_thread.pause) is not None:
+    if (pause := _PAUSING.pause) is not None:
         has_progressed = True
         while not test():
             pause(has_progressed)
@@ -169,7 +169,7 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
     Returns:
         The generator's result.
     """
-    at, spun, start, pause = -1, 0, 0.0, _of_thread.pause
+    at, spun, start, pause = -1, 0, 0.0, _PAUSING.pause
     if _Observer.tell is not None:
         steps = _observed_steps(steps)
     try:

@@ -87,6 +87,22 @@ def test_started_calls_of_two_groups_may_come_in_another_order_on_each_rank(
     assert is_gathered(out, size)
 
 
+@pytest.mark.ranks(2)
+def test_started_calls_and_the_thread_of_another_group_do_not_meet(
+    placement: tuple[int, ...], ranks: tuple[int, int]
+) -> None:
+    rank, size = ranks
+    group = dist.new_group()  # between nodes, a thread advances its all-reduces
+    for _ in range(20):
+        values = [full(1, 1 << 16) for _ in range(4)]
+        works = [dist.all_reduce(value, group=group, async_op=True) for value in values]
+        outs = [gather(rank, size) for _ in range(2)]
+        for work in (*(work for _, work in outs), *works):
+            work.wait()
+        assert all(is_gathered(out, size) for out, _ in outs)
+        assert all(value.eq(size).all() for value in values)
+
+
 def test_started_calls_waited_for_in_any_order_have_their_results(
     placement: tuple[int, ...], ranks: tuple[int, int]
 ) -> None:
