@@ -66,9 +66,9 @@ FAULTS = [
     ),
     Fault(
         "parts.py",
-        'text += b" " * (-len(text) % _LENGTH_BYTES)',
-        "pass",
-        "arrays in a file do not begin at whole elements",
+        'code = "BOOL" if kind == "b" else f"{kind.upper()}{8 * array.itemsize}"',
+        'code = f"{kind.upper()}{8 * array.itemsize}"',
+        "a file with booleans cannot be read",
     ),
     Fault(
         "leaves.py",
