@@ -270,7 +270,7 @@ class MpiProcessGroup(ProcessGroup):
         if is_pausing() or not getattr(arguments[-1] if arguments else None, "asyncOp", False):
             return run()
         result = arguments[0] if len(arguments) > 1 else []
-        started = self._group.calls.start(lambda _: steps_of(run), Workplace.CALLER)
+        started = self._group.calls.start(partial(steps_of, run), Workplace.CALLER)
         pending = PendingResult(self._group, started, None, result, {})
         return MpiWork(result, pending.wait, pending.is_done)
 

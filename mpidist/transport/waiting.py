@@ -55,7 +55,7 @@ class _Observer:
 class _Pausing(threading.local):
     """What `pausing` has set, for the waits of this thread: others advance calls of their own meanwhile."""
 
-    pause: Callable[[bool], None] | None = None
+    pause: Callable[[bool, bool], None] | None = None
 
 
 _PAUSING: Final = _Pausing()
@@ -107,11 +107,11 @@ def tell_wait(begun: int, ended: int) -> None:
 
 
 @contextmanager
-def pausing(pause: Callable[[bool], None]) -> Iterator[None]:
+def pausing(pause: Callable[[bool, bool], None]) -> Iterator[None]:
     """Let this thread's waits in the body call a function between two polls, in place of pauses and checks of peers.
 
     Args:
-        pause: Takes whether the wait has progressed since the last call.
+        pause: Takes whether the wait has progressed since the last call, and whether it is too new to sleep.
     """
     _PAUSING.pause = pause
     try:
@@ -143,9 +143,11 @@ def poll(
     if _Observer.tell is not None:
         test = _observed_test(test)
     if (pause := _PAUSING.pause) is not None:
-        has_progressed = True
+        start, has_progressed = time.monotonic(), True
         while not test():
-            pause(has_progressed)
+            if is_busy := time.monotonic() - start < busy_seconds:
+                os.sched_yield()
+            pause(has_progressed, is_busy)
             has_progressed = False
         return
     for _ in range(_SPINS_OF_A_MESSAGE):
@@ -176,7 +178,7 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
         while True:
             now = next(steps)
             if pause is not None:
-                pause(now != at)
+                pause(now != at, False)
                 at = now
             elif now != at:
                 at, spun = now, 0

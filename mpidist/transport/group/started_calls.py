@@ -132,7 +132,7 @@ class Pending:
         self._result, self._error = result, error
 
 
-def steps_of(body: Callable[[], Any]) -> Steps:
+def steps_of(body: Callable[[], Any], pending: Pending) -> Steps:
     """Run a function, which calls as if nothing was started, on a stack of its own: each poll of its waits is a step.
 
     Only one thread may advance the steps: their place is `Workplace.CALLER`.
@@ -141,9 +141,9 @@ def steps_of(body: Callable[[], Any]) -> Steps:
     stack.gr_context = copy_context()
     error: BaseException | None = None
 
-    def pause(has_progressed: bool) -> None:
+    def pause(has_progressed: bool, is_busy: bool) -> None:
         nonlocal turns
-        turns += has_progressed
+        turns += has_progressed or (is_busy and pending.is_waited_for)  # then `complete` does not sleep
         outer.switch()
 
     while True:
