@@ -218,7 +218,7 @@ class CommunicationOptions:
 
     @cached_property
     def overrides(self) -> tuple[tuple[str, Any], ...]:
-        """What was given of these fields, by name: a plan of calls with these options holds for them."""
+        """The fields that were given, but for the timeout: part of the key of a repeated call."""
         return tuple((name, value) for name, value in self._all_given().items() if name != "timeout_seconds")
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:

@@ -121,7 +121,8 @@ class Checkpoint:
 
         All that is needed is read and compared with its checksums before anything is changed. What is equal on all
         ranks is read once on each node: each rank reads a share, in pieces as they were written, and sends it to the
-        node's others. If not all ranks see the files, rank 0 reads and sends to all. Memory: the rank's share.
+        node's others. If not all ranks see the files, rank 0 reads and sends to all. Memory: the rank's share. If a
+        rank is lost while they send, states may be old, new or mixed: restore again.
 
         Args:
             path: The folder.

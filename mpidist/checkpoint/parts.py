@@ -73,7 +73,9 @@ def write_part(folder: Path, name: str, part: Part) -> None:
                 about[key] = [array.dtype.name, shape, checksum(plain), *bounds]
         sync(file)
     except OSError as error:
-        raise OSError(f"{str(file)!r} cannot be written: {error}") from error
+        failure = type(error)(f"{str(file)!r} cannot be written: {error}")
+        failure.errno = error.errno
+        raise failure from error
     write_file(folder / f"{name}.json", json.dumps({"arrays": about, "values": part.values}).encode())
 
 

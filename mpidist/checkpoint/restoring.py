@@ -89,7 +89,7 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
     with _together(strategy, f"{CALL} {str(place)!r}"):
         if extended.group.topology.rank == 0:
             common = _read_common(strategy, place, leaves, partial)
-    common = broadcast_object(extended.group, common, 0, True, extended.options)
+    common = broadcast_object(extended.group, common, 0, True, extended.options, CALL)
     forms = {name: leaves[name].form for name in [*common.states, *common.pieces]}
     sees_same = extended.agree(CALL, forms, None, fingerprint_of(_manifest_text(place)) | 1)
     levels = extended.group.levels

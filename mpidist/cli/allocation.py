@@ -17,7 +17,7 @@ from mpidist.cli.launching import RefusedError, prepare_child
 from mpidist.cluster_resolver.host_list import expand_host_list
 from mpidist.transport.mpi.mpi_libraries import MpiLibrary
 
-__all__ = ["Command", "Allocation", "Start", "find_allocation", "num_cores"]
+__all__ = ["Allocation", "Command", "Start", "find_allocation", "num_cores"]
 
 _ANSWER_SECONDS: Final = 60.0  # what srun may take to start a process on each node
 _OPEN_MPI_AS_ROOT: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -56,6 +56,7 @@ class Allocation(ABC):
 
     ranks: int | None = None  # how many it was submitted for, where it says so
     nodes: Sequence[str] = ()  # where a node of it may be lost, and the others go on: their names
+    spans_nodes: bool = False  # whether ranks may be on other nodes than this process
 
     @abstractmethod
     def launcher(self, start: Start, lost: Sequence[str]) -> Command:
@@ -82,7 +83,7 @@ class _Slurm(Allocation):
     """A job of Slurm, whose srun starts the ranks."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.ranks = int(environ.get("SLURM_NTASKS", "1"))
+        self.ranks, self.spans_nodes = int(environ.get("SLURM_NTASKS", "1")), True
         self._cores_of_task = int(environ.get("SLURM_CPUS_PER_TASK", "1"))
         self.nodes = expand_host_list(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else []
 
@@ -105,6 +106,8 @@ class _Slurm(Allocation):
 class _Flux(Allocation):
     """An instance of Flux, as `flux batch` and `flux alloc` make one; `flux run` starts the ranks."""
 
+    spans_nodes = True
+
     def launcher(self, start: Start, lost: Sequence[str]) -> Command:
         threads = start.threads or 1
         options = ["-n", str(start.ranks), "-c", str(threads), "-o", "exit-on-error"]
@@ -117,8 +120,9 @@ class _Pbs(Allocation):
     """A job of PBS: mpiexec starts a rank for each line of its node file."""
 
     def __init__(self, lines: Sequence[str]) -> None:
-        self.ranks = len(lines)
+        self.ranks = len(lines) or None
         self._slots = Counter(lines)  # in the order of the file
+        self.spans_nodes = len(self._slots) > 1
 
     def launcher(self, start: Start, lost: Sequence[str]) -> Command:
         slots = self._slots.total()
@@ -129,7 +133,7 @@ class _Pbs(Allocation):
         if start.library.name == "Intel MPI":  # the number of ranks is the same on each node
             hosts, options = [*self._slots], [*options, "-ppn", str(max(self._slots.values()))]
         if start.library.name == "Open MPI":  # passes no other variables to other nodes
-            options += ["-x", "OMP_NUM_THREADS"]
+            options += ["-x", "OMP_NUM_THREADS", "-x", "MPIDIST_*"]
         options = ["--host" if start.library.name == "Open MPI" else "-hosts", ",".join(hosts), *options]
         return _mpiexec(start, options, variables, start.threads or 1)
 

@@ -20,8 +20,8 @@ __all__ = ["Limits", "Nodes", "start_until_done"]
 _PREEMPTED: Final = 75  # the exit code of a program that has saved, and is to be continued later
 _ENDING: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _FORWARDED: Final = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
-# From outside, as by the kernel without memory. Others than MPICH's mpiexec return 128 more than the signal's number;
-# MPICH's joins the bits of all ranks' ends: 15 is also an abort (6) beside ranks that mpiexec itself has killed (9).
+# From outside, as by the kernel without memory. MPICH's mpiexec returns the bitwise OR of all exit statuses, and 15 is
+# also an abort (6) beside ranks that mpiexec itself has killed (9); other launchers return 128 + the signal's number.
 _OF_KILLED: Final = {signal.SIGKILL, 128 + signal.SIGKILL, 128 + signal.SIGTERM}
 _BY_THE_KERNEL: Final = 128  # `si_code` of Ctrl-C, which a terminal sends to the launcher, too
 

@@ -86,12 +86,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _nodes(allocation: Allocation) -> Nodes:
-    """Return the nodes of the job; where none may be lost, this machine."""
-    if not allocation.nodes:
-        return Nodes(["this machine"], allocation.find_lost, None)
+    """Return the nodes of the job, and a folder that they share; where none may be lost, they count as one."""
+    names = allocation.nodes or ["all nodes"]
+    if not allocation.spans_nodes:
+        return Nodes(names, allocation.find_lost, None)
     if not os.access(".", os.W_OK):
         raise RefusedError(f"--max-restarts writes into {Path.cwd()}, and may not: use a folder that all nodes share")
-    return Nodes(allocation.nodes, allocation.find_lost, Path.cwd())
+    return Nodes(names, allocation.find_lost, Path.cwd())
 
 
 def _num_ranks(arguments: argparse.Namespace, allocation: Allocation, environ: Mapping[str, str]) -> int:

@@ -25,9 +25,11 @@ _ADVICE: Final = "pass pickle=True on all ranks, if each may run what another on
 Bytes = np.ndarray[Any, Any]
 
 
-def broadcast_object(group: SyncGroup, item: Any, root: Any, pickled: bool, options: CommunicationOptions) -> Any:
+def broadcast_object(
+    group: SyncGroup, item: Any, root: Any, pickled: bool, options: CommunicationOptions, call: str = ""
+) -> Any:
     """See `Strategy.broadcast_object`. Collective: two broadcasts, of the length and of the bytes."""
-    call = _named("broadcast_object", pickled)
+    call = call or _named("broadcast_object", pickled)
     data, error = np.empty(0, np.uint8), None
     if root == group.topology.rank:
         data, error = _written(call, item, pickled)

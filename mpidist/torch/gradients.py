@@ -36,7 +36,7 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
     if not parameters:
         return
     has_gradient = torch.tensor([float(one.grad is not None) for one in parameters])
-    sparse = {id(part) for one in module.modules() if getattr(one, "sparse", False) for part in one.parameters(False)}
+    sparse = _sparse_weights(module)
     gradients = [_gradient_of(one, id(one) in sparse) for one in parameters]
     ranks.all_reduce_list("all_reduce_gradients", op, [*(one for one in gradients if not is_sparse(one)), has_gradient])
     if rows := [one for one in gradients if is_sparse(one)]:
@@ -44,6 +44,14 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
     for parameter, gradient, is_there in zip(parameters, gradients, has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:
             parameter.grad = gradient
+
+
+def _sparse_weights(module: Any) -> set[int]:
+    """Return the ids of parameters whose gradients are sparse: those of embeddings alone that are made so."""
+    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+    embeddings = [one for one in module.modules() if isinstance(one, kinds) and one.sparse]
+    others = {id(part) for one in module.modules() if one not in embeddings for part in one.parameters(False)}
+    return {id(one.weight) for one in embeddings} - others
 
 
 def _gradient_of(parameter: Any, is_of_sparse_module: bool) -> Any:

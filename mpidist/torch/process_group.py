@@ -29,7 +29,7 @@ from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.communicator import Communicator
 from mpidist.transport.group.messages import Message, Messages
-from mpidist.transport.group.started_calls import Workplace, steps_of
+from mpidist.transport.group.started_calls import Pending, Steps, Workplace, steps_of
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.library import Intracomm, load_mpi
 from mpidist.transport.shared_errors import mark_shared
@@ -270,7 +270,12 @@ class MpiProcessGroup(ProcessGroup):
         if is_pausing() or not getattr(arguments[-1] if arguments else None, "asyncOp", False):
             return run()
         result = arguments[0] if len(arguments) > 1 else []
-        started = self._group.calls.start(partial(steps_of, run), Workplace.CALLER)
+
+        def steps(started: Pending) -> Steps:
+            started.sequence = self._group.agreement.sequence + 1
+            return (yield from steps_of(run, started))
+
+        started = self._group.calls.start(steps, Workplace.CALLER)
         pending = PendingResult(self._group, started, None, result, {})
         return MpiWork(result, pending.wait, pending.is_done)
 
@@ -561,8 +566,10 @@ class MpiProcessGroup(ProcessGroup):
 
     def all_reduce_sparse_list(self, call: str, reduce_op: str, tensors: Sequence[Any], opts: Any = None) -> None:
         """Reduce a list of sparse tensors in place, in one call. `call`: as the user wrote it."""
-        rows = self._ops.all_reduce(reduce_op, list(map(slices_of, tensors)), self._options_of(opts), call=call)
-        for tensor, its in zip(tensors, rows, strict=True):
+        with self._refusing(call, opts):
+            rows = list(map(slices_of, tensors))
+        results = self._ops.all_reduce(reduce_op, rows, self._options_of(opts), call=call)
+        for tensor, its in zip(tensors, results, strict=True):
             write_slices(tensor, its)
 
     def broadcast_list(self, call: str, tensors: list[Any], root: int) -> None:

@@ -113,15 +113,15 @@ def pausing(pause: Callable[[bool, bool], None]) -> Iterator[None]:
     Args:
         pause: Takes whether the wait has progressed since the last call, and whether it is too new to sleep.
     """
-    _PAUSING.pause = pause
+    before, _PAUSING.pause = _PAUSING.pause, pause
     try:
         yield
     finally:
-        _PAUSING.pause = None
+        _PAUSING.pause = before
 
 
 def is_pausing() -> bool:
-    """Whether this is the body of `pausing`."""
+    """Whether this thread runs a started call, whose waits pause."""
     return _PAUSING.pause is not None
 
 
@@ -140,8 +140,6 @@ def poll(
         is_message: Whether `test` tests an MPI message, which progresses only while it is tested. Else naps grow with
             the wait, up to one 64th of its time.
     """
-    if _Observer.tell is not None:
-        test = _observed_test(test)
     if (pause := _PAUSING.pause) is not None:
         start, has_progressed = time.monotonic(), True
         while not test():
@@ -150,6 +148,8 @@ def poll(
             pause(has_progressed, is_busy)
             has_progressed = False
         return
+    if _Observer.tell is not None:
+        test = _observed_test(test)
     for _ in range(_SPINS_OF_A_MESSAGE):
         if test():
             return
@@ -172,7 +172,7 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
         The generator's result.
     """
     at, spun, start, pause = -1, 0, 0.0, _PAUSING.pause
-    if _Observer.tell is not None:
+    if _Observer.tell is not None and pause is None:
         steps = _observed_steps(steps)
     try:
         while True:

@@ -194,6 +194,7 @@ def test_sparse_gradients_have_the_weights_of_dense_ones(ranks: tuple[int, int],
     for is_sparse in (False, True):
         torch.manual_seed(0)
         model: Any = torch.nn.Sequential(torch.nn.Embedding(9, 3, sparse=is_sparse), torch.nn.Linear(3, 2))
+        model[1].sparse = True  # of the user's, who means something else
         model = DistributedDataParallel(model) if uses_ddp else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):

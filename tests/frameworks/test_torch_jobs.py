@@ -70,6 +70,25 @@ except PeerFailedError as error:
 """
 
 
+LEAVES_STARTED = """
+from mpi4py import MPI
+
+out = torch.zeros(3 * size)
+try:
+    if rank == 1:
+        work = dist.CALL
+        raise ValueError("bad batch")
+    MPI.COMM_WORLD.recv(source=1)
+    dist.CALL.wait()
+except ValueError:
+    dist.destroy_process_group()
+    MPI.COMM_WORLD.send(None, 0)
+    raise SystemExit(0)
+except PeerFailedError as error:
+    assert "bad batch" in str(error), error
+"""
+
+
 def run_file(folder: Path, ranks: int, file: Path, *arguments: str, **variables: str) -> Ended:
     launcher = [*Launcher.find(None).command, "-n", str(ranks)]
     return run_command(folder, [*launcher, sys.executable, str(file), *arguments], ranks, **variables)
@@ -116,6 +135,12 @@ def test_environment_of_a_launcher_that_mpi_does_not_see_is_refused(tmp_path: Pa
 
 def test_receive_from_a_rank_that_has_left_raises_its_error(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, HEAD + LEAVES + END)
+    assert (ended.status, ended.out.count("right")) == (0, 1), ended.err
+
+
+@pytest.mark.parametrize("call", ["all_gather_into_tensor(out, torch.ones(3), ", "broadcast(out, 0, "])
+def test_rank_that_leaves_in_a_started_call_ends_that_of_others(tmp_path: Path, call: str) -> None:
+    ended = run(tmp_path, 2, HEAD + LEAVES_STARTED.replace("CALL", f"{call}async_op=True)") + END)
     assert (ended.status, ended.out.count("right")) == (0, 1), ended.err
 
 

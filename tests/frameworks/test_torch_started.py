@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,3 +167,15 @@ def test_started_call_late_rank_is_named_at_the_timeout_after_a_message(comm: In
             work.wait()
         if comm.rank != 1:
             comm.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_started_call_of_another_thread_is_left_to_it(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    out, work = gather(rank, size)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(work.is_completed).result()
+        with pytest.raises(RuntimeError, match="wait for it in that thread"):
+            other.submit(work.wait).result()
+    dist.barrier()
+    assert is_gathered(out, size)

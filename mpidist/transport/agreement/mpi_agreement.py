@@ -28,7 +28,7 @@ from mpidist.transport.failures.failure_notes import BROKE_OFF
 from mpidist.transport.mpi.library import Intracomm, failed_ranks, load_mpi, ranks_in_world
 from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
 from mpidist.transport.text import name_ranks, text_of
-from mpidist.transport.waiting import never_free, poll
+from mpidist.transport.waiting import is_pausing, never_free, poll
 
 __all__ = ["MpiAgreement"]
 
@@ -169,7 +169,7 @@ class MpiAgreement(Agreement):
             if self._watchdog.broken is not None:  # by an earlier call, in which this rank has waited since `arrive`
                 raise self._repeated(self._watchdog.broken)
             self._call_watchdog.timeout = record.timeout
-            if self._slow_ranks.note_wait(self.sequence):
+            if not is_pausing() and self._slow_ranks.note_wait(self.sequence):  # else the program has computed, too
                 self.notice.ask()
             self._wait(have_arrived, lambda: self._rounds.memory)
         are_equal, has_same_variant = self._compared or self._rounds.compare()

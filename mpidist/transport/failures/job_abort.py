@@ -58,7 +58,7 @@ class Job(NamedTuple):
         save_flights: Writes flight recorders to files. The arguments: why, and where this rank is in its program;
             `None` where it still is there.
         is_thread_of_a_group: Whether other ranks may wait for this thread.
-        has_lower_rank_ended: Whether a lower rank has failed, too, and has told this rank so, or could not tell it.
+        may_lower_rank_have_ended: Whether a lower rank has told this rank that it fails, too, or cannot tell.
         leave: Leaves all groups because of an exception, if the other ranks go on without this rank. Returns whether
             they do.
         finish: Finishes what must not be lost, such as files that a thread writes.
@@ -70,7 +70,7 @@ class Job(NamedTuple):
     tell_end: Callable[[str], None]
     save_flights: Callable[[str, Stack | None], str]
     is_thread_of_a_group: Callable[[], bool]
-    has_lower_rank_ended: Callable[[], bool]
+    may_lower_rank_have_ended: Callable[[], bool]
     leave: Callable[[BaseException], bool]
     finish: Callable[[], None]
 
@@ -229,7 +229,7 @@ def _wait_for_lower_rank(job: Job, error: BaseException) -> None:
     """Give a lower rank that fails alike, by the same mistake or Ctrl-C, time to print the error and end this rank."""
     if job.rank > 0:
         time.sleep(_LOWER_RANK_FIRST_SECONDS)
-        if is_shared(error) or job.has_lower_rank_ended():
+        if is_shared(error) or job.may_lower_rank_have_ended():
             time.sleep(_FOLLOW_SECONDS)
 
 

@@ -40,7 +40,7 @@ __all__ = [
     "call_before_abort",
     "end_job_before_start",
     "explain_failures",
-    "has_lower_rank_ended",
+    "may_lower_rank_have_ended",
     "install_job_abort",
     "is_thread_of_a_group",
     "leave",
@@ -244,7 +244,7 @@ def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
         tell_end,
         save_flights,
         is_thread_of_a_group,
-        has_lower_rank_ended,
+        may_lower_rank_have_ended,
         leave,
         _finish,
     )
@@ -319,8 +319,8 @@ def leave(error: BaseException) -> bool:
     return True
 
 
-def has_lower_rank_ended() -> bool:
-    """Whether a lower rank, in any group, has told of the end of its program, or had no group to tell it. Local."""
+def may_lower_rank_have_ended() -> bool:
+    """Whether a lower rank has told in any group that its program ends, or there is no group to tell in. Local."""
     groups = (*_open, *_failed)
     return not groups or any(group.has_lower_rank_ended() for group in groups)
 

@@ -61,7 +61,7 @@ class Pending:
     def __init__(self, steps: Callable[[Pending], Steps], place: Workplace) -> None:
         self.is_waited_for = self.may_block = False
         self.is_launched = self.is_done = False
-        self.place = place
+        self.place, self._thread = place, threading.get_ident()
         self.sequence = 0
         self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
@@ -78,6 +78,11 @@ class Pending:
         if self._error is not None:
             raise self._error
         return self._result
+
+    @property
+    def is_for_this_thread(self) -> bool:
+        """Whether this thread may advance the call."""
+        return self.place is not Workplace.CALLER or self._thread == threading.get_ident()
 
     def advance(self, may_block: bool = False) -> None:
         """Advance the call as far as possible now. Blocks only if `may_block`."""
@@ -106,6 +111,7 @@ class Pending:
         except BaseException as error:
             with suppress(BaseException):
                 self._steps.throw(error)  # breaks the call off, and so tells the other ranks
+                self._steps.close()
             self._end(None, error)
             if not isinstance(error, Exception):  # Ctrl-C is raised here, other errors by `result`
                 raise
@@ -133,7 +139,7 @@ class Pending:
 
 
 def steps_of(body: Callable[[], Any], pending: Pending) -> Steps:
-    """Run a function, which calls as if nothing was started, on a stack of its own: each poll of its waits is a step.
+    """Run a function that makes blocking calls on a stack of its own: each poll of its waits is a step.
 
     Only one thread may advance the steps: their place is `Workplace.CALLER`.
     """
@@ -148,8 +154,9 @@ def steps_of(body: Callable[[], Any], pending: Pending) -> Steps:
 
     while True:
         stack.parent = outer = getcurrent()
+        thrown, error = error, None
         with pausing(pause):
-            result = stack.switch() if error is None else stack.throw(error)
+            result = stack.switch() if thrown is None else stack.throw(thrown)
         if stack.dead:
             return result
         try:
@@ -225,6 +232,8 @@ class PendingCalls:
         with self._lock:
             self._agreement.mark_started(False)
             while last is None or not last.is_done:
+                if not all(call.is_for_this_thread for call in (*self._launched, *self._calls)):
+                    raise RuntimeError("a call that another thread has started is not over: wait for it in that thread")
                 if self._calls and self._calls[0].place is not Workplace.HOST and (last is None or last in self._calls):
                     self._launch_first()
                 elif self._launched:
@@ -279,13 +288,15 @@ class PendingCalls:
 
     def _advance(self, may_block: bool, is_caller: bool) -> None:
         """Advance launched calls, which only the caller does, then the first calls up to one that cannot progress."""
-        while is_caller and self._launched:
+        while is_caller and self._launched and self._launched[0].is_for_this_thread:
             self._launched[0].advance()
             if not self._launched[0].is_done:
                 break
             self._launched.popleft()
         while self._calls and (is_caller or self._calls[0].place in self._in_thread):
             call = self._calls[0]
+            if not call.is_for_this_thread:
+                return
             if is_caller:
                 call.advance(may_block and call.place is Workplace.HOST)
             else:
