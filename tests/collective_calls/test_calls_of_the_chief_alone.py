@@ -27,7 +27,7 @@ ONES = np.ones(8)
 ALL_OR_NONE = "all ranks make the call of rank 0, or none: is it below `if strategy.is_chief:`?"
 ADVICE = {
     "save": "all ranks call save, and each writes a share",
-    "restore": "all ranks call restore; rank 0 alone reads what is equal on all ranks",
+    "restore": "all ranks call restore, and each reads a share",
     "next": "Let all ranks stop at the same step.*",
 }
 
