@@ -131,7 +131,7 @@ class Mirrored(_Components):
 
 @final
 class IndexedSlices:
-    """Some rows of an array: for `reduce`, `all_reduce`, `batch_reduce`, `Variable.scatter_add` and its relatives.
+    """Some rows of an array: for `reduce`, `all_reduce`, `batch_reduce` and the `scatter_...` methods of variables.
 
     A sum or mean has the rows of all replicas, in their order. If an index occurs more than once, the rows are added,
     and are in the order of indices. With `axis`, `weight`, `out` and `start_all_reduce` they are refused.

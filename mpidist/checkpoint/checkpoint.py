@@ -120,8 +120,8 @@ class Checkpoint:
         """Restore a checkpoint, also one of another number of ranks, replicas or servers. Collective.
 
         All that is needed is read and compared with its checksums before anything is changed. What is equal on all
-        ranks is read once on each node: each rank reads a share, in pieces as they were written, and sends it to the
-        node's others. If not all ranks see the files, rank 0 reads and sends to all. Memory: the rank's share. If a
+        ranks is read once on each node: each rank reads some of the pieces that ranks have written, and sends them to
+        the node's other ranks. If not all ranks see the files, rank 0 reads and sends to all. Memory: the pieces. If a
         rank is lost while they send, states may be old, new or mixed: restore again.
 
         Args:

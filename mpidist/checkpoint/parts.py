@@ -59,7 +59,7 @@ def part_of_rank(rank: int) -> str:
 def write_part(folder: Path, name: str, part: Part) -> None:
     """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is.
 
-    Arrays are written from where they are, and nothing here holds Python's lock for long: threads compute meanwhile.
+    Arrays are written from their own memory, and the GIL is released meanwhile.
     """
     file, about = folder / f"{name}.safetensors", {}
     arrays = dict(sorted(part.arrays.items(), key=lambda item: -item[1].itemsize))  # so each begins at a whole element

@@ -41,7 +41,7 @@ class _Common(NamedTuple):
         owners: Whose state each leaf is that is restored.
         num_ranks: How many ranks have saved.
         num_replicas: How many replicas have saved.
-        states: What JSON holds, and what was made from states of all replicas, which rank 0 has read.
+        states: What rank 0 has read: numbers and texts, and states that it has combined from those of all replicas.
         pieces: Which parts have which elements of each array that is equal on all ranks.
     """
 

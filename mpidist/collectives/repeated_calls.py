@@ -55,9 +55,8 @@ def key_of_repeated(
     """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
     These calls reduce one NumPy array: into a new array, in place, or into another array of the same kind, with which
-    it shares no memory. A float is such an array without axes. Or they reduce a nest
-    of NumPy arrays, into new ones, in place, or into per-node arrays; or a nest of tensors, whose arrays are known,
-    into new ones or in place.
+    it shares no memory. A float is such an array without axes. Or they reduce a nest of NumPy arrays, into new ones, in
+    place, or into per-node arrays; or a nest of tensors, whose arrays are known, into new ones or in place.
 
     Args:
         name: The name of the call.

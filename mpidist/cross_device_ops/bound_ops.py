@@ -139,8 +139,9 @@ class BoundOps(Algorithm):
             own = None if options is None else options.timeout_seconds
             timeout = self.options.timeout_seconds if own is None else own
             if (result := reductions.repeated.run(timeout, *repeated)) is not None:
-                is_nest = out is None and type(result) is list
-                return rebuild_results(value, result, {}) if is_nest else result if out is None else out
+                if out is not None:
+                    return out
+                return rebuild_results(value, result, {}) if type(result) is list else result
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         if reduction_call.error is not None and has_slices(value):  # which it refuses
             return self._all_reduce_slices(reduce_op, value, options, out, call, error)
