@@ -108,7 +108,7 @@ def test_program_needs_nothing_but_the_launcher(tmp_path: Path) -> None:
 def test_example_goes_on_from_a_checkpoint_with_other_ranks(tmp_path: Path) -> None:
     losses = {}
     for folder, ranks, steps in [("continued", 2, "4"), ("continued", 3, "8"), ("undisturbed", 1, "8")]:
-        ended = run_file(tmp_path, ranks, Path(PROJECT) / "docs/examples/gpt.py", folder, steps)
+        ended = run_file(tmp_path, ranks, Path(PROJECT) / "docs/examples/gpt.py", str(tmp_path / folder), steps)
         assert ended.status == 0, ended.err
         before, _, loss = ended.out.partition("\n")[0].partition(": loss ")
         assert before == f"step {steps}"
