@@ -31,7 +31,7 @@ AT_ONCE = 3  # jobs that run at the same time: each waits now and then
 NOT_RUN = {
     "a fragment": 1,
     "a part of a program": 1,
-    "changes the library": 13,
+    "changes the library": 10,
     "for any program": 2,
     "installs packages": 6,
     "measures the machine": 4,
@@ -45,7 +45,7 @@ NOT_RUN = {
     "needs torch": 10,
     "needs torchrun": 1,
     "prints bits of one machine": 1,
-    "takes minutes": 3,
+    "takes minutes": 4,
 }
 
 
