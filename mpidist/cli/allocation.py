@@ -82,8 +82,10 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
 class _Slurm(Allocation):
     """A job of Slurm, whose srun starts the ranks."""
 
+    spans_nodes = True
+
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.ranks, self.spans_nodes = int(environ.get("SLURM_NTASKS", "1")), True
+        self.ranks = int(environ.get("SLURM_NTASKS", "1"))
         self._cores_of_task = int(environ.get("SLURM_CPUS_PER_TASK", "1"))
         self.nodes = expand_host_list(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else []
 

@@ -17,7 +17,7 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
     """Combine the gradients of a module's parameters, in place, in one call after the backward pass. Collective.
 
     A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it stays without.
-    Sparse gradients, of modules with `sparse=True`, are reduced in a call of their own, and stay sparse.
+    Sparse gradients, of embeddings with `sparse=True`, are reduced in a call of their own, and stay sparse.
 
     Args:
         module: A `torch.nn.Module` with the same parameters on all ranks, in host memory.
