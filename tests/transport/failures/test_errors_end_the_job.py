@@ -153,7 +153,10 @@ def test_wrong_launcher_is_refused_with_the_command_to_use(tmp_path: Path) -> No
 def test_calls_after_the_program_finalized_mpi_are_python_errors(job: Job) -> None:
     program = """
 context = mpidist.get_replica_context
+if rank == 1:
+    await_signs("started 0")  # so that the call of rank 0 has not ended when MPI does
 handle = strategy.run(lambda: context().start_all_reduce("sum", 1.0))
+leave_sign(f"started {rank}")
 from mpi4py import MPI
 MPI.Finalize()
 for call in (lambda: strategy.reduce("sum", 1.0), handle.wait, strategy.close):
@@ -168,7 +171,7 @@ sys.exit(9)
     ended = job(SIGNS + program, ranks=2)
     assert ended.status == 9
     refused = re.findall(r"(reduce|wait\(\)|close\(\)) after MPI\.Finalize\(\): the program has ended MPI", ended.out)
-    assert {*refused} == {"reduce", "wait()", "close()"}, ended.out  # the wait of one rank may have ended before
+    assert {*refused} == {"reduce", "wait()", "close()"}, ended.out  # the wait of rank 1 may have ended before
     assert "MPI routine" not in ended.err
 
 
