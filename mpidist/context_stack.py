@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 from mpidist.transport.topology import Topology
 
@@ -104,8 +103,7 @@ class CurrentReplica(Protocol):
 
 
 @final
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One level of the stack: the current strategy and context.
 
     Attributes:

@@ -37,7 +37,8 @@ def get_replica_context() -> ReplicaContext | None:
         Inside the function of `Strategy.run` the replica context of that call; in cross-replica context `None`;
         outside of both the context of the default strategy, which has one replica.
     """
-    return cast("ReplicaContext | None", context_stack.current_replica())
+    context: ReplicaContext | None = context_stack.current_replica()  # type: ignore[assignment]
+    return context
 
 
 def in_cross_replica_context() -> bool:

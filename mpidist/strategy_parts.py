@@ -177,8 +177,9 @@ class StrategyParts:
         try:
             if self.replicas.tree is not None:
                 return call_for_replicas(self.strategy, self.cross_device_ops, self.replicas, fn, args, kwargs or {})
-            context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self.cross_device_ops)
-            entry = context_stack.Entry(self.strategy, context)
+            strategy = self.strategy
+            context = ReplicaContext(strategy, self.replicas.ids_here[0], self.cross_device_ops)
+            entry = context_stack.Entry(strategy, context)
             given = local_components(list(args)) if args else ()
             return context_stack.call(entry, fn, *given, **(local_components(dict(kwargs)) if kwargs else {}))
         except BaseException as error:

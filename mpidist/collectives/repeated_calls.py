@@ -74,7 +74,7 @@ def key_of_repeated(
             return None
         overrides = options.overrides
     likes = None
-    if type(value) in _NUMBERS and out is None:
+    if type(value) is not np.ndarray and type(value) in _NUMBERS and out is None:
         value, likes = library_of(value).to_native(value), [value]
     if type(value) is np.ndarray:
         flags = value.flags

@@ -137,8 +137,8 @@ def poll(
         test: The condition to wait for, for example MPI's test of a request.
         check_peers: Called again and again once the wait is long. Raises if the condition will not become true.
         busy_seconds: How long to poll without sleeping.
-        is_message: Whether `test` tests an MPI message, which progresses only while it is tested. Else naps grow with
-            the wait, up to one 64th of its time.
+        is_message: Whether `test` tests an MPI message, which progresses only while it is tested. Else the core is
+            yielded sooner, and naps grow with the wait, up to one 64th of its time.
     """
     if (pause := _PAUSING.pause) is not None:
         start, has_progressed = time.monotonic(), True
@@ -150,7 +150,7 @@ def poll(
         return
     if _Observer.tell is not None:
         test = _observed_test(test)
-    for _ in range(_SPINS_OF_A_MESSAGE):
+    for _ in range(_SPINS_OF_A_MESSAGE if is_message else SPINS):
         if test():
             return
     start = time.monotonic()

@@ -114,11 +114,13 @@ class Agreement(ABC):
         step_exit: How this rank has left a step by an exception since its last call; `None` if it has not. Ranks
             compare it.
         flight: The memory of this rank's flight recorder, if all calls are recorded; else `None`.
+        is_node_barrier: Whether every `join` that raises no error is a barrier of the node's shared memory, too.
         compares_all_calls: Whether the ranks compare every call. If not, they compare calls that have a deadline or a
             `variant`, and the last call.
     """
 
     compares_all_calls = True
+    is_node_barrier = False
     flight: Array | None = None
     step_exit: StepExit | None = None
 
@@ -216,11 +218,6 @@ class Agreement(ABC):
 
     def note_read(self, nanoseconds: int) -> None:  # noqa: B027  no other rank waits for a single rank
         """Note how long this rank read data before the call that was joined last. Local."""
-
-    @property
-    def is_node_barrier(self) -> bool:
-        """Whether every `join` that raises no error is a barrier of the node's shared memory, too."""
-        return False
 
     @abstractmethod
     def break_off(self, error: BaseException) -> None:

@@ -64,6 +64,7 @@ class MpiAgreement(Agreement):
         self._call_watchdog, self._watchdog = call_watchdog, call_watchdog.watchdog
         self._slow_ranks = slow_ranks
         self._rounds = MpiRounds(comm) if rounds is None else rounds
+        self.is_node_barrier = self._rounds.is_node_barrier
         self.compares_all_calls = check or self.is_node_barrier
         self._posted = self._notice_bit = 0  # of this call: the fingerprint, and the bit that a notice changes in it
         self._step_exit: StepExit | None = None  # of this call: `step_exit`, which changes another bit
@@ -185,10 +186,6 @@ class MpiAgreement(Agreement):
     def note_read(self, nanoseconds: int) -> None:
         self._slow_ranks.note_read(self.sequence, nanoseconds)
 
-    @property
-    def is_node_barrier(self) -> bool:
-        return self._rounds.is_node_barrier
-
     def break_off(self, error: BaseException) -> None:
         self._call_watchdog.recorder.fail()
         self._give_up_if_mpi_knows_why(error)
@@ -241,7 +238,7 @@ class MpiAgreement(Agreement):
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]]) -> None:
         """Poll until all ranks have taken part. If one does not, the group is broken, and `memory` is never freed."""
         try:
-            poll(test, self._call_watchdog.check_peers)
+            poll(test, self._call_watchdog.check_peers, is_message=not self.is_node_barrier)
         except BaseException as error:
             never_free(memory())
             if isinstance(error, (DeadlineExceededError, PeerFailedError)):

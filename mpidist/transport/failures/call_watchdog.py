@@ -67,7 +67,7 @@ class CallWatchdog(Awaited):
 
     def note(self, sequence: int, call: str, timeout: float | None, is_last: bool = False) -> None:
         """Note that this rank makes a call, which compiled code records. Local; see `begin`."""
-        self.sequence, self._call, self.timeout, self._is_new = sequence, call, timeout, True
+        self.sequence, self._call, self._timeout, self._is_new = sequence, call, timeout, True
         self.is_last = is_last
         self._agree_at = math.inf
 

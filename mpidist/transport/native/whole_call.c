@@ -9,7 +9,7 @@
 
 /* How often a rank polls before Python goes on, which polls as often as waiting.py says before it yields its core: there may
  * be fewer cores than ranks. */
-#define POLLS_OF_AGREEMENT 50
+#define POLLS_OF_AGREEMENT 20
 #define POLLS_OF_DATA 10
 
 /* How far a call came: `Progress` of agreement.py. */
