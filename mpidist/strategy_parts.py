@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from mpidist import context_stack
 from mpidist.collectives.all_gather import all_gather
@@ -22,7 +22,7 @@ from mpidist.replicas import Replicas
 from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.devices import Device
-from mpidist.transport.group.raise_together import raise_together
+from mpidist.transport.group.raise_together import ErrorReport, raise_reported, raise_together
 from mpidist.transport.group.service_group import Service
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.topology import Topology
@@ -31,6 +31,8 @@ from mpidist.variables.placement import OnEachRank, VariablePlacement
 from mpidist.variables.variable import Variable
 
 __all__ = ["StrategyParts"]
+
+_T = TypeVar("_T")
 
 MakePlacement = Callable[[CommunicationOptions], VariablePlacement]
 
@@ -247,6 +249,36 @@ class StrategyParts:
         """Raise an exception of one rank on all ranks: `transport.raise_together`. Collective."""
         limit = self.options.timeout_seconds if timeout_seconds is None else timeout_seconds
         return raise_together(self.group, call, limit, what, advice)
+
+    def on_each_rank(
+        self, call: str, advice: str, work: Callable[[], Any], error: Exception | None = None
+    ) -> list[Any]:
+        """Do local work on each rank, and return all results on all ranks. Collective: a small round, and two messages.
+
+        Args:
+            call: The name of the call.
+            advice: Who makes the call, for the error of ranks that make another one.
+            work: Returns what can be pickled.
+            error: What is wrong on this rank, which then does no work.
+
+        Raises:
+            Exception: The error of the lowest rank that has one. On every rank.
+        """
+        group, limit, result = self.group, self.options.timeout_seconds, None
+        try:
+            result = work() if error is None else None
+        except Exception as problem:  # of any kind: the other ranks must learn of it
+            error = problem
+        own = result, None if error is None else ErrorReport.of(error)
+        with group.call(Call(call, fingerprint_of(call), lambda: {"advice": advice}, timeout_seconds=limit)):
+            everyone = group.agreement.all_gather_object(own)
+        raise_reported(error, [report for _, report in everyone], group)
+        return [one for one, _ in everyone]
+
+    def on_rank_0(self, call: str, advice: str, work: Callable[[], _T], error: Exception | None = None) -> _T:
+        """Do local work on rank 0, and return its result on all ranks. Collective; see `on_each_rank`."""
+        found: _T = self.on_each_rank(call, advice, lambda: None if self.group.topology.rank else work(), error)[0]
+        return found
 
     def all_gather(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
 from typing import Final, final
@@ -15,13 +16,12 @@ from mpidist.checkpoint.saving import Snapshot, publish_folder, write_parts
 from mpidist.transport.failures import open_groups
 from mpidist.transport.text import text_of
 
-__all__ = ["BackgroundWriting"]
+__all__ = ["FAILED", "BackgroundWriting"]
 
 logger = logging.getLogger("mpidist.checkpoint")
 
-_FAILED: Final = ".failed"  # how the file ends that tells of a rank's failure
+FAILED: Final = ".failed"  # how the file ends that tells of a rank's failure
 _TELL_SECONDS: Final = 1.0  # of waiting before the job ends, after which a warning says why
-_PARTS_SECONDS: Final = 600.0  # in which all ranks write their parts, without MPIDIST_IO_TIMEOUT
 
 
 @final
@@ -31,6 +31,7 @@ class BackgroundWriting(Thread):
     Args:
         snapshot: What this rank writes.
         grace_seconds: How long an error that ends the job waits for the writing, at most.
+        keep: Copies what is written to the memory of this node.
 
     Attributes:
         snapshot: As given.
@@ -39,13 +40,15 @@ class BackgroundWriting(Thread):
         is_done: Whether it has written or failed; `is_alive` may be wrong after a `join` that was interrupted.
     """
 
-    def __init__(self, snapshot: Snapshot, grace_seconds: float) -> None:
+    def __init__(
+        self, snapshot: Snapshot, grace_seconds: float, keep: Callable[[Snapshot], None] | None = None
+    ) -> None:
         super().__init__(name="mpidist.checkpoint")
         self.error: Exception | None = None
         self.record: SaveRecord | None = None
         self.is_done = False
         self._has_written = Event()
-        self.snapshot, self._grace_seconds = snapshot, grace_seconds
+        self.snapshot, self._grace_seconds, self._keep = snapshot, grace_seconds, keep
         self._blocked_seconds = time.perf_counter() - snapshot.began
         _under_way.add(self)
 
@@ -58,6 +61,8 @@ class BackgroundWriting(Thread):
             _wait_for_parts(snapshot)
             publish_folder(snapshot)
             self.record = SaveRecord.of(snapshot, self._blocked_seconds)
+            if self._keep is not None:
+                self._keep(snapshot)
         except Exception as problem:  # of any kind: `CheckpointManager.wait` raises it
             self.error = problem
             logger.error("mpidist: the checkpoint %s is not written: %s", snapshot.place, text_of(problem))
@@ -75,20 +80,21 @@ class BackgroundWriting(Thread):
             TimeoutError: If it takes longer than files may.
             Exception: What went wrong.
         """
-        if self._has_written.wait(_limit(self.snapshot)):
-            self.join(2 * _limit(self.snapshot))  # within the first half rank 0 names the rank whose files are missing
+        limit = self.snapshot.limit_seconds
+        if self._has_written.wait(limit):
+            self.join(2 * limit)  # within the first half rank 0 names the rank whose files are missing
         if self.error is not None:
             raise self.error
         if not self.is_done:
             raise TimeoutError(
                 f"the files of rank {self.snapshot.rank} in {str(self.snapshot.folder)!r} are not written after "
-                f"{_limit(self.snapshot):g} s (MPIDIST_IO_TIMEOUT): does the file system answer?"
+                f"{limit:g} s (MPIDIST_IO_TIMEOUT): does the file system answer?"
             )
 
     def is_under_way(self) -> bool:
         """Whether ranks still write, as far as this one sees."""
         folder = self.snapshot.folder
-        return not self.is_done or (folder.is_dir() and not any(folder.glob(f"*{_FAILED}")))
+        return not self.is_done or (folder.is_dir() and not any(folder.glob(f"*{FAILED}")))
 
     def forget(self) -> None:
         """Note that all ranks have waited for the writing."""
@@ -119,28 +125,26 @@ def _finish_before_abort() -> None:
 open_groups.call_before_abort(_finish_before_abort)
 
 
-def _limit(snapshot: Snapshot) -> float:
-    return snapshot.io_timeout_seconds or _PARTS_SECONDS
-
-
 def _wait_for_parts(snapshot: Snapshot) -> None:
     """Wait for the files of all ranks, on rank 0."""
     if snapshot.rank != 0:
         return
-    until = time.monotonic() + _limit(snapshot)
+    until = time.monotonic() + snapshot.limit_seconds
     for name in snapshot.all_parts:
         while not (snapshot.folder / f"{name}.json").exists():
-            failed = snapshot.folder / f"{name}{_FAILED}"
+            failed = snapshot.folder / f"{name}{FAILED}"
             if failed.exists():
                 raise OSError(f"{name} could not write its part: {failed.read_text()}")
             if not snapshot.folder.is_dir():
                 raise FileNotFoundError(f"{str(snapshot.folder)!r} was removed while ranks wrote into it")
             if time.monotonic() > until:
-                raise TimeoutError(f"the part {name} did not come within {_limit(snapshot):g} s (MPIDIST_IO_TIMEOUT)")
+                raise TimeoutError(
+                    f"the part {name} did not come within {snapshot.limit_seconds:g} s (MPIDIST_IO_TIMEOUT)"
+                )
             time.sleep(0.01)
 
 
 def _tell_failure(snapshot: Snapshot, error: Exception) -> None:
     """Let rank 0 know, which waits for this rank's files."""
     with suppress(OSError):  # then rank 0 waits until its deadline
-        (snapshot.folder / f"{part_of_rank(snapshot.rank)}{_FAILED}").write_text(text_of(error))
+        (snapshot.folder / f"{part_of_rank(snapshot.rank)}{FAILED}").write_text(text_of(error))

@@ -17,11 +17,11 @@ from mpidist.checkpoint.background import BackgroundWriting
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.dealing import require_writers
 from mpidist.checkpoint.folder_lock import FolderLock
+from mpidist.checkpoint.node_copies import NodeCopies
 from mpidist.checkpoint.numbered import MAX_DIGITS, NumberedCheckpoints, Retention
 from mpidist.checkpoint.places import NumberedPlace
-from mpidist.checkpoint.rank_0 import on_rank_0
 from mpidist.checkpoint.record import SaveRecord
-from mpidist.checkpoint.restoring import ADVICE
+from mpidist.checkpoint.restoring import ADVICE, restore
 from mpidist.checkpoint.restoring import CALL as RESTORE
 from mpidist.checkpoint.saving import CopyMemory, capture, require_on_difference, write_together
 from mpidist.context_stack import parts_of
@@ -66,6 +66,9 @@ class CheckpointManager:
             `"warn"`, so that the training goes on. The checkpoints before are whole in both cases.
         on_difference: What `save` does if copies differ that should be equal, as in `Checkpoint.write`.
         writers: Which ranks write what is equal, as in `Checkpoint.write`.
+        neighbour: Whether each node also keeps the newest checkpoint in its shared memory: the parts of its own ranks,
+            and of those of the node before it. A job that starts again without one of its nodes restores it from there.
+            Costs the memory of these parts, and reading them once. Not for parameter servers.
         grace_seconds: How long a job that an error ends waits until the thread has written what `save` has returned.
 
     Attributes:
@@ -91,6 +94,7 @@ class CheckpointManager:
         on_error: str = "raise",
         on_difference: str = "raise",
         writers: int | str = "all",
+        neighbour: bool = False,
         grace_seconds: float = 30.0,
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
@@ -98,6 +102,9 @@ class CheckpointManager:
         retention = Retention(max_to_keep, keep_every_n_steps, keep_checkpoint_every_n_hours)
         _check(retention)
         require_bool("background", background)
+        require_bool("neighbour", neighbour)
+        if neighbour and parts_of(checkpoint.strategy).service is not None:
+            raise ValueError("neighbour=True is not for parameter servers, whose chief alone writes checkpoints")
         if not isinstance(checkpoint_name, str):
             raise TypeError(f"checkpoint_name must be a text, got {checkpoint_name!r}")
         if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):
@@ -110,6 +117,8 @@ class CheckpointManager:
             raise ValueError(f"grace_seconds must be at least 0, got {grace_seconds}")
         self.checkpoint, self.directory = checkpoint, str(directory)
         self._retention, self._name, self._warns = retention, checkpoint_name, on_error == "warn"
+        self._neighbour = neighbour
+        self._on_node: NodeCopies | None = None
         self._on_difference, self._writers, self._grace_seconds = on_difference, writers, grace_seconds
         self._copies = CopyMemory() if background else None
         self._writing: BackgroundWriting | None = None
@@ -171,11 +180,14 @@ class CheckpointManager:
         save_place = NumberedPlace(self._numbered(), number, self._retention, text, self._keep_lock)
         items = self.checkpoint.items()
         snapshot = capture(strategy, save_place, items, self._copies, self._on_difference, self._writers, error)
+        keep = self._node_copies().keep if self._neighbour else None
         if self._copies is not None:
-            self._writing = BackgroundWriting(snapshot, self._grace_seconds)
+            self._writing = BackgroundWriting(snapshot, self._grace_seconds, keep)
             self._writing.start()
         else:
             write_together(strategy, snapshot)
+            if keep is not None:
+                keep(snapshot)
             self._last_save = SaveRecord.of(snapshot)
         return str(self._place(snapshot.number))
 
@@ -240,10 +252,11 @@ class CheckpointManager:
         self.wait()
         extended: Any = parts_of(self.checkpoint.strategy)
         extended.require_cross_replica(RESTORE)
-        for number in reversed(on_rank_0(extended, RESTORE, ADVICE, self._numbered().numbers)):
+        for number in reversed(extended.on_rank_0(RESTORE, ADVICE, self._numbered().numbers)):
             place = self._place(number)
             try:
-                self.checkpoint.restore(place)
+                if not self._restore_copies(place):
+                    self.checkpoint.restore(place)
             except DataLossError as error:
                 if not skip_broken:
                     hint = "restore_or_initialize(skip_broken=True) takes the one before, if there is one"
@@ -253,6 +266,33 @@ class CheckpointManager:
             else:
                 return str(place)
         return None
+
+    def _restore_copies(self, place: Path) -> bool:
+        """Restore a checkpoint from copies in the memory of nodes. Collective; whether there were whole ones."""
+        strategy = self.checkpoint.strategy
+        copies = self._node_copies().complete(place) if self._neighbour else None
+        if copies is None:
+            return False
+        is_rank_0 = parts_of(strategy).group.topology.rank == 0
+        try:
+            restored = restore(strategy, place, self.checkpoint.items(), False, copies)
+        except DataLossError as error:
+            if is_rank_0:
+                logger.warning("mpidist: copies of %s in memory are damaged, so files are read: %s", place, error)
+            return False
+        for name, value in restored.items():
+            setattr(self.checkpoint, name, value)
+        if is_rank_0:
+            logger.info("mpidist: %s is restored from the memory of nodes", place)
+        return True
+
+    def _node_copies(self) -> NodeCopies:
+        """Return the copies in this node's memory, which go when the strategy is closed."""
+        if self._on_node is None:
+            parts: Any = parts_of(self.checkpoint.strategy)
+            self._on_node = NodeCopies(parts, Path(self.directory).resolve(), self._name)
+            parts.at_close.append(self._on_node.remove)
+        return self._on_node
 
     def _place(self, number: object) -> Path:
         return Path(self.directory) / f"{self._name}-{number}"

@@ -63,7 +63,9 @@ class _Share(NamedTuple):
     reader: int
 
 
-def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool) -> dict[str, Any]:
+def restore(
+    strategy: Any, place: Path, items: Mapping[str, Any], partial: bool, copies: Path | None = None
+) -> dict[str, Any]:
     """Put the states of a checkpoint back. Collective.
 
     Args:
@@ -71,12 +73,14 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
         place: The folder of the checkpoint.
         items: Named nests, whose variables and arrays are written.
         partial: Whether the checkpoint may lack leaves, or have others.
+        copies: Where this rank reads the checkpoint instead.
 
     Returns:
         The nests; another one where a leaf could not be written, such as a number.
     """
     extended = parts_of(strategy)
     extended.require_cross_replica(CALL)
+    source = copies or place
     common: _Common | None = None
     leaves: dict[str, Leaf] = {}
     own: dict[str, list[State]] = {}
@@ -88,16 +92,16 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
     extended.agree(CALL, {"path": str(place), "advice": ADVICE} | {f"names, {name}": "here" for name in leaves}, error)
     with _together(strategy, f"{CALL} {str(place)!r}"):
         if extended.group.topology.rank == 0:
-            common = _read_common(strategy, place, leaves, partial)
+            common = _read_common(strategy, place, existing(source), leaves, partial)
     common = broadcast_object(extended.group, common, 0, True, extended.options, CALL)
     forms = {name: leaves[name].form for name in [*common.states, *common.pieces]}
-    sees_same = extended.agree(CALL, forms, None, fingerprint_of(_manifest_text(place)) | 1)
+    sees_same = extended.agree(CALL, forms, None, fingerprint_of(_manifest_text(source)) | 1)
     levels = extended.group.levels
     peers = levels.within_node if sees_same else levels.world
     shares = _deal(leaves, common.pieces, peers.size if sees_same else 1)
     with _together(strategy, f"{CALL} {str(place)!r}: parts of the ranks"):
-        own = _read_own(extended, place, leaves, common)
-        read = _read_shares(place, shares, peers.rank)
+        own = _read_own(extended, source, leaves, common)
+        read = _read_shares(source, shares, peers.rank)
         memories = {name: leaves[name].memory() for name in common.pieces}
         new = {name: np.empty(leaves[name].nbytes, np.uint8) for name, memory in memories.items() if memory is None}
     _exchange(extended, peers, shares, read, memories | new)
@@ -113,12 +117,11 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
     return {item: _rebuilt(item, value, restored) for item, value in items.items()}
 
 
-def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial: bool) -> _Common:
+def _read_common(strategy: Any, place: Path, source: Path, leaves: Mapping[str, Leaf], partial: bool) -> _Common:
     """Read the states that rank 0 sends to all ranks."""
-    place = existing(place)
-    if not place.exists() and parts_of(strategy).group.topology.size > 1:
+    if not source.exists() and parts_of(strategy).group.topology.size > 1:
         raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}: rank 0, which reads it, sees none")
-    saved = SavedCheckpoint(place)
+    saved = SavedCheckpoint(source)
     owners = {name: owner for name, owner in saved.owners.items() if name in leaves}
     if not partial:
         _require_same_names(place, set(leaves), set(saved.owners))

@@ -19,7 +19,6 @@ from mpidist.checkpoint.dealing import deal, require_writers, writing_ranks
 from mpidist.checkpoint.leaves import Leaf, Owner, State, leaf_of
 from mpidist.checkpoint.parts import Part, part_of_rank, write_part
 from mpidist.checkpoint.places import SavePlace
-from mpidist.checkpoint.rank_0 import on_rank_0
 from mpidist.checksums import checksum, difference_error, difference_text, differences
 from mpidist.context_stack import CurrentStrategy, parts_of
 
@@ -48,6 +47,7 @@ _ADVICE_ON_DIFFERENCE: Final = (
 )
 _OF_REPLICA: Final = " of replica "
 _ON_DIFFERENCE: Final = ("raise", "rank 0")
+_PARTS_SECONDS: Final = 600.0  # without MPIDIST_IO_TIMEOUT
 
 
 @final
@@ -65,7 +65,7 @@ class Snapshot(NamedTuple):
         rank: This rank.
         began: When the save began, in seconds of `time.perf_counter`.
         extra_bytes: The memory of the copies of states.
-        io_timeout_seconds: In which all ranks write their parts; `None` for the default.
+        io_timeout_seconds: `MPIDIST_IO_TIMEOUT`; `None` if it is not set.
     """
 
     save_place: SavePlace
@@ -84,6 +84,11 @@ class Snapshot(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of the arrays that this rank writes."""
         return 0 if self.part is None else sum(array.nbytes for array in self.part.arrays.values())
+
+    @property
+    def limit_seconds(self) -> float:
+        """In which all ranks write their parts, if they write in the background."""
+        return self.io_timeout_seconds or _PARTS_SECONDS
 
 
 @final
@@ -186,7 +191,7 @@ def capture(
     except Exception as problem:  # such as a lack of memory
         error = problem
     with _given_up_on_error(save_place):
-        chosen = on_rank_0(extended, CALL, ADVICE, save_place.choose, error)
+        chosen = extended.on_rank_0(CALL, ADVICE, save_place.choose, error)
     place = save_place.path(chosen.number)  # a thread writes there also after a change of the current folder
     about = {**chosen.about, "ranks": topology.size, "replicas": extended.replicas.total}
     about["owners"] = {name: owner.value for name, owner in owners.items()}

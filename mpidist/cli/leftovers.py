@@ -20,10 +20,10 @@ from mpidist.transport.text import count_text, size_text
 
 __all__ = ["Leftover", "find_leftovers", "leftovers_text", "remove"]
 
-# Names of files of MPICH, Open MPI, UCX below them, and mpidist. Nothing else may be removed.
+# Names of files of MPICH, Open MPI, UCX below them, and mpidist, and of its folders. Nothing else may be removed.
 _FILES: Final = re.compile(
-    r"mpich_(shm|vci)_[0-9a-f]+_\d+|mpich_shar_tmp\w{6}|ucx_shm_posix_[0-9a-f]+|open_mpi\.\d{4}|mpidist-[0-9a-f]{16}"
-    r"|(sm_segment|vader_segment|osc_sm)(\.[\w-]+)+"
+    r"mpich_(shm|vci)_[0-9a-f]+_\d+|mpich_shar_tmp\w{6}|ucx_shm_posix_[0-9a-f]+|open_mpi\.\d{4}"
+    r"|mpidist-(copies-)?[0-9a-f]{16}|(sm_segment|vader_segment|osc_sm)(\.[\w-]+)+"
 )
 # Folders of Open MPI 5 and 4, below the one for temporary files; the number is that of the launcher's process.
 _FOLDERS: Final = re.compile(r"ompi\.(\d+|[^/]+/pid\.\d+)")
@@ -90,7 +90,7 @@ def _matching(folder: str, start: str, names: re.Pattern[str]) -> list[Path]:
 
 def _is_left(path: Path) -> bool:
     """Whether no process uses a file, or any file of a folder whose launcher has ended."""
-    if path.is_dir():
+    if path.is_dir() and path.name.startswith(("ompi.", "pid.")):
         launcher, is_new = path.name.rpartition(".")[2], time.time() < path.lstat().st_mtime + _NEW_SECONDS
         if is_new or os.path.exists(f"/proc/{launcher}") or not (path / "0" / "0").is_dir():  # of job 0, the launcher
             return False

@@ -135,3 +135,12 @@ def test_doctor_warns_of_leftovers_and_removes_them_when_told(place: Path, capfd
     assert not left.exists()
     assert run_command(["doctor", "--clean"]) == 0
     assert "ended jobs" not in capfd.readouterr().out
+
+
+def test_leftovers_of_copies_are_removed_unless_a_rank_uses_them(place: Path) -> None:
+    copies = place / "mpidist-copies-0123456789abcdef"
+    make(copies / "ckpt-1" / "rank-0.json")
+    with make(copies / "in-use").open("rb"):
+        assert not find_leftovers()
+    remove(find_leftovers())
+    assert not copies.exists()

@@ -50,6 +50,7 @@ class Membership:
     Attributes:
         comm: The ranks.
         trace: The trace of this rank's calls; `None` if they are not traced.
+        world_rank: This rank, as it is numbered in the whole job.
         folder: The folder of the flight recorders; `None` if none are kept.
     """
 
@@ -60,6 +61,7 @@ class Membership:
         self._stall_seconds = settings.stall_seconds
         self._token = token
         self._world_ranks = numbers_in_world(comm)
+        self.world_rank = self._world_ranks[comm.rank]
         with on_node(comm, topology) as node:
             self._board = StatusBoard(node, topology.nodes[topology.node])
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
@@ -200,7 +202,7 @@ class Membership:
     def begin_trace(self, folder: Path, is_of_job: bool = False, gather: Gather | None = None) -> Trace:
         """Begin to record this rank's calls: `trace.begin_trace`. Collective."""
         comm = self.comm
-        seat = Seat(self._token, comm.rank, comm.size, self._world_ranks[comm.rank])
+        seat = Seat(self._token, comm.rank, comm.size, self.world_rank)
         self.trace = begin_trace(comm, folder, seat, self.recorder, is_of_job, gather)
         return self.trace
 
