@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +21,7 @@ from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
-from mpidist.errors import InvalidArgumentError
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.nccl import has_cuda_tensors, make_nccl_group, takes_cuda
 from mpidist.torch.sparse_tensors import is_sparse, slices_of, write_slices
@@ -32,10 +33,12 @@ from mpidist.transport.group.messages import Message, Messages
 from mpidist.transport.group.started_calls import Pending, Steps, Workplace, steps_of
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.library import Intracomm, load_mpi
-from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.shared_errors import following_of, mark_shared
 from mpidist.transport.waiting import is_pausing
 
 __all__ = ["MpiProcessGroup", "make_process_group"]
+
+logger = logging.getLogger("mpidist.torch")
 
 _REDUCE_OPS: Final = {"SUM": "sum", "AVG": "mean", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
 _OF_BITS: Final = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
@@ -224,7 +227,12 @@ class MpiProcessGroup(ProcessGroup):
             self._nccl.shutdown() if error is None else self._nccl.abort()
         if error is None:
             self._messages.free()
-        self._group.close(self._seconds, error)
+        try:
+            self._group.close(self._seconds, error)
+        except DeadlineExceededError as problem:
+            if following_of(problem) is None:
+                raise
+            logger.warning("mpidist: a group was destroyed that other ranks had given up: %s", problem)
 
     abort = shutdown
 

@@ -89,6 +89,21 @@ except PeerFailedError as error:
 """
 
 
+GIVEN_UP = """
+from datetime import timedelta
+from mpi4py import MPI
+
+given_up = dist.new_group(timeout=timedelta(seconds=1))
+if rank == 0:
+    try:
+        dist.all_reduce(torch.ones(1), group=given_up)
+    except TimeoutError as error:
+        assert "rank 1 of" in str(error), error
+MPI.COMM_WORLD.Barrier()
+dist.all_reduce(torch.ones(1))
+"""
+
+
 def run_file(folder: Path, ranks: int, file: Path, *arguments: str, **variables: str) -> Ended:
     launcher = [*Launcher.find(None).command, "-n", str(ranks)]
     return run_command(folder, [*launcher, sys.executable, str(file), *arguments], ranks, **variables)
@@ -103,6 +118,12 @@ def run(folder: Path, ranks: int, program: str, **variables: str) -> Ended:
 def test_program_needs_nothing_but_the_launcher(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, HEAD + "assert (int(os.environ['LOCAL_RANK']), size) == (rank, 2)" + END)
     assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
+
+
+def test_group_that_one_rank_has_given_up_is_destroyed_with_a_warning(tmp_path: Path) -> None:
+    ended = run(tmp_path, 2, HEAD + GIVEN_UP + END)
+    assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
+    assert "a group was destroyed that other ranks had given up" in ended.err
 
 
 def test_example_goes_on_from_a_checkpoint_with_other_ranks(tmp_path: Path) -> None:
