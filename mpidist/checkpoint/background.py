@@ -61,8 +61,6 @@ class BackgroundWriting(Thread):
             _wait_for_parts(snapshot)
             publish_folder(snapshot)
             self.record = SaveRecord.of(snapshot, self._blocked_seconds)
-            if self._keep is not None:
-                self._keep(snapshot)
         except Exception as problem:  # of any kind: `CheckpointManager.wait` raises it
             self.error = problem
             logger.error("mpidist: the checkpoint %s is not written: %s", snapshot.place, text_of(problem))
@@ -72,6 +70,8 @@ class BackgroundWriting(Thread):
             self.snapshot = snapshot._replace(part=None)  # whose memory is needed no longer
             self.is_done = True
             self._has_written.set()
+        if self._keep is not None and self.error is None:
+            self._keep(self.snapshot)
 
     def join_in_time(self) -> None:
         """Wait until this rank's files are written, and raise what went wrong.

@@ -23,7 +23,7 @@ from mpidist.checkpoint.places import NumberedPlace
 from mpidist.checkpoint.record import SaveRecord
 from mpidist.checkpoint.restoring import ADVICE, restore
 from mpidist.checkpoint.restoring import CALL as RESTORE
-from mpidist.checkpoint.saving import CopyMemory, capture, require_on_difference, write_together
+from mpidist.checkpoint.saving import CALL, CopyMemory, capture, require_on_difference, write_together
 from mpidist.context_stack import parts_of
 from mpidist.errors import DataLossError, DeadlineExceededError, PeerFailedError
 from mpidist.transport.text import text_of
@@ -66,9 +66,11 @@ class CheckpointManager:
             `"warn"`, so that the training goes on. The checkpoints before are whole in both cases.
         on_difference: What `save` does if copies differ that should be equal, as in `Checkpoint.write`.
         writers: Which ranks write what is equal, as in `Checkpoint.write`.
-        neighbour: Whether each node also keeps the newest checkpoint in its shared memory: the parts of its own ranks,
-            and of those of the node before it. A job that starts again without one of its nodes restores it from there.
-            Costs the memory of these parts, and reading them once. Not for parameter servers.
+        neighbour: Whether each node also keeps the newest checkpoint in its shared memory, if `mpidist run
+            --max-restarts` has started the job: the parts of its own ranks, and of those of the node before it. Started
+            again without one of its nodes, the job restores it from there. Costs the memory of these parts, and reading
+            them once; when it is restored, that of the whole checkpoint on each node. Where that is more than half of
+            the free memory of `/dev/shm`, a warning says so, and files are read. Not for parameter servers.
         grace_seconds: How long a job that an error ends waits until the thread has written what `save` has returned.
 
     Attributes:
@@ -117,7 +119,7 @@ class CheckpointManager:
             raise ValueError(f"grace_seconds must be at least 0, got {grace_seconds}")
         self.checkpoint, self.directory = checkpoint, str(directory)
         self._retention, self._name, self._warns = retention, checkpoint_name, on_error == "warn"
-        self._neighbour = neighbour
+        self._neighbour = neighbour and "MPIDIST_SAVED_FILE" in os.environ
         self._on_node: NodeCopies | None = None
         self._on_difference, self._writers, self._grace_seconds = on_difference, writers, grace_seconds
         self._copies = CopyMemory() if background else None
@@ -186,9 +188,10 @@ class CheckpointManager:
             self._writing.start()
         else:
             write_together(strategy, snapshot)
-            if keep is not None:
-                keep(snapshot)
             self._last_save = SaveRecord.of(snapshot)
+            if keep is not None:
+                with parts_of(strategy).raise_together(CALL, "copying to memory", "", snapshot.io_timeout_seconds):
+                    keep(snapshot)
         return str(self._place(snapshot.number))
 
     @contextmanager
@@ -276,9 +279,9 @@ class CheckpointManager:
         is_rank_0 = parts_of(strategy).group.topology.rank == 0
         try:
             restored = restore(strategy, place, self.checkpoint.items(), False, copies)
-        except DataLossError as error:
+        except (DataLossError, FileNotFoundError, ValueError) as error:
             if is_rank_0:
-                logger.warning("mpidist: copies of %s in memory are damaged, so files are read: %s", place, error)
+                logger.warning("mpidist: copies of %s in memory are not restored, but the files: %s", place, error)
             return False
         for name, value in restored.items():
             setattr(self.checkpoint, name, value)

@@ -6,14 +6,18 @@ system says which parts they are; all else is read from memory, and what a node 
 
 from __future__ import annotations
 
+import atexit
+import errno
+import fcntl
 import hashlib
 import logging
 import os
 import shutil
+import stat
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
@@ -25,6 +29,7 @@ from mpidist.checkpoint.files import MANIFEST, existing, read_manifest
 from mpidist.checkpoint.parts import part_of_rank
 from mpidist.checkpoint.restoring import ADVICE, CALL
 from mpidist.checkpoint.saving import Snapshot
+from mpidist.collective_calls.object_calls import broadcast_object
 from mpidist.collectives.broadcast import broadcast
 from mpidist.errors import DataLossError
 from mpidist.strategy_parts import StrategyParts
@@ -35,7 +40,8 @@ __all__ = ["NodeCopies"]
 logger = logging.getLogger("mpidist.checkpoint")
 
 _ENDINGS: Final = ("safetensors", "json")  # the text of JSON last: it says that the part is whole
-_IN_USE: Final = "in-use"  # a file that ranks keep open, so that `mpidist doctor --clean` leaves the folder
+_IN_USE: Final = "in-use"  # a file that ranks lock as long as they use the folder, and that `mpidist doctor` looks at
+_CHUNK_BYTES: Final = 64 << 20
 
 _Sizes = dict[str, tuple[int, int]]  # of the two files of each part, by its name
 
@@ -55,120 +61,161 @@ class NodeCopies:
         pretended, label = group.settings.pretend_nodes, ""
         if pretended is not None and group.membership is not None:
             label = str(pretended[group.membership.world_rank])
-        digest = hashlib.sha256(f"{directory}\0{name}\0{label}".encode()).hexdigest()[:16]
-        self._folder = Path(SHARED_MEMORY) / f"mpidist-copies-{digest}"
+        text = os.fsencode(f"{os.getuid()}\0{directory}\0{name}\0{label}")
+        self._folder = Path(SHARED_MEMORY) / f"mpidist-copies-{hashlib.sha256(text).hexdigest()[:16]}"
         self._in_use: int | None = None
-        self._has_warned = False
+        self._has_warned = self._is_over = self._ends_well = False
+        atexit.register(self.remove)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Copy this rank's share of the parts, and forget earlier ones. Local; warns once if it cannot.
+        """Copy this rank's share of the parts, once the checkpoint is in its place. Local; warns once if it cannot.
 
-        A rank copies its own part, and some of the ranks of the node before, as soon as these are written.
+        A rank copies its own part, and some of the ranks of the node before. Earlier copies are forgotten.
         """
         topology = self._parts.group.topology
         ranks = {topology.rank, *topology.nodes[topology.node - 1][topology.local_rank :: topology.local_size]}
-        try:
-            into = self._folder / snapshot.folder.name.removeprefix(".")
+        names = {part_of_rank(rank) for rank in ranks}.intersection(snapshot.all_parts)
+        files = [f"{name}.{ending}" for name in sorted(names) for ending in _ENDINGS]
+        into = self._folder / snapshot.folder.name.removeprefix(".")
+
+        def copy() -> None:
+            _wait_for_place(snapshot)
             self._make(into)
-            for name in {part_of_rank(rank) for rank in ranks}.intersection(snapshot.all_parts):
-                _wait_for(name, snapshot)
-                for ending in _ENDINGS:
-                    _copy(f"{name}.{ending}", snapshot, into)
-        except OSError as error:
-            self._warn(error)
+            for other in self._folder.glob("*.new"):
+                if other != into:
+                    shutil.rmtree(other, ignore_errors=True)
+            self._require_room(sum((snapshot.place / file).stat().st_size for file in files))
+            for file in files:
+                shutil.copyfile(snapshot.place / file, into / f"{file}.new")
+                (into / f"{file}.new").rename(into / file)
+
+        self._tried(into, copy)
+        if self._is_over:  # the strategy was closed while a thread copied
+            self.remove()
 
     def complete(self, place: Path) -> Path | None:
-        """Let each node have copies of all parts of a checkpoint. Collective: three small rounds, and the parts.
+        """Let each node have copies of all parts of a checkpoint. Collective: some small rounds, and the parts.
 
         Returns:
             The folder of the copies, a checkpoint of its own; `None` if a part is on no node, or there is no room.
         """
-        parts = self._parts
-        text, names = parts.on_rank_0(CALL, ADVICE, lambda: _manifest(place))
-        folder, found = self._find(names)
-        everyone = parts.on_each_rank(CALL, ADVICE, lambda: found)
-        topology, error = parts.group.topology, None
-        of_nodes = [everyone[ranks[0]] for ranks in topology.nodes]
-        if not names or any(all(name not in here for here in of_nodes) for name in names):
+        parts, topology = self._parts, self._parts.group.topology
+        manifest = _manifest(place) if topology.rank == 0 else None
+        text, names = broadcast_object(parts.group, manifest, 0, True, parts.options, CALL)
+        found = parts.on_each_rank(CALL, ADVICE, lambda: self._find(names) if topology.is_leader else None)
+        of_nodes = [found[ranks[0]] for ranks in topology.nodes]
+        sizes: _Sizes = {name: size for _, here in of_nodes for name, size in here.items()}
+        if not names or sizes.keys() != names.keys():
             return None
-        for name in names:
-            root = next(ranks[0] for ranks, here in zip(topology.nodes, of_nodes, strict=True) if name in here)
-            if all(name in here for here in of_nodes):
-                continue
-            for ending, nbytes in zip(_ENDINGS, everyone[root][name], strict=True):
-                file = folder / f"{name}.{ending}"
-                own = _bytes(file, nbytes) if topology.rank == root else np.empty(nbytes, np.uint8)
-                sent = broadcast(parts.group, CALL, own, "all", parts.options, root=root)
-                error = self._write(file, sent) if topology.is_leader and name not in found and not error else error
-        if topology.is_leader:
-            error = error or self._write(folder / MANIFEST, np.frombuffer(text, np.uint8))
-        has_all = all(parts.on_each_rank(CALL, ADVICE, lambda: error is None))
-        return folder if has_all else None
+        folder, here = of_nodes[topology.node]
+        lacking = {name: size for name, size in sizes.items() if name not in here} if topology.is_leader else {}
+
+        def make() -> None:
+            self._make(folder)
+            self._require_room(sum(map(sum, lacking.values())))
+
+        if not self._all_tried(folder, make):
+            return None
+        for name, size in sizes.items():
+            owners = [ranks[0] for ranks, (_, here) in zip(topology.nodes, of_nodes, strict=True) if name in here]
+            if len(owners) < topology.num_nodes:
+                for ending, nbytes in zip(_ENDINGS, size, strict=True):
+                    self._send(folder / f"{name}.{ending}", nbytes, owners[0], name in lacking)
+        return folder if self._all_tried(folder, lambda: (folder / MANIFEST).write_bytes(text)) else None
 
     def remove(self) -> None:
-        """Remove the copies, if the job ends well: else it may be started again. Local."""
-        if sys.exc_info()[0] is None and self._parts.group.agreement.broken is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        if self._in_use is not None:
-            os.close(self._in_use)
-            self._in_use = None
+        """Remove the copies if this job ends well: else it may start again. The last rank of a node does it. Local."""
+        if not self._is_over:
+            self._is_over = True
+            ends_well = sys.exc_info()[0] is None and not hasattr(sys, "last_type")
+            self._ends_well = ends_well and self._parts.group.agreement.broken is None
+        in_use, self._in_use = self._in_use, None
+        if in_use is None:
+            return
+        if self._ends_well:
+            with suppress(OSError):
+                fcntl.flock(in_use, fcntl.LOCK_UN)  # of two ranks that both held it, none could have it alone
+                fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self._folder)
+        os.close(in_use)
 
-    def _make(self, into: Path) -> None:
-        """Make a folder of copies, and remove the others."""
+    def _send(self, file: Path, nbytes: int, root: int, is_written: bool) -> None:
+        """Send a file to all ranks, of which some write it. Collective."""
+        parts = self._parts
+        for begin in range(0, nbytes, _CHUNK_BYTES):
+            data = np.zeros(min(_CHUNK_BYTES, nbytes - begin), np.uint8)  # what cannot be read has another checksum
+            if parts.group.topology.rank == root:
+                with suppress(OSError), file.open("rb") as source:
+                    source.seek(begin)
+                    source.readinto(data.data)
+            broadcast(parts.group, CALL, data, "all", parts.options, root=root, out=data)
+            if is_written:
+                with suppress(OSError), file.open("ab" if begin else "wb") as into:  # then its size is another one
+                    into.write(data.data)
+
+    def _make(self, folder: Path) -> None:
+        """Make a folder of copies."""
+        if self._is_over:
+            raise FileNotFoundError("the strategy is closed")
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
+        if not self._is_own():
             raise PermissionError(f"{str(self._folder)!r} is another user's")
         if self._in_use is None:
             self._in_use = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        for other in self._folder.iterdir():
-            if other.is_dir() and other != into:
-                shutil.rmtree(other, ignore_errors=True)
-        into.mkdir(exist_ok=True)
+            fcntl.flock(self._in_use, fcntl.LOCK_SH)
+        folder.mkdir(exist_ok=True)
+
+    def _require_room(self, nbytes: int) -> None:
+        """Refuse to take more than half of what is free: this memory is also that of MPI, and of other programs."""
+        free = shutil.disk_usage(self._folder).free
+        if 2 * nbytes > free:
+            raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, and {free} are free", str(self._folder))
+
+    def _is_own(self) -> bool:
+        """Whether the folder is there, and of this user: anybody could have made one of this name."""
+        with suppress(OSError):
+            about = self._folder.lstat()
+            return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+        return False
 
     def _find(self, names: Mapping[str, int]) -> tuple[Path, _Sizes]:
         """Find the folder that has most of the parts whose texts have these checksums; and the sizes of its files."""
-        best: tuple[Path, _Sizes] = (self._folder / "sent", {})
-        for folder in self._folder.glob("*/"):
+        best: tuple[Path, _Sizes] = (self._folder / "sent.new", {})
+        for folder in self._folder.glob("*.new") if self._is_own() else ():
             found: _Sizes = {}
             for name, checksum in names.items():
-                files = [folder / f"{name}.{ending}" for ending in _ENDINGS]
-                with suppress(FileNotFoundError):
-                    if zlib.crc32(files[-1].read_bytes()) == checksum:
-                        found[name] = files[0].stat().st_size, files[1].stat().st_size
+                first, last = (folder / f"{name}.{ending}" for ending in _ENDINGS)
+                with suppress(OSError):  # mostly there is none
+                    if zlib.crc32(last.read_bytes()) == checksum:
+                        found[name] = first.stat().st_size, last.stat().st_size
             best = (folder, found) if len(found) > len(best[1]) else best
         return best
 
-    def _write(self, file: Path, data: Any) -> OSError | None:
+    def _tried(self, folder: Path, work: Callable[[], Any]) -> bool:
+        """Do work on a folder. If it fails, leave the memory to others, which may need it, and warn once."""
         try:
-            self._make(file.parent)
-            file.write_bytes(data)
+            work()
         except OSError as error:
-            self._warn(error)
-            return error
-        return None
+            shutil.rmtree(folder, ignore_errors=True)
+            if self._parts.group.topology.is_leader and not (self._has_warned or self._is_over):
+                self._has_warned = True
+                node = self._parts.group.topology.node_name
+                logger.warning("mpidist: %s keeps no copies of the checkpoint in memory: %s", node, error)
+            return False
+        return True
 
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("mpidist: no copies of the checkpoint are kept in the memory of this node: %s", error)
-
-
-def _copy(file: str, snapshot: Snapshot, into: Path) -> None:
-    """Copy a file of a part, which the folder has until it is moved to its place."""
-    for folder in (snapshot.folder, snapshot.place):
-        with suppress(FileNotFoundError):
-            shutil.copyfile(folder / file, into / f"{file}.new")
-            (into / f"{file}.new").rename(into / file)
-            return
-    raise FileNotFoundError(f"{str(snapshot.place / file)!r} is gone")
+    def _all_tried(self, folder: Path, work: Callable[[], Any]) -> bool:
+        """Do work on the first rank of each node. Collective; returns whether all of them succeeded."""
+        is_leader = self._parts.group.topology.is_leader
+        return all(self._parts.on_each_rank(CALL, ADVICE, lambda: not is_leader or self._tried(folder, work)))
 
 
-def _wait_for(name: str, snapshot: Snapshot) -> None:
-    """Wait until another rank has written its part."""
+def _wait_for_place(snapshot: Snapshot) -> None:
+    """Wait until rank 0 has moved the folder to its place."""
     until = time.monotonic() + snapshot.limit_seconds
-    while snapshot.folder.is_dir() and not (snapshot.folder / f"{name}.json").exists():
+    while snapshot.folder.is_dir():
         if time.monotonic() > until or any(snapshot.folder.glob(f"*{FAILED}")):
-            raise TimeoutError(f"{name} was not written to {str(snapshot.folder)!r}")
+            raise TimeoutError(f"{str(snapshot.place)!r} was not written")
         time.sleep(0.01)
 
 
@@ -178,12 +225,3 @@ def _manifest(place: Path) -> tuple[bytes, dict[str, int]]:
         return (existing(place) / MANIFEST).read_bytes(), read_manifest(existing(place))["parts"]
     except (OSError, DataLossError):
         return b"", {}
-
-
-def _bytes(file: Path, nbytes: int) -> Any:
-    """Read a file; what cannot be read is sent as zeros, which have another checksum."""
-    with suppress(OSError):
-        data = np.fromfile(file, np.uint8)
-        if data.size == nbytes:
-            return data
-    return np.zeros(nbytes, np.uint8)

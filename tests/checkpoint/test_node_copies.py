@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from threading import enumerate as enumerate_threads
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,12 +23,13 @@ pytestmark = pytest.mark.core
 SIZE = 300_000  # of 8 bytes: each rank writes a share
 
 
-@pytest.fixture
-def memory(folder: Path, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The memory of nodes, one for each two ranks, in which each has a folder."""
+@pytest.fixture(params=[1, 2])
+def memory(request: pytest.FixtureRequest, folder: Path, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The memory of nodes of one or two ranks, in which each has a folder, in a job that may be started again."""
     monkeypatch.setattr(node_copies, "SHARED_MEMORY", str(folder / "memory"))
-    labels = (comm.allgather(comm.rank) * MPI.COMM_WORLD.size)[: MPI.COMM_WORLD.size]
-    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank // 2) for rank in labels))
+    monkeypatch.setenv("MPIDIST_SAVED_FILE", str(folder / "saved-file"))
+    labels = (str(rank // request.param) for rank in range(MPI.COMM_WORLD.size))
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(labels))
     (folder / "memory").mkdir(exist_ok=True)
     comm.Barrier()
     return folder / "memory"
@@ -40,8 +41,8 @@ def made(strategy: MultiWorkerMirroredStrategy, value: float) -> Checkpoint:
         return Checkpoint(kernel=Variable(np.full(SIZE, value)), step=int(value), metric=metric)
 
 
-def save_and_fail(comm: Intracomm, folder: Path, background: bool = False) -> set[Path]:
-    """Save twice, and end with an exception; return the folders of this rank's node before and after."""
+def save_and_fail(comm: Intracomm, folder: Path, background: bool = False) -> list[Path]:
+    """Save twice, and end with an exception; return the folders of all nodes."""
     with suppress(ZeroDivisionError), MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint = made(strategy, 1.0)
         manager = CheckpointManager(checkpoint, folder / "saved", background=background, neighbour=True)
@@ -51,7 +52,7 @@ def save_and_fail(comm: Intracomm, folder: Path, background: bool = False) -> se
         manager.wait()
         raise ZeroDivisionError
     comm.Barrier()
-    return set(Path(node_copies.SHARED_MEMORY).glob("*/*/"))
+    return sorted((folder / "memory").glob("*/*.new"))
 
 
 def damage(comm: Intracomm, files: list[Path]) -> None:
@@ -75,13 +76,14 @@ def test_copies_after_a_lost_node_are_restored_without_the_files(
     comm: Intracomm, folder: Path, memory: Path, background: bool
 ) -> None:
     copies = save_and_fail(comm, folder, background)
-    assert {path.name.partition(".")[0] for path in copies} == {"ckpt-2"}
+    assert [path.name.partition(".")[0] for path in copies] == ["ckpt-2"] * len(list(memory.iterdir()))
     damage(comm, list((folder / "saved").glob("*/*.safetensors")))
     nodes = sorted(path.parent for path in copies)
     if comm.rank == 0 and len(nodes) > 1:
         shutil.rmtree(nodes[0])  # of any of them
     assert restored(comm, folder) == (3, 1.0, comm.size)
-    assert not list(memory.glob("*/*/"))  # the job ended well
+    comm.Barrier()
+    assert not any(path.parent.exists() for path in copies[1:])  # the job ended well
 
 
 def test_copies_of_another_checkpoint_are_not_restored(comm: Intracomm, folder: Path, memory: Path) -> None:
@@ -97,16 +99,39 @@ def test_copies_that_are_damaged_are_not_restored(
     save_and_fail(comm, folder)
     damage(comm, list(memory.glob("*/*/rank-0.safetensors")))
     assert restored(comm, folder) == (3, 1.0, comm.size)
-    assert comm.rank or "in memory are damaged, so files are read" in caplog.text
+    assert comm.rank or "in memory are not restored, but the files" in caplog.text
 
 
 def test_copies_without_room_for_them_are_warned_of_once(
-    comm: Intracomm, folder: Path, memory: Path, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, folder: Path, memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    comm.Barrier()
-    shutil.rmtree(memory, ignore_errors=True)
-    comm.Barrier()
-    with caplog.at_level(logging.WARNING):
-        save_and_fail(comm, folder)
-    assert caplog.text.count("no copies of the checkpoint are kept in the memory of this node") == 1
+    free = shutil.disk_usage(memory)._replace(free=0)
+    monkeypatch.setattr(node_copies.shutil, "disk_usage", lambda folder: free)
+    assert not save_and_fail(comm, folder)
+    assert caplog.text.count("keeps no copies of the checkpoint in memory") <= 1
+    assert comm.rank or "bytes are needed, and 0 are free" in caplog.text
     assert restored(comm, folder) == (3, 1.0, comm.size)
+
+
+def test_copies_are_removed_by_the_last_that_uses_them(comm: Intracomm, folder: Path, memory: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as one, MultiWorkerMirroredStrategy(comm=comm) as other:
+        managers = [
+            CheckpointManager(made(strategy, 1.0), folder / "saved", neighbour=True) for strategy in (one, other)
+        ]
+        managers[0].save()
+        managers[1].save()
+        other.close()
+        comm.Barrier()
+        assert any(memory.iterdir())
+    comm.Barrier()
+    assert not any(memory.iterdir())
+
+
+def test_copies_of_a_save_that_is_not_waited_for_are_removed(comm: Intracomm, folder: Path, memory: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        CheckpointManager(made(strategy, 1.0), folder / "saved", background=True, neighbour=True).save()
+    for thread in enumerate_threads():
+        if thread.name == "mpidist.checkpoint":
+            thread.join()
+    comm.Barrier()
+    assert not any(memory.iterdir())

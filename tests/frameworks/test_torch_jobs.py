@@ -93,7 +93,7 @@ GIVEN_UP = """
 from datetime import timedelta
 from mpi4py import MPI
 
-given_up = dist.new_group(timeout=timedelta(seconds=1))
+given_up = dist.new_group(timeout=timedelta(seconds=5))
 if rank == 0:
     try:
         dist.all_reduce(torch.ones(1), group=given_up)

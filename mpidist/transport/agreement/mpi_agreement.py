@@ -172,7 +172,7 @@ class MpiAgreement(Agreement):
             self._call_watchdog.timeout = record.timeout
             if not is_pausing() and self._slow_ranks.note_wait(self.sequence):  # else the program has computed, too
                 self.notice.ask()
-            self._wait(have_arrived, lambda: self._rounds.memory)
+            self._wait(have_arrived, lambda: self._rounds.memory, not self.is_node_barrier)
         are_equal, has_same_variant = self._compared or self._rounds.compare()
         if not are_equal or self._notice_bit:  # fingerprints are equal, too, if every rank gives a notice
             self._take_notice_or_raise(record)
@@ -235,10 +235,10 @@ class MpiAgreement(Agreement):
             notes.drain(self.all_gather_object(notes.sent), self._call_watchdog.check_peers)
         self._comm.Free()
 
-    def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]]) -> None:
+    def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], is_message: bool = True) -> None:
         """Poll until all ranks have taken part. If one does not, the group is broken, and `memory` is never freed."""
         try:
-            poll(test, self._call_watchdog.check_peers, is_message=not self.is_node_barrier)
+            poll(test, self._call_watchdog.check_peers, is_message=is_message)
         except BaseException as error:
             never_free(memory())
             if isinstance(error, (DeadlineExceededError, PeerFailedError)):
