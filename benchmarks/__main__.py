@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -46,7 +44,15 @@ from contest.group import Group, GroupError  # noqa: E402
 from contest.measuring import Timing, fitting, measure  # noqa: E402
 from contest.tables import lines_of, row_of  # noqa: E402
 from hosts import Hosts, HostsError, bits_per_second  # noqa: E402
-from record import commit_of, export, parse_size, stolen_seconds, write_rows  # noqa: E402
+from record import (  # noqa: E402
+    end_at_sigterm,
+    export,
+    facts_now,
+    parse_size,
+    parser_of,
+    stolen_seconds,
+    write_rows,
+)
 
 from mpidist.transport.costs.cost_model import CostModel  # noqa: E402
 
@@ -55,9 +61,7 @@ _QUICK = {"sizes": "4,64K,1M", "lists": "20x1K", "rounds": 2, "seconds": 0.02}
 
 def _parse() -> argparse.Namespace:
     names = "\n".join(f"  {name:<11} {benchmark.question}" for name, benchmark in BENCHMARKS.items())
-    parser = argparse.ArgumentParser(
-        "benchmarks", description=f"{__doc__}\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("", f"{__doc__}\n{names}")
     peers = ", ".join(peer.name for peer in (*PEERS, *TUNED))
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
     parser.add_argument("--peers", help=f"measure only these of {peers}")
@@ -167,22 +171,10 @@ def _bound(given: argparse.Namespace) -> Iterator[Bound | None]:
         yield None
 
 
-def _where(given: argparse.Namespace) -> dict[str, str]:
-    """Say what is measured, and on what; machines and people are not named."""
-    hosts = {"hosts": str(given.hosts), "rate": given.rate} if given.hosts else {}
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit_of(ROOT),
-        "cpus": str(len(os.sched_getaffinity(0))),
-        "ranks": str(given.ranks),
-        **hosts,
-        "load": f"{os.getloadavg()[0]:.2f}",
-    }
-
-
 def _run(given: argparse.Namespace, groups: Sequence[Group], bound: Bound | None) -> None:
     """Measure work by work; print and save what is there."""
-    where, stolen, rows = _where(given), stolen_seconds(), []
+    hosts = {"hosts": str(given.hosts), "rate": given.rate} if given.hosts else {}
+    where, stolen, rows = facts_now(ranks=str(given.ranks), **hosts), stolen_seconds(), []
     print(", ".join(f"{name} {text}" for name, text in where.items()), flush=True)
     versions = {group.peer.name: ", ".join(map(" ".join, group.versions.items())) for group in groups}
     for work in given.works:
@@ -226,10 +218,6 @@ def _in_job(given: argparse.Namespace) -> None:
         _run(given, [job], bound)
 
 
-def _end(*_: object) -> None:
-    raise SystemExit("ended by a signal")
-
-
 def main() -> None:
     """Measure, print and save."""
     others = {
@@ -249,7 +237,7 @@ def main() -> None:
     if given.in_job:
         _in_job(given)
         return
-    signal.signal(signal.SIGTERM, _end)  # so that all groups and hosts are ended, too
+    end_at_sigterm()
     try:
         built = Hosts(given.hosts, given.rate, given.ranks // given.hosts) if given.hosts else contextlib.nullcontext()
         with built as hosts, _bound(given) as bound, _groups(given, hosts) as groups:

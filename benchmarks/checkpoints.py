@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from record import parse_size, text_of_bytes
+from record import parse_size, parser_of, text_of_bytes
 from turns import Way, add_arguments, measure, start_ranks, tell
 
 from mpidist import MirroredStrategy, Variable
@@ -31,9 +31,7 @@ __all__ = ["main"]
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "benchmarks checkpoints", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("checkpoints", __doc__)
     parser.add_argument("--size", type=parse_size, default="1G", help="of the variable, as 64M: %(default)s")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one is made in it")
     parser.add_argument("--dcp", action="store_true", help="also torch.distributed.checkpoint")

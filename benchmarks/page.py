@@ -5,13 +5,12 @@ python benchmarks page
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from contest.environments import MPIS, ROOT, TUNED
-from record import shapes_of_list, text_of, text_of_bytes
+from record import read_rows, shapes_of_list, text_of, text_of_bytes
 
 __all__ = ["RESULTS", "main", "text_of_page", "write"]
 
@@ -88,11 +87,7 @@ The settings of *MPI, tuned*:
 
 
 def _rows(results: Path) -> list[Row]:
-    found: list[Row] = []
-    for path in sorted(results.glob("*/latest.csv")):
-        with path.open(newline="") as file:
-            found += csv.DictReader(file)
-    return found
+    return [row for path in sorted(results.glob("*/latest.csv")) for row in read_rows(path)]
 
 
 def _works(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], Row]]:

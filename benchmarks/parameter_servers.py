@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
-import datetime
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -25,7 +21,16 @@ from contest.environments import MPIS, PEERS, ROOT, Peer, missing
 from contest.group import Group, GroupError
 from contest.measuring import measure
 from ranks.work import Work
-from record import commit_of, parse_size, shapes_of_list, stolen_seconds, write_rows
+from record import (
+    end_at_sigterm,
+    facts_now,
+    parse_size,
+    parser_of,
+    read_rows,
+    shapes_of_list,
+    stolen_seconds,
+    write_rows,
+)
 from servers.tables import Row, lines_of, rows_of, targets_of
 
 __all__ = ["main"]
@@ -44,9 +49,7 @@ _MOST_TENSORS: Final = 2000  # in a graph of TensorFlow: with 10 000 it takes mi
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "benchmarks servers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("servers", __doc__)
     parser.add_argument("--workers", help="how many, as 1,2,3")
     parser.add_argument("--servers", help="how many, as 1,2")
     parser.add_argument("--kinds", default=",".join(_KINDS), help="of servers: %(default)s")
@@ -120,16 +123,9 @@ class _Cluster:
         self._ending.close()
 
 
-def _read(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def _run(given: argparse.Namespace) -> None:
     path = given.out / f"parameter-servers-{given.mpi}.csv" if given.out else None
-    rows: list[Row] = []
-    if path is not None and given.add and path.is_file():
-        rows = _read(path)
+    rows: list[Row] = read_rows(path) if path is not None and given.add else []
     for servers in given.servers:
         for workers in given.workers:
             names = {"workers": str(workers), "servers": str(servers)}
@@ -141,13 +137,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _measure(given: argparse.Namespace, names: Row, workers: int, servers: int) -> list[Row]:
-    where = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit_of(ROOT),
-        "cpus": str(len(os.sched_getaffinity(0))),
-        **names,
-        "load": f"{os.getloadavg()[0]:.2f}",
-    }
+    where = facts_now(**names)
     print("\n" + ", ".join(f"{name} {text}" for name, text in where.items()), flush=True)
     rows: list[Row] = []
     with _Cluster(given, workers, servers) as groups:
@@ -164,11 +154,7 @@ def _measure(given: argparse.Namespace, names: Row, workers: int, servers: int) 
     return rows
 
 
-def _end(*_: object) -> None:
-    raise SystemExit("ended by a signal")
-
-
 def main() -> None:
     """Measure, print and save."""
-    signal.signal(signal.SIGTERM, _end)  # so that all groups are ended, too
+    end_at_sigterm()
     _run(_parse())

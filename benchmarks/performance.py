@@ -11,19 +11,16 @@ median, the lowest and the highest of some rounds.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import page
 from contest.environments import MPIS, ROOT, TUNED
-from record import write_rows
+from record import machine_type, parser_of, read_rows, write_rows
 
 import mpidist
 
@@ -46,11 +43,9 @@ _QUICK: Final = ("--rounds=2", "--seconds=0.02")
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "benchmarks performance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("performance", __doc__)
     parser.add_argument("--runs", default=",".join(_RUNS), help="%(default)s")
-    parser.add_argument("--machine", default=_machine(), help="name of its folder: %(default)s")
+    parser.add_argument("--machine", default=machine_type(), help="name of its folder: %(default)s")
     parser.add_argument("--env", action="append", default=[], metavar="PEER=PYTHON", help="the Python of a library")
     parser.add_argument("--results", type=Path, default=page.RESULTS, help="folder of the machines: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few of each: does it run?")
@@ -59,14 +54,6 @@ def _parse() -> argparse.Namespace:
     if not set(given.runs) <= set(_RUNS):
         parser.error(f"runs are {', '.join(_RUNS)}")
     return given
-
-
-def _machine() -> str:
-    """Name the type of this machine: its processor and the number of cores."""
-    with open("/proc/cpuinfo") as file:
-        model = next((line.partition(":")[2] for line in file if line.startswith("model name")), "processor")
-    words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|@.*|Processor|CPU", "", model).lower())
-    return "-".join([*words, str(len(os.sched_getaffinity(0))), "cores"])
 
 
 def _measured(name: str, given: argparse.Namespace) -> Iterator[Row]:
@@ -81,8 +68,7 @@ def _measured(name: str, given: argparse.Namespace) -> Iterator[Row]:
             print(f"performance: the run {name} failed, and its old rows stay", file=sys.stderr)
             return
         for path in Path(folder).glob("*.csv"):
-            with path.open(newline="") as file:
-                yield from (_row(name, given.machine, row) for row in csv.DictReader(file))
+            yield from (_row(name, given.machine, row) for row in read_rows(path))
 
 
 def _row(run: str, machine: str, row: Row) -> Row:
@@ -107,14 +93,6 @@ def _row(run: str, machine: str, row: Row) -> Row:
     }
 
 
-def _kept(path: Path, runs: Sequence[str]) -> list[Row]:
-    """Read the rows of other runs."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["run"] not in runs]
-
-
 def main() -> int:
     """Measure, write the CSV file after each run, and then the page."""
     given = _parse()
@@ -124,7 +102,7 @@ def main() -> int:
     for name in given.runs:
         rows = list(_measured(name, given))
         if rows:
-            write_rows(path, [*_kept(path, [name]), *rows])
+            write_rows(path, [*(row for row in read_rows(path) if row["run"] != name), *rows])
     print(f"{path} is written")
     if given.results == page.RESULTS:
         page.write()

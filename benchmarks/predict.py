@@ -7,12 +7,11 @@ The formulas are those of `mpidist.transport.costs.cost_model`; `python benchmar
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from typing import Final, final
 
 from formulas import predict
-from record import text_of, text_of_bytes
+from record import parser_of, text_of, text_of_bytes
 
 from mpidist.transport.costs.cost_model import CostModel
 
@@ -72,5 +71,5 @@ def table(cluster: Cluster) -> str:
 
 def main() -> None:
     """Predict."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser_of("predict", __doc__).parse_args()
     print("\n\n".join(table(cluster) for cluster in CLUSTERS))

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Final, final
 
 import numpy as np
+from record import parser_of
 from turns import Way, add_arguments, measure, start_ranks, tell
 
 import mpidist
@@ -32,9 +33,7 @@ _RARELY: Final = 16
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "benchmarks prefetch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("prefetch", __doc__)
     parser.add_argument("--ms", type=float, default=4, help="of reading a batch, and about of a step: %(default)s")
     parser.add_argument("--steps", type=int, default=96, help="of a turn: %(default)s")
     add_arguments(parser, rounds=8)

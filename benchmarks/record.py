@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import io
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -16,8 +19,13 @@ from typing import Final
 
 __all__ = [
     "commit_of",
+    "end_at_sigterm",
     "export",
+    "facts_now",
+    "machine_type",
     "parse_size",
+    "parser_of",
+    "read_rows",
     "shapes_of_list",
     "stolen_seconds",
     "text_of",
@@ -25,9 +33,25 @@ __all__ = [
     "write_rows",
 ]
 
+_ROOT: Final = Path(__file__).resolve().parent.parent
 _SHAPES: Final = Path(__file__).parent / "shapes"
 
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark, whose help is the docstring of its module."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"benchmarks {name}".strip(), description=description, formatter_class=form)
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this program as an exception, so that whatever it has started is ended, too."""
+
+    def end(*_: object) -> None:
+        raise SystemExit("ended by a signal")
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def parse_size(text: str) -> int:
@@ -81,12 +105,39 @@ def export(root: Path, commit: str, into: Path) -> Path:
     return into
 
 
+def machine_type() -> str:
+    """Name the type of this machine: its processor and the number of cores."""
+    with open("/proc/cpuinfo") as file:
+        model = next((line.partition(":")[2] for line in file if line.startswith("model name")), "processor")
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|@.*|Processor|CPU", "", model).lower())
+    return "-".join([*words, str(len(os.sched_getaffinity(0))), "cores"])
+
+
 def stolen_seconds() -> float:
     """Say how long other machines have held this virtual machine's cores, since it started; 0 where none tells."""
     try:
         return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError):
         return 0.0
+
+
+def facts_now(**more: str) -> dict[str, str]:
+    """Return the first fields of a row: when and of what, on how many cores, what the caller adds, and the load."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit_of(_ROOT),
+        "cpus": str(len(os.sched_getaffinity(0))),
+        **more,
+        "load": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read a table; an empty one, if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 from contest.environments import ROOT, Peer, environment_of, missing
-from record import export
+from record import export, parser_of
 from turns import Way, add_arguments, fields_of, measure, spread_of, tell
 
 import mpidist
@@ -36,9 +36,7 @@ _LIMIT_SECONDS: Final = 300.0  # of a job
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "benchmarks torch_lists", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("torch_lists", __doc__)
     parser.add_argument("--lists", default=_LISTS, help="%(default)s")
     parser.add_argument("--beside", metavar="COMMIT", help="mpidist of an older commit, too")
     add_arguments(parser, rounds=5)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 from contest.environments import ROOT, Peer, missing
 from contest.group import Group, GroupError
-from record import export
+from record import end_at_sigterm, export, parser_of
 from turns import Times, add_arguments, fields_of, spread_of, tell
 
 __all__ = ["main"]
@@ -34,9 +33,7 @@ Ways = dict[str, tuple[Group, str]]  # who goes a way, and how the ranks call it
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "benchmarks torch_steps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("torch_steps", __doc__)
     parser.add_argument("--dtypes", default="float32,bfloat16", help="%(default)s")
     parser.add_argument("--width", type=int, default=256, help="of the transformer: %(default)s")
     parser.add_argument("--beside", metavar="COMMIT", help="mpidist of an older commit, too")
@@ -117,14 +114,10 @@ def _line(work: str, way: str, facts: Mapping[str, str]) -> str:
     return f"{work}, {way}: {hidden}{older}{pages}"
 
 
-def _end(*_: object) -> None:
-    raise SystemExit("ended by a signal")
-
-
 def main() -> int:
     """Start the ranks, measure, print and save."""
     given = _parse()
-    signal.signal(signal.SIGTERM, _end)  # so that all groups are ended, too
+    end_at_sigterm()
     works: dict[str, Times] = {}
     facts: dict[tuple[str, str], dict[str, str]] = {}
     try:

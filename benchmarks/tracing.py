@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from record import parse_size, text_of_bytes
+from record import parse_size, parser_of, text_of_bytes
 from turns import Way, add_arguments, measure, start_ranks, tell
 
 import mpidist
@@ -25,9 +25,7 @@ __all__ = ["main"]
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "benchmarks tracing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tracing", __doc__)
     parser.add_argument("--sizes", default="4,1M", help="of the array, as 4,1M: %(default)s")
     parser.add_argument("--calls", type=int, default=2000, help="in a block, fewer of large arrays: %(default)s")
     add_arguments(parser, rounds=31)

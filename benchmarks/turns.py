@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
 
 import numpy as np
-from record import commit_of, text_of, write_rows
+from record import facts_now, text_of, write_rows
 
 from mpidist import Strategy
 
 __all__ = ["Times", "Way", "add_arguments", "fields_of", "measure", "spread_of", "start_ranks", "tell"]
-
-_ROOT: Final = Path(__file__).resolve().parent.parent
 
 Way = Callable[[], Sequence[float]]  # returns seconds, one number for each column of the table
 Times = dict[str, np.ndarray]  # of each way: a row for each round
@@ -74,13 +69,7 @@ def tell(
         works: The times, by what was measured.
         more: Fields of the file, by work and way, for the row of the last column.
     """
-    where = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit_of(_ROOT),
-        "cpus": str(len(os.sched_getaffinity(0))),
-        "ranks": str(given.ranks),
-        "load": f"{os.getloadavg()[0]:.2f}",
-    }
+    where = facts_now(ranks=str(given.ranks))
     print(", ".join(f"{fact} {text}" for fact, text in where.items()))
     rows = []
     for work, times in works.items():

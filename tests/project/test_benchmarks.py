@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,17 @@ SMALL = {
 WAY = Way([], lambda at: None)
 
 
+def run(*options: str, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark, and require that it ends well."""
+    command = [*launcher, sys.executable, str(BENCHMARKS), *options]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def measured(folder: Path, *options: str) -> str:
     """Run a benchmark with the library of this environment, and return what it prints."""
-    command = [sys.executable, str(BENCHMARKS), *options, "--env", f"mpich={sys.executable}", "--out", str(folder)]
-    done = subprocess.run(command, env=clean_environment(), cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(*options, "--env", f"mpich={sys.executable}", "--out", str(folder))
     assert "left out" not in done.stderr, done.stderr
     return done.stdout
 
@@ -227,16 +234,12 @@ def test_tuned_library_is_started_with_its_settings_for_raw_calls() -> None:
 
 
 def test_performance_writes_a_row_for_each_number_and_keeps_other_runs(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS), "performance", "--quick", "--machine=m", f"--results={tmp_path}"]
+    options = ["performance", "--quick", "--machine=m", f"--results={tmp_path}", f"--env=mpich={sys.executable}"]
     nobody = [f"--env={name}={tmp_path / 'python'}" for name in ("openmpi", "intel", "gloo", "horovod", "tensorflow")]
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "latest.csv").write_text("run,work\nafter,old\ngpu,kept\n")
-    for run in ("after", "servers"):
-        done = subprocess.run(
-            [*command, f"--runs={run}", f"--env=mpich={sys.executable}", *nobody],
-            env=clean_environment(), capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("after", "servers"):
+        run(*options, f"--runs={name}", *nobody)
     rows = rows_in(tmp_path / "m" / "latest.csv")
     assert [row["work"] for row in rows if row["run"] == "gpu"] == ["kept"]
     assert {row["work"] for row in rows if row["run"] == "after"} == {"4", "64K"}
@@ -295,9 +298,7 @@ def test_watching_is_measured(tmp_path: Path) -> None:
     ],
 )
 def test_ways_take_turns_in_a_job(tmp_path: Path, name: str, options: list[str], ways: str) -> None:
-    command = [sys.executable, str(BENCHMARKS), name, *options, "--rounds=2", f"--out={tmp_path}"]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(name, *options, "--rounds=2", f"--out={tmp_path}")
     rows = rows_in(tmp_path / f"{name}.csv")
     compared = [row for row in rows if row["ratio"]]
     assert "|".join(row["way"] for row in compared) == ways
@@ -321,10 +322,8 @@ def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_job_are_measured(tmp_path: Path) -> None:
-    command = [*Launcher.find(None).command, "-n", "2", sys.executable, str(BENCHMARKS), "all_reduce", "--in-job"]
-    command += ["--sizes", "4", "--lists", "2x1K", "--rounds", "1", "--seconds", "0.01", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--sizes", "4", "--lists", "2x1K", "--rounds", "1", "--seconds", "0.01", "--out", str(tmp_path)]
+    run("all_reduce", "--in-job", *options, launcher=[*Launcher.find(None).command, "-n", "2"])
     assert {row["peer"] for row in rows_in(tmp_path / "all_reduce-2-ranks.csv")} == {"job"}
 
 
@@ -344,10 +343,7 @@ def test_parameter_servers_are_measured_and_clusters_added(tmp_path: Path) -> No
 
 
 def test_parameter_servers_that_are_missing_are_named_and_left_out(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS), *SERVERS[:2], "--kinds", "tensorflow", "--env"]
-    command += [f"tensorflow={tmp_path / 'python'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment())
-    assert done.returncode == 0
+    done = run(*SERVERS[:2], "--kinds", "tensorflow", "--env", f"tensorflow={tmp_path / 'python'}")
     assert "tensorflow: left out: no environment" in done.stdout
 
 
