@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import mmap
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ _INTERRUPTED: Final = 130
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
 _FOLLOW_SECONDS: Final = 4.0  # how long the rank that failed first may take to end the job
 _ABORT_SECONDS: Final = 3.0  # how long MPI_Abort may take
+_RESERVE_BYTES: Final = 8 << 20  # what printing an error and MPI_Abort need, where the program has left nothing
 
 
 @final
@@ -81,6 +83,7 @@ class Job(NamedTuple):
 
 
 _jobs: list[Job] = []  # at most one
+_reserve: Final = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)  # untouched: addresses, and no memory
 _saving: list[int] = []  # the signal whose handler runs
 _undo: list[Callable[[], None]] = []  # undoes `install`
 
@@ -189,6 +192,7 @@ def report(error: BaseException, prefix: str) -> None:
 
 def _fail(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
     """End the job because of an exception that nobody caught."""
+    _reserve.close()
     job = _jobs[0]
     if _has_left(job, error):
         report(error, job.prefix)

@@ -63,13 +63,14 @@ try:
 finally:
     strategy.close()
 """
-NO_MEMORY = """
+LITTLE_MEMORY = """
 value = np.ones(3_000_000)
 if is_faulty:
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 20), resource.RLIM_INFINITY))
-strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value))
 """
+NO_MEMORY = f'{LITTLE_MEMORY}strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value))'
+LEAK = f"{LITTLE_MEMORY}    value = []\n    while True:\n        value.append(bytes(1000))\n{REDUCE}"
 FOLLOWS = r"PeerFailedError: reduce \(call \d+\) on rank \d cannot complete: rank 1 ended: {}"
 LEFT = r"PeerFailedError: .* rank \d left because of an exception: KeyError: 'mine'"
 
@@ -120,6 +121,8 @@ FAILURES = {
     "no memory": Failure(
         UNEVEN, NO_MEMORY, 1, "  error: ranks 0, 2: -; rank 1: MemoryError: Unable to allocate", tells=0
     ),
+    # All of it is taken, and to print the line where that was, and to end the job, takes some.
+    "no memory left": Failure(UNEVEN, LEAK, 1, "MemoryError", FOLLOWS.format("MemoryError")),
     "exit": Failure(TWO, failing("exit(5)", REDUCE), 5, "SystemExit: 5", FOLLOWS.format("SystemExit: 5")),
     "exit with a text": Failure(TWO, failing("sys.exit('no data')", COMPUTE), 1, "SystemExit: no data"),
     "exit of an earlier import": Failure(TWO, failing("early_exit(6)", COMPUTE), 6, "SystemExit: 6"),
