@@ -19,10 +19,9 @@ import signal
 import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from types import FrameType
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.transport.text import name_ranks
@@ -96,10 +95,9 @@ class Stack(NamedTuple):
     problem: str = ""
 
     @classmethod
-    def of_traceback(cls, trace: TracebackType | None) -> Stack:
-        """Return the stack at the line where an exception was raised."""
-        found = traceback.walk_tb(trace)
-        return cls._of_frames([Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in found][::-1])
+    def of_walk(cls, found: Iterable[tuple[FrameType, int]]) -> Stack:
+        """Return the stack of frames and lines, innermost first, as `traceback.walk_stack` finds them."""
+        return cls._of_frames([Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in found])
 
     @classmethod
     def of_text(cls, text: str) -> Stack:

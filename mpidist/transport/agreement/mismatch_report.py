@@ -114,10 +114,10 @@ def mismatch_error(everyone: Sequence[Mapping[str, str]], sequence: int) -> Inva
     what = "the ranks did not pass the same arguments"
     advice = {fields.get("advice", "") for fields in everyone}
     if "error" in names:  # a rank that has an error describes nothing else, so other fields would only seem to differ
-        names = ["call", "error"]
+        names = ["call", "error", "line"]
         what = f"an error on {name_ranks([rank for rank, fields in enumerate(everyone) if 'error' in fields])}"
     elif len(calls) > 1:  # arguments of different calls cannot be compared; "exception" says why a rank makes another
-        names = ["call", "exception"]
+        names = ["call", "exception", "line"]
         advice = {_advice_if_chief_alone(everyone)}
     head = f"{calls.pop()} (call {sequence}): " if len(calls) == 1 else f"call {sequence}: "
     lines = [f"{head}{what}, so nothing was sent"]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
@@ -216,7 +217,7 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
         with suppress(Exception):  # MPI itself may have failed: the error must be reported nevertheless
             job.tell_end(text_of(error))
         if issubclass(kind, Exception):
-            job.save_flights(text_of(error), Stack.of_traceback(error.__traceback__))
+            job.save_flights(text_of(error), Stack.of_walk([*walk_tb(error.__traceback__)][::-1]))
     _wait_for_lower_rank(job, error)
     report(error, job.prefix)
 

@@ -172,6 +172,16 @@ def test_a_difference_is_every_ranks_error(comm: Intracomm, name: str) -> None:
 
 
 @pytest.mark.ranks(3)
+def test_calls_in_several_lines_show_the_line_of_each_rank(strategy: Strategy, comm: Intracomm) -> None:
+    def other() -> None:
+        strategy.gather(np.ones(1), 0)
+
+    here = r"\S*test_agreement.py:\d+ in"
+    with raises_everywhere(comm, InvalidArgumentError, f"\n  line: ranks 0, 2: {here} test_.*; rank 1: {here} other"):
+        other() if comm.rank == 1 else strategy.reduce("SUM", 1.0)
+
+
+@pytest.mark.ranks(3)
 def test_ranks_may_differ_in_what_is_their_own_affair(strategy: Strategy, comm: Intracomm) -> None:
     """Byte order, memory layout, order and class of dicts, kinds of number, and how long they would wait."""
     odd, size = comm.rank == 0, comm.size
