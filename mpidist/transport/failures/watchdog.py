@@ -31,7 +31,7 @@ from mpidist.transport.failures.failure_notes import (
 from mpidist.transport.failures.process_state import GONE
 from mpidist.transport.failures.status_board import Status, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
-from mpidist.transport.mpi.library import Intracomm
+from mpidist.transport.mpi.library import Intracomm, numbers_in_world
 from mpidist.transport.shared_errors import mark_following
 from mpidist.transport.text import name_ranks
 
@@ -89,7 +89,7 @@ class Watchdog:
         self.broken: Exception | None = None
         self.resets: dict[int, FailureNote] = {}
         self._awaited = awaited
-        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._rank, self._size, self._numbers = comm.Get_rank(), comm.Get_size(), numbers_in_world(comm)
         self._notes = FailureNotes(comm)
         self._board = board
         self._hostnames = hostnames
@@ -338,6 +338,9 @@ class Watchdog:
         is_for_good = self._awaited.is_last or any(note.tag == LEFT for note in self._received.values())
         head = f"{summary}. {_CLOSE_AND_REBUILD if is_for_good else self._remedy}"
         self.broken, lines = kind(head), late.lines()
+        ranks = sorted({self._rank, *late.ranks})
+        numbers = [self._numbers[rank] for rank in ranks]
+        lines += [f"{name_ranks(ranks)} of this group: {name_ranks(numbers)} of the job"] * (numbers != ranks)
         saved = self._on_failure(head)
         if saved:
             lines.append(saved)
@@ -355,11 +358,9 @@ class Watchdog:
             # A rank that waits in a reset has sent a note before, which says in which call it was.
             is_all = seen.issuperset(self._awaited.ranks) and not any(one.is_resetting for one in known.values())
             if is_all or time.monotonic() > until:
-                return self._located(self._awaited.stragglers(known, seen, self._hostnames))
+                late = self._awaited.stragglers(known, seen, self._hostnames)
+                return late._replace(known=self._board.located(late.known))
             time.sleep(_ANSWER_SECONDS / 100)
-
-    def _located(self, late: Stragglers) -> Stragglers:
-        return late._replace(known=self._board.located(late.known))
 
     def _seen(self, notes: dict[int, FailureNote]) -> set[int]:
         """List the ranks of this node, and of the nodes that sent notes."""
@@ -387,7 +388,7 @@ class Watchdog:
                 self._stall_at, self._warn_at = waited + self._stall_seconds, math.inf  # ask again later
                 return
             self._warn_at = -math.inf  # never again in this wait
-            late, name = self._located(late), self._awaited.name
+            late, name = late._replace(known=self._board.located(late.known)), self._awaited.name
             reason = "; ".join([late.sentence(), *late.lines()])
             logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 

@@ -74,6 +74,20 @@ def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> Non
 
 
 @pytest.mark.ranks(3)
+def test_late_rank_of_a_part_of_the_job_has_its_number_in_the_job(comm: Intracomm) -> None:
+    part = comm.Split(min(comm.rank, 1))
+    strategy = Strategy(comm=part)
+    if comm.rank == 1:
+        pattern = r"rank 1 of 2 ranks did not join it(.|\n)*\n  ranks 0-1 of this group: ranks 1-2 of the job"
+        with pytest.raises(DeadlineExceededError, match=pattern):
+            strategy.reduce("SUM", 1.0, options=options(0.5))
+    comm.Barrier()
+    strategy.reset()
+    strategy.close()
+    part.Free()
+
+
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("number", [1, -1])
 def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int, clock: Clock) -> None:
     """And no other, wherever its lateness is found out first."""
