@@ -89,10 +89,12 @@ class Stack(NamedTuple):
     Attributes:
         frames: The frames, innermost first, as tracebacks have them; none where the stack is not known.
         problem: Why it is not known, as a clause.
+        is_inside: Whether the rank is in a call of this package, whose frames are left out.
     """
 
     frames: tuple[Frame, ...] = ()
     problem: str = ""
+    is_inside: bool = False
 
     @classmethod
     def of_walk(cls, found: Iterable[tuple[FrameType, int]]) -> Stack:
@@ -108,7 +110,8 @@ class Stack(NamedTuple):
     @classmethod
     def _of_frames(cls, frames: Sequence[Frame]) -> Stack:
         """Leave out the frames that tracebacks leave out, if others remain."""
-        return cls(tuple(frame for frame in frames if is_printed(frame.file)) or tuple(frames))
+        printed = tuple(frame for frame in frames if is_printed(frame.file))
+        return cls(printed or tuple(frames), is_inside=is_within_package(frames[0].file))
 
     @property
     def place(self) -> str:
@@ -118,7 +121,7 @@ class Stack(NamedTuple):
         return str(next(own, None) or next(used, None) or next(iter(self.frames), self.problem))
 
     def __str__(self) -> str:
-        return f"it is at {self.place}" if self.frames else self.problem
+        return f"it is {'inside mpidist, called ' * self.is_inside}at {self.place}" if self.frames else self.problem
 
 
 @final
@@ -289,7 +292,7 @@ def together(stacks: Mapping[int, Stack], whole: bool = False) -> list[tuple[str
     """
     groups: dict[object, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
-        groups.setdefault(stack if whole else str(stack), []).append(rank)
+        groups.setdefault(stack[:2] if whole else stack.place, []).append(rank)
     return [(name_ranks(ranks), stacks[ranks[0]]) for ranks in groups.values()]
 
 

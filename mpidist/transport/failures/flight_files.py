@@ -81,7 +81,7 @@ def write_flight(
         "time": time.time(),
         "reason": reason,
         "groups": flights,
-        "stack": stack,
+        "stack": (stack.frames, stack.problem),
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{world_rank}.json"

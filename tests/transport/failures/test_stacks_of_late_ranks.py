@@ -41,6 +41,18 @@ def test_stack_of_a_late_rank_is_in_the_error_of_all_others_and_in_its_flight_fi
     assert [frame[2] for frame in told["stack"][0]] == ["busy", "<module>"]
 
 
+def test_late_rank_that_waits_in_another_strategy_is_told_from_one_that_computes(job: Job) -> None:
+    body = """
+other = mpidist.MultiWorkerMirroredStrategy()
+attempt("late", lambda: (other if is_faulty else strategy).reduce("SUM", 1.0, options=DEADLINE))
+strategy.reset()
+other.reset()
+"""
+    ended = job(body, UNEVEN)
+    pattern = r"no call since; it is inside mpidist, called at \S+program\.py:\d+ in <lambda>(\n|\Z)"
+    assert [note.rank for note in of_others(ended, "late", UNEVEN) if re.search(pattern, note.text)] == UNEVEN.others
+
+
 def test_stack_signal_that_is_off_leaves_errors_as_they_were(job: Job) -> None:
     ended = job(LATE.format("time.sleep(600)"), TWO, MPIDIST_STACK_SIGNAL="off")
     for note in of_others(ended, "late", TWO):
