@@ -3,6 +3,7 @@
 python benchmarks performance            # the numbers and the page docs/performance.md: ten minutes
 python benchmarks page                   # the page alone, from benchmarks/results/*/latest.csv
 python benchmarks NAME --out results     # names: see below
+python benchmarks faults                 # what mpidist, mpi4py and torchrun print of eleven faults: half an hour
 python benchmarks predict                # what the cost model says of clusters; measures nothing
 python benchmarks servers --out results  # parameter servers, beside those of TensorFlow and of plain mpi4py
 python benchmarks checkpoints --out results  # checkpoints, beside numpy.save
@@ -29,6 +30,7 @@ from pathlib import Path
 sys.path[:1] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import checkpoints  # noqa: E402
+import faults  # noqa: E402
 import page  # noqa: E402
 import parameter_servers  # noqa: E402
 import performance  # noqa: E402
@@ -222,6 +224,7 @@ def main() -> None:
     """Measure, print and save."""
     others = {
         "checkpoints": checkpoints.main,
+        "faults": faults.main,
         "page": page.main,
         "performance": performance.main,
         "predict": predict.main,

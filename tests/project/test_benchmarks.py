@@ -308,6 +308,18 @@ def test_ways_take_turns_in_a_job(tmp_path: Path, name: str, options: list[str],
         assert len(row["us_rounds"].split()) == int(row["rounds"]) == 2
 
 
+def test_faults_names_the_rank_and_line_of_an_exception_by_mpidist_and_plain_mpi(tmp_path: Path) -> None:
+    pythons = [f"--env={name}={sys.executable}" for name in ("mpidist", "mpich")] + [f"--env=openmpi={tmp_path}"]
+    run("faults", "--faults=exception", "--tools=mpidist,mpich,openmpi", *pythons, f"--out={tmp_path}")
+    *found, lacking = rows_in(tmp_path / "faults.csv")
+    assert {row["tool"]: (row["line"], row["exit_code"]) for row in found} == dict.fromkeys(
+        ("mpidist", "mpich"), ("right", "1")
+    )
+    assert all(float(row["named_seconds"]) <= float(row["end_seconds"]) for row in found)
+    assert lacking["text"] == "not installed: no environment"
+    assert os.uname().nodename not in str(found)
+
+
 def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
     """The commit of now: an older one may not be in a shallow copy of the repository."""
     if subprocess.run(["git", "-C", str(BENCHMARKS), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
