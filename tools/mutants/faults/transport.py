@@ -126,8 +126,8 @@ FAULTS = [
     ),
     Fault(
         "agreement/mismatch_report.py",
-        'names = ["call", "error"]',
-        'names = ["call"]',
+        'names = ["call", "error", "line"]',
+        'names = ["call", "line"]',
         "the report does not say which error a rank had",
     ),
     Fault(
