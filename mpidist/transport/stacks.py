@@ -111,7 +111,7 @@ class Stack(NamedTuple):
     def _of_frames(cls, frames: Sequence[Frame]) -> Stack:
         """Leave out the frames that tracebacks leave out, if others remain."""
         printed = tuple(frame for frame in frames if is_printed(frame.file))
-        return cls(printed or tuple(frames), is_inside=is_within_package(frames[0].file))
+        return cls(printed or tuple(frames), is_inside=any(is_within_package(frame.file) for frame in frames[:1]))
 
     @property
     def place(self) -> str:
