@@ -179,13 +179,15 @@ class StackFile(NamedTuple):
 
     def answer(self, begin: int) -> Stack | None:
         """Read the stack; `None` as long as it is not written."""
-        status = _fields(f"/proc/{self.pid}/task/{self.thread}/status")
-        is_busy = _has(status, self.number, "SigPnd", "ShdPnd", "SigBlk")  # it is blocked in its handler
-        if is_busy or os.stat(self.path).st_size <= begin:
-            return None
         with open(self.path, "rb") as file:
             file.seek(begin)
-            text = file.read().decode(errors="replace")
+            written = file.read()
+        # Only then: a signal that has just left those that are pending blocks itself a moment later.
+        status = _fields(f"/proc/{self.pid}/task/{self.thread}/status")
+        is_busy = _has(status, self.number, "SigPnd", "ShdPnd", "SigBlk")  # it is blocked in its handler
+        if is_busy or not written or os.stat(self.path).st_size != begin + len(written):
+            return None
+        text = written.decode(errors="replace")
         # The first stack is whole, if another process has asked for one as well.
         return Stack.of_text(text.partition(_HEAD)[2].partition(_HEAD)[0])
 

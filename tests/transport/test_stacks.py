@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from mpi_session import clean_environment
 
+from mpidist.transport import stacks
 from mpidist.transport.settings import STACK_SIGNAL
 from mpidist.transport.stacks import Frame, Stack, StackFile, places_text, read_stacks, together
 
@@ -158,3 +161,20 @@ def test_stacks_of_ranks_at_one_place_are_put_together() -> None:
         ("rank 1", "data.py:12 in read"),
     ]
     assert [ranks for ranks, _ in together(stacks, whole=True)] == ["ranks 0, 3-7", "rank 1", "rank 2"]
+
+
+def test_stack_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal is neither pending nor blocked when a reader looks: then its handler begins to write."""
+    file, read_status, head = tmp_path / "stack", stacks._fields, "Current thread (most recent call first):\n"
+    file.touch()
+    written = iter([head, f'{head}  File "train.py", line 3 in busy\n'])
+
+    def fields(path: str) -> dict[str, str]:
+        blocked = 1 << (STACK_SIGNAL - 1) if 0 < file.stat().st_size == len(head) else 0
+        file.write_text(next(written, file.read_text()))
+        return {**read_status(path), "SigBlk": f"{blocked:x}"}
+
+    monkeypatch.setattr(stacks, "_fields", fields)
+    one = StackFile(str(file), STACK_SIGNAL, os.getpid(), threading.get_native_id(), 0, 1, 0, "job")
+    assert [one.answer(0), one.answer(0)] == [None, None]
+    assert str(one.answer(0)) == "it is at train.py:3 in busy"
