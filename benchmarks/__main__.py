@@ -3,7 +3,7 @@
 python benchmarks performance            # the numbers and the page docs/performance.md: ten minutes
 python benchmarks page                   # the page alone, from benchmarks/results/*/latest.csv
 python benchmarks NAME --out results     # names: see below
-python benchmarks faults                 # what mpidist, mpi4py and torchrun print of eleven faults: half an hour
+python benchmarks faults                 # what mpidist, mpi4py and torchrun print of eleven faults: an hour
 python benchmarks predict                # what the cost model says of clusters; measures nothing
 python benchmarks servers --out results  # parameter servers, beside those of TensorFlow and of plain mpi4py
 python benchmarks checkpoints --out results  # checkpoints, beside numpy.save

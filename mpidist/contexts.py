@@ -37,8 +37,7 @@ def get_replica_context() -> ReplicaContext | None:
         Inside the function of `Strategy.run` the replica context of that call; in cross-replica context `None`;
         outside of both the context of the default strategy, which has one replica.
     """
-    context: ReplicaContext | None = context_stack.current_replica()  # type: ignore[assignment]
-    return context
+    return context_stack.current_replica()  # type: ignore[return-value]  # without the call of `cast`
 
 
 def in_cross_replica_context() -> bool:

@@ -120,6 +120,8 @@ class CheckpointManager:
         self.checkpoint, self.directory = checkpoint, str(directory)
         self._retention, self._name, self._warns = retention, checkpoint_name, on_error == "warn"
         self._neighbour = neighbour and "MPIDIST_SAVED_FILE" in os.environ
+        if neighbour and not self._neighbour:
+            logger.info("mpidist: no copies in memory, as `mpidist run --max-restarts` has not started this job")
         self._on_node: NodeCopies | None = None
         self._on_difference, self._writers, self._grace_seconds = on_difference, writers, grace_seconds
         self._copies = CopyMemory() if background else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -135,3 +136,13 @@ def test_copies_of_a_save_that_is_not_waited_for_are_removed(comm: Intracomm, fo
             thread.join()
     comm.Barrier()
     assert not any(memory.iterdir())
+
+
+def test_copies_are_not_kept_in_a_job_that_is_not_started_again(
+    comm: Intracomm, folder: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("MPIDIST_SAVED_FILE")
+    with caplog.at_level(logging.INFO, "mpidist"):
+        assert not save_and_fail(comm, folder)
+    assert "no copies in memory, as `mpidist run --max-restarts` has not started this job" in caplog.text
+    assert restored(comm, folder) == (3, 1.0, comm.size)

@@ -358,9 +358,11 @@ class Watchdog:
             # A rank that waits in a reset has sent a note before, which says in which call it was.
             is_all = seen.issuperset(self._awaited.ranks) and not any(one.is_resetting for one in known.values())
             if is_all or time.monotonic() > until:
-                late = self._awaited.stragglers(known, seen, self._hostnames)
-                return late._replace(known=self._board.located(late.known))
+                return self._located(self._awaited.stragglers(known, seen, self._hostnames))
             time.sleep(_ANSWER_SECONDS / 100)
+
+    def _located(self, late: Stragglers) -> Stragglers:
+        return late._replace(known=self._board.located(late.known))
 
     def _seen(self, notes: dict[int, FailureNote]) -> set[int]:
         """List the ranks of this node, and of the nodes that sent notes."""
@@ -388,7 +390,7 @@ class Watchdog:
                 self._stall_at, self._warn_at = waited + self._stall_seconds, math.inf  # ask again later
                 return
             self._warn_at = -math.inf  # never again in this wait
-            late, name = late._replace(known=self._board.located(late.known)), self._awaited.name
+            late, name = self._located(late), self._awaited.name
             reason = "; ".join([late.sentence(), *late.lines()])
             logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 
