@@ -95,9 +95,9 @@ class ClusterCoordinator:
         if group is None or len(ranks) == 1:
             return
         if self._is_chief:
-            self._crew = Crew(group, role.awaited, ranks[1:])
+            self._crew = Crew(group, ranks[1:])
         else:
-            self._work = Work(group, role.awaited, Mail(group, role.awaited, ranks[0]), self._caller)
+            self._work = Work(group, Mail(group, ranks[0]), self._caller)
 
     @property
     def strategy(self) -> Strategy:

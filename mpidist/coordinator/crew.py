@@ -13,7 +13,6 @@ from mpidist.coordinator.calling import result_of
 from mpidist.coordinator.closure import Closure
 from mpidist.coordinator.mail import Kind, Letter, Mail
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.shared_errors import repeat_of
 from mpidist.transport.text import first_line, name_ranks
@@ -28,17 +27,16 @@ class Crew:
 
     Args:
         group: The workers and servers.
-        awaited: What the watchdog of `group` asks.
         ranks: The workers.
 
     Attributes:
         error: The first error of a function that nobody has been told of.
     """
 
-    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, ranks: Sequence[int]) -> None:
+    def __init__(self, group: ServiceGroup, ranks: Sequence[int]) -> None:
         self.error: Exception | None = None
-        self._group, self._awaited = group, awaited
-        self._mails = {rank: Mail(group, awaited, rank) for rank in ranks}
+        self._group, self._awaited = group, group.awaited
+        self._mails = {rank: Mail(group, rank) for rank in ranks}
         self._queue: deque[Closure] = deque()
         self._calls: dict[int, Closure] = {}  # by the rank that makes it
         self._left: dict[int, str] = {}
@@ -92,7 +90,8 @@ class Crew:
         """
         self._advance_far()
         if not self.is_idle:
-            self._begin(math.inf)
+            self._require_whole()
+            self._awaited.begin(what, (), math.inf)
             self._await_workers(what)
             self._group.watchdog.check_peers()
             self._advance_far()
@@ -148,15 +147,13 @@ class Crew:
                 self._await_workers(what)
             return condition()
 
-        self._begin(timeout)
-        self._group.watchdog.begin()
+        self._require_whole()
+        self._group.begin_wait(what, (), timeout)
         poll(is_done, self._group.watchdog.check_peers)
 
-    def _begin(self, timeout: float | None) -> None:
-        awaited, broken = self._awaited, self._group.watchdog.broken
-        if broken is not None:
-            raise repeat_of(broken)
-        awaited.ranks, awaited.timeout, awaited.serving, awaited.is_ended_by_program = (), timeout, None, False
+    def _require_whole(self) -> None:
+        if self._group.watchdog.broken is not None:
+            raise repeat_of(self._group.watchdog.broken)
 
     def _await_workers(self, what: str) -> None:
         """Let the watchdog ask those that call functions; if none does, all."""

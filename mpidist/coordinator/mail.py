@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.mpi.library import is_process_failure, load_mpi
 from mpidist.transport.waiting import never_free
@@ -52,22 +51,21 @@ class Letter(NamedTuple):
 class Mail:
     """The letters of this rank to and from another one. All methods are local.
 
-    Where MPI says that the process of the other rank has failed, nothing is sent and received any more: `awaited.lost`
-    says so, or an error does, if the group does not go on without the other rank.
+    Where MPI says that the process of the other rank has failed, nothing is sent and received any more: the group's
+    `awaited.lost` says so, or an error does, if the group does not go on without the other rank.
 
     Args:
         group: The workers and servers.
-        awaited: What the watchdog of `group` asks.
         rank: The other rank.
 
     Attributes:
         rank: As given.
     """
 
-    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, rank: int) -> None:
+    def __init__(self, group: ServiceGroup, rank: int) -> None:
         mpi = load_mpi()
         self.rank = rank
-        self._group, self._awaited, self._has_failed = group, awaited, False
+        self._group, self._has_failed = group, False
         self._comm, self._byte, self._status = group.comm, mpi.BYTE, mpi.Status()
         self._sends: list[tuple[Any, Array]] = []
         self._incoming: tuple[Any, Array] | None = None
@@ -129,7 +127,7 @@ class Mail:
         self._has_failed = True
         self.abandon()
         self._sends, self._incoming = [], None
-        awaited, watchdog = self._awaited, self._group.watchdog
+        awaited, watchdog = self._group.awaited, self._group.watchdog
         if self.rank in awaited.dispensable:
             awaited.lost.setdefault(self.rank, "MPI has found that its process has failed")
             awaited.ranks = [rank for rank in awaited.ranks if rank != self.rank]

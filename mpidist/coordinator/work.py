@@ -13,7 +13,6 @@ import numpy as np
 from mpidist.coordinator.calling import Caller
 from mpidist.coordinator.mail import Kind, Letter, Mail
 from mpidist.errors import PeerFailedError
-from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.text import name_ranks
 from mpidist.transport.waiting import poll
@@ -31,13 +30,12 @@ class Work:
 
     Args:
         group: The workers and servers.
-        awaited: What the watchdog of `group` asks.
         mail: Letters from and to the chief.
         caller: Calls the functions.
     """
 
-    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, mail: Mail, caller: Caller) -> None:
-        self._group, self._awaited, self._mail, self._caller = group, awaited, mail, caller
+    def __init__(self, group: ServiceGroup, mail: Mail, caller: Caller) -> None:
+        self._group, self._mail, self._caller = group, mail, caller
         self._has_chief_ended = False
         self._has_chief_left = False  # because of an error: it receives nothing
         self._is_quiet_at = math.inf
@@ -111,15 +109,12 @@ class Work:
         return found[0]
 
     def _wait(self, what: str, test: Callable[[], bool]) -> None:
-        awaited, watchdog = self._awaited, self._group.watchdog
-        awaited.ranks, awaited.what, awaited.is_ended_by_program = (self._mail.rank,), what, False
-        awaited.timeout, awaited.serving = math.inf, None  # a chief that schedules nothing is no stall
-        watchdog.begin()
+        self._group.begin_wait(what, (self._mail.rank,), math.inf)  # a chief that schedules nothing is no stall
         poll(test, self._check_chief)
 
     def _check_chief(self) -> None:
         """Raise if waiting further cannot help, also where the group goes on without the chief."""
-        awaited, chief = self._awaited, self._mail.rank
+        awaited, chief = self._group.awaited, self._mail.rank
         self._group.watchdog.check_peers()
         if chief not in awaited.lost:
             return

@@ -23,7 +23,6 @@ from mpidist.parameter_server.server import ParameterServer
 from mpidist.parameter_server.servers import LocalServers, RemoteServers, Servers
 from mpidist.parameter_server.servers_in_use import require_unused
 from mpidist.transport.failures import open_groups
-from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
 from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.shared_errors import mark_shared
@@ -115,15 +114,12 @@ class Role(Service):
     Attributes:
         rank: This rank.
         worker_ranks: The workers, as `group` numbers them.
-        awaited: What the watchdog of `group` asks.
         staleness: As the workers asked for.
         coordinator: What schedules functions on the workers, if there is one.
         before_closing: Called before this rank's part ends; with the text of an exception that the others do not have.
     """
 
-    def __init__(
-        self, roles: Roles, rank: int, group: ServiceGroup | None, hostnames: Sequence[str], awaited: AwaitedPeers
-    ) -> None:
+    def __init__(self, roles: Roles, rank: int, group: ServiceGroup | None, hostnames: Sequence[str]) -> None:
         self.roles, self.group = roles, group
         self.topology = Topology(0, (0,), (socket.gethostname(),))
         self.is_chief = rank == roles.workers[0]
@@ -134,7 +130,6 @@ class Role(Service):
         self.rank, self.worker_ranks = rank, roles.workers
         if rank in roles.servers:
             self.why_idle = "a parameter server: it is for workers; a server calls serve()"
-        self.awaited = awaited
         self.staleness: int | None = None
         self.coordinator: object = None
         self.before_closing: Callable[[str | None], None] = lambda reason: None
@@ -151,17 +146,15 @@ class Role(Service):
         comm, reports = meet_ranks(comm, _Report.of(resolver, wanted), require)
         roles, fields = _agree(comm, reports)
         members = sorted((*roles.workers, *roles.servers))
-        awaited, group = AwaitedPeers(), None
-        if len(members) > 1:
-            group = ServiceGroup.from_mpi(comm, members, awaited)
-        role = cls(roles, comm.rank, group, [report.hostname for report in reports], awaited)
+        group = ServiceGroup.from_mpi(comm, members) if len(members) > 1 else None
+        role = cls(roles, comm.rank, group, [report.hostname for report in reports])
         if group is None:
             open_groups.add_alone(role)
         else:
-            role._connect(group, awaited, members, fields)
+            role._connect(group, members, fields)
         return role
 
-    def _connect(self, group: ServiceGroup, awaited: AwaitedPeers, members: list[int], fields: dict[str, str]) -> None:
+    def _connect(self, group: ServiceGroup, members: list[int], fields: dict[str, str]) -> None:
         rank, goes_on = members[group.topology.rank], fields["on_worker_lost"] == "ignore"
         workers, servers = (tuple(map(members.index, ranks)) for ranks in self.roles[:2])
         self.worker_ranks = workers
@@ -170,8 +163,8 @@ class Role(Service):
         places, topology = [members.index(peer) for peer in peers], group.topology
         nodes, hosts = [topology.node_of_rank[at] for at in places], [topology.hostnames[at] for at in places]
         self.topology = Topology.from_labels(peers.index(rank), nodes, hosts)
-        awaited.ends_if_any_leaves = not goes_on
-        awaited.dispensable = workers if goes_on else ()
+        group.awaited.ends_if_any_leaves = not goes_on
+        group.awaited.dispensable = workers if goes_on else ()
         group.may_miss_ranks, group.is_needed = goes_on, rank in self.roles.servers
         group.end = self.close
         if fields["timeout_seconds"] != "None":
@@ -181,11 +174,9 @@ class Role(Service):
         if rank in self.roles.servers:
             stall = group.settings.stall_seconds
             known = Workers(workers, self.staleness, group.timeout_seconds, group.status_lines, stall)
-            self.server = ParameterServer(group, awaited, known, names[peers.index(rank)], lanes)
+            self.server = ParameterServer(group, known, names[peers.index(rank)], lanes)
         else:
-            channels = [
-                Channel(group, awaited, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)
-            ]
+            channels = [Channel(group, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)]
             self.servers = RemoteServers(group, channels, goes_on, self.staleness)
 
     def serve(self) -> None:

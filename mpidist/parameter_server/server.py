@@ -31,7 +31,6 @@ from mpidist.parameter_server.messages.protocol import (
 from mpidist.parameter_server.store import Store, Stored
 from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
 from mpidist.transport.arrays import bytes_of
-from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.half import dtype_named
 from mpidist.transport.shared_errors import repeat_of
@@ -59,7 +58,6 @@ class ParameterServer:
 
     Args:
         group: The workers and servers.
-        awaited: What the watchdog of `group` asks.
         workers: The workers.
         name: Name of this server, for people.
         lanes: The memory that is shared with the workers of this node, by rank.
@@ -69,24 +67,17 @@ class ParameterServer:
         num_requests: How many requests were answered.
     """
 
-    def __init__(
-        self,
-        group: ServiceGroup,
-        awaited: AwaitedPeers,
-        workers: Workers,
-        name: str,
-        lanes: Mapping[int, Lane] = _NO_LANES,
-    ) -> None:
+    def __init__(self, group: ServiceGroup, workers: Workers, name: str, lanes: Mapping[int, Lane] = _NO_LANES) -> None:
         self.store = Store()
         self.num_requests = 0
-        self._group, self._awaited, self._workers, self._name = group, awaited, workers, name
+        self._group, self._workers, self._name = group, workers, name
         self._connections = [
             Connection(group.comm, rank, worker, lanes.get(rank)) for worker, rank in enumerate(workers.ranks)
         ]
         self._num_open = len(self._connections)
         self._calls = Calls()
         self._last: Connection | None = None  # whose request was answered last
-        self._attendance = Attendance(group, awaited, workers, name)
+        self._attendance = Attendance(group, workers, name)
         self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
             Op.READ: self._read,
             Op.CHANGE: self._change,
@@ -122,12 +113,10 @@ class ParameterServer:
         if self.has_ended:
             return
         self._group.enter(SERVE_CALL)
-        awaited, watchdog = self._awaited, self._group.watchdog
-        if watchdog.broken is not None:
-            raise repeat_of(watchdog.broken)
-        awaited.what, awaited.timeout = f"{SERVE_CALL} of {self._name}", math.inf  # an idle server is no stall
-        awaited.ranks = self._workers.live_ranks
-        watchdog.begin()
+        if self._group.watchdog.broken is not None:
+            raise repeat_of(self._group.watchdog.broken)
+        ranks = self._workers.live_ranks
+        self._group.begin_wait(f"{SERVE_CALL} of {self._name}", ranks, math.inf)  # an idle server is no stall
         next_check, recorder = 0.0, self._group.recorder
         recorder.begin(0, SERVE_CALL, self._name)
         recorder.agree()
@@ -348,8 +337,8 @@ class ParameterServer:
     def _end(self, connection: Connection, header: Header) -> Steps:
         """End a worker's part; with `DONE`, tell it once all workers have ended theirs whether they have ended well."""
         data = yield from connection.receive_all()
-        worker, workers = connection.worker, self._workers
-        self._awaited.ranks = [rank for rank in self._awaited.ranks if rank != workers.ranks[worker]]
+        worker, workers, awaited = connection.worker, self._workers, self._group.awaited
+        awaited.ranks = [rank for rank in awaited.ranks if rank != workers.ranks[worker]]
         if header.op == Op.LEAVE:
             why = str(from_json(data))
             workers.end(worker, why)

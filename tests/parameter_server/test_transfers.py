@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -130,7 +131,7 @@ def test_a_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: in
             return False
 
     awaited.lost = {0: "killed"}
-    attendance = Attendance(cast("ServiceGroup", None), awaited, workers, "server")
+    attendance = Attendance(cast("ServiceGroup", SimpleNamespace(awaited=awaited)), workers, "server")
     assert attendance.drop_lost([lost], advance) == (0 if is_all else 1)
     assert (store.variables[0].value == is_all).all()
     assert not store.variables[1].value.any()

@@ -9,7 +9,6 @@ from typing import Final, final
 
 from mpidist.parameter_server.attendance.meetings import Workers
 from mpidist.parameter_server.messages.connection import Connection
-from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.mpi.library import is_process_failure, load_mpi
 
@@ -27,13 +26,12 @@ class Attendance:
 
     Args:
         group: The workers and servers.
-        awaited: What the watchdog of `group` asks.
         workers: The workers.
         name: Name of the server, for people.
     """
 
-    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, workers: Workers, name: str) -> None:
-        self._group, self._awaited, self._workers, self._name = group, awaited, workers, name
+    def __init__(self, group: ServiceGroup, workers: Workers, name: str) -> None:
+        self._group, self._workers, self._name = group, workers, name
         self._next_record, self._num_recorded = 0.0, 0
 
     def drop_lost(self, connections: Iterable[Connection], advance: Callable[[Connection], bool]) -> int:
@@ -46,7 +44,7 @@ class Attendance:
         Returns:
             How many were dropped.
         """
-        lost, num_dropped = self._awaited.lost, 0
+        lost, num_dropped = self._group.awaited.lost, 0
         for connection in connections if lost else ():
             until = time.monotonic() + _QUIET_SECONDS
             while connection.rank in lost and not connection.has_ended:
@@ -70,7 +68,7 @@ class Attendance:
         Raises:
             PeerFailedError: If the cluster does not go on without the worker.
         """
-        if connection.rank not in self._awaited.dispensable:
+        if connection.rank not in self._group.awaited.dispensable:
             self._group.watchdog.give_up(f"MPI has found that the process of rank {connection.rank} has failed")
         return self._drop(connection, "MPI has found that its process has failed")
 
@@ -81,7 +79,8 @@ class Attendance:
         worker, rank, was_cut_off = connection.worker, connection.rank, connection.steps is not None
         connection.abandon()
         self._workers.end(worker, why)
-        self._awaited.ranks = [other for other in self._awaited.ranks if other != rank]
+        awaited = self._group.awaited
+        awaited.ranks = [other for other in awaited.ranks if other != rank]
         cut_off = ", in the middle of a request" if was_cut_off else ""
         logger.warning("mpidist: worker %d (rank %d) is lost%s: %s", worker, rank, cut_off, why)
         return 1

@@ -35,7 +35,6 @@ from mpidist.parameter_server.messages.protocol import (
     to_json,
 )
 from mpidist.transport.arrays import bytes_of
-from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.mpi.library import is_process_failure, load_mpi
 from mpidist.transport.shared_errors import repeat_of
@@ -61,7 +60,6 @@ class Channel:
 
     Args:
         group: The workers and servers.
-        awaited: What the watchdog of `group` asks.
         rank: The server's rank.
         name: The server's name, for people.
         lane: The memory that is shared with a server of this node.
@@ -72,16 +70,14 @@ class Channel:
         broken: Why the server cannot be used any more, or `None`.
     """
 
-    def __init__(
-        self, group: ServiceGroup, awaited: AwaitedPeers, rank: int, name: str, lane: Lane | None = None
-    ) -> None:
+    def __init__(self, group: ServiceGroup, rank: int, name: str, lane: Lane | None = None) -> None:
         mpi = load_mpi()
         self._lane = lane
         self.rank, self.name = rank, name
         self._what = f"a request to {name}"
         self._entry = _ENDED  # of the request under way, in the flight recorder
         self.broken: Exception | None = None
-        self._group, self._awaited, self._comm, self._byte = group, awaited, group.comm, mpi.BYTE
+        self._group, self._comm, self._byte = group, group.comm, mpi.BYTE
         self._request = np.zeros(MESSAGE_BYTES, np.uint8)
         self._answer = np.zeros(MESSAGE_BYTES, np.uint8)
         self._outcome = self._answer.data.cast("q")
@@ -295,18 +291,15 @@ class Channel:
         self._wait("a read", request.Test, 0.0, (request, memory))
 
     def _wait(self, call: str, test: Callable[[], bool], more_seconds: float, memory: Sequence[Any] = ()) -> None:
-        awaited, watchdog = self._awaited, self._group.watchdog
-        awaited.ranks, awaited.what, awaited.is_ended_by_program = (self.rank,), f"{call} at {self.name}", False
-        timeout = self._group.timeout_seconds
-        awaited.timeout = timeout + more_seconds if timeout and more_seconds < math.inf else None
-        awaited.serving = SERVE_CALL if more_seconds else None
-        watchdog.begin()
+        group, timeout = self._group, self._group.timeout_seconds
+        limit = timeout + more_seconds if timeout and more_seconds < math.inf else None
+        group.begin_wait(f"{call} at {self.name}", (self.rank,), limit, SERVE_CALL if more_seconds else None)
         try:
-            poll(test, watchdog.check_peers)
+            poll(test, group.watchdog.check_peers)
         except (DeadlineExceededError, PeerFailedError) as error:
             never_free((tuple(memory), self._sends, self._request, self._answer, self._incoming))
             self._pending = ""
-            if awaited.is_ended_by_program:
+            if group.awaited.is_ended_by_program:
                 self.broken = error
                 raise
             self._lose(error)
@@ -325,7 +318,7 @@ class Channel:
         self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
 
     def _lose(self, error: Exception) -> NoReturn:
-        self._awaited.lost.setdefault(self.rank, first_line(error))  # for the other workers, if this one leaves
+        self._group.awaited.lost.setdefault(self.rank, first_line(error))  # for the other workers, if this one leaves
         lost = UnavailableError(
             f"{self.name} is lost, with the variables on it: {error}. Start the job again, from a checkpoint"
         )

@@ -15,7 +15,7 @@ __all__ = ["AwaitedPeers"]
 
 @final
 class AwaitedPeers(Awaited):
-    """What a rank awaits that sends requests to other ranks, or answers them. Its owner sets attributes before a wait.
+    """What a rank awaits that sends requests to other ranks, or answers them: `begin` says what a wait is for.
 
     Attributes:
         what: Name of the wait, for people.
@@ -37,6 +37,11 @@ class AwaitedPeers(Awaited):
         self.dispensable: Collection[int] = ()
         self.lost: dict[int, str] = {}
         self.serving: str | None = None
+        self.is_ended_by_program = False
+
+    def begin(self, what: str, ranks: Collection[int], timeout: float | None, serving: str | None = None) -> None:
+        """Say what the next wait is for: see the attributes. Local."""
+        self.what, self.ranks, self.timeout, self.serving = what, ranks, timeout, serving
         self.is_ended_by_program = False
 
     @property

@@ -1,13 +1,13 @@
 """A group of ranks that ask each other for services: requests at any time, no calls in lock step, and one common end.
 
 The ranks of a `SyncGroup` make the same calls, which are numbered. The ranks of a `ServiceGroup` send messages at any
-time. An `AwaitedPeers`, which the caller provides, says which ranks a rank waits for, and what ends its wait.
+time. Its `AwaitedPeers` says which ranks a rank waits for, and what ends its wait.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
 from types import NoneType
@@ -120,13 +120,13 @@ class ServiceGroup(OpenGroup):
         membership: The ranks, and their status boards.
         topology: The nodes of the ranks.
         settings: The settings that were read from the environment.
-        awaited: What this rank waits for, whenever it waits.
 
     Attributes:
         topology: The nodes of the ranks.
         settings: The settings.
         comm: The communicator of the requests.
         ranks: The ranks, as they are numbered in the whole job.
+        awaited: What this rank waits for, whenever it waits, and which ranks are lost.
         watchdog: What a rank checks while it waits.
         arena: Memory that the ranks of this node share; `None` before `share_memory`, or if they share none.
         recorder: This rank's flight recorder.
@@ -138,13 +138,13 @@ class ServiceGroup(OpenGroup):
         is_needed: Whether the group cannot go on without this rank.
     """
 
-    def __init__(self, membership: Membership, topology: Topology, settings: Settings, awaited: AwaitedPeers) -> None:
+    def __init__(self, membership: Membership, topology: Topology, settings: Settings) -> None:
         self.topology, self.settings = topology, settings
-        self._membership, self._awaited = membership, awaited
+        self._membership, self.awaited = membership, AwaitedPeers()
         self.comm = membership.comm.Dup()
         self._notes_comm = membership.comm.Dup()
         self.ranks = ranks_in_world(self.comm)
-        self.watchdog: Watchdog = membership.make_watchdog(awaited, self._notes_comm, _REMEDY)
+        self.watchdog: Watchdog = membership.make_watchdog(self.awaited, self._notes_comm, _REMEDY)
         self.arena: SharedArena | None = None
         self.recorder = membership.recorder
         self.timeout_seconds = settings.timeout_seconds
@@ -156,13 +156,12 @@ class ServiceGroup(OpenGroup):
         open_groups.add(self)
 
     @classmethod
-    def from_mpi(cls, comm: Intracomm, members: Sequence[int], awaited: AwaitedPeers) -> ServiceGroup | None:
+    def from_mpi(cls, comm: Intracomm, members: Sequence[int]) -> ServiceGroup | None:
         """Make the group of some ranks of a communicator. Collective over the communicator.
 
         Args:
             comm: What `meet_ranks` returned.
             members: The ranks, in the order that numbers them in the group.
-            awaited: What this rank waits for, whenever it waits.
 
         Returns:
             The group; `None` on ranks that are no members.
@@ -179,7 +178,7 @@ class ServiceGroup(OpenGroup):
             return None
         own = cast("Intracomm", own)
         settings, topology, token = discover(own)
-        return cls(Membership(own, topology, token, settings), topology, settings, awaited)
+        return cls(Membership(own, topology, token, settings), topology, settings)
 
     def in_world(self, ranks: Iterable[int]) -> frozenset[int]:
         """Number some ranks as they are numbered in the whole job. Local."""
@@ -225,6 +224,11 @@ class ServiceGroup(OpenGroup):
         if get_ident() != self._threads.ident:
             self._threads.take_over(call)
 
+    def begin_wait(self, what: str, ranks: Collection[int], timeout: float | None, serving: str | None = None) -> None:
+        """Begin a wait, in which `watchdog.check_peers` raises if it cannot succeed: see `AwaitedPeers`. Local."""
+        self.awaited.begin(what, ranks, timeout, serving)
+        self.watchdog.begin()
+
     def free(self) -> None:
         """Free the communicators, with all ranks. Collective; every rank has ended its part before."""
         if not self.is_open or self.may_miss_ranks:  # a lost rank would block what all ranks do together
@@ -233,10 +237,8 @@ class ServiceGroup(OpenGroup):
         notes = self.watchdog.stop_answering()
         own, united = np.array([any(notes.sent)], np.int64), np.empty(1, np.int64)
         request = self.comm.Iallreduce(own, united, load_mpi().BOR)
-        awaited, rank = self._awaited, self.topology.rank
-        awaited.ranks = [other for other in range(self.topology.size) if other != rank]
-        awaited.what, awaited.timeout = "close()", None  # for ever: a server may do other work after serve()
-        self.watchdog.begin()
+        others = [other for other in range(self.topology.size) if other != self.topology.rank]
+        self.begin_wait("close()", others, None)  # for ever: a server may do other work after serve()
         try:
             poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
         except BaseException:

@@ -25,7 +25,6 @@ from mpidist.parameter_server.messages.protocol import (
     to_json,
 )
 from mpidist.parameter_server.server import ParameterServer
-from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.group.service_group import ServiceGroup, meet_ranks
 
 if TYPE_CHECKING:
@@ -65,12 +64,11 @@ def test_messages_hold_every_byte_once_and_in_order(sizes: tuple[int, ...]) -> N
 def with_a_server(comm: Intracomm, work: Callable[[Ask], None]) -> None:
     """Give rank 0 a function that sends a request, of any number, and waits for the answer; the last rank serves."""
     comm, _ = meet_ranks(comm, None, lambda ranks: None)
-    awaited = AwaitedPeers()
-    group = ServiceGroup.from_mpi(comm, [0, comm.size - 1], awaited)
+    group = ServiceGroup.from_mpi(comm, [0, comm.size - 1])
     if group is None:
         return
     if comm.rank > 0:
-        ParameterServer(group, awaited, Workers((0,), None, None), "the server").serve()
+        ParameterServer(group, Workers((0,), None, None), "the server").serve()
         group.free()
         return
     last = [0]

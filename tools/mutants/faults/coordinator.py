@@ -138,8 +138,8 @@ FAULTS = [
     ),
     Fault(
         "work.py",
-        "        awaited.timeout, awaited.serving = math.inf, None",
-        "        awaited.timeout, awaited.serving = 1.0, None",
+        "(self._mail.rank,), math.inf)",
+        "(self._mail.rank,), 1.0)",
         "a worker gives up an idle chief",
     ),
     Fault(
