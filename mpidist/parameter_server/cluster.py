@@ -72,14 +72,13 @@ class Wanted(NamedTuple):
             )
         check_counts(self.num_ps, self.ps_ranks)
 
-    def fields(self) -> dict[str, str]:
-        """Return what must be equal on all ranks."""
-        ranks = None if self.ps_ranks is None else list(self.ps_ranks)
-        texts = self._replace(partitioner=None, ps_ranks=ranks, options=None)._asdict()
-        partitioner = "None" if self.partitioner is None else type(self.partitioner).__name__
-        timeout = None if self.options is None else self.options.timeout_seconds
-        own = {"partitioner": partitioner, "timeout_seconds": str(timeout)}
-        return {name: str(value) for name, value in texts.items() if name != "options"} | own
+    def fields(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, as all of them can read it."""
+        fields = self._asdict()
+        options = fields.pop("options")
+        fields["partitioner"] = None if self.partitioner is None else type(self.partitioner).__name__
+        fields["ps_ranks"] = None if self.ps_ranks is None else [int(rank) for rank in self.ps_ranks]
+        return fields | {"timeout_seconds": None if options is None else options.timeout_seconds}
 
 
 @final
@@ -88,7 +87,7 @@ class _Report(NamedTuple):
 
     problem: tuple[str, str] | None
     task: Task | None
-    fields: dict[str, str] | None
+    fields: dict[str, Any] | None
     hostname: str
 
     @classmethod
@@ -154,11 +153,11 @@ class Role(Service):
             role._connect(group, members, fields)
         return role
 
-    def _connect(self, group: ServiceGroup, members: list[int], fields: dict[str, str]) -> None:
+    def _connect(self, group: ServiceGroup, members: list[int], fields: dict[str, Any]) -> None:
         rank, goes_on = members[group.topology.rank], fields["on_worker_lost"] == "ignore"
         workers, servers = (tuple(map(members.index, ranks)) for ranks in self.roles[:2])
         self.worker_ranks = workers
-        self.staleness = None if fields["staleness"] == "None" else int(fields["staleness"])
+        self.staleness = fields["staleness"]
         peers = self.roles.servers if rank in self.roles.servers else self.roles.workers
         places, topology = [members.index(peer) for peer in peers], group.topology
         nodes, hosts = [topology.node_of_rank[at] for at in places], [topology.hostnames[at] for at in places]
@@ -167,8 +166,8 @@ class Role(Service):
         group.awaited.dispensable = workers if goes_on else ()
         group.may_miss_ranks, group.is_needed = goes_on, rank in self.roles.servers
         group.end = self.close
-        if fields["timeout_seconds"] != "None":
-            group.timeout_seconds = float(fields["timeout_seconds"])
+        if fields["timeout_seconds"] is not None:
+            group.timeout_seconds = fields["timeout_seconds"]
         names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
         lanes = lanes_to(group, workers, servers)
         if rank in self.roles.servers:
@@ -249,7 +248,7 @@ class Role(Service):
             group.free()
 
 
-def _agree(comm: Intracomm, reports: Sequence[_Report]) -> tuple[Roles, dict[str, str]]:
+def _agree(comm: Intracomm, reports: Sequence[_Report]) -> tuple[Roles, dict[str, Any]]:
     """Find the roles from the reports of all ranks, and what was asked for. Raises the same on all ranks."""
     try:
         for rank, report in enumerate(reports):
@@ -266,10 +265,7 @@ def _agree(comm: Intracomm, reports: Sequence[_Report]) -> tuple[Roles, dict[str
                 text = f"{asked[others[0]][name]} on {name_ranks(others)}"
                 raise InvalidArgumentError(f"{name} must be the same on all ranks, got {value} and {text}")
         roles = roles_of_tasks([report.task for report in reports])
-        if roles is None:
-            ranks = None if first["ps_ranks"] == "None" else [int(rank) for rank in first["ps_ranks"][1:-1].split(",")]
-            roles = roles_by_rank(len(reports), None if first["num_ps"] == "None" else int(first["num_ps"]), ranks)
-        return roles, first
+        return roles or roles_by_rank(len(reports), first["num_ps"], first["ps_ranks"]), first
     except Exception as error:  # on all ranks
         mark_shared(error, range(comm.size))
         raise

@@ -154,12 +154,12 @@ def roles_by_rank(size: int, num_ps: int | None, ps_ranks: Sequence[int] | None)
     if size == 1:
         return Roles((0,), ())
     if ps_ranks is None:
-        wanted = 1 if num_ps is None else int(num_ps)
+        wanted = 1 if num_ps is None else num_ps
         if wanted >= size:
             raise ValueError(f"num_ps={wanted} of {size} ranks leaves no worker; start more ranks")
         servers = tuple(range(size - wanted, size))
     else:
-        servers = tuple(int(rank) for rank in ps_ranks)
+        servers = tuple(ps_ranks)
         if not all(0 <= rank < size for rank in servers):
             raise ValueError(f"ps_ranks={list(servers)}, and ranks are 0 to {size - 1}")
         if len(servers) == size:

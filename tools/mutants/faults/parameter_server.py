@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "cluster.py",
-        '            group.timeout_seconds = float(fields["timeout_seconds"])',
+        '            group.timeout_seconds = fields["timeout_seconds"]',
         "            pass",
         "timeout_seconds is of no effect",
     ),
