@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
+from mpidist.cli.allocation import Allocation
 from mpidist.cli.launching import Launch, prepare_child
 from mpidist.transport.text import count_text
 
-__all__ = ["Limits", "Nodes", "start_until_done"]
+__all__ = ["start_until_done"]
 
 _PREEMPTED: Final = 75  # the exit code of a program that has saved, and is to be continued later
 _ENDING: Final = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -24,34 +25,6 @@ _FORWARDED: Final = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 # also an abort (6) beside ranks that mpiexec itself has killed (9); other launchers return 128 + the signal's number.
 _OF_KILLED: Final = {signal.SIGKILL, 128 + signal.SIGKILL, 128 + signal.SIGTERM}
 _BY_THE_KERNEL: Final = 128  # `si_code` of Ctrl-C, which a terminal sends to the launcher, too
-
-
-@final
-class Limits(NamedTuple):
-    """How often, and with how few ranks, a program is started again.
-
-    Attributes:
-        max_restarts: How often.
-        min_ranks: With how few ranks; `None` keeps the number on each node.
-    """
-
-    max_restarts: int
-    min_ranks: int | None
-
-
-@final
-class Nodes(NamedTuple):
-    """The nodes on which ranks are started.
-
-    Attributes:
-        names: Their names.
-        find_lost: Returns the names of those that start no process.
-        folder: A folder that all of them share; `None` for that of temporary files.
-    """
-
-    names: Sequence[str]
-    find_lost: Callable[[], list[str]]
-    folder: Path | None
 
 
 @final
@@ -73,20 +46,28 @@ class _End(NamedTuple):
     seconds: float
 
 
-def start_until_done(launch: Callable[[int, Sequence[str]], Launch], ranks: int, limits: Limits, nodes: Nodes) -> int:
-    """Start ranks, again after each failure, and return the exit code.
+def start_until_done(
+    launch: Callable[[int, Sequence[str]], Launch],
+    ranks: int,
+    allocation: Allocation,
+    max_restarts: int,
+    min_ranks: int | None,
+) -> int:
+    """Start ranks, again after each failure, and return the exit code. Writes into this folder, if nodes share it.
 
     Args:
         launch: Returns the command for so many ranks, without these nodes.
         ranks: Number of ranks.
-        limits: How often, and with how few ranks.
-        nodes: Where.
+        allocation: Where.
+        max_restarts: How often.
+        min_ranks: With how few ranks; `None` keeps the number on each node.
     """
-    plan = _Plan(ranks, limits, nodes)
+    plan = _Plan(ranks, allocation, max_restarts, min_ranks)
     forwarded = {number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}  # nohup ignores one
     before = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
     try:
-        with tempfile.TemporaryDirectory(prefix=".mpidist-run-", dir=nodes.folder) as folder:
+        where = Path.cwd() if allocation.spans_nodes else None
+        with tempfile.TemporaryDirectory(prefix=".mpidist-run-", dir=where) as folder:
             while True:
                 end = _run(launch(plan.ranks, plan.lost), plan.restarts, Path(folder), forwarded)
                 if not plan.restart_after(end):
@@ -102,9 +83,9 @@ class _Plan:
     A program that fails twice by an error of its own, and has saved nothing in between, would fail a third time.
     """
 
-    def __init__(self, ranks: int, limits: Limits, nodes: Nodes) -> None:
-        self._ranks_of_all_nodes, self._nodes = ranks, nodes
-        self._max_restarts, self._min_ranks = limits
+    def __init__(self, ranks: int, allocation: Allocation, max_restarts: int, min_ranks: int | None) -> None:
+        self._ranks_of_all_nodes, self._allocation = ranks, allocation
+        self._max_restarts, self._min_ranks = max_restarts, min_ranks
         self._has_failed = False
         self.restarts = 0
         self.ranks = ranks
@@ -119,7 +100,7 @@ class _Plan:
             what += "; a rank was killed"
         why_not = self._reason_to_stop(end)
         if not why_not:
-            before, self.lost = self.lost, self._nodes.find_lost()
+            before, self.lost = self.lost, self._allocation.find_lost()
             if self.lost:
                 what += f"; no answer from {', '.join(self.lost)}"
             why_not = self._plan_next(end, is_node_lost=not {*self.lost} <= {*before})
@@ -149,7 +130,7 @@ class _Plan:
         self._has_failed = is_error
         if end.was_killed and not is_node_lost and self._min_ranks is not None:
             self._ranks_of_all_nodes -= self._ranks_of_all_nodes > self._min_ranks
-        num_nodes = len(self._nodes.names)
+        num_nodes = len(self._allocation.nodes) or 1  # where none may be lost, they count as one
         on_each = -(-self._ranks_of_all_nodes // num_nodes)
         self.ranks = min(self._ranks_of_all_nodes, on_each * (num_nodes - len(self.lost)))
         if self.ranks < (self._min_ranks or 1):

@@ -28,7 +28,7 @@ from typing import Final
 
 from mpidist.cli.allocation import Allocation, Command, Start, find_allocation, num_cores
 from mpidist.cli.launching import Launch, RefusedError, command_text, count
-from mpidist.cli.restarts import Limits, Nodes, start_until_done
+from mpidist.cli.restarts import start_until_done
 from mpidist.transport.mpi.launch import is_in_step
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
 from mpidist.transport.mpi.library import library_version
@@ -71,28 +71,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         ranks, program = _num_ranks(arguments, allocation, os.environ), _program(arguments)
-        nodes = _nodes(allocation) if arguments.max_restarts else None
+        if arguments.max_restarts and allocation.spans_nodes and not os.access(".", os.W_OK):
+            here = Path.cwd()
+            raise RefusedError(f"--max-restarts writes into {here}, and may not: use a folder that all nodes share")
         first = launch(ranks, ())
     except RefusedError as error:
         print(f"mpidist run: {error}", file=sys.stderr)
         return 2
     sys.stdout.flush()
-    if nodes is not None and not arguments.dry_run:
-        return start_until_done(launch, ranks, Limits(arguments.max_restarts, arguments.min_ranks), nodes)
+    if arguments.max_restarts and not arguments.dry_run:
+        return start_until_done(launch, ranks, allocation, arguments.max_restarts, arguments.min_ranks)
     if not arguments.dry_run:
         os.execvpe(first.command[0], first.command, {**os.environ, **first.variables})
     print(command_text(first.command, first.variables))
     return 0
-
-
-def _nodes(allocation: Allocation) -> Nodes:
-    """Return the nodes of the job, and a folder that they share; where none may be lost, they count as one."""
-    names = allocation.nodes or ["all nodes"]
-    if not allocation.spans_nodes:
-        return Nodes(names, allocation.find_lost, None)
-    if not os.access(".", os.W_OK):
-        raise RefusedError(f"--max-restarts writes into {Path.cwd()}, and may not: use a folder that all nodes share")
-    return Nodes(names, allocation.find_lost, Path.cwd())
 
 
 def _num_ranks(arguments: argparse.Namespace, allocation: Allocation, environ: Mapping[str, str]) -> int:

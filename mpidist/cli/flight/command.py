@@ -26,7 +26,7 @@ from mpidist.cli.flight.job import Call, FlightFileError, JobFlight, StrategyFli
 from mpidist.cli.flight.verdict import Verdict, judge, seconds_text, some_of
 from mpidist.cli.launching import count
 from mpidist.transport.stacks import together
-from mpidist.transport.text import name_ranks
+from mpidist.transport.text import count_text, name_ranks
 
 __all__ = ["add_arguments", "run"]
 
@@ -93,15 +93,15 @@ def _report(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int) -> list
 def _head(job: JobFlight) -> list[str]:
     times = [file.written for file in job.files.values()]
     missing = max(max((strategy.size for strategy in job.strategies), default=0) - len(job.files), 0)
-    line = f"{job.folder}: {_counted(len(job.files), 'file')}"
-    line += f", {_counted(missing, 'rank')} without one" if missing else ", of all ranks"
+    line = f"{job.folder}: {count_text(len(job.files), 'file')}"
+    line += f", {count_text(missing, 'rank')} without one" if missing else ", of all ranks"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times)))
     span = f", within {seconds_text(max(times) - min(times))}" if len(times) > 1 else ""
     return _wrap(f"{line}; written {when}{span}", "")
 
 
 def _title(strategy: StrategyFlight) -> str:
-    title = f"Strategy {strategy.group}, {_counted(strategy.size, 'rank')}"
+    title = f"Strategy {strategy.group}, {count_text(strategy.size, 'rank')}"
     world = {rank: flight.file.world_rank for rank, flight in strategy.ranks.items()}
     if any(rank != of_job for rank, of_job in world.items()):
         verb = "is" if len(world) == 1 else "are"
@@ -221,7 +221,3 @@ def _wrap(text: str, before: str, indent: int | None = None) -> list[str]:
 def _clock(seconds: float) -> str:
     milliseconds = round(seconds * 1000)
     return time.strftime("%H:%M:%S", time.localtime(milliseconds // 1000)) + f".{milliseconds % 1000:03d}"
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'s' if count != 1 else ''}"
