@@ -14,21 +14,24 @@ from mpidist.collectives.arguments.operands import Operands, Spec, host_sizes, r
 from mpidist.collectives.arguments.out_arrays import check_outs, native_outs, write_outs
 from mpidist.collectives.arguments.signature import name_call, specs_text
 from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, result_dtypes
-from mpidist.collectives.plans.call import Algorithm, Execution, Plan, ReductionCall
+from mpidist.collectives.plans.call import Execution, Plan, ReductionCall
 from mpidist.collectives.plans.fused_execution import FusedExecution
 from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas, require_like_operands
 from mpidist.collectives.plans.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plans.plan import make_fused_lists, make_messages
+from mpidist.collectives.plans.reduce_algorithm import Reduce, ReduceAlgorithm
 from mpidist.collectives.plans.rows_execution import RowList, RowsExecution
 from mpidist.collectives.repeated_calls import RepeatedCalls
 from mpidist.errors import InvalidArgumentError
-from mpidist.options import Compression, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport.agreement.fingerprint import fingerprint_of, name_digest
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.started_calls import Pending, Steps, Workplace
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.host_memory.sum_memory import SumMemory
+from mpidist.transport.mpi.ring import ring_all_reduce
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.text import count_text, name_ranks, size_text
 from mpidist.transport.tree import ReplicaTree
 
@@ -48,16 +51,19 @@ class Reductions:
     Args:
         group: The ranks. Also an attribute.
         algorithm: Reduces flat buffers.
+        configuration: The algorithm, its parameters and options, which must be equal on all ranks.
         replicas: Which replicas this rank carries. Also an attribute.
 
     Attributes:
         repeated: The cache of calls like earlier ones.
     """
 
-    def __init__(self, group: SyncGroup, algorithm: Algorithm, replicas: Replicas) -> None:
+    def __init__(
+        self, group: SyncGroup, algorithm: ReduceAlgorithm, configuration: tuple[Any, ...], replicas: Replicas
+    ) -> None:
         self.group = group
         self.replicas = replicas
-        self._algorithm = algorithm
+        self._algorithm, self._configuration = algorithm, configuration
         self._overflows = OverflowReport()
         self._sum_memory = SumMemory()
         self._plans: dict[Any, Plan] = {}
@@ -227,7 +233,7 @@ class Reductions:
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            fingerprint = fingerprint_of((self._algorithm.configuration, key[:-1], call.operands.specs))
+            fingerprint = fingerprint_of((self._configuration, key[:-1], call.operands.specs))
             plan = self._plans[key] = self._make_plan(call, fingerprint)
         return plan
 
@@ -252,8 +258,8 @@ class Reductions:
             execution, form = self._fused(call, specs, results, next(iter(parts)))
         if execution is None:
             execution, form = self._packed(call, specs, parts)
-        details = f"{call.op} of {specs_text(specs)}, {self._name_for(call)}, {form}"
-        return Plan(fingerprint, self._algorithm.configuration, specs, results, execution, details, local_sums)
+        details = f"{call.op} of {specs_text(specs)}, {self._name_for(call.options)}, {form}"
+        return Plan(fingerprint, self._configuration, specs, results, execution, details, local_sums)
 
     def _require_memory(self, call: ReductionCall, sizes: Sequence[int]) -> None:
         """Check that the results of this node's ranks can fit into the node; `sizes` is the bytes of each. Local."""
@@ -294,8 +300,37 @@ class Reductions:
         gpus = self.group.devices.gpus_of_process(indices) if indices else None
         return LocalSums(tree.local, arithmetic.reduction(np.dtype(np.float32))[0].ufunc, specs, wires, gpus)
 
-    def _name_for(self, call: ReductionCall) -> str:
-        return self._algorithm.name_for(call.options) if self.replicas.tree is None else "in the order of replicas"
+    def _is_replaced(self, options: CommunicationOptions) -> bool:
+        """Whether another algorithm takes the place of this one, because numbers are added in rank order."""
+        return options.reproducible and self._algorithm._is_replaceable
+
+    def _name_for(self, options: CommunicationOptions) -> str:
+        """Name the algorithm that calls with these options use."""
+        if self.replicas.tree is not None:
+            return "in the order of replicas"
+        name = "in rank order" if self._is_replaced(options) else type(self._algorithm).__name__
+        if options.implementation is CommunicationImplementation.RING and not options.reproducible:
+            name = "RING"
+        if options.compression is Compression.NONE:
+            return name
+        return f"{name}, {options.compression} {'everywhere' if options.compress_everywhere else 'between nodes'}"
+
+    def _fused_reducer(self, options: CommunicationOptions) -> FusedReducer | None:
+        """Return the reducer of fused arrays that may replace the algorithm; `None` if none may."""
+        levels = self.group.levels
+        if options.implementation is CommunicationImplementation.RING:
+            return None
+        if self._is_replaced(options):
+            return levels.fused if levels.fused is not None and levels.fused.keeps_rank_order else None
+        return self._algorithm._fused_reducer_of(levels)
+
+    def _all_reduce(self, options: CommunicationOptions) -> Reduce:
+        """Return the function that leaves the reduction on every rank."""
+        if self._is_replaced(options):
+            return lambda levels, buffer, reduction: levels.world.all_reduce(buffer, reduction)
+        if options.implementation is CommunicationImplementation.RING:
+            return lambda levels, buffer, reduction: ring_all_reduce(levels.world, buffer, reduction)
+        return self._algorithm._all_reduce
 
     def _arithmetic(self, call: ReductionCall, ranks: Ranks, is_fused: bool) -> Arithmetic:
         """Return how numbers are reduced: a fused execution adds node by node, the others add all ranks at once."""
@@ -303,7 +338,7 @@ class Reductions:
         if tree is not None:
             folds = (tree.within_node, tree.across_nodes) if is_fused else (tree.world, None)
             return Arithmetic.in_tree(call.op, tree.total, *folds)
-        by_node = self._algorithm.compresses_between_nodes and ranks is None
+        by_node = self._algorithm._compresses_between_nodes and ranks is None
         return Arithmetic.of(call.op, call.options, self.group.levels, by_node)
 
     def _fused(
@@ -311,7 +346,7 @@ class Reductions:
     ) -> tuple[FusedExecution | None, str]:
         """Make a fused execution, and name it for the log; `None` if the transport or the algorithm allows none."""
         group = self.group
-        reducer = self._algorithm.fused_reducer_for(call.options, group.levels)
+        reducer = self._fused_reducer(call.options)
         if reducer is None or (ranks is not None and reducer.spans_nodes):
             return None, ""  # messages to the destinations alone send fewer bytes between nodes
         lists = make_fused_lists(self._arithmetic(call, ranks, is_fused=True), specs, reducer)
@@ -333,11 +368,11 @@ class Reductions:
             part_specs = tuple(specs[index] for index in indices)
             arithmetic = self._arithmetic(call, ranks, is_fused=False)
             messages, num_packs = make_messages(
-                arithmetic, part_specs, options.bytes_per_pack, algorithm.num_packs, self.group.levels
+                arithmetic, part_specs, options.bytes_per_pack, algorithm._num_packs, self.group.levels
             )
-            reduce = algorithm.all_reduce_for(options)
+            reduce = self._all_reduce(options)
             if ranks is not None:
-                reduce = partial(reduce_to_ranks, algorithm.reduce_to(ranks[0]), ranks)
+                reduce = partial(reduce_to_ranks, algorithm._reduce_to_root, ranks)
             results = tuple(arithmetic.dtypes(spec.dtype)[1] for spec in part_specs)
             packed_parts.append(PackedPart(ranks, tuple(indices), part_specs, results, messages, reduce))
             total += num_packs
@@ -357,6 +392,6 @@ class Reductions:
             form,
             size_text(nbytes),
             count_text(topology.size, "rank"),
-            self._name_for(call),
+            self._name_for(call.options),
             "" if ranks is None else f", to {name_ranks(ranks)}",
         )

@@ -10,17 +10,13 @@ from mpidist.collectives.arguments.signature import name_call, require_usable
 from mpidist.collectives.broadcast import broadcast
 from mpidist.collectives.indexed_slices import all_reduce_slices, has_slices
 from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_batch_reduce
-from mpidist.collectives.plans.call import Algorithm, Reduce
 from mpidist.collectives.plans.local_sums import require_tree_order
+from mpidist.collectives.plans.reduce_algorithm import ReduceAlgorithm
 from mpidist.collectives.reductions import Reductions
 from mpidist.collectives.repeated_calls import key_of_repeated
-from mpidist.cross_device_ops.reduce_algorithm import ReduceAlgorithm
-from mpidist.cross_device_ops.world_reductions import world_all_reduce, world_ring_all_reduce
-from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.text import name_ranks
 
 __all__ = ["BoundOps"]
@@ -31,7 +27,7 @@ def _is_of_slices(pair: Any) -> bool:
 
 
 @final
-class BoundOps(Algorithm):
+class BoundOps:
     """The reductions and broadcasts of one group of ranks by one algorithm.
 
     Args:
@@ -61,7 +57,7 @@ class BoundOps(Algorithm):
         self.replicas = Replicas.one_per_rank(group.topology) if replicas is None else replicas
         self.options = CommunicationOptions()
         self.options = self._merge(algorithm._options.merge(options))
-        self._reductions = Reductions(group, self, self.replicas)
+        self._reductions = Reductions(group, algorithm, self.configuration, self.replicas)
 
     def reduce(
         self,
@@ -252,50 +248,7 @@ class BoundOps(Algorithm):
             raise ValueError(f"{own}, which a ring cannot call; leave one out")
         return merged
 
-    # What plans need: see `Algorithm`.
-
     @property
     def configuration(self) -> tuple[Any, ...]:
         """The algorithm's name and parameters, and the options, which must be equal on all ranks."""
         return *self.algorithm._configuration, self.options
-
-    @property
-    def num_packs(self) -> int:
-        """Number of packs of the arrays of one call and dtype; 0 does not concatenate."""
-        return self.algorithm._num_packs
-
-    @property
-    def compresses_between_nodes(self) -> bool:
-        """See `Algorithm`."""
-        return self.algorithm._compresses_between_nodes
-
-    def name_for(self, options: CommunicationOptions) -> str:
-        """See `Algorithm`."""
-        own = type(self.algorithm).__name__
-        name = "in rank order" if options.reproducible and self.algorithm._is_replaceable else own
-        if options.implementation is CommunicationImplementation.RING and not options.reproducible:
-            name = "RING"
-        if options.compression is Compression.NONE:
-            return name
-        return f"{name}, {options.compression} {'everywhere' if options.compress_everywhere else 'between nodes'}"
-
-    def fused_reducer_for(self, options: CommunicationOptions, levels: Levels) -> FusedReducer | None:
-        """See `Algorithm`."""
-        if options.implementation is CommunicationImplementation.RING:
-            return None
-        if options.reproducible and self.algorithm._is_replaceable:
-            return levels.fused if levels.fused is not None and levels.fused.keeps_rank_order else None
-        return self.algorithm._fused_reducer_of(levels)
-
-    def all_reduce_for(self, options: CommunicationOptions) -> Reduce:
-        """See `Algorithm`."""
-        if options.reproducible and self.algorithm._is_replaceable:
-            return world_all_reduce
-        if options.implementation is CommunicationImplementation.RING:
-            return world_ring_all_reduce
-        return self.algorithm._all_reduce
-
-    def reduce_to(self, root: int) -> Reduce:
-        """See `Algorithm`."""
-        reduce_to_root = self.algorithm._reduce_to_root
-        return lambda levels, buffer, reduction: reduce_to_root(levels, buffer, reduction, root)

@@ -9,10 +9,9 @@ from copy import copy
 from typing import Any, final
 
 from mpidist import context_stack
+from mpidist.collectives.plans.reduce_algorithm import ReduceAlgorithm, ReduceToRoot, world_reduce
 from mpidist.context_stack import parts_of
 from mpidist.cross_device_ops.bound_ops import BoundOps
-from mpidist.cross_device_ops.reduce_algorithm import ReduceAlgorithm, ReduceToRoot
-from mpidist.cross_device_ops.world_reductions import world_reduce
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.group.sync_group import SyncGroup

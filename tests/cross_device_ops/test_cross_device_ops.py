@@ -296,7 +296,7 @@ def test_what_an_algorithm_cannot_be_made_of_is_refused() -> None:
         for wrong in (1.5, 2.0, True, "2", None, [1]):
             with pytest.raises(TypeError, match=f"num_packs of {kind.__name__} must be a whole number"):
                 kind(wrong)  # type: ignore[arg-type]
-        assert type(BoundOps(kind(np.int64(2)), SyncGroup.solo()).num_packs) is int
+        assert type(BoundOps(kind(np.int64(2)), SyncGroup.solo()).configuration[1]) is int
     with pytest.raises(TypeError, match="accumulation_fn must be a function"):
         ReductionToOneDevice(accumulation_fn=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="CommunicationOptions"):

@@ -103,7 +103,7 @@ class Arithmetic(NamedTuple):
             op: The reduction.
             options: The options of the call.
             levels: The communicators of the group.
-            by_node: `Algorithm.compresses_between_nodes`, for a call whose destinations are all ranks.
+            by_node: `ReduceAlgorithm._compresses_between_nodes`, for a call whose destinations are all ranks.
         """
         plain = cls(op, levels.world.size, options.reproducible)
         if options.compression is Compression.NONE or levels.world.size == 1:

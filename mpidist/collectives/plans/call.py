@@ -1,9 +1,9 @@
-"""The types of one reducing call: the call, its plan (made once for equal calls), its execution, its algorithm."""
+"""The types of one reducing call: the call, its plan (made once for equal calls), its execution."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -15,54 +15,12 @@ from mpidist.collectives.plans.local_sums import LocalSums
 from mpidist.nest.text import form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.agreement.agreement import CallRecord
-from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.started_calls import Pending, Steps
-from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.text import name_ranks
 
-__all__ = ["Algorithm", "Execution", "Plan", "Reduce", "ReductionCall"]
+__all__ = ["Execution", "Plan", "ReductionCall"]
 
-Reduce = Callable[[Levels, Any, Reduction], None]  # reduces a flat buffer [n] over all ranks, in place
 Destinations = tuple[int, ...]
-
-
-class Algorithm(ABC):
-    """What plans need of an all-reduce algorithm: the part of `CrossDeviceOps` that this package may import."""
-
-    @property
-    @abstractmethod
-    def configuration(self) -> tuple[Any, ...]:
-        """The algorithm's name and parameters, which must be equal on all ranks."""
-
-    @property
-    @abstractmethod
-    def num_packs(self) -> int:
-        """As in `make_messages`."""
-
-    @property
-    @abstractmethod
-    def compresses_between_nodes(self) -> bool:
-        """Whether the algorithm can compress only what leaves a node; else every rank compresses its contribution."""
-
-    def require_ranks(self, size: int) -> None:  # noqa: B027  most work on any number
-        """Raise a `ValueError` if the algorithm does not work on this number of ranks. Local."""
-
-    @abstractmethod
-    def name_for(self, options: CommunicationOptions) -> str:
-        """Name the algorithm that calls with these options use, for logs."""
-
-    @abstractmethod
-    def fused_reducer_for(self, options: CommunicationOptions, levels: Levels) -> FusedReducer | None:
-        """Return the reducer of fused arrays that may replace this algorithm; `None` if none may."""
-
-    @abstractmethod
-    def all_reduce_for(self, options: CommunicationOptions) -> Reduce:
-        """Return the function that leaves the reduction on every rank."""
-
-    @abstractmethod
-    def reduce_to(self, root: int) -> Reduce:
-        """Return the function that leaves the reduction on the root."""
 
 
 class Execution(ABC):
@@ -105,7 +63,7 @@ class Plan:
 
     Args:
         fingerprint: A digest of what all ranks must agree on, without the name of the call.
-        configuration: `Algorithm.configuration`.
+        configuration: The algorithm, its parameters and options.
         specs: The arrays.
         result_dtypes: The dtype of each result.
         execution: Carries out the calls.

@@ -16,8 +16,9 @@ import numpy as np
 from mpidist.collectives.arguments.destinations import send_to
 from mpidist.collectives.arguments.operands import NewResults, Spec
 from mpidist.collectives.arguments.out_arrays import copy_overwritten, target_arrays, write_outs
-from mpidist.collectives.plans.call import Execution, Reduce, ReductionCall
+from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.plan import Message, Piece
+from mpidist.collectives.plans.reduce_algorithm import Reduce, ReduceToRoot
 from mpidist.options import CommunicationImplementation
 from mpidist.transport.gpu.events import Launched, record_event
 from mpidist.transport.group.compression import narrow, widen
@@ -196,9 +197,11 @@ class PackedExecution(Execution):
         return self._group.devices.has_compiled(self._kernels(levels))
 
 
-def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buffer: Any, reduction: Reduction) -> None:
-    """Reduce to the first of `ranks` by `reduce`, and send the result to the other `ranks`. Collective."""
-    reduce(levels, buffer, reduction)
+def reduce_to_ranks(
+    reduce_to_root: ReduceToRoot, ranks: tuple[int, ...], levels: Levels, buffer: Any, reduction: Reduction
+) -> None:
+    """Reduce to the first of `ranks`, and send the result to the other `ranks`. Collective."""
+    reduce_to_root(levels, buffer, reduction, ranks[0])
     send_to(levels.world, buffer, ranks[0], ranks)
 
 

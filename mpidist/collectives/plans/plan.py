@@ -21,7 +21,6 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.reduction import Reduction, is_low_precision
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.schedule import Schedule
-from mpidist.whole_number import whole_number
 
 __all__ = [
     "FusedList",
@@ -30,7 +29,6 @@ __all__ = [
     "make_fused_lists",
     "group_by_size",
     "make_messages",
-    "require_num_packs",
 ]
 
 
@@ -270,16 +268,6 @@ def make_messages(
 def _can_be_direct(spec: Spec, wire: np.dtype[Any], result: np.dtype[Any]) -> bool:
     """Whether an array can be reduced in the memory of its result. On a GPU, the copy there converts nothing."""
     return result == wire and (spec.dtype == wire or not spec.device)
-
-
-def require_num_packs(owner: str, num_packs: int) -> None:
-    """Check a number of packs.
-
-    Raises:
-        TypeError: If `num_packs` is no whole number.
-        ValueError: If `num_packs` is negative.
-    """
-    whole_number(f"num_packs of {owner}", num_packs, 0)
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What an all-reduce algorithm writes, and what it is made with."""
+"""What an all-reduce algorithm writes, and what plans need of it: the part of `CrossDeviceOps` that they may import."""
 
 from __future__ import annotations
 
@@ -6,41 +6,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from mpidist.collectives.plans.plan import require_num_packs
-from mpidist.cross_device_ops.world_reductions import world_reduce
 from mpidist.options import CommunicationOptions
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.whole_number import whole_number
 
-__all__ = ["ReduceAlgorithm"]
+__all__ = ["Reduce", "ReduceAlgorithm", "ReduceToRoot", "world_reduce"]
 
-ReduceToRoot = Callable[[Levels, Any, Reduction, int], None]
+Reduce = Callable[[Levels, Any, Reduction], None]  # reduces a flat buffer [n] over all ranks, in place
+ReduceToRoot = Callable[[Levels, Any, Reduction, int], None]  # the same to one rank
+
+
+def world_reduce(levels: Levels, buffer: Any, reduction: Reduction, root: int) -> None:
+    """Leave the reduction of all ranks' buffers in the root's buffer. S bytes per rank."""
+    levels.world.reduce(buffer, reduction, root)
 
 
 class ReduceAlgorithm(ABC):
-    """An algorithm that reduces flat buffers of all ranks. `BoundOps` calls it for the ranks of a group.
-
-    Args:
-        num_packs: Number of packs of equal size: the arrays of one dtype of a call are concatenated and cut into that
-            many. 0 does not concatenate. `CommunicationOptions.bytes_per_pack` overrides it.
-        reduce_to_root: Reduces a flat buffer to one rank, for calls whose destinations are not all ranks; by default
-            the transport's reduce.
-        is_replaceable: Whether the options `reproducible` and `RING` replace this algorithm by another one. False for
-            one that adds by a rule of its own, not as `Reduction` says: it ignores `reproducible`, and refuses `RING`.
-
-    Raises:
-        TypeError: If `num_packs` is no whole number.
-        ValueError: If `num_packs` is negative.
-    """
+    """An algorithm that reduces flat buffers of all ranks. Arguments are those of `CrossDeviceOps`."""
 
     _compresses_between_nodes: ClassVar[bool] = False  # if False, compression rounds every rank's contribution
 
     def __init__(
         self, num_packs: int = 1, reduce_to_root: ReduceToRoot = world_reduce, is_replaceable: bool = True
     ) -> None:
-        require_num_packs(type(self).__name__, num_packs)
-        self._num_packs = int(num_packs)
+        self._num_packs = whole_number(f"num_packs of {type(self).__name__}", num_packs, 0)
         self._options = CommunicationOptions()
         self._reduce_to_root = reduce_to_root
         self._is_replaceable = is_replaceable
