@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.variable import ServerVariable, read_together, row_numbers
 from mpidist.values import IndexedSlices, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
-from mpidist.variables.assigning import require_no_effect
+from mpidist.variables.assigning import Assignable, require_no_effect
 from mpidist.variables.casting import cast_for
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import SparseUpdates, checked_rows
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 @final
-class ShardedVariable(ReadsAsArray, SparseUpdates):
+class ShardedVariable(ReadsAsArray, Assignable, SparseUpdates):
     """Variables on parameter servers that together are one array, cut along axis 0.
 
     `Variable(...)` makes one in the scope of a `ParameterServerStrategy` with a partitioner. A read is a snapshot of
@@ -102,13 +102,6 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
         read_together(self._variables, self.parts_of(whole))
         return whole
 
-    def value(self) -> Any:
-        """Ask the servers for all shards: `read_value`."""
-        return self.read_value()
-
-    def _read_view(self) -> Any:
-        return self.read_value()
-
     def parts_of(self, whole: Array) -> list[Array]:
         """View a contiguous array of the variable's shape as an array for each shard."""
         return [whole[start:stop] for start, stop in pairwise(self._bounds)]
@@ -132,25 +125,6 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
             rows[places] = self._variables[shard].sparse_read(wanted[places] - self._bounds[shard])
         return rows
 
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Set the value on the servers, and return the variable. As `ServerVariable.assign`."""
-        require_no_effect("assign", use_locking, name)
-        return self._assign("assign", value, read_value)
-
-    def assign_add(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Add to the value on the servers, and return the variable. As `assign`."""
-        require_no_effect("assign_add", use_locking, name)
-        return self._assign("assign_add", delta, read_value)
-
-    def assign_sub(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Subtract from the value on the servers, and return the variable. As `assign`."""
-        require_no_effect("assign_sub", use_locking, name)
-        return self._assign("assign_sub", delta, read_value)
-
     def change_by(self, value: Any, how: int | Rule) -> None:
         """Change the variable by an array or by `IndexedSlices`."""
         if isinstance(value, IndexedSlices):
@@ -168,9 +142,9 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
             for change in self._variables[shard].changes_of_rows(indices[places] - self._bounds[shard], values[places])
         ]
 
-    def _assign(self, method: str, value: Any, read_value: bool) -> Any:
+    def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
         for variable, part in zip(self._variables, self.split(value), strict=True):
-            getattr(variable, method)(part)
+            variable._assign(call, part, ufunc, False)
         return self if read_value else None
 
     def _scatter(self, call: str, delta: Any) -> None:
@@ -197,15 +171,6 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
         if isinstance(key, (int, np.integer)):
             return self.sparse_read([int(key) % self.shape[0]])[0]
         return self.read_value()[key]
-
-    @property
-    def _what(self) -> str:
-        return f"variable {self._name!r}"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value, as with numpy()"
-        )
 
     def __repr__(self) -> str:
         where = [variable.server for variable in self._variables]

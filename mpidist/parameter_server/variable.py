@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.servers import Servers
 from mpidist.values import Contributions, DistributedValues, IndexedSlices, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
-from mpidist.variables.assigning import require_no_effect
+from mpidist.variables.assigning import Assignable, require_no_effect
 from mpidist.variables.casting import cast_for, is_python_number, require_mean
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, checked_rows, host_indices
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerVariable", "VariableTraits", "read_together", "row_numbers"]
 
+_ASSIGN: Final[dict[np.ufunc | None, int]] = {None: Change.ASSIGN, np.add: Change.ADD, np.subtract: Change.SUB}
 _SCATTER: Final = {
     "scatter_add": Change.ADD,
     "scatter_sub": Change.SUB,
@@ -52,11 +53,7 @@ class VariableTraits:
     def __init__(
         self, trainable: bool | None, synchronization: Any, aggregation: Any, dtype: np.dtype[Any], what: str
     ) -> None:
-        wanted = VariableSynchronization(synchronization)
-        if wanted is VariableSynchronization.NONE:
-            raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")
-        is_auto = wanted is VariableSynchronization.AUTO
-        self.synchronization = VariableSynchronization.ON_WRITE if is_auto else wanted
+        self.synchronization = VariableSynchronization.chosen(synchronization)
         self.aggregation = VariableAggregation(aggregation)
         if self.aggregation is VariableAggregation.MEAN:
             require_mean(dtype, what)
@@ -65,7 +62,7 @@ class VariableTraits:
 
 
 @final
-class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
+class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates):
     """A variable on a parameter server. `Variable(...)` in the scope of a `ParameterServerStrategy` makes one.
 
     All workers share the one array: a read gives a snapshot of it, with this worker's own changes. A change is applied
@@ -139,13 +136,6 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         self.require_current("read_value")
         return self.servers.read([self.location])[0]
 
-    def value(self) -> Any:
-        """Ask the server for the value: `read_value`."""
-        return self.read_value()
-
-    def _read_view(self) -> Any:
-        return self.read_value()
-
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Ask the server for some rows, [k, ...].
 
@@ -160,43 +150,6 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         require_no_effect("sparse_read", name=name)
         self.require_current("sparse_read")
         return self.servers.read_rows(self.location, row_numbers(self._what, indices, self.shape))
-
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Set the value on the server, and return the variable. Waits for no other worker.
-
-        Where this worker has several replicas, all of them call it together in `Strategy.run`, and what they assign is
-        aggregated first: the server gets one change.
-
-        Args:
-            value: An array of the variable's shape and of the same kind of number, or a number.
-            use_locking: Must be `False`: a server changes variables one by one.
-            name: Must be `None`: there is no graph whose operations have names.
-            read_value: `False` returns `None`.
-
-        Raises:
-            ValueError: If the shape or the kind of number differs, or an integer is too large for the dtype; if several
-                replicas assign with aggregation NONE, or a Python number with SUM, which would count once for each; if
-                `use_locking` or `name` is given.
-            TypeError: If the value is neither an array nor a number.
-            UnavailableError: If the server is lost.
-            RuntimeError: If another strategy is current.
-        """
-        require_no_effect("assign", use_locking, name)
-        return self._assign("assign", value, Change.ASSIGN, read_value)
-
-    def assign_add(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Add to the value on the server, and return the variable. As `assign`."""
-        require_no_effect("assign_add", use_locking, name)
-        return self._assign("assign_add", delta, Change.ADD, read_value)
-
-    def assign_sub(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Subtract from the value on the server, and return the variable. As `assign`."""
-        require_no_effect("assign_sub", use_locking, name)
-        return self._assign("assign_sub", delta, Change.SUB, read_value)
 
     def cast(self, value: Any) -> np.ndarray[Any, Any]:
         """Return a value as a contiguous array of the variable's shape and dtype, in host memory."""
@@ -237,7 +190,8 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         """Return the same for rows that are known to exist, and values of the variable's dtype."""
         return [RowsChange(self.location, indices, np.ascontiguousarray(values))] if indices.size else []
 
-    def _assign(self, call: str, value: Any, how: int, read_value: bool) -> Any:
+    def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
+        how = _ASSIGN[ufunc]
         self.require_current(call)
         if how == Change.SUB and self.dtype.kind == "b":
             raise TypeError(f"{self._what} is of dtype bool, of which nothing can be subtracted")
@@ -336,15 +290,6 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         if entry is None or entry.strategy is not self._strategy:
             parts_of(self._strategy).group.require_open(call)
             parts_of(self._strategy).require_not_mixed(call)
-
-    @property
-    def _what(self) -> str:
-        return f"variable {self.location.name!r}"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value, as with numpy()"
-        )
 
     def __repr__(self) -> str:
         return f"<mpidist.Variable {self.name!r} {self.dtype.name}{list(self.shape)} on parameter server {self.server}>"

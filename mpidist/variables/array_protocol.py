@@ -103,9 +103,23 @@ class ReadsAsArray(ABC):
     def read_value(self) -> Any:
         """Return the value in the current context: a new array."""
 
-    @abstractmethod
+    def value(self) -> Any:
+        """Return the value in the current context: `read_value`."""
+        return self.read_value()
+
     def _read_view(self) -> Any:
         """Return the value in the current context: an array to be read at once, and not written."""
+        return self.read_value()
+
+    @property
+    def _what(self) -> str:
+        """What errors call it."""
+        return f"variable {self.name!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value, as with numpy()"
+        )
 
     @property
     def ndim(self) -> int:

@@ -14,31 +14,15 @@ from mpidist.values import PerReplica, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.casting import cast_for
 
-__all__ = ["Assignable", "require_no_effect", "store"]
+__all__ = ["Assignable", "CopyAssignment", "require_no_effect", "store"]
 
 
 class Assignable(ABC):
-    """The methods that assign a `Variable`.
-
-    Attributes:
-        _strategy: The strategy that was current when the variable was made.
-        _name: The variable's name.
-        _value: This rank's copy; of several, that of the rank's first replica.
-        _replicas: Which replicas this rank carries, if their number was chosen; else `None`.
-    """
-
-    _strategy: CurrentStrategy
-    _name: str
-    _value: Any
-    _replicas: Replicas | None
+    """The methods that assign a variable."""
 
     @abstractmethod
-    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
-        """Assign in replica context. `ufunc` combines the old value and `value`; `None` replaces the old value."""
-
-    @abstractmethod
-    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
-        """Assign in cross-replica context."""
+    def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
+        """Assign as the method of this name does. `ufunc` combines the old value and `value`; `None` replaces it."""
 
     @final
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
@@ -48,6 +32,9 @@ class Assignable(ABC):
         NONE or the synchronization ON_READ. Elsewhere the call is local. With NONE, replicas of one rank must assign
         the same bits, and the variable is written once; that is checked at their next collective call and at the end of
         `run`.
+
+        On a parameter server the variable is changed later, and the call waits for no other worker. Where this worker
+        has several replicas, all of them call it together in `run`: the server gets one change, of the aggregate.
 
         Args:
             value: An array of the variable's shape and of the same kind of number (a float is not cast to an integer),
@@ -62,6 +49,7 @@ class Assignable(ABC):
                 Python number or a mirrored value is assigned with aggregation SUM in `run`, which would add it once
                 for every replica; or if `use_locking` or `name` is given.
             TypeError: If the value is neither an array nor a number.
+            UnavailableError: If the variable's parameter server is lost.
             RuntimeError: If another strategy is current.
         """
         if use_locking or name is not None:
@@ -85,6 +73,30 @@ class Assignable(ABC):
         if use_locking or name is not None:
             require_no_effect("assign_sub", use_locking, name)
         return self._assign("assign_sub", delta, np.subtract, read_value)
+
+
+class CopyAssignment(Assignable):
+    """How the copies of a `Variable` are assigned.
+
+    Attributes:
+        _strategy: The strategy that was current when the variable was made.
+        _name: The variable's name.
+        _value: This rank's copy; of several, that of the rank's first replica.
+        _replicas: Which replicas this rank carries, if their number was chosen; else `None`.
+    """
+
+    _strategy: CurrentStrategy
+    _name: str
+    _value: Any
+    _replicas: Replicas | None
+
+    @abstractmethod
+    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        """Assign in replica context. `ufunc` as in `_assign`."""
+
+    @abstractmethod
+    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
+        """Assign in cross-replica context."""
 
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
         entry = self._current_entry(call)

@@ -18,6 +18,18 @@ class VariableSynchronization(CaseInsensitiveEnum):
     ON_WRITE = "ON_WRITE"
     ON_READ = "ON_READ"
 
+    @classmethod
+    def chosen(cls, value: VariableSynchronization | str) -> VariableSynchronization:
+        """Return what a user chose for a variable of a strategy.
+
+        Raises:
+            ValueError: If it is NONE, or none of these.
+        """
+        wanted = cls(value)
+        if wanted is cls.NONE:
+            raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")
+        return cls.ON_WRITE if wanted is cls.AUTO else wanted
+
 
 @final
 class VariableAggregation(CaseInsensitiveEnum):

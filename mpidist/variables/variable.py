@@ -6,7 +6,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Any, ClassVar, NoReturn, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from mpidist.transport.failures import open_groups
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
 from mpidist.values import DistributedValues
 from mpidist.variables.array_protocol import ReadsAsArray
-from mpidist.variables.assigning import Assignable
+from mpidist.variables.assigning import CopyAssignment
 from mpidist.variables.casting import cast_for, native_of, require_mean
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import SparseUpdates
@@ -28,7 +28,7 @@ __all__ = ["Variable"]
 logger = logging.getLogger("mpidist.variables")
 
 
-class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
+class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, ABC):
     """An array that a strategy keeps on every rank. Making one is collective over the ranks of the current strategy.
 
     Made in `Strategy.run`, where a rank carries several replicas, it is one variable for all of them.
@@ -97,7 +97,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         self._replicas = _chosen_replicas(strategy)
         self._name = name if name is not None else parts_of(strategy).default_variable_name()
         try:
-            self._synchronization = _synchronization(synchronization)
+            self._synchronization = VariableSynchronization.chosen(synchronization)
             self._aggregation = VariableAggregation(aggregation)
             value = initial_value() if callable(initial_value) else initial_value
             array = parts_of(strategy).variable_placement.moved(_native(value, dtype, f"variable {self._name!r}"))
@@ -189,34 +189,16 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         return _read_only_view(self._value if self._replicas is None else self._here())
 
     @final
-    def value(self) -> Any:
-        """Return the value in the current context: `read_value`."""
-        return self.read_value()
-
-    @final
     def read_value(self) -> Any:
         """Return the value in the current context: a new array. Collective for `ON_READ` in cross-replica context."""
         value = self._read_view()
         return value.copy() if value is self._local_view or self._replicas is not None else value
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            f"variable {self._name!r} cannot be copied or pickled: it belongs to its strategy; read its value, as with "
-            "numpy()"
-        )
 
     def __repr__(self) -> str:
         return (
             f"<mpidist.Variable {self._name!r} {self.dtype.name}{list(self.shape)} {self._synchronization} "
             f"{self._aggregation}, this rank's copy: {self._here()!r}>"
         )
-
-
-def _synchronization(value: VariableSynchronization | str) -> VariableSynchronization:
-    wanted = VariableSynchronization(value)
-    if wanted is VariableSynchronization.NONE:
-        raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")
-    return VariableSynchronization.ON_WRITE if wanted is VariableSynchronization.AUTO else wanted
 
 
 def _native(value: Any, dtype: Any, what: str) -> Any:
