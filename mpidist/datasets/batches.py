@@ -56,18 +56,25 @@ _SAME_CONTENT: Final = (
 class BatchSource(ABC):
     """The batches of a data set, and which parts of them are those of this rank's replicas.
 
+    Args:
+        order_fields: What the order of the batches depends on, by name, besides the epoch. JSON can hold it. Also an
+            attribute.
+
     Attributes:
-        batches: A re-iterable with what this rank reads at each step.
         unit: What tells how much of a pass the program has had: `"samples"`, `"steps"` or `"batches"`.
-        order_fields: What the order of the batches depends on, by name, besides the epoch. JSON can hold it.
         num_at_end: How much of a pass a step is where this rank has no batch left, and others have.
     """
 
     unit: str
     num_at_end = 1
 
-    def __init__(self, batches: Iterable[Any], order_fields: Mapping[str, int]) -> None:
-        self.batches, self.order_fields = batches, order_fields
+    def __init__(self, order_fields: Mapping[str, int]) -> None:
+        self.order_fields = order_fields
+
+    @property
+    @abstractmethod
+    def batches(self) -> Iterable[Any]:
+        """A re-iterable with what this rank reads at each step."""
 
     def steps_from(self, epoch: int, num_seen: int) -> Iterator[tuple[Any, int, Sequence[Any]]]:
         """Read what is left of a pass: at each step what this rank reads, how much it is, and `parts_of` it. Local.
@@ -135,17 +142,21 @@ class GlobalBatches(BatchSource):
     unit = "samples"
 
     def __init__(self, batches: Iterable[Any], replicas: Replicas, compares_numbers: bool) -> None:
-        super().__init__(batches, order_fields_of(batches))
-        self._replicas = replicas
+        super().__init__(order_fields_of(batches))
+        self._batches, self._replicas = batches, replicas
         self._compares_numbers = compares_numbers
 
+    @property
+    def batches(self) -> Iterable[Any]:
+        return self._batches
+
     def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
-        batches: Any = self.batches
+        batches: Any = self._batches
         if callable(getattr(batches, "unread_from", None)):
             return cast("Iterable[Any]", batches.unread_from(epoch, num_seen))
         if _tells_epoch(batches):
             return cast("Iterable[Any]", batches.iter_from(epoch, num_seen))
-        return without_first(batches, num_seen) if num_seen else self.batches
+        return without_first(batches, num_seen) if num_seen else self._batches
 
     def num_in(self, batch: Any) -> int:
         return _length_of(nest.flatten(batch)[0])
@@ -178,7 +189,17 @@ class GlobalBatches(BatchSource):
 
 
 class WholeBatches(BatchSource, ABC):
-    """Batches that replicas get as they are, and that differ between ranks. Their numbers may differ, too."""
+    """Batches that replicas get as they are, and that differ between ranks. Their numbers may differ, too.
+
+    What a rank reads at a step is a tuple, with `MISSING` for a replica that has no batch left.
+    """
+
+    @property
+    def batches(self) -> Iterable[Any]:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches_from(0, 0))
 
     def parts_of(self, batch: Any) -> Sequence[Any]:
         return tuple(batch)
@@ -207,29 +228,14 @@ class OwnBatches(WholeBatches):
     unit = "steps"
 
     def __init__(self, pipelines: Sequence[Iterable[Any]], num_per_step: int, order_fields: Mapping[str, int]) -> None:
-        self._pipelines = _Pipelines(pipelines, num_per_step)
-        super().__init__(self._pipelines, order_fields)
-
-    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
-        return self._pipelines.steps_from(epoch, num_seen)
+        super().__init__(order_fields)
+        self._pipelines, self._num_per_step = pipelines, num_per_step
 
     def num_in(self, batch: Any) -> int:
         return 1
 
-
-@final
-class _Pipelines:
-    """Input pipelines in step: a re-iterable of tuples, with `MISSING` where a pipeline has no batch left."""
-
-    def __init__(self, pipelines: Sequence[Iterable[Any]], num_per_step: int) -> None:
-        self._pipelines, self._num_per_step = pipelines, num_per_step
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return self.steps_from(0, 0)
-
-    def steps_from(self, epoch: int, num_steps: int) -> Iterator[tuple[Any, ...]]:
-        """Iterate over a pass without its first steps."""
-        passes = [rest_of_pipeline(pipeline, epoch, num_steps * self._num_per_step) for pipeline in self._pipelines]
+    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
+        passes = [rest_of_pipeline(pipeline, epoch, num_seen * self._num_per_step) for pipeline in self._pipelines]
         return zip_longest(*(one for one in passes for _ in range(self._num_per_step)), fillvalue=MISSING)
 
     def __len__(self) -> int:

@@ -43,34 +43,18 @@ class DealtBatches(WholeBatches):
     unit = "batches"
 
     def __init__(self, batches: Iterable[Any], ids_here: range, num_replicas: int) -> None:
-        self._own = _InTurn(batches, ids_here, num_replicas)
-        self.num_at_end = num_replicas
-        super().__init__(self._own, order_fields_of(batches))
-
-    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
-        """See `BatchSource`."""
-        return self._own.steps_from(epoch, num_seen)
+        super().__init__(order_fields_of(batches))
+        self._batches, self._ids_here, self.num_at_end = batches, ids_here, num_replicas
 
     def num_in(self, batch: Any) -> int:
         """See `BatchSource`."""
         return self.num_at_end
 
-
-@final
-class _InTurn:
-    """What replicas of a rank get in turn: a re-iterable of tuples, with `MISSING` where there is no batch left."""
-
-    def __init__(self, batches: Iterable[Any], ids_here: range, num_replicas: int) -> None:
-        self._batches, self._ids_here, self._num_replicas = batches, ids_here, num_replicas
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return self.steps_from(0, 0)
-
-    def steps_from(self, epoch: int, num_skipped: int) -> Iterator[tuple[Any, ...]]:
-        """Iterate over a pass without its first batches. A step does not wait for what is of replicas behind."""
+    def batches_from(self, epoch: int, num_seen: int) -> Iterator[tuple[Any, ...]]:
+        """See `BatchSource`. A step does not wait for what is of replicas behind."""
         own: list[Any] = []
-        for number, batch in enumerate(rest_of_pipeline(self._batches, epoch, num_skipped)):
-            replica_id = number % self._num_replicas
+        for number, batch in enumerate(rest_of_pipeline(self._batches, epoch, num_seen)):
+            replica_id = number % self.num_at_end
             if replica_id in self._ids_here:
                 own.append(batch)
             if replica_id == self._ids_here[-1]:
@@ -80,10 +64,11 @@ class _InTurn:
             yield (*own, *[MISSING] * (len(self._ids_here) - len(own)))
 
     def __len__(self) -> int:
-        return -(-max(0, num_batches(self._batches) - self._ids_here[0]) // self._num_replicas)
+        return -(-max(0, num_batches(self._batches) - self._ids_here[0]) // self.num_at_end)
 
     @property
     def element_spec(self) -> Any:
+        """The form of the batches, if they tell it."""
         return getattr(self._batches, "element_spec", None)
 
 

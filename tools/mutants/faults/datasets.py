@@ -84,8 +84,8 @@ FAULTS = [
     ),
     Fault(
         "dealt_batches.py",
-        "replica_id = number % self._num_replicas",
-        "replica_id = (number + 1) % self._num_replicas",
+        "replica_id = number % self.num_at_end",
+        "replica_id = (number + 1) % self.num_at_end",
         "batches are dealt out in another order",
     ),
     Fault(
