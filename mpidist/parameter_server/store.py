@@ -57,7 +57,7 @@ class Stored:
 
     def enter(self, writes: bool) -> Turn:
         """Queue for a turn. `leave` ends it."""
-        turn = Turn(writes)
+        turn = Turn(self, writes)
         self.queue.append(turn)
         return turn
 
@@ -80,12 +80,19 @@ class Stored:
 
 @final
 class Turn:
-    """A request's place in the queue of a variable."""
+    """A request's place in the queue of a variable.
 
-    __slots__ = ("writes",)
+    Attributes:
+        stored: The variable.
+        writes: Whether the request changes the variable.
+        number: What a lane counts once a worker has copied the variable, if it copies from where it lies.
+    """
 
-    def __init__(self, writes: bool) -> None:
-        self.writes = writes
+    __slots__ = ("number", "stored", "writes")
+
+    def __init__(self, stored: Stored, writes: bool) -> None:
+        self.stored, self.writes = stored, writes
+        self.number: int | None = None
 
 
 @final

@@ -90,23 +90,6 @@ def send_variables(connection: Connection, wanted: VariableList) -> Steps:
 
 
 @final
-class _Held:
-    """A turn of a variable that is being read.
-
-    Attributes:
-        stored: The variable.
-        turn: The turn.
-        number: What the lane counts once the worker has copied the variable, if it copies from where it lies.
-    """
-
-    __slots__ = ("number", "stored", "turn")
-
-    def __init__(self, stored: Stored) -> None:
-        self.stored, self.turn = stored, stored.enter(writes=False)
-        self.number: int | None = None
-
-
-@final
 class _Turns:
     """The turns of one read.
 
@@ -116,13 +99,13 @@ class _Turns:
 
     def __init__(self, lane: Lane | None) -> None:
         self._lane = lane
-        self.held: deque[_Held] = deque()
+        self.held: deque[Turn] = deque()
 
     def enter(self, stored: Stored) -> Steps:
         """Wait for a turn of a variable."""
-        one = _Held(stored)
-        self.held.append(one)
-        while not stored.may_go(one.turn):
+        turn = stored.enter(writes=False)
+        self.held.append(turn)
+        while not stored.may_go(turn):
             yield self.let_go()
 
     def lend(self, number: int) -> None:
@@ -136,20 +119,19 @@ class _Turns:
             number = self.held[0].number
             if number is None or number > lane.num_taken():
                 break
-            self._leave(self.held.popleft())
+            turn = self.held.popleft()
+            turn.stored.leave(turn)
         return len(self.held) < before
 
     def leave_last(self) -> None:
         """End the last turn."""
-        self._leave(self.held.pop())
+        turn = self.held.pop()
+        turn.stored.leave(turn)
 
     def leave_all(self) -> None:
         """End all turns."""
         while self.held:
             self.leave_last()
-
-    def _leave(self, one: _Held) -> None:
-        one.stored.leave(one.turn)
 
 
 @final
@@ -199,7 +181,6 @@ class Changing:
             self._connection.is_making = False
 
     def _run_as_data_comes(self, wanted: VariableList) -> Steps:
-        stored: Stored | None = None
         try:
             for pieces, data in self._connection.receive(wanted.sizes):
                 at = 0
@@ -209,8 +190,7 @@ class Changing:
                     yield from self._take_in(stored, piece, part)
                 yield bool(pieces)
         finally:  # also if the worker is lost meanwhile
-            if stored is not None:
-                self._leave(stored)
+            self._leave()
 
     def _take_in(self, stored: Stored, piece: Piece, part: Array) -> Iterable[bool]:
         """Change a variable by a part of the data, or collect it."""
@@ -246,7 +226,7 @@ class Changing:
             if self._has_begun:  # the rest, if the worker is lost between two chunks
                 for start in starts:
                     self._change(stored, start, whole[start : start + step])
-            self._leave(stored)
+            self._leave()
 
     def _change_part(self, stored: Stored, piece: Piece, part: Array) -> Steps:
         """Change a part of a variable, in a turn that lasts from the first part to the last one."""
@@ -254,7 +234,7 @@ class Changing:
             yield from self._enter(stored)
         self._change(stored, piece.start, part)
         if piece.stop == stored.bytes.size:
-            self._leave(stored)
+            self._leave()
 
     def _change(self, stored: Stored, start: int, part: Array) -> None:
         dtype, header = stored.value.dtype, self._header
@@ -271,9 +251,9 @@ class Changing:
         self._store.begin(stored, self._header.change)
         self._has_begun = True
 
-    def _leave(self, stored: Stored) -> None:
+    def _leave(self) -> None:
         if self._turn is not None:
-            stored.leave(self._turn)
+            self._turn.stored.leave(self._turn)
             self._turn = None
 
 

@@ -174,8 +174,8 @@ FAULTS = [
     ),
     Fault(
         "transfers.py",
-        "                for start in starts:\n                    self._change(stored, start, whole[start : start + step])\n            self._leave(stored)",
-        "                pass\n            self._leave(stored)",
+        "                for start in starts:\n                    self._change(stored, start, whole[start : start + step])\n            self._leave()",
+        "                pass\n            self._leave()",
         "a worker that dies leaves half a change",
     ),
     Fault(
