@@ -160,16 +160,6 @@ class StrategyParts:
         """The ranks that do the same as this one, and their nodes."""
         return self.group.topology if self.service is None else self.service.topology
 
-    @property
-    def device(self) -> Device:
-        """This rank's device: that of its first replica."""
-        return self.replicas.devices[0]
-
-    @property
-    def devices_here(self) -> tuple[Device, ...]:
-        """The devices of this rank's replicas, which `local_devices` names."""
-        return self.replicas.devices
-
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call a function in replica context: `Strategy.run`. Local."""
         self.require_cross_replica("run")

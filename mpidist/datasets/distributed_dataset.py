@@ -53,7 +53,7 @@ class DistributedDataset:
         self._fetches_to_device = (
             fetch is not False
             and not is_placed
-            and any(device.is_gpu and (fetch or device.is_named) for device in strategy_parts.devices_here)
+            and any(device.is_gpu and (fetch or device.is_named) for device in strategy_parts.replicas.devices)
         )
         self._num_ahead = options.experimental_per_replica_buffer_size - 1
         self._number = strategy_parts.next_dataset_number()

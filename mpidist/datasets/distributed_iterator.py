@@ -148,7 +148,7 @@ class DistributedIterator(Iterator[Any]):
                     self._position.close()
         if self._is_over:
             raise StopIteration
-        return put_on_devices(part, self._strategy_parts.devices_here) if self._fetches_to_device else part
+        return put_on_devices(part, self._strategy_parts.replicas.devices) if self._fetches_to_device else part
 
     def get_next(self) -> Any:
         """Return the next batch, as `next` does. Collective.

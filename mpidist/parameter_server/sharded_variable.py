@@ -15,7 +15,6 @@ from mpidist.values import IndexedSlices, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable, require_no_effect
 from mpidist.variables.casting import cast_for
-from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import SparseUpdates, checked_rows
 
 __all__ = ["ShardedVariable"]
@@ -53,7 +52,9 @@ class ShardedVariable(ReadsAsArray, Assignable, SparseUpdates):
         if any(not variable.shape for variable in variables) or len({one.shape[1:] for one in variables}) > 1:
             shapes = [list(variable.shape) for variable in variables]
             raise ValueError(f"shards must have the same shape but for axis 0, got {shapes}")
-        self._variables, self._name = list(variables), name
+        self._variables, self._name, first = list(variables), name, variables[0]
+        self._strategy, self._trainable = first.strategy, first.trainable
+        self._synchronization, self._aggregation = first.synchronization, first.aggregation
         self._bounds = np.cumsum([0, *(variable.shape[0] for variable in variables)])
         shape = (int(self._bounds[-1]), *variables[0].shape[1:])
         self._like = np.broadcast_to(np.zeros((), variables[0].dtype), shape)  # its form, without its memory
@@ -74,26 +75,6 @@ class ShardedVariable(ReadsAsArray, Assignable, SparseUpdates):
     @property
     def dtype(self) -> np.dtype[Any]:
         return self._variables[0].dtype
-
-    @property
-    def strategy(self) -> Any:
-        """The strategy that the shards belong to."""
-        return self._variables[0].strategy
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer should change the variable."""
-        return self._variables[0].trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """When copies are aggregated: there is one array alone."""
-        return self._variables[0].synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How the values of a worker's replicas are aggregated, before they go to the servers."""
-        return self._variables[0].aggregation
 
     def read_value(self) -> Any:
         """Ask the servers for all shards, and return them as one new array."""

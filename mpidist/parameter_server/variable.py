@@ -80,7 +80,8 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
     """
 
     def __init__(self, strategy: CurrentStrategy, servers: Servers, location: Location, traits: VariableTraits) -> None:
-        self._strategy, self._traits = strategy, traits
+        self._strategy, self._trainable = strategy, bool(traits.trainable)
+        self._synchronization, self._aggregation = traits.synchronization, traits.aggregation
         self.servers = servers
         self.location = location
         self._like = np.broadcast_to(np.zeros((), location.dtype), location.shape)  # its form, without its memory
@@ -93,11 +94,6 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
     def is_mirrored_over(self, group: SyncGroup) -> bool:
         """Return False: workers may read different values."""
         return False
-
-    @property
-    def strategy(self) -> CurrentStrategy:
-        """The strategy that was current when the variable was made."""
-        return self._strategy
 
     @property
     def name(self) -> str:
@@ -115,21 +111,6 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
     def server(self) -> int:
         """The number of the server that holds the variable."""
         return self.location.server
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer should change the variable."""
-        return bool(self._traits.trainable)
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """When copies are aggregated: there is one array alone."""
-        return self._traits.synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How what a worker's replicas assign in `run` is aggregated, before it goes to the server."""
-        return self._traits.aggregation
 
     def read_value(self) -> Any:
         """Ask the server for the value: a new array."""

@@ -13,12 +13,38 @@ from mpidist.replicas import Replicas
 from mpidist.values import PerReplica, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.casting import cast_for
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 
 __all__ = ["Assignable", "CopyAssignment", "require_no_effect", "store"]
 
 
 class Assignable(ABC):
-    """The methods that assign a variable."""
+    """An array that belongs to a strategy, and can be assigned."""
+
+    _strategy: CurrentStrategy
+    _trainable: bool
+    _synchronization: VariableSynchronization
+    _aggregation: VariableAggregation
+
+    @property
+    def strategy(self) -> CurrentStrategy:
+        """The strategy that was current when the variable was made."""
+        return self._strategy
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change the variable."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the copies are aggregated. On parameter servers there is one array alone."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How values or copies are aggregated: of a variable on servers, the values of a worker's replicas."""
+        return self._aggregation
 
     @abstractmethod
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
@@ -79,13 +105,11 @@ class CopyAssignment(Assignable):
     """How the copies of a `Variable` are assigned.
 
     Attributes:
-        _strategy: The strategy that was current when the variable was made.
         _name: The variable's name.
         _value: This rank's copy; of several, that of the rank's first replica.
         _replicas: Which replicas this rank carries, if their number was chosen; else `None`.
     """
 
-    _strategy: CurrentStrategy
     _name: str
     _value: Any
     _replicas: Replicas | None

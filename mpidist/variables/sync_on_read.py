@@ -36,7 +36,7 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
         return False
 
     def _place(self, value: Any) -> Any:
-        copies, devices = [value], parts_of(self._strategy).devices_here
+        copies, devices = [value], parts_of(self._strategy).replicas.devices
         for at in range(1, 1 if self._replicas is None else self._replicas.num_here):
             with on_device(devices, at):
                 copies.append(arrays.copied_here(value))
@@ -45,7 +45,7 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
 
     def _store(self, at: int, array: Any, ufunc: np.ufunc | None) -> None:
         """Write the copy of a replica of this rank, on the replica's device."""
-        with on_device(parts_of(self._strategy).devices_here, at):
+        with on_device(parts_of(self._strategy).replicas.devices, at):
             store(self._copies[at], arrays.on_current_device(array), ufunc)
 
     def _here(self) -> Any:

@@ -144,11 +144,6 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
         return tuple(map(_read_only_view, self._all_here()))
 
     @property
-    def strategy(self) -> CurrentStrategy:
-        """The strategy that was current when the variable was made."""
-        return self._strategy
-
-    @property
     def name(self) -> str:
         """The name, the same on every rank."""
         return self._name
@@ -164,21 +159,6 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
         """The dtype."""
         dtype: np.dtype[Any] = self._value.dtype
         return dtype
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer should change the variable."""
-        return self._trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """When the copies are aggregated."""
-        return self._synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How values or copies are aggregated."""
-        return self._aggregation
 
     @final
     def local_value(self) -> Any:

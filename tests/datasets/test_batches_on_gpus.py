@@ -62,4 +62,4 @@ def test_a_numpy_program_stays_one_where_the_strategy_finds_gpus(comm: Intracomm
         assert isinstance(weights.local_value(), np.ndarray)
         options = InputOptions(experimental_fetch_to_device=True)
         (part,) = strategy.experimental_distribute_dataset(batches, options)
-        assert isinstance(part, gpus.cupy.ndarray) == parts_of(strategy).devices_here[0].is_gpu
+        assert isinstance(part, gpus.cupy.ndarray) == parts_of(strategy).replicas.devices[0].is_gpu

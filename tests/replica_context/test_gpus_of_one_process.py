@@ -171,7 +171,7 @@ def test_values_of_several_gpus_are_combined_across_replicas(
             return up(np.full(2, float(ctx.replica_id_in_sync_group)))
 
         value = strategy.experimental_distribute_values_from_function(make)
-        parts_of(strategy).device.use()
+        parts_of(strategy).replicas.devices[0].use()
         assert isinstance(value, PerReplica)
         ids = range(len(indices))
         if call == "reduce":
@@ -212,7 +212,7 @@ def test_replica_that_raises_leaves_nothing_behind(emulated: Emulated, comm: Int
 
         with pytest.raises(Exception, match="of replica 1"):
             strategy.run(fail_on_the_second_gpu)
-        assert cuda.current().cupy.cuda.runtime.getDevice() == parts_of(strategy).device.index
+        assert cuda.current().cupy.cuda.runtime.getDevice() == parts_of(strategy).replicas.devices[0].index
         assert_right(strategy)
 
 

@@ -74,7 +74,7 @@ def test_named_gpus_hold_variables_and_symmetric_arrays(strategy: Any) -> None:
 @pytest.mark.parametrize("kind", [MirroredStrategy, MultiWorkerMirroredStrategy])
 def test_gpus_that_were_found_hold_what_was_given_there(kind: Any, gpus: Any, comm: Intracomm) -> None:
     with kind(comm=comm) as strategy:
-        assert parts_of(strategy).device.is_gpu
+        assert parts_of(strategy).replicas.devices[0].is_gpu
         assert not is_on_gpu(make(strategy, np.arange(3.0)))
         assert is_on_gpu(make(strategy, lambda: up(np.arange(3.0))))
         assert not arrays.is_device(strategy.symmetric_empty(4, np.float32))
@@ -272,7 +272,7 @@ def gpu_of_replica() -> int:
 def test_replicas_of_a_rank_read_a_copy_on_their_gpu_that_follows_the_variable(several: Any) -> None:
     weights = make(several, np.zeros(3))
     summed = make(several, np.zeros(3), aggregation="SUM")
-    first = parts_of(several).device.index
+    first = parts_of(several).replicas.devices[0].index
 
     found: list[Any] = []
 
