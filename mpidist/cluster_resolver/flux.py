@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping
 from typing import final
 
 from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
 from mpidist.errors import TopologyError
 
@@ -26,7 +24,7 @@ class FluxClusterResolver(ClusterResolver):
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        self._environ = os.environ if environ is None else environ
+        self._environ = environ
         self._cluster_spec: ClusterSpec | None = None
 
     def cluster_spec(self) -> ClusterSpec:
@@ -36,21 +34,13 @@ class FluxClusterResolver(ClusterResolver):
             TopologyError: If this is no job of Flux, or Flux does not know it.
         """
         if self._cluster_spec is None:
-            hosts = _read_task_map(_ask_flux(self._environ))
+            hosts = _read_task_map(_ask_flux(self._variables()))
             self._cluster_spec = ClusterSpec({"worker": number_ports([hosts[task] for task in sorted(hosts)])})
         return self._cluster_spec
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Give a task's address, by default that of this process."""
-        return self.address_of(task_type, task_id, rpc_layer)
-
-    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Count the GPUs that this process's environment shows; every task is taken to be alike."""
-        return {"GPU": len(visible_gpus(self._environ))}
-
     def find_own_task(self) -> OwnTask:
         """Read the task's number that Flux gave."""
-        number = self._environ.get("FLUX_TASK_RANK", "")
+        number = self._variables().get("FLUX_TASK_RANK", "")
         return OwnTask("worker", int(number)) if number else OwnTask()
 
 

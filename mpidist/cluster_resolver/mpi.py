@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.topology import Topology
@@ -63,22 +61,6 @@ class MPIClusterResolver(ClusterResolver):
                 private.Free()
             self._cluster_spec = ClusterSpec({"worker": number_ports(hosts)})
         return self._cluster_spec
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Give a rank's address, by default that of this process. Collective at the first call.
-
-        Raises:
-            ValueError: If there is no such task.
-            UnavailableError: If no MPI library can be loaded.
-        """
-        return self.address_of(task_type, task_id, rpc_layer)
-
-    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Count the GPUs that this process's environment shows; every rank is taken to be alike.
-
-        They are those of CUDA_VISIBLE_DEVICES, else of SLURM_GPUS_ON_NODE, else 0.
-        """
-        return {"GPU": len(visible_gpus(os.environ if self._environ is None else self._environ))}
 
     def find_own_task(self) -> OwnTask:
         """Take the rank as the index among the workers.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, final
+from collections.abc import MutableMapping, Sequence
+from typing import Any, ClassVar, NamedTuple, final
 
 from mpidist.cluster_resolver.addresses import with_rpc_layer
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.roles import id_in_cluster, num_synchronous_tasks
 from mpidist.errors import TopologyError
 
@@ -42,6 +44,7 @@ class ClusterResolver(ABC):
     _task_id: int | None = None
     _rpc_layer: str | None = None
     _environment: str = ""
+    _environ: Any = None  # a mapping; `None` for `os.environ`
 
     def __init__(
         self,
@@ -59,17 +62,27 @@ class ClusterResolver(ABC):
     def cluster_spec(self) -> ClusterSpec:
         """Give the cluster's jobs and addresses; an empty spec where nothing is known."""
 
-    @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Give the address of the task to connect to, `rpc_layer` before it; "" where none is needed."""
+        """Give the address of the task to connect to, `rpc_layer` before it; "" where none is needed.
 
-    @abstractmethod
+        By default that of a task, if none is named of this process: `address_of`.
+        """
+        return self.address_of(task_type, task_id, rpc_layer)
+
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Count a task's accelerators by kind: `{"GPU": 2}`."""
+        """Count a task's accelerators by kind: `{"GPU": 2}`.
+
+        By default the GPUs that this process's environment shows, as every task is taken to be alike: those of
+        CUDA_VISIBLE_DEVICES, else of SLURM_GPUS_ON_NODE, else 0.
+        """
+        return {"GPU": len(visible_gpus(self._variables()))}
 
     @abstractmethod
     def find_own_task(self) -> OwnTask:
         """Read from the resolver's source which task this process is."""
+
+    def _variables(self) -> MutableMapping[str, str]:
+        return os.environ if self._environ is None else self._environ
 
     @final
     @property

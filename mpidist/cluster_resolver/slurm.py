@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple, final
 
@@ -103,15 +102,6 @@ class SlurmClusterResolver(ClusterResolver):
         """
         return self.task_type, self.task_id
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Give a task's address, by default that of this process.
-
-        Raises:
-            TopologyError: As `cluster_spec`.
-            ValueError: As `cluster_spec`, or if there is no such task.
-        """
-        return self.address_of(task_type, task_id, rpc_layer)
-
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Count the GPUs of a task, the same for every task: `{"GPU": 0}` without any.
 
@@ -141,7 +131,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _read_step(self) -> _Step:
         if self._step is None:
-            environ = os.environ if self._environ is None else self._environ
+            environ = self._variables()
             step = self._parse_step(environ)
             if self._auto_set_gpu and step.gpus:
                 environ["CUDA_VISIBLE_DEVICES"] = ",".join(step.gpus)

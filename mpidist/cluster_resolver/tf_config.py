@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
 from mpidist.transport.mpi.library import load_mpi
 
@@ -88,13 +87,6 @@ class TFConfigClusterResolver(ClusterResolver):
             return ""
         return self.address_of(task_type, task_id, rpc_layer)
 
-    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Count the GPUs that this process's environment shows; every task is taken to be alike.
-
-        They are those of CUDA_VISIBLE_DEVICES, else of SLURM_GPUS_ON_NODE, else 0.
-        """
-        return {"GPU": len(visible_gpus(self._variables()))}
-
     def find_own_task(self) -> OwnTask:
         """Read `task.type`, `task.index` and `rpc_layer` of TF_CONFIG.
 
@@ -114,9 +106,6 @@ class TFConfigClusterResolver(ClusterResolver):
             None if index is None else int(index),
             None if rpc_layer is None else str(rpc_layer),
         )
-
-    def _variables(self) -> Mapping[str, str]:
-        return os.environ if self._environ is None else self._environ
 
     def _config(self) -> dict[str, Any]:
         # {"cluster": {"worker": ["n1:2222", "n2:2222"]}, "task": {"type": "worker", "index": 1}}
