@@ -68,16 +68,10 @@ class Closure:
     """A call that was scheduled.
 
     Args:
-        number: The number of the call, from 1 on.
-        name: The name of the function.
-        message: What a worker is sent.
-        value: Where the result goes.
-
-    Attributes:
-        number: As given.
-        name: As given.
-        message: As given.
-        value: As given.
+        number: The number of the call, from 1 on. Also an attribute.
+        name: The name of the function. Also an attribute.
+        message: What a worker is sent. Also an attribute.
+        value: Where the result goes. Also an attribute.
     """
 
     __slots__ = ("message", "name", "number", "value")

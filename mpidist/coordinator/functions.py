@@ -89,10 +89,7 @@ class PerWorkerDataset:
     """A data set of each worker: an argument of functions that are scheduled. `iter` of it is one, too.
 
     Args:
-        number: The number of the data set.
-
-    Attributes:
-        number: As given.
+        number: The number of the data set. Also an attribute.
     """
 
     def __init__(self, number: int) -> None:

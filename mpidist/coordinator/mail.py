@@ -56,10 +56,7 @@ class Mail:
 
     Args:
         group: The workers and servers.
-        rank: The other rank.
-
-    Attributes:
-        rank: As given.
+        rank: The other rank. Also an attribute.
     """
 
     def __init__(self, group: ServiceGroup, rank: int) -> None:

@@ -25,13 +25,11 @@ class Batches:
     Args:
         data: An array, or a nest of arrays of one length on axis 0. Also memory-mapped ones, and those of h5py and
             zarr: of what is no array of memory, each rank reads its own rows alone, in the order in which they lie.
-        batch_size: Rows in each global batch; the last one may have fewer.
-        seed: Shuffles; `None` keeps the order of the rows.
+        batch_size: Rows in each global batch; the last one may have fewer. Also an attribute.
+        seed: Shuffles; `None` keeps the order of the rows. Also an attribute.
         drop_remainder: Whether to leave a last batch out that has fewer rows.
 
     Attributes:
-        batch_size: As given.
-        seed: As given.
         num_samples: The number of rows.
 
     Raises:

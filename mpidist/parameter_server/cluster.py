@@ -176,7 +176,7 @@ class Role(Service):
             self.server = ParameterServer(group, known, names[peers.index(rank)], lanes)
         else:
             channels = [Channel(group, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)]
-            self.servers = RemoteServers(group, channels, goes_on, self.staleness)
+            self.servers = RemoteServers(group, channels, self.staleness)
 
     def serve(self) -> None:
         """See `ParameterServerStrategy.serve`."""

@@ -48,11 +48,10 @@ class Rule(ABC):
     """How a gradient changes a variable.
 
     Args:
-        numbers: What goes to the servers with each gradient.
+        numbers: What goes to the servers with each gradient. Also an attribute.
 
     Attributes:
         name: The name, by which servers know the rule.
-        numbers: As given.
         slots: The names of the arrays that servers keep, each of the variable's shape; of half precision, in float32.
         is_elementwise: Whether each number changes by itself, so that parts of an array can be changed one by one.
         needs_fractions: Whether steps are fractions, which whole numbers would lose.

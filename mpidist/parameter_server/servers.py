@@ -204,14 +204,13 @@ class RemoteServers(Servers):
     Args:
         group: The workers and servers.
         channels: The messages from and to each server; the first one lets workers meet.
-        goes_on: Whether the others go on without a worker that leaves because of an error.
         staleness: How many steps this worker may be ahead of the slowest one; `None` if servers count no steps.
     """
 
-    def __init__(self, group: ServiceGroup, channels: Sequence[Channel], goes_on: bool, staleness: int | None) -> None:
+    def __init__(self, group: ServiceGroup, channels: Sequence[Channel], staleness: int | None) -> None:
         self.num_servers = len(channels)
         self._group, self._channels = group, list(channels)
-        self._goes_on, self._has_bound = goes_on, staleness is not None
+        self._goes_on, self._has_bound = group.may_miss_ranks, staleness is not None
         self._steps = StepCheck(staleness, group.topology.rank)
         self._grace = GRACE_SECONDS if self._has_bound else 0.0  # of reads, which wait for other workers then
         self._lists = KnownLists(self._channels)

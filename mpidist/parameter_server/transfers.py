@@ -29,12 +29,10 @@ class VariableList:
     """Variables that a worker reads and changes together.
 
     Args:
-        variables: The variables.
-        is_near: Whether the worker is one of this node, which shares memory with the server.
+        variables: The variables. Also an attribute.
+        is_near: Whether the worker is one of this node, which shares memory with the server. Also an attribute.
 
     Attributes:
-        variables: As given.
-        is_near: As given.
         sizes: The bytes of each.
         total: Their sum.
         reads: In what messages they are read.

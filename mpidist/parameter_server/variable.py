@@ -70,13 +70,9 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
 
     Args:
         strategy: The strategy.
-        servers: The servers, as this worker uses them.
-        location: Where the array lives.
+        servers: The servers, as this worker uses them. Also an attribute.
+        location: Where the array lives. Also an attribute.
         traits: What else is known of the variable.
-
-    Attributes:
-        servers: As given.
-        location: As given.
     """
 
     def __init__(self, strategy: CurrentStrategy, servers: Servers, location: Location, traits: VariableTraits) -> None:

@@ -24,14 +24,13 @@ class Workers:
     """The workers of a cluster.
 
     Args:
-        ranks: The rank of each worker.
+        ranks: The rank of each worker. Also an attribute.
         staleness: How many steps a worker may be ahead of the slowest one when it reads; `None` for any number.
         timeout: How long a worker waits for others, in seconds; `None` or 0 for ever.
         status_lines: Says what ranks do, for people.
         stall_seconds: When to warn of a wait without a deadline; 0 for never.
 
     Attributes:
-        ranks: As given.
         live: The workers that may still make requests.
         steps: How many steps each worker has done.
         left: Why workers have left because of an error.

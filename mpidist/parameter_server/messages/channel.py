@@ -60,13 +60,11 @@ class Channel:
 
     Args:
         group: The workers and servers.
-        rank: The server's rank.
-        name: The server's name, for people.
+        rank: The server's rank. Also an attribute.
+        name: The server's name, for people. Also an attribute.
         lane: The memory that is shared with a server of this node.
 
     Attributes:
-        rank: As given.
-        name: As given.
         broken: Why the server cannot be used any more, or `None`.
     """
 

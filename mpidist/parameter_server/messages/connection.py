@@ -39,14 +39,11 @@ class Connection:
 
     Args:
         comm: The workers and servers.
-        rank: The worker's rank.
-        worker: The worker's number.
-        lane: The memory that is shared with a worker of this node.
+        rank: The worker's rank. Also an attribute.
+        worker: The worker's number. Also an attribute.
+        lane: The memory that is shared with a worker of this node. Also an attribute.
 
     Attributes:
-        rank: As given.
-        worker: As given.
-        lane: As given.
         message: The last request.
         sequence: The number of the last request.
         lists: What the worker has numbered: lists of variables, in the server's own form.
