@@ -11,7 +11,6 @@ from typing import Any, TypeVar, final
 from mpidist import context_stack
 from mpidist.collectives.all_gather import all_gather
 from mpidist.collectives.reduce_scatter import reduce_scatter
-from mpidist.collectives.symmetric_empty import SymmetricSpec, symmetric_empty
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
@@ -192,14 +191,6 @@ class StrategyParts:
         """Count a new data set, and return its number, equal on ranks that make the same data sets. Local."""
         number, self._num_datasets = self._num_datasets, self._num_datasets + 1
         return number
-
-    def symmetric_empty(
-        self, specs: Sequence[SymmetricSpec], per_node: bool, error: Exception | None = None
-    ) -> list[Any]:
-        """Allocate a list of arrays, those in host memory in one window: `Strategy.symmetric_empty`. Collective."""
-        if self.uses_device_memory:
-            specs = [spec._replace(device=True) for spec in specs]
-        return symmetric_empty(self.group, specs, per_node, self.agree, self.raise_together, error)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpidist import nest
 from mpidist.collective_calls.object_calls import broadcast_object, gather_object
-from mpidist.collectives.symmetric_empty import SymmetricSpec
+from mpidist.collective_calls.symmetric_empty import SymmetricSpec, symmetric_empty
 from mpidist.cross_device_ops.axis_reduction import reduce_along_axis
 from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
@@ -189,7 +189,7 @@ class CollectiveCalls(ABC):
         Raises:
             TypeError: If the shape of a rank does not consist of whole numbers. On every rank.
         """
-        return self._parts.symmetric_empty([SymmetricSpec(shape, dtype)], per_node)[0]
+        return symmetric_empty(self._parts, [SymmetricSpec(shape, dtype)], per_node)[0]
 
     def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
         """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective.
@@ -209,7 +209,7 @@ class CollectiveCalls(ABC):
             specs = [SymmetricSpec(one.shape, one.dtype.newbyteorder("="), arrays.is_device(one)) for one in natives]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        allocated = self._parts.symmetric_empty(specs, per_node, error)
+        allocated = symmetric_empty(self._parts, specs, per_node, error)
         return nest.rebuild(contributions(value), list(map(writable_like, leaves, allocated)))
 
     def raise_together(self, what: str = "") -> AbstractContextManager[None]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, final
 
 from mpidist.collectives.arguments.operands import symmetric_spec
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import arrays
-from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["SymmetricSpec", "symmetric_empty"]
-
-Agree = Callable[[str, Mapping[str, str], "Exception | None"], Any]
-RaiseTogether = Callable[[str, str], "AbstractContextManager[None]"]
 
 
 @final
@@ -32,21 +29,14 @@ class SymmetricSpec(NamedTuple):
 
 
 def symmetric_empty(
-    group: SyncGroup,
-    specs: Sequence[SymmetricSpec],
-    per_node: bool,
-    agree: Agree,
-    raise_together: RaiseTogether,
-    error: Exception | None = None,
+    parts: StrategyParts, specs: Sequence[SymmetricSpec], per_node: bool, error: Exception | None = None
 ) -> list[Any]:
-    """Allocate arrays: `Strategy.symmetric_empty`. Collective.
+    """Allocate arrays, those in host memory in one window: `Strategy.symmetric_empty`. Collective.
 
     Args:
-        group: The ranks.
+        parts: The parts of the strategy.
         specs: The arrays, the same on every rank.
         per_node: Whether to make one array for all ranks of a node, which is then in host memory: ranks share no other.
-        agree: Compares a call and its fields on all ranks, and raises an error of one rank on all of them.
-        raise_together: See `transport.raise_together`; takes the name of the call, and what the block does.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
     Returns:
@@ -55,12 +45,12 @@ def symmetric_empty(
     Raises:
         UnavailableError: If a node has too little memory: on every rank, and no rank keeps any of the arrays.
     """
-    fields, on_host = {}, []
+    group, fields, on_host = parts.group, {}, []
     made: list[Any] = []  # arrays on a GPU; `None` in the place of each array in `on_host`
     try:
         for index, (shape, dtype, device) in enumerate(specs):
             native = symmetric_spec(shape, dtype)
-            on_gpu = device and not per_node
+            on_gpu = (device or parts.uses_device_memory) and not per_node
             fields[f"array {index}"] = f"{native[1].str}{list(native[0])}{' on a GPU' * on_gpu}"
             if on_gpu:  # allocated before the ranks agree, so that all of them learn if one lacks memory
                 group.devices.require_usable("symmetric_empty")
@@ -70,10 +60,10 @@ def symmetric_empty(
                 made.append(None)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
-    agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
+    parts.agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
     shared: Iterator[Any] = iter(())
     if on_host:
         # The ranks of a node fail together already; the ranks of other nodes must learn of the failure.
-        with raise_together("symmetric_empty", "allocation") if len(group.topology.nodes) > 1 else nullcontext():
+        with parts.raise_together("symmetric_empty", "allocation") if len(group.topology.nodes) > 1 else nullcontext():
             shared = iter(group.shared.empty(on_host, per_node, f"symmetric_empty on {group.topology.node_name}"))
     return [next(shared) if array is None else array for array in made]
