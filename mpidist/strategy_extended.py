@@ -108,8 +108,7 @@ class StrategyExtended:
         parts.require_not_mixed("update")
         if parts.replicas.tree is not None:
             parts.require_cross_replica("update")
-            is_one = parts.service is not None or var.is_mirrored_over(parts.group)
-            result = update_copies(var, is_one, parts.replicas, fn, args, kwargs or {})
+            result = update_copies(var, fn, args, kwargs or {})
             return result if group else (result,)
         entry = context_stack.Entry(parts.strategy, is_update=True)
         given, named = (local_components(part) for part in (list(args), dict(kwargs or {})))

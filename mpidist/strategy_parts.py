@@ -167,9 +167,9 @@ class StrategyParts:
         self._num_runs += 1
         try:
             if self.replicas.tree is not None:
-                return call_for_replicas(self.strategy, self.cross_device_ops, self.replicas, fn, args, kwargs or {})
+                return call_for_replicas(self.strategy, fn, args, kwargs or {})
             strategy = self.strategy
-            context = ReplicaContext(strategy, self.replicas.ids_here[0], self.cross_device_ops)
+            context = ReplicaContext(strategy, self.replicas.ids_here[0])
             entry = context_stack.Entry(strategy, context)
             given = local_components(list(args)) if args else ()
             return context_stack.call(entry, fn, *given, **(local_components(dict(kwargs)) if kwargs else {}))

@@ -354,9 +354,7 @@ class Reductions:
             return None, ""
         wants_results = ranks is None or group.topology.rank in ranks
         self._log(call, len(specs), "fused", sum(fused.nbytes for fused in lists), ranks)
-        is_barrier = group.agreement.is_node_barrier
-        memory = group.shared, group.result_memory
-        return FusedExecution(reducer, lists, specs, results, *memory, is_barrier, wants_results), "fused"
+        return FusedExecution(group, reducer, lists, specs, results, wants_results), "fused"
 
     def _packed(
         self, call: ReductionCall, specs: tuple[Spec, ...], parts: dict[Ranks, list[int]]

@@ -18,7 +18,6 @@ from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
-from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.results_on_gpus import broadcast_to_gpus, copies_on_gpus
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
@@ -53,23 +52,16 @@ class JointCalls:
 
     Args:
         strategy: The strategy.
-        cross_device_ops: The algorithm, bound to the strategy's ranks.
-        replicas: Which replicas the rank carries.
         turns: Lets the replicas meet. Also an attribute.
-        pending: The writes of the replicas since they last met. Also an attribute.
+
+    Attributes:
+        pending: The writes of the replicas since they last met.
     """
 
-    def __init__(
-        self,
-        strategy: CurrentStrategy,
-        cross_device_ops: BoundOps,
-        replicas: Replicas,
-        turns: Turns,
-        pending: PendingWrites,
-    ) -> None:
-        self._strategy, self._ops, self._replicas = strategy, cross_device_ops, replicas
-        self.turns = turns
-        self.pending = pending
+    def __init__(self, strategy: CurrentStrategy, turns: Turns) -> None:
+        self._strategy, self.turns, self.pending = strategy, turns, turns.pending
+        self._ops: BoundOps = parts_of(strategy).cross_device_ops
+        self._replicas: Replicas = parts_of(strategy).replicas
 
     def all_reduce(self, op: Any, value: Any, options: Any, weight: Any, out: Any) -> Any:
         """See `ReplicaContext.all_reduce`. The result is one array for all replicas of the rank, and read-only."""

@@ -41,7 +41,6 @@ class ReplicaContext:
     Args:
         strategy: The strategy whose replica this is.
         replica_id_in_sync_group: The replica's number among all replicas.
-        cross_device_ops: The algorithm that combines values, bound to the strategy's ranks.
         joint_calls: Makes calls together with the other replicas of the rank; `None` if each rank is one replica.
             Also an attribute.
         device: This replica's device; `None` for the rank's.
@@ -51,13 +50,12 @@ class ReplicaContext:
         self,
         strategy: CurrentStrategy,
         replica_id_in_sync_group: int,
-        cross_device_ops: BoundOps,
         joint_calls: JointCalls | None = None,
         device: Device | None = None,
     ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
-        self._cross_device_ops = cross_device_ops
+        self._cross_device_ops: BoundOps = parts_of(strategy).cross_device_ops
         self.joint_calls = joint_calls
         self._device = device
 

@@ -8,31 +8,22 @@ from typing import Any
 
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.replica_context.joint_calls import JointCalls
 from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.replica_context import ReplicaContext
 from mpidist.replica_context.turns import Turns
-from mpidist.replicas import Replicas
 from mpidist.values import join_components, local_components
 
 __all__ = ["call_for_replicas"]
 
 
 def call_for_replicas(
-    strategy: CurrentStrategy,
-    cross_device_ops: BoundOps,
-    replicas: Replicas,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    strategy: CurrentStrategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call a function for each replica of this rank, in the replica's context. As collective as the function is.
 
     Args:
         strategy: The strategy.
-        cross_device_ops: The algorithm, bound to the strategy's ranks.
-        replicas: Which replicas this rank carries, on which devices.
         fn: The function.
         args: The function's arguments. Each replica gets its component of every distributed value.
         kwargs: The function's keyword arguments, likewise.
@@ -40,15 +31,15 @@ def call_for_replicas(
     Returns:
         A nest of `PerReplica` values: see `join_components`.
     """
+    replicas = parts_of(strategy).replicas
     # Ranks compare the number: a call that a replica left out shows in the next one.
     parts_of(strategy).group.agreement.run += 1
-    pending = PendingWrites(replicas.ids_here)
-    turns = Turns(replicas.ids_here, replicas.devices, pending)
-    joint_calls = JointCalls(strategy, cross_device_ops, replicas, turns, pending)
+    turns = Turns(replicas.ids_here, replicas.devices, PendingWrites(replicas.ids_here))
+    joint_calls = JointCalls(strategy, turns)
     bodies: list[Callable[[], Any]] = []
     for at, replica_id in enumerate(replicas.ids_here):
         own_args = local_components(list(args), at, replicas.num_here) if args else ()
         own_kwargs = local_components(dict(kwargs), at, replicas.num_here) if kwargs else {}
-        context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, replicas.devices[at])
+        context = ReplicaContext(strategy, replica_id, joint_calls, replicas.devices[at])
         bodies.append(partial(context_stack.call, context_stack.Entry(strategy, context), fn, *own_args, **own_kwargs))
     return join_components(turns.run(bodies))

@@ -126,14 +126,14 @@ class Turns:
         replica_ids: The ids of the replicas of this rank.
         devices: The device of each replica.
         pending: What the replicas have written to arrays that they share: checked when all replicas have met, committed
-            when the ranks have agreed on the call, and when all replicas have returned.
+            when the ranks have agreed on the call, and when all replicas have returned. Also an attribute.
 
     Attributes:
         has_several_gpus: Whether the replicas compute on different devices, of which some are GPUs.
     """
 
     def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device], pending: PendingWrites) -> None:
-        self._ids, self._devices, self._pending = replica_ids, devices, pending
+        self._ids, self._devices, self.pending = replica_ids, devices, pending
         self.has_several_gpus = are_several_gpus(devices)
         self._rank_stack = getcurrent()  # the greenlet of `run`
         self._running: _Replica | None = None
@@ -163,7 +163,7 @@ class Turns:
             try:
                 return [bodies[0]()]
             finally:
-                self._pending.commit()
+                self.pending.commit()
         devices = self._devices if self.has_several_gpus else [None] * len(bodies)
         replicas = [_Replica(*parts) for parts in zip(self._ids, bodies, devices, strict=True)]
         if self.has_several_gpus:  # replicas read what was written on the first device
@@ -211,9 +211,9 @@ class Turns:
         if not all(replica.has_ended for replica in replicas):
             return False
         self.use_device(0)
-        conflict = self._pending.conflict()
+        conflict = self.pending.conflict()
         if conflict is None:  # also if replicas raised: what all of them wrote before stays written
-            self._pending.commit()
+            self.pending.commit()
         _raise_first(replicas)
         if conflict is not None:
             raise conflict
@@ -241,14 +241,14 @@ class Turns:
 
     def _make(self, meeting: _Meeting, arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
         """Make a call; then commit what the replicas have written, or drop it if the call is refused."""
-        if not (meeting.is_settled and self._pending.written):
+        if not (meeting.is_settled and self.pending.written):
             return meeting.carry_out(arguments, error)
         try:
-            outcomes = meeting.carry_out(arguments, error or self._pending.conflict())
+            outcomes = meeting.carry_out(arguments, error or self.pending.conflict())
         except BaseException:  # on all ranks
-            self._pending.discard()
+            self.pending.discard()
             raise
-        self._pending.commit()
+        self.pending.commit()
         return outcomes
 
     def _resume(self, replica: _Replica) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-from mpidist.context_stack import parts_of
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.replica_context.replica_context import ReplicaContext
 from mpidist.strategy import Strategy
@@ -28,4 +27,4 @@ class DefaultStrategy(Strategy):
 def make_default() -> tuple[Strategy, ReplicaContext]:
     """Make the default strategy and its replica context."""
     strategy = DefaultStrategy()
-    return strategy, ReplicaContext(strategy, 0, parts_of(strategy).cross_device_ops)
+    return strategy, ReplicaContext(strategy, 0)

@@ -27,8 +27,9 @@ from mpidist.collectives.plans.repeated_reductions import (
 )
 from mpidist.collectives.plans.small_lists import SYMMETRIC_BYTES, SmallLists
 from mpidist.transport.group.started_calls import Pending, Steps
-from mpidist.transport.host_memory.result_memory import LentArrays, ResultMemory
-from mpidist.transport.node_memory.symmetric import Place, SharedArrays
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.host_memory.result_memory import LentArrays
+from mpidist.transport.node_memory.symmetric import Place
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.in_place import InPlace
@@ -58,39 +59,36 @@ class FusedExecution(Execution):
     """Carries out the calls of one plan through shared memory, with one list of fused arrays for each dtype.
 
     Args:
+        group: The ranks.
         reducer: The transport.
         lists: The lists.
         specs: The arrays.
         results: The dtype of each result.
-        shared: The shared arrays.
-        memory: Memory for new results.
-        agreement_is_barrier: Whether the agreement of a call also synchronises the ranks of the node.
         wants_results: Whether this rank gets the results.
     """
 
     def __init__(
         self,
+        group: SyncGroup,
         reducer: FusedReducer,
         lists: Sequence[FusedList],
         specs: Sequence[Spec],
         results: Sequence[np.dtype[Any]],
-        shared: SharedArrays,
-        memory: ResultMemory,
-        agreement_is_barrier: bool,
         wants_results: bool,
     ) -> None:
-        self._reducer, self._lists, self._shared = reducer, lists, shared
+        self._reducer, self._lists, self._shared = reducer, lists, group.shared
         self._specs, self._results = specs, results
-        self._agreement_is_barrier, self._wants_results = agreement_is_barrier, wants_results
+        self._wants_results = wants_results
+        self._agreement_is_barrier = group.agreement.is_node_barrier  # it also synchronises the ranks of the node
         arenas = [reducer.result_arena(fused.reduction, fused.wire, fused.result_dtype) for fused in lists]
         self._is_compiled = None not in arenas  # on all ranks
         one_shots = SmallLists.one_shots_for(reducer, lists, self._is_compiled)
         self._made = [
-            FusedResults(fused, specs, memory, None if one_shots else arena)
+            FusedResults(fused, specs, group.result_memory, None if one_shots else arena)
             for fused, arena in zip(lists, arenas, strict=True)
         ]
         self._small = SmallLists(lists, self._made, one_shots) if one_shots else None
-        self._known = KnownPlaces(shared, self._is_compiled)
+        self._known = KnownPlaces(group.shared, self._is_compiled)
         self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.

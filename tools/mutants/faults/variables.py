@@ -192,7 +192,7 @@ FAULTS = [
     ),
     Fault(
         "updating.py",
-        "num_copies = 1 if is_one else replicas.num_here",
+        "num_copies = 1 if is_one else parts.replicas.num_here",
         "num_copies = 1",
         "update changes the first ON_READ copy of a rank alone",
     ),
