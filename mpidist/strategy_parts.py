@@ -21,7 +21,7 @@ from mpidist.replicas import Replicas
 from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.devices import Device
-from mpidist.transport.group.raise_together import ErrorReport, raise_reported, raise_together
+from mpidist.transport.group.raise_together import ErrorReport, LocalWork, raise_reported
 from mpidist.transport.group.service_group import Service
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.topology import Topology
@@ -227,9 +227,9 @@ class StrategyParts:
     def raise_together(
         self, call: str, what: str = "", advice: str = "", timeout_seconds: float | None = None
     ) -> AbstractContextManager[None]:
-        """Raise an exception of one rank on all ranks: `transport.raise_together`. Collective."""
+        """Raise an exception of one rank on all ranks: `LocalWork`. Collective."""
         limit = self.options.timeout_seconds if timeout_seconds is None else timeout_seconds
-        return raise_together(self.group, call, limit, what, advice)
+        return LocalWork(self.group, call, limit, what, advice)
 
     def on_each_rank(
         self, call: str, advice: str, work: Callable[[], Any], error: Exception | None = None

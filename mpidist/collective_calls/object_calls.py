@@ -14,7 +14,7 @@ from mpidist.collectives.broadcast import broadcast
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
-from mpidist.transport.group.raise_together import raise_together
+from mpidist.transport.group.raise_together import LocalWork
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.text import text_of
 
@@ -76,6 +76,6 @@ def _read(group: SyncGroup, call: str, read: Callable[[], Any], pickled: bool, o
     """Read objects. Unpickling may fail on some ranks alone, as where a module is missing, so all ranks then meet."""
     if not pickled:
         return read()
-    with raise_together(group, call, options.timeout_seconds):
+    with LocalWork(group, call, options.timeout_seconds):
         return read()
     raise AssertionError  # `raise_together` keeps no exception back

@@ -12,7 +12,7 @@ from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
 from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.devices import Device
-from mpidist.transport.group.raise_together import raise_together
+from mpidist.transport.group.raise_together import LocalWork
 from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["OnEachRank", "OncePerNode", "VariablePlacement"]
@@ -129,7 +129,7 @@ class OncePerNode(VariablePlacement):
         with self._group.call(self._record(what)):
             pass  # agreed on before the allocation, which may fail and leave the group usable
         is_one_node = len(self._group.topology.nodes) == 1  # whose ranks fail together
-        with nullcontext() if is_one_node else raise_together(self._group, what, self._timeout_seconds):
+        with nullcontext() if is_one_node else LocalWork(self._group, what, self._timeout_seconds):
             call = f"{what} on {self._group.topology.node_name}"
             (array,) = self._group.shared.empty([(value.shape, value.dtype)], True, call)
         self._group.shared.write(array, arrays.on_host(value))

@@ -110,42 +110,30 @@ class Channel:
         """
         self.finish()
         try:
-            self._send(call, op, variables, data, rows, change, numbers)
+            self._entry = self._group.recorder.begin(0, call, self.name)
+            self._sequence += 1
+            message, nbytes = self._request, sum([array.nbytes for array in data])
+            WHOLE_NUMBERS.pack_into(self._request_memory, 0, op, self._sequence, variables, rows, change, nbytes)
+            if numbers:
+                numbers = (*numbers, *_NO_NUMBERS[len(numbers) :])
+                HEADER.pack_into(message.data, 0, op, self._sequence, variables, rows, change, nbytes, *numbers)
+            end = HEADER_BYTES
+            if nbytes <= INLINE_BYTES:
+                for array in data:
+                    start, end = end, end + array.nbytes
+                    message[start:end] = array.reshape(-1).view(_UINT8)
+            self._incoming.Start()
+            self._pending = call
+            self._sends = [self._comm.Isend([message, end, self._byte], self.rank, REQUEST)]
+            if nbytes > INLINE_BYTES:
+                sizes = tuple(array.nbytes for array in data)
+                self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
+            if op in _ANSWERED_LATER:
+                self._group.recorder.end(self._entry)
+                self._entry = _ENDED
         except BaseException as error:
             self._break(call, error)
             raise
-
-    def _send(
-        self,
-        call: str,
-        op: int,
-        variables: int,
-        data: Sequence[Array],
-        rows: int,
-        change: int,
-        numbers: tuple[float, ...],
-    ) -> None:
-        self._entry = self._group.recorder.begin(0, call, self.name)
-        self._sequence += 1
-        message, nbytes = self._request, sum([array.nbytes for array in data])
-        WHOLE_NUMBERS.pack_into(self._request_memory, 0, op, self._sequence, variables, rows, change, nbytes)
-        if numbers:
-            numbers = (*numbers, *_NO_NUMBERS[len(numbers) :])
-            HEADER.pack_into(message.data, 0, op, self._sequence, variables, rows, change, nbytes, *numbers)
-        end = HEADER_BYTES
-        if nbytes <= INLINE_BYTES:
-            for array in data:
-                start, end = end, end + array.nbytes
-                message[start:end] = array.reshape(-1).view(_UINT8)
-        self._incoming.Start()
-        self._pending = call
-        self._sends = [self._comm.Isend([message, end, self._byte], self.rank, REQUEST)]
-        if nbytes > INLINE_BYTES:
-            sizes = tuple(array.nbytes for array in data)
-            self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
-        if op in _ANSWERED_LATER:
-            self._group.recorder.end(self._entry)
-            self._entry = _ENDED
 
     def finish(self, more_seconds: float = 0.0) -> None:
         """Wait for the answer of the request that was started last, unless it was read already.

@@ -14,7 +14,7 @@ from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import name_ranks, text_of
 from mpidist.transport.tracebacks import traceback_text
 
-__all__ = ["ErrorReport", "raise_reported", "raise_together"]
+__all__ = ["ErrorReport", "LocalWork", "raise_reported"]
 
 
 @final
@@ -37,10 +37,11 @@ class ErrorReport(NamedTuple):
         return cls(_pickled(error), text_of(error), traceback_text(error))
 
 
-def raise_together(
-    group: SyncGroup, call: str, timeout_seconds: float | None, what: str = "", advice: str = ""
-) -> AbstractContextManager[None]:
-    """Raise an exception of one rank on all ranks, at the end of a block: `Strategy.raise_together`. Collective.
+@final
+class LocalWork(AbstractContextManager[None]):
+    """A block whose end raises an exception of one rank on all ranks: `Strategy.raise_together`. Collective.
+
+    Not made by a generator, as none can raise the `StopIteration` of another rank.
 
     Args:
         group: The ranks.
@@ -49,14 +50,10 @@ def raise_together(
         what: What the block does, if `call` does not say it; equal on all ranks.
         advice: What to do if rank 0 alone makes the call.
     """
-    return _LocalWork(group, call, timeout_seconds, what, advice)
 
-
-@final
-class _LocalWork(AbstractContextManager[None]):
-    """The block of `raise_together`. Not made by a generator, as none can raise the `StopIteration` of another rank."""
-
-    def __init__(self, group: SyncGroup, call: str, timeout_seconds: float | None, what: str, advice: str) -> None:
+    def __init__(
+        self, group: SyncGroup, call: str, timeout_seconds: float | None, what: str = "", advice: str = ""
+    ) -> None:
         self._group, self._call, self._timeout_seconds = group, call, timeout_seconds
         self._what, self._advice = what, advice
 

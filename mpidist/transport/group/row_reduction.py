@@ -11,8 +11,7 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.mpi.rows import all_reduce_rows as all_reduce_by_messages
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
-from mpidist.transport.shared_memory.rows import all_reduce_rows as all_reduce_in_slots
-from mpidist.transport.shared_memory.rows import fits_into_slots
+from mpidist.transport.shared_memory.rows import RowsInSlots, fits_into_slots
 from mpidist.transport.tree import ReplicaTree
 
 __all__ = ["all_reduce_rows"]
@@ -38,6 +37,6 @@ def all_reduce_rows(levels: Levels, tree: ReplicaTree, ufunc: np.ufunc, rows: Se
         raise TypeError(f"rows cannot go through a {type(world).__name__}; pass the levels for host memory")
     elif fused is not None and topology.num_nodes < topology.size and fits_into_slots(fused, tree, out.dtype):
         across_nodes = levels.across_nodes if isinstance(levels.across_nodes, MpiCommunicator) else None
-        all_reduce_in_slots(fused, across_nodes, tree, ufunc, rows, out)
+        RowsInSlots(fused, across_nodes, tree, ufunc, rows, out).run()
     else:
         all_reduce_by_messages(world, tree.world, tree.num_rows, ufunc, rows, out)

@@ -36,13 +36,24 @@ def all_reduce_rows(
         rows: This rank's rows, each [n], flat, contiguous and of one dtype.
         out: [n], takes the sum. May be one of `rows`.
     """
+    rank, others = communicator.rank, communicator.others
     bounds = shard_bounds(out.size, communicator.size)
-    own = (bounds[communicator.rank + 1] - bounds[communicator.rank]) * out.itemsize
-    communicator.traffic.add("all_reduce", max(row_traffic(num_rows, communicator.rank, out.nbytes, own)))
+    nbytes = (bounds[rank + 1] - bounds[rank]) * out.itemsize
+    communicator.traffic.add("all_reduce", max(row_traffic(num_rows, rank, out.nbytes, nbytes)))
+    first = list(accumulate(num_rows, initial=0))  # of the parts of each rank
     step = max(1, communicator.max_chunk_bytes // (out.itemsize * max(num_rows)))
-    for start in range(0, out.size, step):
-        chunk = slice(start, start + step)
-        _all_reduce(communicator, fold, num_rows, ufunc, [row[chunk] for row in rows], out[chunk])
+    for begin in range(0, out.size, step):
+        bounds = shard_bounds(min(step, out.size - begin), communicator.size)
+        shards = [slice(begin + start, begin + stop) for start, stop in pairwise(bounds)]
+        own = out[shards[rank]]
+        parts = list(communicator.scratch(fold.num_parts * own.size, out.dtype).reshape(fold.num_parts, own.size))
+        parts[first[rank] : first[rank] + num_rows[rank]] = [row[shards[rank]] for row in rows]
+        communicator.transfer(
+            [(row[shards[other]], other) for other in others for row in rows],
+            [(parts[first[other] + at], other) for other in others for at in range(num_rows[other])],
+        )
+        fold.combine(ufunc, parts, (own,))
+        communicator.transfer([(own, other) for other in others], [(out[shards[other]], other) for other in others])
 
 
 def row_traffic(num_rows: Sequence[int], rank: int, nbytes: int, own: int) -> tuple[int, int]:
@@ -56,26 +67,3 @@ def row_traffic(num_rows: Sequence[int], rank: int, nbytes: int, own: int) -> tu
     """
     of_others = sum(num_rows) - num_rows[rank]
     return num_rows[rank] * (nbytes - own) + (len(num_rows) - 1) * own, of_others * own + nbytes - own
-
-
-def _all_reduce(
-    communicator: MpiCommunicator,
-    fold: Fold,
-    num_rows: Sequence[int],
-    ufunc: np.ufunc,
-    rows: Sequence[Array],
-    out: Array,
-) -> None:
-    rank, others = communicator.rank, communicator.others
-    bounds = shard_bounds(out.size, communicator.size)
-    shards = [slice(start, stop) for start, stop in pairwise(bounds)]
-    own = out[shards[rank]]
-    parts = list(communicator.scratch(fold.num_parts * own.size, out.dtype).reshape(fold.num_parts, own.size))
-    first = list(accumulate(num_rows, initial=0))  # of the parts of each rank
-    parts[first[rank] : first[rank] + num_rows[rank]] = [row[shards[rank]] for row in rows]
-    communicator.transfer(
-        [(row[shards[other]], other) for other in others for row in rows],
-        [(parts[first[other] + at], other) for other in others for at in range(num_rows[other])],
-    )
-    fold.combine(ufunc, parts, (own,))
-    communicator.transfer([(own, other) for other in others], [(out[shards[other]], other) for other in others])

@@ -22,7 +22,7 @@ from mpidist.transport.shared_memory.schedule import chunk_bounds
 from mpidist.transport.tree import ReplicaTree
 from mpidist.transport.waiting import complete
 
-__all__ = ["all_reduce_rows", "fits_into_slots"]
+__all__ = ["RowsInSlots", "fits_into_slots"]
 
 
 def fits_into_slots(reducer: FusedReducer, tree: ReplicaTree, dtype: np.dtype[Any]) -> bool:
@@ -30,15 +30,9 @@ def fits_into_slots(reducer: FusedReducer, tree: ReplicaTree, dtype: np.dtype[An
     return _chunk_count(reducer, tree, dtype) > 0
 
 
-def all_reduce_rows(
-    reducer: FusedReducer,
-    across_nodes: MpiCommunicator | None,
-    tree: ReplicaTree,
-    ufunc: np.ufunc,
-    rows: Sequence[Array],
-    out: Array,
-) -> None:
-    """Add the rows of all ranks on every rank. Collective.
+@final
+class RowsInSlots:
+    """One all-reduce of rows: adds the rows of all ranks on every rank.
 
     Args:
         reducer: The shared memory of all ranks' nodes.
@@ -47,20 +41,6 @@ def all_reduce_rows(
         ufunc: The operation on two arrays.
         rows: This rank's rows, each [n], flat, contiguous and of one dtype.
         out: [n], takes the sum. May be one of `rows`.
-    """
-    reduction = _RowsInSlots(reducer, across_nodes, tree, ufunc, rows, out)
-    own, of_node = reduction.own_count * out.itemsize, [tree.num_rows[rank] for rank in reduction.ranks]
-    reducer.traffic.add("all_reduce", max(row_traffic(of_node, reducer.slots.rank, out.nbytes, own)))
-    complete(reduction.steps(), reducer.check_peers)
-
-
-@final
-class _RowsInSlots:
-    """One all-reduce of rows, with the arguments of `all_reduce_rows`.
-
-    Attributes:
-        ranks: The ranks of this rank's node.
-        own_count: Number of elements that this rank adds.
     """
 
     def __init__(
@@ -73,16 +53,23 @@ class _RowsInSlots:
         out: Array,
     ) -> None:
         self._slots, self._tree, self._ufunc, self._rows, self._out = reducer.slots, tree, ufunc, rows, out
-        self._across = across_nodes
-        self.ranks = tree.topology.nodes[tree.topology.node]
+        self._across, self._reducer = across_nodes, reducer
+        self._ranks = tree.topology.nodes[tree.topology.node]
         self._count = _chunk_count(reducer, tree, out.dtype)
         self._starts = range(0, out.size, self._count)
         self._bounds = [chunk_bounds(min(self._count, out.size - start), reducer.lanes) for start in self._starts]
         self._lane = self._slots.rank if self._slots.rank < reducer.lanes else None
-        self.own_count = 0 if self._lane is None else sum(at[self._lane + 1] - at[self._lane] for at in self._bounds)
         self._views: list[list[Array]] = []
 
-    def steps(self) -> Generator[int, None, None]:
+    def run(self) -> None:
+        """All-reduce. Collective."""
+        own = 0 if self._lane is None else sum(at[self._lane + 1] - at[self._lane] for at in self._bounds)
+        of_node, nbytes = [self._tree.num_rows[rank] for rank in self._ranks], self._out.nbytes
+        traffic = row_traffic(of_node, self._slots.rank, nbytes, own * self._out.itemsize)
+        self._reducer.traffic.add("all_reduce", max(traffic))
+        complete(self._steps(), self._reducer.check_peers)
+
+    def _steps(self) -> Generator[int, None, None]:
         """All-reduce. Yields while other ranks have not arrived at a barrier."""
         num_chunks = len(self._starts)
         for at in range(-1 if num_chunks else 0, num_chunks):
@@ -110,7 +97,7 @@ class _RowsInSlots:
         """
         parts = [
             view[row * self._count + start : row * self._count + stop]
-            for rank, view in zip(self.ranks, views, strict=True)
+            for rank, view in zip(self._ranks, views, strict=True)
             for row in range(self._tree.num_rows[rank])
         ]
         total = views[self._slots.rank][start:stop]
