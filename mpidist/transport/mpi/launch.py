@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 from mpidist.errors import TopologyError
 from mpidist.transport.mpi.launcher_variables import (
@@ -25,7 +24,7 @@ from mpidist.transport.mpi.launcher_variables import (
     SIZE_VARIABLES,
     STEP_SIZE,
     UNSET_TO_BE_ALONE,
-    OtherLaunch,
+    Launch,
     other_launch,
     speaks_pmi,
 )
@@ -36,26 +35,12 @@ __all__ = ["check_before_init", "check_launch", "choose_netmod", "is_in_step"]
 logger = logging.getLogger("mpidist.transport")
 
 _ALONE: Final = "MPIDIST_ALONE"
+_SRUN: Final = "srun"
+_MPIEXEC: Final = "mpiexec"
 _NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"  # the network library that MPICH uses between nodes: "ucx" or "ofi"
 
 # Slurm numbers the steps that it makes for itself, such as the shell of a batch script, from here on.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
-
-
-@final
-@dataclass(frozen=True)
-class _Launch:
-    """What a launcher says of the ranks that it started.
-
-    Attributes:
-        num_ranks: How many ranks.
-        variable: The variable that says so.
-        by_srun: Whether the launcher is srun, rather than an mpiexec.
-    """
-
-    num_ranks: int
-    variable: str
-    by_srun: bool
 
 
 def check_launch(
@@ -140,12 +125,12 @@ def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> No
         return
     launch = _find_launch(environ, library)
     has_several_nodes = _number(environ, "SLURM_STEP_NUM_NODES") > 1 or _number(environ, "SLURM_HET_SIZE") > 1
-    if launch is not None and launch.by_srun and PMI_FD in environ and has_several_nodes:
+    if launch is not None and launch.launcher == _SRUN and PMI_FD in environ and has_several_nodes:
         environ[_NETMOD] = "ofi"
         logger.info("%s=ofi: srun's PMI-2 does not carry the addresses of UCX", _NETMOD)
 
 
-def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> _Launch | None:
+def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> Launch | None:
     """Find a launcher that says more than one rank; None where there is none."""
     sizes = {name: _number(environ, name) for name in SIZE_VARIABLES if name in environ}
     # The library's own launcher is the innermost one, and has the last word.
@@ -156,15 +141,15 @@ def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> _Launch | N
         if size > 1:
             # srun's pmi2 plugin sets MPICH_SIZE; mpiexec sets HYDRA_LOCAL_SIZE beside it.
             by_srun = name == MPICH_SIZE and in_step and HYDRA_LOCAL_SIZE not in sizes
-            return _Launch(size, f"{name}={size}", by_srun)
+            return Launch(_SRUN if by_srun else _MPIEXEC, size, f"{name}={size}")
     # With mpiexec inside an allocation, the step is that of its daemons, one a node.
     num_tasks = _number(environ, STEP_SIZE)
     if not sizes and in_step and num_tasks > 1:
-        return _Launch(num_tasks, f"{STEP_SIZE}={num_tasks}", by_srun=True)
+        return Launch(_SRUN, num_tasks, f"{STEP_SIZE}={num_tasks}")
     # PMIx has no variable for the size. A rank above 0 shows that there are several; rank 0 cannot tell.
     last_rank = _number(environ, PMIX_RANK)
     if not sizes and last_rank > 0:
-        return _Launch(last_rank + 1, f"at least, as {PMIX_RANK}={last_rank}", by_srun=False)
+        return Launch(_MPIEXEC, last_rank + 1, f"at least, as {PMIX_RANK}={last_rank}")
     return None
 
 
@@ -181,12 +166,12 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _wrong_launch(launch: _Launch, library: MpiLibrary, environ: Mapping[str, str], command: Sequence[str]) -> str:
-    count = launch.num_ranks
+def _wrong_launch(launch: Launch, library: MpiLibrary, environ: Mapping[str, str], command: Sequence[str]) -> str:
+    count = launch.num_processes
     plugin = environ.get("SLURM_MPI_TYPE", "none")
     srun_line = _srun_line(library, count, environ.get("SLURM_STEP_NUM_NODES"), command)
     mpiexec_line = _mpiexec_line(library, count, command)
-    if not launch.by_srun:
+    if launch.launcher == _MPIEXEC:
         found = f"mpiexec started {count} ranks ({launch.variable})"
         advice = f"that mpiexec belongs to another MPI; start with {mpiexec_line}"
     elif plugin.startswith(library.slurm_plugin):
@@ -204,7 +189,7 @@ def _wrong_launch(launch: _Launch, library: MpiLibrary, environ: Mapping[str, st
     )
 
 
-def _launch_of_other_library(launch: OtherLaunch, world_size: int, library: MpiLibrary, command: Sequence[str]) -> str:
+def _launch_of_other_library(launch: Launch, world_size: int, library: MpiLibrary, command: Sequence[str]) -> str:
     count = launch.num_processes
     if launch.launcher == RAY:  # which runs a program of its own, that calls the user's functions
         command = [command[0], "train.py"]

@@ -19,8 +19,8 @@ __all__ = [
     "SIZE_VARIABLES",
     "STEP_SIZE",
     "UNSET_TO_BE_ALONE",
+    "Launch",
     "LaunchedNumbers",
-    "OtherLaunch",
     "launcher_text",
     "numbers_of",
     "other_launch",
@@ -116,11 +116,11 @@ def numbers_of(environ: Mapping[str, str]) -> LaunchedNumbers | None:
 
 
 @final
-class OtherLaunch(NamedTuple):
-    """What a launcher of another library than MPI says of the processes that it started.
+class Launch(NamedTuple):
+    """What a launcher says of the processes that it started.
 
     Attributes:
-        launcher: The launcher's name; "another launcher" for those that are not listed here.
+        launcher: The launcher's name; "another launcher" for one of another library than MPI that is not listed here.
         num_processes: How many processes there are, at least.
         variable: The variable that says so, with its value.
     """
@@ -130,16 +130,16 @@ class OtherLaunch(NamedTuple):
     variable: str
 
 
-def other_launch(environ: Mapping[str, str], world_size: int) -> OtherLaunch | None:
+def other_launch(environ: Mapping[str, str], world_size: int) -> Launch | None:
     """Find a launcher of another library that started more processes than MPI has ranks; `None` where none did."""
     rank, size = environ.get(_OTHER_RANK, ""), environ.get(_OTHER_SIZE, "")
     signs = _OTHER_LAUNCHERS.items()
     launcher = next((name for name, sign in signs if any(map(methodcaller("startswith", sign), environ))), "")
     launcher = launcher or "another launcher"
     if size.isdecimal() and int(size) > world_size:
-        return OtherLaunch(launcher, int(size), f"{_OTHER_SIZE}={size}")
+        return Launch(launcher, int(size), f"{_OTHER_SIZE}={size}")
     if rank.isdecimal() and int(rank) >= world_size:
-        return OtherLaunch(launcher, int(rank) + 1, f"at least, as {_OTHER_RANK}={rank}")
+        return Launch(launcher, int(rank) + 1, f"at least, as {_OTHER_RANK}={rank}")
     return None
 
 
