@@ -130,9 +130,7 @@ class JointCalls:
         return [None] * len(of_replicas)
 
     def _all_reduce(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
-        joined, mismatch = self._join(of_replicas)
-        op, value, options, out, weight = joined
-        error = error or mismatch
+        (op, value, options, out, weight), error = self._join(of_replicas, error)
         if weight is None:
             result = self._ops.all_reduce(op, value, options, out=out, error=error)
         else:
@@ -140,17 +138,15 @@ class JointCalls:
         return self._share(result, out)
 
     def _start_all_reduce(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
-        joined, mismatch = self._join(of_replicas)
-        pending = self._ops.start_all_reduce(
-            joined.op, joined.value, joined.options, out=joined.out, error=error or mismatch
-        )
-        shared = _SharedPending(pending, partial(self._share, outs=joined.out), self.turns)
+        (op, value, options, out, _), error = self._join(of_replicas, error)
+        pending = self._ops.start_all_reduce(op, value, options, out=out, error=error)
+        shared = _SharedPending(pending, partial(self._share, outs=out), self.turns)
         return [SharedResult(shared, at) for at in range(len(of_replicas))]
 
     def _reduce_scatter(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         """All-reduce, and return each replica's part of the result."""
-        joined, mismatch = self._join(of_replicas)
-        call, error, axes, outs = f"reduce_scatter along axis {axis}", error or mismatch, [], []
+        joined, error = self._join(of_replicas, error)
+        call, axes, outs = f"reduce_scatter along axis {axis}", [], []
         total, ids = self._replicas.total, self._replicas.ids_here
         try:
             values, structure = nest.flatten(contributions(of_replicas[0].value))
@@ -173,9 +169,9 @@ class JointCalls:
         return results
 
     def _all_gather(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
-        joined, mismatch = self._join(of_replicas)
-        parts, out, error = parts_of(self._strategy), joined.out, error or mismatch
-        return self._share(parts.all_gather("all_gather", joined.value, axis, joined.options, error, out), out)
+        (_, value, options, out, _), error = self._join(of_replicas, error)
+        gathered = parts_of(self._strategy).all_gather("all_gather", value, axis, options, error, out)
+        return self._share(gathered, out)
 
     def _merge(
         self, merge_fn: Callable[..., Any], name: str, of_replicas: Sequence[Any], error: Exception | None
@@ -210,21 +206,21 @@ class JointCalls:
         }
         return joined_args, joined_kwargs
 
-    def _join(self, of_replicas: Sequence[_Arguments]) -> tuple[_Arguments, Exception | None]:
-        """Join the arguments of the replicas to those of the rank. Returns an error with them if they differ."""
-        ids, error = self._replicas.ids_here, None
+    def _join(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> tuple[_Arguments, Exception | None]:
+        """Join the arguments of the replicas to those of the rank. Returns with them `error`, or one if they differ."""
+        ids, mismatch = self._replicas.ids_here, None
         first, *_ = described = [_describe_common(arguments) for arguments in of_replicas]
         for replica_id, other in zip(ids, described, strict=False):
             for what in (name for name in first if other[name] != first[name]):
                 text = f"replica {replica_id} passes {what} {other[what]}, and replica {ids[0]} {first[what]}"
-                error = InvalidArgumentError(text)
-        has_outs = of_replicas[0].out is not None and error is None
+                mismatch = InvalidArgumentError(text)
+        has_outs = of_replicas[0].out is not None and mismatch is None
         outs = Contributions([arguments.out for arguments in of_replicas]) if has_outs else None
         values = Contributions([arguments.value for arguments in of_replicas])
         weights = None
         if of_replicas[0].weight is not None:
             weights = Contributions([arguments.weight for arguments in of_replicas])
-        return of_replicas[0]._replace(value=values, out=outs, weight=weights), error
+        return of_replicas[0]._replace(value=values, out=outs, weight=weights), error or mismatch
 
     def _share(self, result: Any, outs: Contributions | None) -> list[Any]:
         """Return the result for each replica of the rank: in the outs of each, or one that all share.
