@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, NamedTuple, final
+from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -38,20 +38,7 @@ from mpidist.transport.waiting import complete
 
 __all__ = ["FusedExecution"]
 
-
-@final
-class _Transfers(NamedTuple):
-    """What is done in one call.
-
-    Attributes:
-        results: The array of each result; `None` for new ones.
-        new: [lists], the new arrays; empty where there are none.
-        transfers: [lists], each with `has_passed_barrier`.
-    """
-
-    results: list[Any]
-    new: list[LentArrays]
-    transfers: list[tuple[TwoShot | InPlace, bool]]
+_Transfers = list[tuple[TwoShot | InPlace, bool]]  # [lists], each with `has_passed_barrier`
 
 
 @final
@@ -181,8 +168,7 @@ class FusedExecution(Execution):
         if fused.wire != fused.result_dtype or not fused.keeps_dtype:
             return None
         if kind not in self._repeated_lists:
-            common = self._specs, fused, self._reducer, flight
-            self._repeated_lists[kind] = NewList(self._made[0], *common) if kind is NewList else kind(*common)
+            self._repeated_lists[kind] = kind(self._made[0], self._specs, fused, self._reducer, flight)
         reduction = self._repeated_lists[kind]
         return reduction if reduction.is_compiled else None
 
@@ -225,12 +211,14 @@ class FusedExecution(Execution):
         place = shared.place(array) if self._ignores_places else None
         return None if place is None or place.per_node else NOWHERE.digest
 
-    def _transfers(self, call: ReductionCall, places: Places, staged: Any, new: list[LentArrays]) -> _Transfers:
-        """Return the arrays of the results, those of each list that are new, and the transfers."""
+    def _transfers(
+        self, call: ReductionCall, places: Places, staged: Any, new: list[LentArrays]
+    ) -> tuple[list[Any], list[LentArrays], _Transfers]:
+        """Return the array of each result, `None` for a new one; the new arrays of each list; and the transfers."""
         outs, arrays = call.outs, call.operands.arrays
         writes_outs = self._writes_outs(places)
         if writes_outs and self._are_in_place(places):
-            return _Transfers(list(outs or ()), [], self._in_place_transfers(places))
+            return list(outs or ()), [], self._in_place_transfers(places)
         results = list(outs or ()) if writes_outs else self._new_results(call)
         if outs is not None and not (writes_outs and (staged is not None or places.sources is not None)):
             checked = call.checked_outs
@@ -238,7 +226,7 @@ class FusedExecution(Execution):
             arrays = copy_overwritten(arrays, results, places.outs is not None, owners)
         if outs is None and self._wants_results and not new:
             new = [made.recycled.lend() for made in self._made]
-        transfers: list[tuple[TwoShot | InPlace, bool]] = []
+        transfers: _Transfers = []
         for at, fused in enumerate(self._lists):
             if writes_outs:
                 transfer = self._shared_transfer(at, arrays, None, places) if staged is None else staged
@@ -251,11 +239,9 @@ class FusedExecution(Execution):
                 begun = None if at else staged
                 are_copies = arrays is not call.operands.arrays  # some of them: results would overwrite the values
                 transfers.append((self._private_transfer(at, begun, arrays, are_copies, into), begun is not None))
-        return _Transfers(results, new, transfers)
+        return results, new, transfers
 
-    def _set_new(
-        self, results: list[Any], new: Sequence[LentArrays], transfers: Sequence[tuple[TwoShot | InPlace, bool]]
-    ) -> None:
+    def _set_new(self, results: list[Any], new: Sequence[LentArrays], transfers: _Transfers) -> None:
         """Set the results to new arrays, which have been written."""
         for made, lent, (transfer, _) in zip(self._made, new, transfers, strict=False):
             made.set_new(made.recycled.finalize(lent), results)
@@ -301,7 +287,7 @@ class FusedExecution(Execution):
         transfer.arrays.sources, transfer.arrays.results, transfer.arrays.place = sources, (), 0
         return transfer
 
-    def _put_back(self, transfers: Sequence[tuple[TwoShot | InPlace, bool]]) -> None:
+    def _put_back(self, transfers: _Transfers) -> None:
         """Keep the transfers of private arrays for later calls, without the arrays."""
         for at, (transfer, _) in enumerate(transfers):
             if isinstance(transfer, TwoShot) and transfer.arrays.peers is None and transfer.arrays.shared is None:
@@ -353,7 +339,7 @@ class FusedExecution(Execution):
         on_one_node = places.sources is not None and not self._reducer.spans_nodes
         return on_one_node and all(fused.keeps_dtype for fused in self._lists)
 
-    def _in_place_transfers(self, places: Places) -> list[tuple[TwoShot | InPlace, bool]]:
+    def _in_place_transfers(self, places: Places) -> _Transfers:
         parts = self._in_place.get(places)
         if parts is None:
             parts = self._in_place[places] = [self._prepare_in_place(fused, places) for fused in self._lists]

@@ -154,18 +154,13 @@ class _TwoShots(RepeatedReduction):
         fused: The list of the arrays.
         reducer: The transport.
         flight: `Agreement.flight`; `None` for no compiled code of whole calls.
-        shared: `FusedArrays.shared`, whose arrays are set in each call.
     """
 
-    def __init__(
-        self,
-        fused: FusedList,
-        reducer: FusedReducer,
-        flight: Array | None,
-        shared: Sequence[Sequence[Array]] | None = None,
-    ) -> None:
+    _shared: Sequence[Sequence[Array]] | None = None  # `FusedArrays.shared`, whose arrays are set in each call
+
+    def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
         self._nbytes, self._reducer = fused.nbytes, reducer
-        self._arrays = FusedArrays(fused.wire, (), shared=shared, result_dtype=fused.result_dtype)
+        self._arrays = FusedArrays(fused.wire, (), shared=self._shared, result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
         self._was_restaged = False  # in the call that is to be closed: `TwoShot.was_restaged`
         whole = _whole_call(fused, reducer, self._two_shot, flight)
@@ -244,22 +239,18 @@ class Lists(_TwoShots):
     """Reduces lists of contiguous arrays, in compiled code.
 
     Args:
+        made: Makes new arrays, for a list of them.
         specs: The arrays.
         fused: As all further arguments, that of `_TwoShots`.
         reducer: See there.
         flight: See there.
-        shared: See there.
     """
 
     def __init__(
-        self,
-        specs: Sequence[Spec],
-        fused: FusedList,
-        reducer: FusedReducer,
-        flight: Array | None,
-        shared: Sequence[Sequence[Array]] | None = None,
+        self, made: FusedResults, specs: Sequence[Spec], fused: FusedList, reducer: FusedReducer, flight: Array | None
     ) -> None:
-        super().__init__(fused, reducer, flight, shared)
+        super().__init__(fused, reducer, flight)
+        self._made = made
         self._forms = [(spec.shape, spec.dtype) for spec in specs]
         self._in_order: Callable[[list[Array]], Any] = operator.itemgetter(*fused.indices)
 
@@ -296,26 +287,7 @@ class ListInPlace(Lists):
 
 @final
 class NewList(Lists):
-    """Reduces lists into new arrays.
-
-    Args:
-        made: Makes the new arrays.
-        specs: As all further arguments, that of `Lists`.
-        fused: See there.
-        reducer: See there.
-        flight: See there.
-    """
-
-    def __init__(
-        self,
-        made: FusedResults,
-        specs: Sequence[Spec],
-        fused: FusedList,
-        reducer: FusedReducer,
-        flight: Array | None,
-    ) -> None:
-        super().__init__(specs, fused, reducer, flight)
-        self._made = made
+    """Reduces lists into new arrays."""
 
     def lend(self) -> tuple[LentArrays, int]:
         lent = self._made.recycled.lend()
@@ -339,17 +311,9 @@ class NewList(Lists):
 
 @final
 class ListPerNode(Lists):
-    """Reduces lists into per-node arrays, the results of all ranks of the node.
+    """Reduces lists into per-node arrays, the results of all ranks of the node."""
 
-    Args:
-        specs: As all further arguments, that of `Lists`.
-        fused: See there.
-        reducer: See there.
-        flight: See there.
-    """
-
-    def __init__(self, specs: Sequence[Spec], fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
-        super().__init__(specs, fused, reducer, flight, shared=[()])
+    _shared = ((),)
 
     def fits(self, arrays: list[Any]) -> bool:
         """As of other lists; and no array is a view, perhaps of a result, which other ranks write early."""
