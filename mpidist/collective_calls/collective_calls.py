@@ -9,7 +9,7 @@ from typing import Any
 
 from mpidist import nest
 from mpidist.collective_calls.object_calls import broadcast_object, gather_object
-from mpidist.collective_calls.symmetric_empty import SymmetricSpec, symmetric_empty
+from mpidist.collective_calls.symmetric_empty import symmetric_empty
 from mpidist.cross_device_ops.axis_reduction import reduce_along_axis
 from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
@@ -189,7 +189,7 @@ class CollectiveCalls(ABC):
         Raises:
             TypeError: If the shape of a rank does not consist of whole numbers. On every rank.
         """
-        return symmetric_empty(self._parts, [SymmetricSpec(shape, dtype)], per_node)[0]
+        return symmetric_empty(self._parts, [(shape, dtype, False)], per_node)[0]
 
     def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
         """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective.
@@ -200,13 +200,13 @@ class CollectiveCalls(ABC):
             A nest like `value`: of tensors for tensors of PyTorch, for example; of arrays of NumPy or CuPy for numbers,
             and for arrays that cannot be written, as those of JAX.
         """
-        specs: list[SymmetricSpec] = []
+        specs: list[tuple[Any, Any, bool]] = []
         leaves: list[Any] = []
         error = None
         try:
             leaves, _ = nest.flatten(contributions(value))
             natives = [library_of(leaf).to_native(leaf) for leaf in leaves]
-            specs = [SymmetricSpec(one.shape, one.dtype.newbyteorder("="), arrays.is_device(one)) for one in natives]
+            specs = [(one.shape, one.dtype.newbyteorder("="), arrays.is_device(one)) for one in natives]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         allocated = symmetric_empty(self._parts, specs, per_node, error)

@@ -4,38 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, final
+from typing import Any
 
 from mpidist.collectives.arguments.operands import symmetric_spec
 from mpidist.strategy_parts import StrategyParts
 from mpidist.transport import arrays
 
-__all__ = ["SymmetricSpec", "symmetric_empty"]
-
-
-@final
-class SymmetricSpec(NamedTuple):
-    """An array to be allocated, as the caller asks for it.
-
-    Attributes:
-        shape: The shape.
-        dtype: The dtype.
-        device: Whether the array shall lie in device memory.
-    """
-
-    shape: Any
-    dtype: Any
-    device: bool = False
+__all__ = ["symmetric_empty"]
 
 
 def symmetric_empty(
-    parts: StrategyParts, specs: Sequence[SymmetricSpec], per_node: bool, error: Exception | None = None
+    parts: StrategyParts, specs: Sequence[tuple[Any, Any, bool]], per_node: bool, error: Exception | None = None
 ) -> list[Any]:
     """Allocate arrays, those in host memory in one window: `Strategy.symmetric_empty`. Collective.
 
     Args:
         parts: The parts of the strategy.
-        specs: The arrays, the same on every rank.
+        specs: Shape and dtype of each array, and whether it shall lie in device memory. The same on every rank.
         per_node: Whether to make one array for all ranks of a node, which is then in host memory: ranks share no other.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
