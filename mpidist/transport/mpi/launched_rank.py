@@ -43,11 +43,9 @@ class LaunchedRank:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> LaunchedRank | None:
         """Describe this process; `None` for one that no launcher started, or a launcher started alone."""
-        found = numbers_of(environ)
-        if found is None or found.size < 2:
-            return None
-        launcher = launcher_here()
-        return None if launcher is None else cls(*found, launcher)
+        rank, size, local_size = numbers_of(environ) or (0, 0, 0)
+        launcher = launcher_here() if size > 1 else None
+        return None if launcher is None else cls(rank, size, local_size, launcher)
 
     def arrive(self) -> socket.socket:
         """Show other ranks of this node that this rank starts MPI, until the returned socket is closed.
@@ -112,7 +110,7 @@ class LaunchedRank:
                     pairs = (path / "environ").read_text(errors="replace").split("\0")
                     found = numbers_of(dict(pair.split("=", 1) for pair in pairs if "=" in pair))
                     if found is not None:
-                        alive[found.rank] = int(path.name)
+                        alive[found[0]] = int(path.name)
         return dict(sorted(alive.items()))
 
 

@@ -20,7 +20,6 @@ __all__ = [
     "STEP_SIZE",
     "UNSET_TO_BE_ALONE",
     "Launch",
-    "LaunchedNumbers",
     "launcher_text",
     "numbers_of",
     "other_launch",
@@ -91,27 +90,15 @@ LAUNCHER_PREFIXES: Final = (
 )  # fmt: skip
 
 
-@final
-class LaunchedNumbers(NamedTuple):
-    """What a launcher says of a rank.
+def numbers_of(environ: Mapping[str, str]) -> tuple[int, int, int] | None:
+    """Read the rank, how many there are, and how many of them on this node, 0 if the launcher does not say that.
 
-    Attributes:
-        rank: The rank in the world.
-        size: How many ranks there are.
-        local_size: How many of them are on this node; 0 if the launcher does not say.
+    Of the first launcher that says both rank and size; `None` where none does.
     """
-
-    rank: int
-    size: int
-    local_size: int
-
-
-def numbers_of(environ: Mapping[str, str]) -> LaunchedNumbers | None:
-    """Read the numbers of the first launcher that says both rank and size; `None` where none does."""
     for variables in _LAUNCHERS:
         rank, size, local_size = (environ.get(name, "") for name in variables)
         if rank.isdecimal() and size.isdecimal():
-            return LaunchedNumbers(int(rank), int(size), int(local_size) if local_size.isdecimal() else 0)
+            return int(rank), int(size), int(local_size) if local_size.isdecimal() else 0
     return None
 
 
