@@ -120,12 +120,14 @@ def memory_is_given_back_late() -> Iterator[None]:
     class Rubbish(memory_hook.MemoryHook):  # type: ignore[misc]
         name = "rubbish"
 
-        def malloc_postprocess(self, *, pmem_id: int, **_: Any) -> None:
-            streams[pmem_id] = current().ptr
+        # By address, which CuPy keeps for one stream: objects have the ids of others that another thread has freed, and
+        # hooks are those of a thread.
+        def malloc_postprocess(self, *, mem_ptr: int, **_: Any) -> None:
+            streams[mem_ptr] = current().ptr
 
-        def free_preprocess(self, *, mem_ptr: int, mem_size: int, pmem_id: int, **_: Any) -> None:
-            if pmem_id in streams:
-                _library().host_cuda_freed(mem_ptr, mem_size, streams.pop(pmem_id))
+        def free_preprocess(self, *, mem_ptr: int, mem_size: int, **_: Any) -> None:
+            if mem_ptr in streams:
+                _library().host_cuda_freed(mem_ptr, mem_size, streams.pop(mem_ptr))
 
     with Rubbish():
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -146,6 +147,26 @@ def test_memory_that_is_freed_too_early_is_a_problem(cupy: Any) -> None:
                 stream.synchronize()
             del array
         assert ("a race" in problems()) == (not waits)
+
+
+def test_memory_that_another_thread_frees_is_not_mistaken_for_its_next(cupy: Any) -> None:
+    """Which has the identity of the object that is gone, on another stream."""
+    stream, arrays = cupy.cuda.Stream(non_blocking=True), []
+
+    def free_and_allocate() -> None:
+        arrays.clear()
+        with stream:
+            arrays.append(cupy.zeros(5000))
+
+    with memory_is_given_back_late():
+        for _ in range(20):
+            arrays.append(cupy.zeros(1000))
+            cupy.cuda.get_current_stream().synchronize()
+            thread = threading.Thread(target=free_and_allocate)
+            thread.start()
+            thread.join()
+            arrays.clear()
+    assert problems() == ""
 
 
 def test_kernel_with_memory_of_another_device_is_a_problem(cupy: Any) -> None:
