@@ -17,32 +17,33 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-import mpidist
+import mpidist.torch  # noqa: F401  the backend
 from ranks.meeting import Meeting
 from ranks.rank import Rank, connect, die_with_parent, obey
 from ranks.torch_steps import Training, trainings_of
 from ranks.way import Library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _STEPS_OF_MEMORY = 3
 
 
 class _TorchRank(Rank):
-    """Prepares the trainings of a dtype, makes steps of one, and says what memory such steps take."""
+    """Prepares the trainings of a model, makes steps of one, and says what memory such steps take."""
 
-    def __init__(self, strategy: mpidist.Strategy, meet: Callable[[], object], width: int, with_gloo: bool) -> None:
+    def __init__(self, groups: dict[str, Any], meet: Callable[[], object], width: int) -> None:
         super().__init__(Library(), meet)
-        self._strategy, self._width, self._with_gloo = strategy, width, with_gloo
+        self._groups, self._width = groups, width
         self._trainings: dict[str, Training] = {}
 
     @property
     def commands(self) -> dict[str, Callable[..., dict[str, Any]]]:
-        return {"prepare": self._prepare_dtype, "step": self._one_step, "memory": self._memory}
+        return {"prepare": self._prepare_model, "step": self._one_step, "memory": self._memory}
 
-    def _prepare_dtype(self, dtype: str) -> dict[str, Any]:
-        self._trainings = trainings_of(self._strategy, self._width, dtype, with_gloo=self._with_gloo)
+    def _prepare_model(self, shapes: Sequence[Sequence[int]], dtype: str) -> dict[str, Any]:
+        self._trainings.clear()  # before there are others
+        self._trainings = trainings_of(self._groups, shapes, self._width, dtype)
         return {"ways": list(self._trainings)}
 
     def _one_step(self, way: str) -> dict[str, Any]:
@@ -60,17 +61,17 @@ def _versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Start the strategy, and gloo where it is wanted, and serve."""
+    """Make the process groups, and serve."""
     die_with_parent()
     kind, folder, width = sys.argv[1:]
     torch.set_num_threads(1)
-    with mpidist.MultiWorkerMirroredStrategy() as strategy:
-        rank, size = strategy.topology.rank, strategy.topology.size
-        if kind == "all":
-            dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=size)
-        meet = Meeting(Path(folder, "counters"), rank, size).wait
-        served = _TorchRank(strategy, meet, int(width), with_gloo=kind == "all")
-        obey(connect(folder), served, {"rank": rank, "versions": _versions()})
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=size)
+    groups = {"gloo": dist.group.WORLD} if kind == "all" else {}
+    groups |= {"mpidist": dist.new_group(backend="mpidist")}
+    meet = Meeting(Path(folder, "counters"), rank, size).wait
+    obey(connect(folder), _TorchRank(groups, meet, int(width)), {"rank": rank, "versions": _versions()})
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

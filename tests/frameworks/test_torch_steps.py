@@ -11,7 +11,7 @@ import pytest
 from mpi_session import clean_environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-OURS = ["mpidist, out= gradients", "mpidist, started in the backward pass", "mpidist, symmetric"]
+OURS = ["DDP over mpidist", "all_reduce_gradients"]
 WAYS = ["no reduction", "DDP over gloo", *OURS]
 
 pytestmark = pytest.mark.no_mpi
@@ -30,9 +30,9 @@ def rows_in(path: Path) -> list[dict[str, str]]:
 
 
 def test_steps_of_all_ways_are_measured(tmp_path: Path) -> None:
-    said = run("torch_steps", "--width=16", "--rounds=1", f"--out={tmp_path}")
+    said = run("torch_steps", "--width=16", "--models=transformer,3x500", "--rounds=1", f"--out={tmp_path}")
     rows = rows_in(tmp_path / "torch_steps.csv")
-    wanted = [(work, way) for work in ("float32", "bfloat16") for way in WAYS for _ in range(2)]
+    wanted = [(work, way) for work in ("transformer float32", "3x500 float32") for way in WAYS for _ in range(2)]
     assert [(row["work"], row["way"]) for row in rows] == wanted
     assert all(float(row["us"]) > 0 for row in rows if row["column"] == "a step" or row["way"] != WAYS[0])
     assert said.count("MiB of new pages in a step") == len(rows) // 2
@@ -43,7 +43,7 @@ def test_steps_of_an_older_commit_take_turns(tmp_path: Path) -> None:
     """The commit of now: an older one may not be in a shallow copy of the repository."""
     if subprocess.run(["git", "-C", str(BENCHMARKS), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
         pytest.skip("there is no history of git here")
-    run("torch_steps", "--width=16", "--rounds=3", "--dtypes=float32", "--beside=HEAD", f"--out={tmp_path}")
+    run("torch_steps", "--width=16", "--rounds=3", "--dtypes=bfloat16", "--beside=HEAD", f"--out={tmp_path}")
     path = tmp_path / "torch_steps-beside-HEAD.csv"
     steps = {row["way"]: row for row in rows_in(path) if row["column"] == "a step"}
     assert list(steps) == [*WAYS, *(f"{way} @HEAD" for way in OURS)]
