@@ -53,7 +53,7 @@ def start_until_done(
     max_restarts: int,
     min_ranks: int | None,
 ) -> int:
-    """Start ranks, again after each failure, and return the exit code. Writes into this folder, if nodes share it.
+    """Start ranks, again after each failure, and return the exit code. If nodes share the current folder, writes there.
 
     Args:
         launch: Returns the command for so many ranks, without these nodes.

@@ -65,7 +65,10 @@ class ClusterResolver(ABC):
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Give the address of the task to connect to, `rpc_layer` before it; "" where none is needed.
 
-        By default that of a task, if none is named of this process: `address_of`.
+        By default the address of the task that is named, or of this process. Collective where `cluster_spec` is.
+
+        Raises:
+            ValueError: If the cluster has no such task, or the task of this process is not known.
         """
         return self.address_of(task_type, task_id, rpc_layer)
 

@@ -78,4 +78,4 @@ def _read(group: SyncGroup, call: str, read: Callable[[], Any], pickled: bool, o
         return read()
     with LocalWork(group, call, options.timeout_seconds):
         return read()
-    raise AssertionError  # `raise_together` keeps no exception back
+    raise AssertionError  # `LocalWork` keeps no exception back

@@ -301,7 +301,7 @@ class Reductions:
         return LocalSums(tree.local, arithmetic.reduction(np.dtype(np.float32))[0].ufunc, specs, wires, gpus)
 
     def _is_replaced(self, options: CommunicationOptions) -> bool:
-        """Whether another algorithm takes the place of this one, because numbers are added in rank order."""
+        """Whether another algorithm is taken, because numbers are added in rank order."""
         return options.reproducible and self._algorithm._is_replaceable
 
     def _name_for(self, options: CommunicationOptions) -> str:

@@ -73,12 +73,14 @@ class Wanted(NamedTuple):
         check_counts(self.num_ps, self.ps_ranks)
 
     def fields(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, as all of them can read it."""
+        """Return what must be equal on all ranks, as all of them can read it: no number of a class of the user's."""
         fields = self._asdict()
         options = fields.pop("options")
+        fields |= {name: int(fields[name]) for name in ("num_ps", "staleness", "replicas") if fields[name] is not None}
         fields["partitioner"] = None if self.partitioner is None else type(self.partitioner).__name__
         fields["ps_ranks"] = None if self.ps_ranks is None else [int(rank) for rank in self.ps_ranks]
-        return fields | {"timeout_seconds": None if options is None else options.timeout_seconds}
+        seconds = None if options is None else options.timeout_seconds
+        return fields | {"timeout_seconds": None if seconds is None else float(seconds)}
 
 
 @final

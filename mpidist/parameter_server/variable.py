@@ -19,7 +19,7 @@ from mpidist.values import Contributions, DistributedValues, IndexedSlices, loca
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable, require_no_effect
 from mpidist.variables.casting import cast_for, is_python_number, require_mean
-from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization, chosen_synchronization
 from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, checked_rows, host_indices
 from mpidist.variables.variable import Variable
 
@@ -53,7 +53,7 @@ class VariableTraits:
     def __init__(
         self, trainable: bool | None, synchronization: Any, aggregation: Any, dtype: np.dtype[Any], what: str
     ) -> None:
-        self.synchronization = VariableSynchronization.chosen(synchronization)
+        self.synchronization = chosen_synchronization(synchronization)
         self.aggregation = VariableAggregation(aggregation)
         if self.aggregation is VariableAggregation.MEAN:
             require_mean(dtype, what)

@@ -60,7 +60,8 @@ class Assignable(ABC):
         `run`.
 
         On a parameter server the variable is changed later, and the call waits for no other worker. Where this worker
-        has several replicas, all of them call it together in `run`: the server gets one change, of the aggregate.
+        has several replicas, all of them call it together in `run`: the server gets one change, of the aggregate, and
+        with NONE the call is refused.
 
         Args:
             value: An array of the variable's shape and of the same kind of number (a float is not cast to an integer),
@@ -73,7 +74,8 @@ class Assignable(ABC):
         Raises:
             ValueError: If the shape or the kind of number differs, if an integer is too large for the dtype, or if a
                 Python number or a mirrored value is assigned with aggregation SUM in `run`, which would add it once
-                for every replica; or if `use_locking` or `name` is given.
+                for every replica; if several replicas of a worker assign a variable on servers with NONE; or if
+                `use_locking` or `name` is given.
             TypeError: If the value is neither an array nor a number.
             UnavailableError: If the variable's parameter server is lost.
             RuntimeError: If another strategy is current.

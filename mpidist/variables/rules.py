@@ -6,7 +6,7 @@ from typing import final
 
 from mpidist.options import CaseInsensitiveEnum
 
-__all__ = ["VariableAggregation", "VariableSynchronization"]
+__all__ = ["VariableAggregation", "VariableSynchronization", "chosen_synchronization"]
 
 
 @final
@@ -18,18 +18,6 @@ class VariableSynchronization(CaseInsensitiveEnum):
     ON_WRITE = "ON_WRITE"
     ON_READ = "ON_READ"
 
-    @classmethod
-    def chosen(cls, value: VariableSynchronization | str) -> VariableSynchronization:
-        """Return what a user chose for a variable of a strategy.
-
-        Raises:
-            ValueError: If it is NONE, or none of these.
-        """
-        wanted = cls(value)
-        if wanted is cls.NONE:
-            raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")
-        return cls.ON_WRITE if wanted is cls.AUTO else wanted
-
 
 @final
 class VariableAggregation(CaseInsensitiveEnum):
@@ -39,3 +27,15 @@ class VariableAggregation(CaseInsensitiveEnum):
     SUM = "SUM"
     MEAN = "MEAN"
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+def chosen_synchronization(value: VariableSynchronization | str) -> VariableSynchronization:
+    """Return what a user chose for a variable of a strategy.
+
+    Raises:
+        ValueError: If it is NONE, or none of these.
+    """
+    kinds, wanted = VariableSynchronization, VariableSynchronization(value)
+    if wanted is kinds.NONE:
+        raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")
+    return kinds.ON_WRITE if wanted is kinds.AUTO else wanted

@@ -20,7 +20,7 @@ from mpidist.values import DistributedValues
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import CopyAssignment
 from mpidist.variables.casting import cast_for, native_of, require_mean
-from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization, chosen_synchronization
 from mpidist.variables.sparse_updates import SparseUpdates
 
 __all__ = ["Variable"]
@@ -97,7 +97,7 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
         self._replicas = _chosen_replicas(strategy)
         self._name = name if name is not None else parts_of(strategy).default_variable_name()
         try:
-            self._synchronization = VariableSynchronization.chosen(synchronization)
+            self._synchronization = chosen_synchronization(synchronization)
             self._aggregation = VariableAggregation(aggregation)
             value = initial_value() if callable(initial_value) else initial_value
             array = parts_of(strategy).variable_placement.moved(_native(value, dtype, f"variable {self._name!r}"))
@@ -167,6 +167,10 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
         Where a rank carries several replicas, in `run` the copy of the current replica, elsewhere of the first one.
         """
         return _read_only_view(self._value if self._replicas is None else self._here())
+
+    @abstractmethod
+    def _read_view(self) -> Any:
+        """Return the value in the current context: an array to be read at once, and not written."""
 
     @final
     def read_value(self) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
@@ -16,7 +18,7 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, TopologyError
 from mpidist.experimental import ParameterServerStrategy, Server
 from mpidist.experimental.coordinator import ClusterCoordinator
-from mpidist.parameter_server.cluster import Role
+from mpidist.parameter_server.cluster import Role, Wanted
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -202,6 +204,15 @@ def test_wrong_arguments_of_one_rank_are_refused_on_every_rank(
 ) -> None:
     with raises_everywhere(comm, kind, text):
         ParameterServerStrategy(comm=comm, **(arguments if comm.rank == comm.size - 1 else {}))
+
+
+@pytest.mark.ranks(1)
+def test_numbers_of_any_class_become_those_of_python() -> None:
+    """For sums that would overflow, and texts of errors that could not be made."""
+    options = CommunicationOptions(timeout_seconds=Fraction(5, 2))
+    fields = Wanted(np.uint8(255), "abort", "bytes", None, np.int64(1), None, options, np.int8(2)).fields()
+    numbers = [fields[name] for name in ("staleness", "num_ps", "replicas", "timeout_seconds")]
+    assert list(map(type, numbers)) == [int, int, int, float]
 
 
 @pytest.mark.ranks(3)

@@ -313,7 +313,7 @@ class NewList(Lists):
 class ListPerNode(Lists):
     """Reduces lists into per-node arrays, the results of all ranks of the node."""
 
-    _shared = ((),)
+    _shared = ((),)  # one place, whose arrays `_set` gives
 
     def fits(self, arrays: list[Any]) -> bool:
         """As of other lists; and no array is a view, perhaps of a result, which other ranks write early."""

@@ -40,7 +40,7 @@ class AwaitedPeers(Awaited):
         self.is_ended_by_program = False
 
     def begin(self, what: str, ranks: Collection[int], timeout: float | None, serving: str | None = None) -> None:
-        """Say what the next wait is for: see the attributes. Local."""
+        """Begin a wait for these ranks, with the attributes that describe it. Local."""
         self.what, self.ranks, self.timeout, self.serving = what, ranks, timeout, serving
         self.is_ended_by_program = False
 

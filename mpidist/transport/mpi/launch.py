@@ -24,7 +24,7 @@ from mpidist.transport.mpi.launcher_variables import (
     SIZE_VARIABLES,
     STEP_SIZE,
     UNSET_TO_BE_ALONE,
-    Launch,
+    LauncherReport,
     other_launch,
     speaks_pmi,
 )
@@ -130,7 +130,7 @@ def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> No
         logger.info("%s=ofi: srun's PMI-2 does not carry the addresses of UCX", _NETMOD)
 
 
-def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> Launch | None:
+def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> LauncherReport | None:
     """Find a launcher that says more than one rank; None where there is none."""
     sizes = {name: _number(environ, name) for name in SIZE_VARIABLES if name in environ}
     # The library's own launcher is the innermost one, and has the last word.
@@ -141,15 +141,15 @@ def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> Launch | No
         if size > 1:
             # srun's pmi2 plugin sets MPICH_SIZE; mpiexec sets HYDRA_LOCAL_SIZE beside it.
             by_srun = name == MPICH_SIZE and in_step and HYDRA_LOCAL_SIZE not in sizes
-            return Launch(_SRUN if by_srun else _MPIEXEC, size, f"{name}={size}")
+            return LauncherReport(_SRUN if by_srun else _MPIEXEC, size, f"{name}={size}")
     # With mpiexec inside an allocation, the step is that of its daemons, one a node.
     num_tasks = _number(environ, STEP_SIZE)
     if not sizes and in_step and num_tasks > 1:
-        return Launch(_SRUN, num_tasks, f"{STEP_SIZE}={num_tasks}")
+        return LauncherReport(_SRUN, num_tasks, f"{STEP_SIZE}={num_tasks}")
     # PMIx has no variable for the size. A rank above 0 shows that there are several; rank 0 cannot tell.
     last_rank = _number(environ, PMIX_RANK)
     if not sizes and last_rank > 0:
-        return Launch(_MPIEXEC, last_rank + 1, f"at least, as {PMIX_RANK}={last_rank}")
+        return LauncherReport(_MPIEXEC, last_rank + 1, f"at least, as {PMIX_RANK}={last_rank}")
     return None
 
 
@@ -166,7 +166,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _wrong_launch(launch: Launch, library: MpiLibrary, environ: Mapping[str, str], command: Sequence[str]) -> str:
+def _wrong_launch(
+    launch: LauncherReport, library: MpiLibrary, environ: Mapping[str, str], command: Sequence[str]
+) -> str:
     count = launch.num_processes
     plugin = environ.get("SLURM_MPI_TYPE", "none")
     srun_line = _srun_line(library, count, environ.get("SLURM_STEP_NUM_NODES"), command)
@@ -189,7 +191,9 @@ def _wrong_launch(launch: Launch, library: MpiLibrary, environ: Mapping[str, str
     )
 
 
-def _launch_of_other_library(launch: Launch, world_size: int, library: MpiLibrary, command: Sequence[str]) -> str:
+def _launch_of_other_library(
+    launch: LauncherReport, world_size: int, library: MpiLibrary, command: Sequence[str]
+) -> str:
     count = launch.num_processes
     if launch.launcher == RAY:  # which runs a program of its own, that calls the user's functions
         command = [command[0], "train.py"]

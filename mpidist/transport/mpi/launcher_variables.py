@@ -19,7 +19,7 @@ __all__ = [
     "SIZE_VARIABLES",
     "STEP_SIZE",
     "UNSET_TO_BE_ALONE",
-    "Launch",
+    "LauncherReport",
     "launcher_text",
     "numbers_of",
     "other_launch",
@@ -103,7 +103,7 @@ def numbers_of(environ: Mapping[str, str]) -> tuple[int, int, int] | None:
 
 
 @final
-class Launch(NamedTuple):
+class LauncherReport(NamedTuple):
     """What a launcher says of the processes that it started.
 
     Attributes:
@@ -117,16 +117,16 @@ class Launch(NamedTuple):
     variable: str
 
 
-def other_launch(environ: Mapping[str, str], world_size: int) -> Launch | None:
+def other_launch(environ: Mapping[str, str], world_size: int) -> LauncherReport | None:
     """Find a launcher of another library that started more processes than MPI has ranks; `None` where none did."""
     rank, size = environ.get(_OTHER_RANK, ""), environ.get(_OTHER_SIZE, "")
     signs = _OTHER_LAUNCHERS.items()
     launcher = next((name for name, sign in signs if any(map(methodcaller("startswith", sign), environ))), "")
     launcher = launcher or "another launcher"
     if size.isdecimal() and int(size) > world_size:
-        return Launch(launcher, int(size), f"{_OTHER_SIZE}={size}")
+        return LauncherReport(launcher, int(size), f"{_OTHER_SIZE}={size}")
     if rank.isdecimal() and int(rank) >= world_size:
-        return Launch(launcher, int(rank) + 1, f"at least, as {_OTHER_RANK}={rank}")
+        return LauncherReport(launcher, int(rank) + 1, f"at least, as {_OTHER_RANK}={rank}")
     return None
 
 
