@@ -27,7 +27,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:1] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path[:1] = [str(_ROOT / "benchmarks"), str(_ROOT), str(_ROOT / "tools")]
 
 import checkpoints  # noqa: E402
 import faults  # noqa: E402

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hosts import Hosts
 from jobs.faults import HEAD, Ended, Interfere, require_deadline, run_command
-from jobs.hosts import Hosts, need_hosts
+from jobs.hosts import need_hosts
 from mpi4py import MPI
 
 from mpidist.transport.text import name_ranks

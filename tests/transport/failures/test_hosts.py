@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs.hosts import BENCHMARKS, HEAD, Hosts, HostsError, bits_per_second, need_hosts
+from hosts import HEAD, Hosts, HostsError, bits_per_second
+from jobs.hosts import need_hosts
 from mpi_session import clean_environment
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.long]
+
+PROJECT = Path(__file__).parents[3]
 
 REACH = """
 import socket, sys
@@ -149,7 +152,9 @@ def test_nothing_is_left_of_two_sets_of_hosts_that_run_something() -> None:
 
 def test_hosts_die_with_the_program_that_made_them() -> None:
     need_hosts()
-    with subprocess.Popen([sys.executable, "-c", KILLED], cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], cwd=PROJECT / "tools", stdout=subprocess.PIPE, text=True
+    ) as started:
         assert started.stdout is not None
         folder, *namespaces = started.stdout.readline().split()
         assert still_used(set(namespaces)) == set(namespaces)
@@ -161,7 +166,17 @@ def test_hosts_die_with_the_program_that_made_them() -> None:
 
 def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -> None:
     need_hosts()
-    command = [sys.executable, str(BENCHMARKS), "network", "--sizes", "1M", "--rounds", "1", "--seconds", "0.1"]
+    command = [
+        sys.executable,
+        str(PROJECT / "benchmarks"),
+        "network",
+        "--sizes",
+        "1M",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.1",
+    ]
     command += [f"--env={name}={tmp_path / 'none'}" for name in ("openmpi", "gloo")]
     done = subprocess.run(
         [*command, "--env", f"mpich={sys.executable}", "--out", str(tmp_path)],
