@@ -73,34 +73,34 @@ def are_same(arrays: list[Any], others: list[Any]) -> bool:
     return all(same(one, other) for one, other in zip(arrays, others, strict=True))
 
 
-@pytest.mark.parametrize(("read", "written"), [*zip(ON_DEVICE, ON_DEVICE, strict=True), *CAST_PAIRS], ids=str)
-def test_a_list_is_packed_and_unpacked_in_one_launch_each(kernels: DeviceKernels, read: Any, written: Any) -> None:
+def test_a_list_is_packed_and_unpacked_in_one_launch_each(gpus: cuda.Cuda) -> None:
     """Rounded to nearest even where it is cast; and finite numbers that become infinite float16 are counted."""
-    host = [*lists_of(read), numbers_of(read, 6).reshape(2, 3), np.asarray(numbers_of(read, 1)[0])]
-    if written != read:
-        host.append(every_pattern(read))
-    with np.errstate(all="ignore"):
-        expected = [its.astype(written) for its in host]
-    buffer = packed(kernels, host, written, counts_overflow=True)
-    results = unpacked(kernels, flat(host), host, written)
-    assert kernels.num_launches == 2
-    if written == read:
-        assert bits(buffer) == bits(flat(results)) == bits(flat(host))
-    assert same(buffer, flat(expected))
-    assert are_same(results, expected)
-    became = np.isfinite(flat(host)) & ~np.isfinite(flat(expected)) if written == F16 else np.zeros(0)
-    assert became.any() == ((read, written) == (F32, F16))
-    assert kernels.overflowed == became.sum()
+    for read, written in (*zip(ON_DEVICE, ON_DEVICE, strict=True), *CAST_PAIRS):
+        kernels = DeviceKernels()
+        host = [*lists_of(read), numbers_of(read, 6).reshape(2, 3), np.asarray(numbers_of(read, 1)[0])]
+        if written != read:
+            host.append(every_pattern(read))
+        with np.errstate(all="ignore"):
+            expected = [its.astype(written) for its in host]
+        buffer = packed(kernels, host, written, counts_overflow=True)
+        results = unpacked(kernels, flat(host), host, written)
+        assert kernels.num_launches == 2, (read, written)
+        if written == read:
+            assert bits(buffer) == bits(flat(results)) == bits(flat(host)), read
+        assert same(buffer, flat(expected)), (read, written)
+        assert are_same(results, expected), (read, written)
+        became = np.isfinite(flat(host)) & ~np.isfinite(flat(expected)) if written == F16 else np.zeros(0)
+        assert became.any() == ((read, written) == (F32, F16))
+        assert kernels.overflowed == became.sum()
 
 
-@pytest.mark.parametrize("divisor", [2, 3, 7, 1000])
-@pytest.mark.parametrize(("read", "written"), QUOTIENT_PAIRS, ids=str)
-def test_quotients_are_those_of_numpy(kernels: DeviceKernels, read: Any, written: Any, divisor: int) -> None:
-    host = lists_of(read)
-    with np.errstate(all="ignore"):
-        expected = [its / divisor for its in host]
-    assert are_same(unpacked(kernels, flat(host), host, written, divisor), expected)
-    assert kernels.num_launches == 1
+def test_quotients_are_those_of_numpy(kernels: DeviceKernels) -> None:
+    for launches, ((read, written), divisor) in enumerate(product(QUOTIENT_PAIRS, (2, 3, 7, 1000)), 1):
+        host = lists_of(read)
+        with np.errstate(all="ignore"):
+            expected = [its / divisor for its in host]
+        assert are_same(unpacked(kernels, flat(host), host, written, divisor), expected), (read, written, divisor)
+        assert kernels.num_launches == launches
 
 
 def test_one_pack_may_hold_several_dtypes(kernels: DeviceKernels) -> None:
@@ -113,22 +113,22 @@ def test_one_pack_may_hold_several_dtypes(kernels: DeviceKernels) -> None:
 UNALIGNED = [(dtype, dtype) for dtype in (np.dtype(np.uint8), BF16, F32, F64, COMPLEX[1])]
 
 
-@pytest.mark.parametrize(("read", "written"), [*UNALIGNED, *((F32, half) for half in HALVES)], ids=str)
-def test_starts_of_any_alignment(kernels: DeviceKernels, read: Any, written: Any) -> None:
+def test_starts_of_any_alignment(kernels: DeviceKernels) -> None:
     """Of the arrays, of the buffer, and of both; what lies around is left alone."""
-    size = 3 * ROW // read.itemsize + 5
-    host = numbers_of(read, size)
-    there = host.astype(written)
-    back = there.astype(read)
-    for array_at, buffer_at in product((0, 1, 2, 3, 4, 8), (0, 1, 2, 3, 4, 5, 7, 8)):
+    starts = product((0, 1, 2, 3, 4, 8), (0, 1, 2, 3, 4, 5, 7, 8))
+    for (read, written), (array_at, buffer_at) in product([*UNALIGNED, *((F32, half) for half in HALVES)], starts):
+        size = 3 * ROW // read.itemsize + 5
+        host = numbers_of(read, size)
+        there = host.astype(written)
+        back = there.astype(read)
         whole, around = up(np.full(size + 20, 9, read)), up(np.full(size + 20, 9, written))
         array, buffer = whole[array_at : array_at + size], around[buffer_at : buffer_at + size]
         array[...] = up(host)
         kernels.pack([array[:7], array[7:]], buffer)
-        assert same(down(buffer), there), (array_at, buffer_at)
+        assert same(down(buffer), there), (read, written, array_at, buffer_at)
         array[...] = 9
         kernels.unpack(buffer, [array])
-        assert same(down(array), back), (array_at, buffer_at)
+        assert same(down(array), back), (read, written, array_at, buffer_at)
         for its, at in ((down(whole), array_at), (down(around), buffer_at)):
             assert (its[:at] == 9).all()
             assert (its[at + size :] == 9).all()
