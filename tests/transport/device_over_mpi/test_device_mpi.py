@@ -89,7 +89,7 @@ def test_launchers_are_left_out_of_its_environment_and_settings_are_kept() -> No
 # All ranks together. The memory of emulated GPUs can be read by any MPI.
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("word", ["", "1"])
 def test_where_the_user_says_so_mpi_reads_device_memory(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, word: str
@@ -140,6 +140,7 @@ def test_the_proof_holds_where_mpi_reads_the_memory(comm: Intracomm) -> None:
     assert not takes_device_memory(Numbers(Elsewhere))
 
 
+@pytest.mark.ranks(1, 3)
 def test_a_real_child_says_what_the_library_is(gpus: cuda.Cuda, comm: Intracomm) -> None:
     if are_emulated():
         pytest.skip("needs a real GPU: the memory of emulated ones is the host's, which every MPI takes")

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["connected", "emulated", "gpus"]  # fixtures
 
+pytestmark = pytest.mark.ranks(3)
+
 _HAS_RAISED: Final = 21  # a tag
 
 
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(("kind", "is_connected"), [(DeadlineExceededError, True), (KeyboardInterrupt, False)])
 def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
     emulated: Emulated, comm: Intracomm, kind: Any, is_connected: bool
@@ -71,7 +72,6 @@ def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(
     assert [its() is None for its in kept] == [comm.rank == 1] * 2, "a GPU that is busy may come to it later"
 
 
-@pytest.mark.ranks(2)
 def test_an_abort_that_hangs_holds_nobody_up(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,7 +94,6 @@ def test_who_frees_a_communicator_waits_until_it_is_gone(emulated: Emulated, com
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist the end")]
 
 
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("is_interrupted", [True, False])
 def test_a_start_of_nccl_that_is_given_up_and_what_it_makes_later_is_aborted(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
@@ -130,7 +129,6 @@ def test_a_start_of_nccl_that_is_given_up_and_what_it_makes_later_is_aborted(
         ("ncclGroupEnd", 8, DeadlineExceededError, "'s status 8; unset NCCL_COMM_BLOCKING"),
     ],
 )
-@pytest.mark.ranks(min=2)
 def test_errors_of_nccl_become_ours(
     emulated: Emulated, comm: Intracomm, call: str, status: int, kind: type[Exception], text: str
 ) -> None:
@@ -145,7 +143,6 @@ def test_errors_of_nccl_become_ours(
     assert emulated.ended() == [("abort", 1)] or call == "ncclGroupEnd", "which also ends the group of aborts"
 
 
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("what", ["ncclGetUniqueId", "ncclCommInitRank"])
 def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
     emulated: Emulated, comm: Intracomm, what: str
@@ -184,7 +181,6 @@ def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulate
     assert emulated.ended() == [("abort", 1)]
 
 
-@pytest.mark.ranks(min=2)
 def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(emulated: Emulated, comm: Intracomm) -> None:
     unique_id = comm.bcast(cuda.current().nccl.get_unique_id() if comm.rank == 0 else None)
     if comm.rank == 0:
