@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 
+pytestmark = pytest.mark.ranks(3)
+
 GIVEN_UP = (DeadlineExceededError, PeerFailedError)
 SOON = CommunicationOptions(timeout_seconds=0.5)
 PATIENT = CommunicationOptions(timeout_seconds=600)
@@ -74,7 +76,6 @@ def issuing_last(comm: Intracomm) -> Callable[..., None]:
     return issue_last
 
 
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("misses", MISSES)
 def test_a_rank_that_is_late_ends_the_communicators_of_all_groups(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, misses: str
@@ -111,7 +112,6 @@ def test_a_rank_that_is_late_ends_the_communicators_of_all_groups(
         assert emulated.ended() == [("abort", 2)]
 
 
-@pytest.mark.ranks(min=2)
 def test_each_call_has_its_own_deadline(emulated: Emulated, comm: Intracomm, start: Any) -> None:
     """That of a call which is waited for, not of one that was started after it."""
     emulated.hold(comm.rank == 0)
@@ -129,7 +129,6 @@ def test_each_call_has_its_own_deadline(emulated: Emulated, comm: Intracomm, sta
         comm.Ibarrier().Wait()
 
 
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("is_started", [False, True])
 def test_a_kernel_that_runs_past_the_deadline(
     emulated: Emulated, group: SyncGroup, comm: Intracomm, is_started: bool
@@ -156,7 +155,6 @@ def test_a_kernel_that_runs_past_the_deadline(
     assert is_total(value, 1, 40) or comm.rank, "only read"
 
 
-@pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("count", [40, 20_000], ids=["by a leader", "in shards"])
 @pytest.mark.parametrize("ends", ["a deadline", "an error of NCCL"])
 def test_the_host_never_waits_for_a_gpu_without_looking(
@@ -175,7 +173,6 @@ def test_the_host_never_waits_for_a_gpu_without_looking(
         start_anew(emulated, made, comm)
 
 
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("what", ["an error, while it waits", "an error, while it asks", "an interrupt"])
 def test_what_befalls_a_rank_ends_all_work_that_was_launched(
     emulated: Emulated, comm: Intracomm, start: Any, what: str
@@ -203,7 +200,6 @@ def test_what_befalls_a_rank_ends_all_work_that_was_launched(
         handles[1].wait()
 
 
-@pytest.mark.ranks(min=2)
 def test_reset_gives_up_what_is_launched(emulated: Emulated, connected: SyncGroup, comm: Intracomm, start: Any) -> None:
     emulated.hold()
     handle = start()

@@ -61,7 +61,7 @@ def all_ops() -> list[CrossDeviceOps]:
 # Packs of one call.
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_all_packs_are_launched_and_the_host_waits_once(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,37 +99,38 @@ LAUNCHES: dict[str, tuple[Any, str, str, CommunicationOptions, int]] = {  # of s
 }
 
 
-@pytest.mark.parametrize("what", LAUNCHES)
+@pytest.mark.ranks(1, 3)
 def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
-    emulated: Emulated, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, what: str
+    emulated: Emulated, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One more where NCCL brings halves of all ranks, which are joined by a kernel."""
     monkeypatch.setattr(levels, "_DIRECT_BYTES_OF_DEVICE", 1 << 12)
-    sizes, op, into, options, num_launches = LAUNCHES[what]
-    ops, values = BoundOps(HierarchicalCopyAllReduce(), group), [mine(comm.rank, size) for size in sizes]
-    out = {"out": [up(np.zeros(size, F4)) for size in sizes], "in place": values}.get(into)
-    for _ in range(3):
-        ops.all_reduce(op, values, options, out=out)
-    emulated.forget()
-    with allocations() as made:
-        results = ops.all_reduce(op, values, options, out=out)
-    is_nccl = group.levels_of(True).queue is not None
-    expected = num_launches + (options is HALF and is_nccl) if comm.size > 1 else int(into != "in place")
-    assert len(emulated.calls("a kernel")) == expected
-    assert made == [] or into == "new" or not is_nccl  # calls through the host do allocate
-    factor = np.float32(comm.size if op == "MEAN" else 1)
-    if options is not HALF and into != "in place":  # whose totals are added again
-        totals = [reduction_of("sum", comm.size, size, F4) for size in sizes]
-        assert all((down(its) == total / factor).all() for its, total in zip(results, totals, strict=True))
+    ops, is_nccl = BoundOps(HierarchicalCopyAllReduce(), group), group.levels_of(True).queue is not None
+    for what, (sizes, op, into, options, num_launches) in LAUNCHES.items():
+        values = [mine(comm.rank, size) for size in sizes]
+        out = {"out": [up(np.zeros(size, F4)) for size in sizes], "in place": values}.get(into)
+        for _ in range(3):
+            ops.all_reduce(op, values, options, out=out)
+        emulated.forget()
+        with allocations() as made:
+            results = ops.all_reduce(op, values, options, out=out)
+        expected = num_launches + (options is HALF and is_nccl) if comm.size > 1 else int(into != "in place")
+        assert len(emulated.calls("a kernel")) == expected, what
+        assert made == [] or into == "new" or not is_nccl, what  # calls through the host do allocate
+        factor = np.float32(comm.size if op == "MEAN" else 1)
+        if options is not HALF and into != "in place":  # whose totals are added again
+            totals = [reduction_of("sum", comm.size, size, F4) for size in sizes]
+            assert all((down(its) == total / factor).all() for its, total in zip(results, totals, strict=True)), what
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_packs_of_gpu_arrays_are_padded(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
     """So that each array begins at a multiple of 16 bytes: less than 16 bytes for each array."""
     BoundOps(NcclAllReduce(), connected).all_reduce("SUM", [mine(comm.rank, size) for size in (3, 8, 1)])
     assert emulated.calls("allReduce")[-1] == ("allReduce", 16 + 32 + 16)
 
 
+@pytest.mark.ranks(3)
 def test_a_stream_made_current_by_use_stays_current(gpus: cuda.Cuda, connected: SyncGroup, comm: Intracomm) -> None:
     """CuPy's `with stream` would put the one before it back."""
     mine_own, before = gpus.cupy.cuda.Stream(non_blocking=True), gpus.cupy.cuda.get_current_stream()
@@ -155,16 +156,16 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.ranks(1, 4)
 def test_started_and_blocking_calls_of_all_kinds_are_waited_for_in_any_order(
-    emulated: Emulated, comm: Intracomm, placement: tuple[int, ...], seed: int
+    emulated: Emulated, comm: Intracomm, placement: tuple[int, ...]
 ) -> None:
     """Launched, staged, round the ring; of GPU and host arrays, into outs; each rank has a speed of its own."""
 
     def is_right(array: Any) -> bool:
         return bool(((array if isinstance(array, np.ndarray) else down(array)) == 2 * comm.size).all())
 
-    chance, own = np.random.default_rng(seed), random.Random(comm.rank)
+    chance, own = np.random.default_rng(placement), random.Random(comm.rank)
     emulated.wish("NCCL's delay", 300)
     for its in opened(comm):
         for _ in range(3):
@@ -189,7 +190,7 @@ def test_started_and_blocking_calls_of_all_kinds_are_waited_for_in_any_order(
         assert comm.size == 1 or any(thread.name == "mpidist.pending" for thread in threading.enumerate())
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +217,7 @@ def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(
     assert not waits
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_one_call_at_a_time_is_waited_for(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +249,7 @@ def test_one_call_at_a_time_is_waited_for(
     assert max(depths) == 1 or (comm.rank > 0 and max(depths) == 0)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
     """Their handles may be collected; the next call, or the end, sees to them."""
     ops = BoundOps(NcclAllReduce(), connected)
@@ -262,7 +263,7 @@ def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, c
     gc.collect()  # and the fixture closes the group
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 def test_mpi_carries_device_memory_when_nccl_is_done(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +297,7 @@ def are_sums(results: Any, comm: Intracomm) -> bool:
     return all(is_total(its, comm.size, its.size) for its in results)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
 def test_a_barrier_of_the_users_own_may_come_before_wait(gpus: cuda.Cuda, comm: Intracomm, implementation: str) -> None:
     """Also while a rank waits for its whole GPU, which waits for what the ranks in the barrier have yet to launch."""
@@ -313,7 +314,7 @@ def test_a_barrier_of_the_users_own_may_come_before_wait(gpus: cuda.Cuda, comm: 
         assert are_sums(handle.wait(), comm)
 
 
-@pytest.mark.ranks(min=2)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("way", ["through the host", "RING", "NCCL", "NCCL, one node"])
 def test_started_calls_are_done_while_the_gpu_computes(
     gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str
