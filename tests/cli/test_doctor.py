@@ -89,6 +89,7 @@ def test_it_says_what_is_missing_and_what_to_do(
     assert "NCCL" not in text.replace("cupy-cuda13x[ctk]", "")
 
 
+@pytest.mark.ranks(1, 3)
 def test_it_shows_gpus_and_nccl(emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
     text = said(capfd, comm)
     assert row(text, "CuPy") == cuda.current().support.cupy_version

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["gpus", "one_node"]
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize("first_kind", ["GPU", "CPU"])
 def test_parts_are_put_on_the_devices_of_their_replicas(
@@ -52,6 +53,7 @@ def test_parts_are_put_on_the_devices_of_their_replicas(
         assert copied == []
 
 
+@pytest.mark.ranks(1, 3)
 def test_a_numpy_program_stays_one_where_the_strategy_finds_gpus(comm: Intracomm, gpus: Any) -> None:
     """The example of the README: only a GPU that has been named, or an option, makes batches CuPy arrays."""
     batches = [np.ones((2 * comm.size, 3))]

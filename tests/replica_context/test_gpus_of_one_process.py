@@ -52,6 +52,7 @@ def devices(comm: Intracomm, count: int, more: int = 0) -> list[str]:
     return [f"GPU:{at}" for at in range(total)]
 
 
+@pytest.mark.ranks(1, 2)
 def test_outs_of_every_replica_may_lie_at_any_number(gpus: cuda.Cuda, comm: Intracomm) -> None:
     """Complex numbers that begin within others, with gaps between them."""
     strategy = MirroredStrategy(devices(comm, 2))
@@ -90,25 +91,31 @@ def gpus_of(comm: Intracomm, which: str) -> list[str]:
     return both if which == "no NCCL" else sorted(both + both[::2])
 
 
-@pytest.mark.parametrize("which", ["one GPU", "uneven", "2", "3", "4", "no NCCL", "a shared GPU"])
-@pytest.mark.parametrize("op", ["sum", "mean", "max", "prod"])
+@pytest.mark.parametrize(
+    "which",
+    [
+        *(pytest.param(which, marks=pytest.mark.ranks(1)) for which in ("2", "4")),
+        *(pytest.param(which, marks=pytest.mark.ranks(1, 2)) for which in ("one GPU", "3", "no NCCL", "a shared GPU")),
+        pytest.param("uneven", marks=pytest.mark.ranks(3)),
+    ],
+)
 def test_results_have_the_bits_of_the_host(
-    gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, which: str, op: str
+    gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, which: str
 ) -> None:
     """On the GPU of every replica, also where ranks have several rows, into `out=` as well.
 
     Without NCCL, and where replicas share a GPU, arrays are copied to the first GPU.
     """
+    ops = ("sum", "mean", "max", "prod") if which in ("3", "no NCCL") else ("sum",)
     if which == "no NCCL":
         monkeypatch.setenv("MPIDIST_NCCL", "0")
     named = None if which == "one GPU" else gpus_of(comm, which)
     total = 2 * comm.size if named is None else len(named)
-    kinds = [dtype for dtype in DTYPES if dtype.kind != "c" or op not in ("max", "prod")]
-    asked = [(dtype, SIZES[(at + shift) % len(SIZES)]) for at, dtype in enumerate(kinds) for shift in (0, 3)]
+    asked = [(dtype, SIZES[(at + shift) % len(SIZES)]) for at, dtype in enumerate(DTYPES) for shift in (0, 3)]
 
-    def step(place: Any) -> Any:
-        own = context().replica_id_in_sync_group
-        values = [place(numbers(own, size, dtype)) for dtype, size in asked]
+    def step(place: Any, op: str) -> Any:
+        own, is_complex = context().replica_id_in_sync_group, op in ("sum", "mean")
+        values = [place(numbers(own, size, dtype)) for dtype, size in asked if dtype.kind != "c" or is_complex]
         results = context().all_reduce(op, values)
         outs = [place(np.empty(its.shape, its.dtype)) for its in results]
         assert context().all_reduce(op, values, out=outs) is outs
@@ -120,47 +127,46 @@ def test_results_have_the_bits_of_the_host(
         return [bytes_of(its) for its in (results, outs, started, gathered)]
 
     with MirroredStrategy(named, replicas=total, comm=comm) as strategy:
-        on_gpus = strategy.run(step, args=(up,))
+        on_gpus = [strategy.run(step, args=(up, op)) for op in ops]
         assert which not in ("no NCCL", "a shared GPU") or comm.size > 1 or nccl_handles.num_open() == 0
     with MirroredStrategy(replicas=total, comm=comm) as strategy:
-        on_host = strategy.run(step, args=(np.asarray,))
-    for on_gpu, expected in zip(on_gpus, on_host, strict=True):
-        for at, (got, want) in enumerate(zip(on_gpu, expected, strict=True)):
-            got, want = (its.values if hasattr(its, "values") else its for its in (got, want))  # of one replica
-            assert got == want, asked[at]
+        on_host = [strategy.run(step, args=(np.asarray, op)) for op in ops]
+    for op, of_gpus, of_host in zip(ops, on_gpus, on_host, strict=True):
+        for on_gpu, expected in zip(of_gpus, of_host, strict=True):
+            for at, (got, want) in enumerate(zip(on_gpu, expected, strict=True)):
+                got, want = (its.values if hasattr(its, "values") else its for its in (got, want))  # of one replica
+                assert got == want, (op, at)
     assert caplog.text.count("are added on the first one of them") == (which == "no NCCL")
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_calls_and_bytes_of_nccl(emulated: Emulated, comm: Intracomm, count: int, size: int) -> None:
+def test_calls_and_bytes_of_nccl(emulated: Emulated, comm: Intracomm, count: int) -> None:
     """Two groups for a sum, one for the broadcast of the results, whatever the number of arrays."""
+
+    def step(size: int) -> None:
+        own = context().replica_id_in_sync_group
+        context().all_reduce("sum", [up(numbers(own, size, np.dtype("f4"))) for _ in range(3)])
+
     with MirroredStrategy(devices(comm, count), comm=comm) as strategy:
-
-        def step() -> None:
-            own = context().replica_id_in_sync_group
-            context().all_reduce("sum", [up(numbers(own, size, np.dtype("f4"))) for _ in range(3)])
-
-        strategy.run(step)
-        emulated.forget()
-        strategy.run(step)
-    nbytes = 3 * size * 4
-    lengths = np.diff(shard_bounds(3 * size, count))
-    moved = emulated.calls("send", "broadcast")
-    counted = Counter(name for name, _ in moved)
-    assert counted == {"send": sum((count - 1) * (its > 0) + (at > 0 and its > 0) for at, its in enumerate(lengths)),
-                       "broadcast": 3 * count}  # fmt: skip
-    sent = sum(its for name, its in moved if name == "send")
-    assert sent == (count - 1) * nbytes + nbytes - 4 * lengths[0]
-    assert sum(its for name, its in moved if name == "broadcast") == count * nbytes
+        for size in (1, 7, 1000):
+            strategy.run(step, args=(size,))
+            emulated.forget()
+            strategy.run(step, args=(size,))
+            nbytes = 3 * size * 4
+            lengths = np.diff(shard_bounds(3 * size, count))
+            moved = emulated.calls("send", "broadcast")
+            sends = sum((count - 1) * (its > 0) + (at > 0 and its > 0) for at, its in enumerate(lengths))
+            assert Counter(name for name, _ in moved) == {"send": sends, "broadcast": 3 * count}
+            sent = sum(its for name, its in moved if name == "send")
+            assert sent == (count - 1) * nbytes + nbytes - 4 * lengths[0]
+            assert sum(its for name, its in moved if name == "broadcast") == count * nbytes
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("places", [(0, 1), (0, 1, 1)], ids=["a GPU each", "a shared GPU"])
-@pytest.mark.parametrize("call", ["reduce", "gather"])
 def test_values_of_several_gpus_are_combined_across_replicas(
-    emulated: Emulated, comm: Intracomm, places: tuple[int, ...], call: str
+    emulated: Emulated, comm: Intracomm, places: tuple[int, ...]
 ) -> None:
     """Outside of `run`, though no stream was waited for."""
     indices = [2 * at + place for at in range(comm.size) for place in places]
@@ -170,14 +176,15 @@ def test_values_of_several_gpus_are_combined_across_replicas(
             cuda.current().cupy.cuda.Device(indices[ctx.replica_id_in_sync_group]).use()
             return up(np.full(2, float(ctx.replica_id_in_sync_group)))
 
-        value = strategy.experimental_distribute_values_from_function(make)
-        parts_of(strategy).replicas.devices[0].use()
-        assert isinstance(value, PerReplica)
         ids = range(len(indices))
-        if call == "reduce":
-            assert down(strategy.reduce("sum", value)).tolist() == [sum(ids)] * 2
-        else:
-            assert down(strategy.gather(value, 0)).tolist() == [float(own) for own in ids for _ in range(2)]
+        for call, expected in (
+            (lambda value: strategy.reduce("sum", value), [sum(ids)] * 2),
+            (lambda value: strategy.gather(value, 0), [float(own) for own in ids for _ in range(2)]),
+        ):
+            value = strategy.experimental_distribute_values_from_function(make)
+            parts_of(strategy).replicas.devices[0].use()
+            assert isinstance(value, PerReplica)
+            assert down(call(value)).tolist() == expected
 
 
 @pytest.mark.ranks(1, 2)
@@ -252,9 +259,8 @@ def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated: 
     assert emulated.ended() == [("destroy", 4), ("destroy", 2)]
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("rows", ["a row", "two rows", "a GPU each"])
-@pytest.mark.parametrize("is_started", [False, True])
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("rows", "is_started"), [("a row", True), ("two rows", False), ("a GPU each", True)])
 def test_the_time_that_kernels_of_sums_take_to_compile_is_no_deadlines(
     gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rows: str, is_started: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,14 @@ VALUES: dict[str, Callable[[float], Any]] = {
 SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_max", "scatter_min", "scatter_update")
 
 
-@pytest.fixture(params=NAMED)
+@pytest.fixture(
+    params=[
+        pytest.param("one device", marks=pytest.mark.ranks(1)),
+        pytest.param("a device of this rank", marks=pytest.mark.ranks(3)),
+        pytest.param("a device of each rank", marks=pytest.mark.ranks(3)),
+        pytest.param("several replicas", marks=pytest.mark.ranks(1, 3)),
+    ]
+)
 def strategy(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
     with NAMED[request.param](comm) as made:
         yield made
@@ -71,6 +79,7 @@ def test_named_gpus_hold_variables_and_symmetric_arrays(strategy: Any) -> None:
     assert not arrays.is_device(strategy.symmetric_empty(4, np.float32, per_node=True))
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("kind", [MirroredStrategy, MultiWorkerMirroredStrategy])
 def test_gpus_that_were_found_hold_what_was_given_there(kind: Any, gpus: Any, comm: Intracomm) -> None:
     with kind(comm=comm) as strategy:
@@ -83,6 +92,7 @@ def test_gpus_that_were_found_hold_what_was_given_there(kind: Any, gpus: Any, co
         assert arrays.is_device(device)
 
 
+@pytest.mark.ranks(3)
 def test_one_device_that_is_no_gpu_keeps_variables_in_host_memory(gpus: Any, comm: Intracomm) -> None:
     devices = ["GPU:0"] * comm.size + ["CPU:0"]
     with MirroredStrategy(devices, comm=comm) as strategy:
@@ -90,6 +100,7 @@ def test_one_device_that_is_no_gpu_keeps_variables_in_host_memory(gpus: Any, com
         assert not arrays.is_device(strategy.symmetric_empty(4, np.float32))
 
 
+@pytest.mark.ranks(3)
 def test_per_node_variables_stay_in_host_memory(gpus: Any, comm: Intracomm) -> None:
     with MirroredStrategy("GPU:0", comm=comm, per_node_variables=True) as strategy:
         variable = make(strategy, np.arange(3.0))
@@ -98,6 +109,7 @@ def test_per_node_variables_stay_in_host_memory(gpus: Any, comm: Intracomm) -> N
         assert variable.numpy().tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.ranks(3)
 def test_values_that_no_gpu_holds_are_everyones_error(gpus: Any, comm: Intracomm) -> None:
     with MirroredStrategy("GPU:0", comm=comm) as strategy:
         value = np.zeros(2, np.longdouble if comm.rank == comm.size - 1 else np.float64)
@@ -125,25 +137,29 @@ def test_numpy_and_cupy_values_are_assigned(strategy: Any) -> None:
     assert other.numpy().tolist() == weights.numpy().tolist()
 
 
-@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-@pytest.mark.parametrize("kind", VALUES)
-def test_values_of_any_memory_are_assigned_in_replica_context(strategy: Any, kind: str, aggregation: str) -> None:
+def combined(strategy: Any) -> dict[str, float]:
+    """Return what becomes of the numbers 1, 2, ... of all replicas, by the aggregation."""
     total = strategy.num_replicas_in_sync
-    variable = make(strategy, np.zeros(3, np.float32), aggregation=aggregation)
+    return {"SUM": total * (total + 1) / 2, "MEAN": (total + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}
 
-    def step() -> None:
-        variable.assign(VALUES[kind](context().replica_id_in_sync_group + 1.0))
-        variable.assign_add(VALUES[kind](0.5))
 
-    if (kind, aggregation) == ("number", "SUM") and total > 1:
-        with pytest.raises(ValueError, match=f"it would count {total} times"):
-            strategy.run(step)
-        return
-    strategy.run(step)
-    assigned = {"SUM": total * (total + 1) / 2, "MEAN": (total + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
-    added = 0.5 * total if aggregation == "SUM" else 0.5
-    assert is_on_gpu(variable)
-    assert variable.numpy().tolist() == [assigned + added] * 3
+def test_values_of_any_memory_are_assigned_in_replica_context(strategy: Any) -> None:
+    total = strategy.num_replicas_in_sync
+    for (aggregation, assigned), kind in product(combined(strategy).items(), VALUES):
+        variable = make(strategy, np.zeros(3, np.float32), aggregation=aggregation)
+
+        def step(variable: Any = variable, kind: str = kind) -> None:
+            variable.assign(VALUES[kind](context().replica_id_in_sync_group + 1.0))
+            variable.assign_add(VALUES[kind](0.5))
+
+        if (kind, aggregation) == ("number", "SUM") and total > 1:
+            with pytest.raises(ValueError, match=f"it would count {total} times"):
+                strategy.run(step)
+            continue
+        strategy.run(step)
+        added = 0.5 * total if aggregation == "SUM" else 0.5
+        assert is_on_gpu(variable)
+        assert variable.numpy().tolist() == [assigned + added] * 3, (aggregation, kind)
 
 
 def test_expressions_take_numpy_by_a_copy_and_cupy_as_it_is(strategy: Any) -> None:
@@ -177,39 +193,38 @@ def test_expressions_take_numpy_by_a_copy_and_cupy_as_it_is(strategy: Any) -> No
     assert v.numpy().tolist() == n.tolist(), "not written by its readers"
 
 
-@pytest.mark.parametrize("call", SCATTERS)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
-@pytest.mark.parametrize("place", [np.asarray, up], ids=["NumPy", "CuPy"])
-def test_rows_are_changed_as_in_host_memory(gpus: Any, comm: Intracomm, call: str, dtype: Any, place: Any) -> None:
+def test_rows_are_changed_as_in_host_memory(gpus: Any, comm: Intracomm, dtype: Any) -> None:
     """Bit by bit, whatever the number of changes of one row."""
     rng = np.random.default_rng(3)
     start = (rng.normal(size=(6, 5)) * 100 + 200).astype(dtype)
     indices = np.array([2, 5, 2, 0, 2, 5, 2], np.int64)
     rows = (rng.normal(size=(7, 5)) * 3 + 10).astype(dtype)
-    numbers = []
-    for device in ("CPU:0", "GPU:0"):
-        with MirroredStrategy(device, comm=comm) as strategy:
-            variable = make(strategy, start)
-            place_here = np.asarray if device == "CPU:0" else place
-            getattr(variable, call)(IndexedSlices(place_here(rows), place_here(indices)))
+
+    def changed(strategy: Any, place: Any) -> list[bytes]:
+        variables = [make(strategy, start) for _ in SCATTERS]
+        for variable, call in zip(variables, SCATTERS, strict=True):
+            getattr(variable, call)(IndexedSlices(place(rows), place(indices)))
             getattr(variable, call)(IndexedSlices(rows[:0], indices[:0]))
-            assert is_on_gpu(variable) == (device == "GPU:0")
-            numbers.append(variable.numpy().tobytes())
-    assert numbers[0] == numbers[1]
+            assert is_on_gpu(variable) == (strategy is on_gpu)
+        return [variable.numpy().tobytes() for variable in variables]
+
+    with MirroredStrategy("CPU:0", comm=comm) as on_host, MirroredStrategy("GPU:0", comm=comm) as on_gpu:
+        expected = changed(on_host, np.asarray)
+        assert changed(on_gpu, np.asarray) == changed(on_gpu, up) == expected
 
 
-@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-def test_rows_of_all_replicas_are_changed(strategy: Any, aggregation: str) -> None:
-    total = strategy.num_replicas_in_sync
-    embedding = make(strategy, np.zeros((4, 2)), aggregation=aggregation)
+def test_rows_of_all_replicas_are_changed(strategy: Any) -> None:
+    for aggregation, number in combined(strategy).items():
+        embedding = make(strategy, np.zeros((4, 2)), aggregation=aggregation)
 
-    def step() -> None:
-        own = float(context().replica_id_in_sync_group + 1)
-        embedding.scatter_add(IndexedSlices(np.full((2, 2), own), [1, 3]))
+        def step(embedding: Any = embedding) -> None:
+            own = float(context().replica_id_in_sync_group + 1)
+            embedding.scatter_add(IndexedSlices(np.full((2, 2), own), [1, 3]))
 
-    strategy.run(step)
-    combined = {"SUM": total * (total + 1) / 2, "MEAN": (total + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
-    assert embedding.numpy().tolist() == [[0.0] * 2, [combined] * 2, [0.0] * 2, [combined] * 2]
+        strategy.run(step)
+        assert embedding.numpy().tolist() == [[0.0] * 2, [number] * 2, [0.0] * 2, [number] * 2], aggregation
 
 
 def test_program_trains_and_checkpoints_hold_variables(strategy: Any, comm: Intracomm, tmp_path: Path) -> None:
@@ -252,10 +267,12 @@ def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
         assert strategy.experimental_local_results(sums) == (expected,) * len(parts_of(strategy).replicas.ids_here)
 
 
-FEW_RANKS = pytest.mark.ranks(max=2)  # so that 8 GPUs are enough
-
-
-@pytest.fixture(params=["2 on a GPU", "3 on a GPU", "2 GPUs", pytest.param("3 GPUs", marks=FEW_RANKS)])
+@pytest.fixture(
+    params=[
+        pytest.param(which, marks=pytest.mark.ranks(number))
+        for which, number in (("2 on a GPU", 3), ("3 on a GPU", 1), ("2 GPUs", 3), ("3 GPUs", 1))
+    ]
+)
 def several(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
     """A strategy whose ranks have several replicas each, on one GPU or on as many."""
     count = int(request.param[0]) * comm.size
@@ -340,6 +357,7 @@ def test_replicas_of_a_rank_write(several: Any) -> None:
     assert weights.numpy().tolist() == [5.0, 5.0]
 
 
+@pytest.mark.ranks(3)
 def test_rows_on_servers_are_read_by_indices_on_a_gpu(gpus: Any, comm: Intracomm) -> None:
     with ParameterServerStrategy(num_ps=1, comm=comm) as strategy:
         if strategy.is_ps:
