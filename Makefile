@@ -77,11 +77,13 @@ test-all: test-frameworks test-cuda test-gpu-check test-impi test-openmpi test-n
 test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
 	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax or horovod"
 
-# A quarter of the runs of tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates. Of the check of a machine
-# with a GPU is left out what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
+# With the real CuPy on GPUs that tests/host_cuda emulates; of the modules that have such tests, as each rank collects what
+# it is given. Of the check of a machine with a GPU is left out what needs CUDA's libraries and tools. Its tests may lack a
+# GPU, and say so.
+GPU_TESTS = $(shell grep -rlE 'mark\.gpu|host_cuda\.gpus' tests --include='test_*.py')
 test-cuda: $(CUDA)/host_cuda/jumps.json  ## With CuPy, on emulated GPUs
-	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 4 \
-	    -o 'mpi_accepted_skips="needs a real GPU" "needs a GPU, and MPI" "needs a mount namespace"' tests
+	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu \
+	    -o 'mpi_accepted_skips="needs a real GPU" "needs a GPU, and MPI" "needs a mount namespace"' $(GPU_TESTS)
 
 test-gpu-check: $(CUDA)/host_cuda/jumps.json  ## The check of a machine with a GPU, small, on emulated GPUs
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4

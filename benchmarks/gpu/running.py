@@ -33,8 +33,10 @@ SHARED = "NCCL_NVLS_ENABLE=0 NCCL_RAS_ENABLE=0 NCCL_MAX_CTAS=2 NCCL_DEBUG=WARN"
 ONE_PROCESS = f"{SHARED} NCCL_MULTI_RANK_GPU_ENABLE=1"
 HOSTIDS = f"""{SHARED} TEST_HOSTIDS=1 NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
               NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 NCCL_ALGO=Ring NCCL_PROTO=Simple"""
-TWO_NODES = "MPIDIST_PRETEND_NODES=0,0,1,1"
 DIGITS = "tests/strategies/test_digits_on_gpus.py"
+# Their tests keep the settings of who starts them, which others take away.
+KEEPING = ("tests/collectives/test_device_numbers.py", "tests/variables/test_variables_on_gpus.py")
+FEW = "hierarchical or named_gpus or broadcast"  # tests of a tiny check
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,8 @@ class Part:
     alone: bool = True  # whether it measures times or memory, and so has the machine to itself
 
 
-def _tests(name: str, ranks: str, words: str, limit: float, settings: str = "", *files: str, sample: int = 1) -> Part:
-    words, sampled = f"tests that need a GPU, {words}", ("--sample", str(sample)) if sample > 1 else ()
-    words += f", one run of {sample} of each" if sampled else ""
-    return Part(name, "tests", words, limit, 0, settings, (ranks, *sampled, *files), alone=False)
+def _tests(name: str, ranks: str, words: str, limit: float, settings: str = "", *files: str) -> Part:
+    return Part(name, "tests", f"tests that need a GPU, {words}", limit, 0, settings, (ranks, *files), alone=False)
 
 
 # In the order of their importance: what comes last is left out if time runs short. Those that measure come first, and
@@ -68,16 +68,12 @@ PARTS: tuple[Part, ...] = (
     Part("overlap", "gpu.calls:overlap", "reductions that hide behind the backward pass", 38, 2),
     Part("faults", "gpu.calls:faults", "an abort with a kernel in flight", 38, 2, HOSTIDS),
     _tests("right-1", "1", "1 rank, real NCCL", 140),
-    _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 200, "MPIDIST_NCCL=0", sample=9),
-    _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID", 180, HOSTIDS, sample=8),
+    _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 200, "MPIDIST_NCCL=0", *KEEPING),
+    _tests("right-hostid", "2,3,4", "2 to 4 ranks, real NCCL by NCCL_HOSTID", 240, HOSTIDS, *KEEPING,
+           "tests/transport/nccl/test_nccl.py", "tests/collectives/test_device_edges.py"),
     _tests("right-one-process", "1", "several communicators of one process on a GPU", 60, ONE_PROCESS,
            "tests/transport/nccl/test_gpus_of_process.py"),
     *(_tests(f"digits-{ranks}", ranks, f"digits on the GPU, {ranks} ranks", 60, "", DIGITS) for ranks in "14"),
-    _tests("right-2x2", "4", "2 + 2 ranks on pretended nodes, through the host", 110, f"MPIDIST_NCCL=0 {TWO_NODES}",
-           sample=5),
-    _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID", 130, HOSTIDS, sample=12),
-    _tests("right-hostid-2x2", "4", "2 + 2 ranks, NCCL in pretended nodes, MPI between", 110,
-           f"{HOSTIDS} {TWO_NODES}", sample=12),
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent.parent
@@ -95,8 +91,6 @@ TOKEN, OWN = "GPU_CHECK_TOKEN", uuid.uuid4().hex  # in the environment of this c
 LEAST_SECONDS = 8.0
 KEPT = 15_000  # of what a part prints, the first and the last characters
 GRACE = 8.0  # for a summary of the tests that were done
-# Their tests keep the settings of who starts them, which others take away.
-TINY_FILES = ["tests/collectives/test_device_numbers.py", "tests/variables/test_variables_on_gpus.py"]
 
 
 @dataclass(frozen=True)
@@ -204,12 +198,12 @@ def _run(part: Part, limit: float, environment: Environment, results: Path) -> t
 
 def words_of_tests(part: Part, environment: Environment) -> list[str]:
     """Return what Python is told to run tests that need a GPU; if the check is tiny, a few, and not of all files."""
-    is_tiny = environment.variables.get("GPU_CHECK_TINY") == "1"
-    ranks, *more = part.words
-    sampled, files = (more[:2], more[2:]) if "--sample" in more else ([], more)
-    files = files or (TINY_FILES if is_tiny else files_with_gpu_tests())
+    ranks, *files = part.words
     options = ["-q", "-m", "gpu", "-rsfE", "-p", "no:cacheprovider", "--ranks", ranks]
-    return ["-m", "pytest", *options, *(["--sample", "20"] if is_tiny else sampled), *files]
+    if environment.variables.get("GPU_CHECK_TINY") == "1":
+        files = files or [*KEEPING]
+        options += ["-k", FEW]
+    return ["-m", "pytest", *options, *(files or files_with_gpu_tests())]
 
 
 def files_with_gpu_tests() -> list[str]:

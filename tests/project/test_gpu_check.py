@@ -281,12 +281,11 @@ def test_tiny_check_runs_tests_that_keep_the_settings_of_their_part() -> None:
     tiny = Environment({"GPU_CHECK_TINY": "1"}, (), "")
     words = running.words_of_tests(parts["right-staged"], tiny)
     assert words[words.index("--ranks") + 1] == "2,3,4"
-    files = {word for word in words if word.endswith(".py")}
-    assert files < set(running.files_with_gpu_tests())
-    for file in files:
+    assert {word for word in words if word.endswith(".py")} == {*running.KEEPING}
+    for file in running.KEEPING:
         (names,) = re.findall(r"^from host_cuda.gpus import (.*)", (ROOT / file).read_text(), re.M)
         assert not {"emulated", "group", "use_own_settings"} & set(names.split(", ")), file
-    whole = running.words_of_tests(parts["right-staged"], Environment({}, (), ""))
+    whole = running.words_of_tests(parts["right-1"], Environment({}, (), ""))
     assert [word for word in whole if word.endswith(".py")] == running.files_with_gpu_tests()
     assert running.words_of_tests(parts["right-one-process"], tiny)[-1] == parts["right-one-process"].words[1]
 

@@ -28,9 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mpi", "MPI")
     group.addoption("--ranks", metavar="1,2,4", help="numbers of MPI ranks (ini: mpi_ranks)")
     group.addoption(
-        "--sample", metavar="N", type=int, default=1, help="every Nth run of each test, where time is short"
-    )
-    group.addoption(
         "--lanes", metavar="N", help="launches for tests that need no ranks, beside the others (ini: mpi_lanes)"
     )
     group.addoption("--times", action="store_true", help="show how long each module took")

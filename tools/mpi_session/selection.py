@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import pytest
@@ -44,7 +43,7 @@ def teams_of(sizes: Sequence[int], num_lanes: int) -> list[Team]:
     return [*map(Team, sizes), *(Team(1, lane) for lane in range(1, num_lanes + 1))]
 
 
-def plan(items: Sequence[pytest.Item], teams: Sequence[Team], step: int = 1) -> dict[str, list[pytest.Item]]:
+def plan(items: Sequence[pytest.Item], teams: Sequence[Team]) -> dict[str, list[pytest.Item]]:
     """Say which tests each team runs, by the key of the team.
 
     Each case of a test runs at one number of ranks, and the cases at all numbers in turn. A test with fewer cases than
@@ -54,7 +53,6 @@ def plan(items: Sequence[pytest.Item], teams: Sequence[Team], step: int = 1) -> 
     Args:
         items: The cases of all tests.
         teams: The teams.
-        step: Every so manieth run of each test, the first included.
     """
     lanes = _lanes(items, teams)
     tests: dict[str, list[tuple[pytest.Item, list[Team]]]] = {}
@@ -62,7 +60,7 @@ def plan(items: Sequence[pytest.Item], teams: Sequence[Team], step: int = 1) -> 
         own = [lanes[_module(item)]] if _is_once(item) else _teams_of_ranks(item, teams)
         if own:
             tests.setdefault(item.nodeid.partition("[")[0], []).append((item, own))
-    chosen = {run for test, cases in tests.items() for run in islice(_runs_of(test, cases), 0, None, step)}
+    chosen = {run for test, cases in tests.items() for run in _runs_of(test, cases)}
     return {team.key: [item for item in items if (team.key, item.nodeid) in chosen] for team in teams}
 
 

@@ -3,7 +3,7 @@
     python tools/mutants                                 all folders: hours
     python tools/mutants checkpoint cli                  two folders
     python tools/mutants checkpoint --only 3 7           two faults
-    python tools/mutants cli -- --ranks 2 --sample 60    other options for pytest
+    python tools/mutants cli -- --ranks 2              other options for pytest
 
 Each fault is put into a copy of the repository, and the folder's tests run there until one fails.
 """

@@ -79,7 +79,7 @@ class InnerSession:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         teams = teams_of(self.orders.ranks, self.orders.num_lanes)
         own = Team(self.size, self.orders.lane)
-        chosen = plan(items, list(dict.fromkeys([*teams, own])), self.config.option.sample)
+        chosen = plan(items, list(dict.fromkeys([*teams, own])))
         self.collection.planned = {team.key: len(chosen[team.key]) for team in teams}
         kept = {item.nodeid for item in chosen[own.key]}
         left_out = [item for item in items if item.nodeid not in kept]
