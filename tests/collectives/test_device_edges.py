@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -143,14 +141,6 @@ def test_elements_may_lie_at_any_number(group: SyncGroup, comm: Intracomm) -> No
     assert (down(rows) == [2 * comm.size, comm.size, 9]).all()
 
 
-@contextmanager
-def on_gpu(index: int) -> Iterator[None]:
-    """Make another GPU the current one, and wait for what is made there."""
-    with cuda.current().cupy.cuda.Device(index):
-        yield
-        arrays.wait_for_stream()
-
-
 @pytest.mark.ranks(3)
 def test_results_go_to_no_other_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm) -> None:
     """Kernels that wrote there would lose CUDA's context. Values from there are copied."""
@@ -159,8 +149,9 @@ def test_results_go_to_no_other_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Int
     first, value, out = up(np.zeros(5)), up(np.ones(5)), up(np.zeros(5))
     ops.all_reduce("SUM", [value, value], out=[first, out])  # so that the first one is known
     if comm.rank == 0:
-        with on_gpu(other):
+        with gpus.cupy.cuda.Device(other):
             value, out = up(np.ones(5)), up(np.zeros(5))
+            arrays.wait_for_stream()
     for into in (value, out):
         for call in (
             lambda outs: ops.all_reduce("SUM", [value, value], out=outs),
