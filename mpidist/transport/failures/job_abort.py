@@ -44,6 +44,7 @@ EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a failed cal
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
+_ACKNOWLEDGE_SECONDS: Final = 2.0  # how long the other ranks may take to raise the error of this one
 _FOLLOW_SECONDS: Final = 4.0  # how long the rank that failed first may take to end the job
 _ABORT_SECONDS: Final = 3.0  # how long MPI_Abort may take
 _RESERVE_BYTES: Final = 8 << 20  # what printing an error and MPI_Abort need, where the program has left nothing
@@ -62,6 +63,7 @@ class Job(NamedTuple):
             `None` where it still is there.
         is_thread_of_a_group: Whether other ranks may wait for this thread.
         may_lower_rank_have_ended: Whether a lower rank has told this rank that it fails, too, or cannot tell.
+        have_others_acknowledged: Whether all other ranks have answered that this one has failed.
         leave: Leaves all groups because of an exception, if the other ranks go on without this rank. Returns whether
             they do.
         finish: Finishes what must not be lost, such as files that a thread writes.
@@ -74,6 +76,7 @@ class Job(NamedTuple):
     save_flights: Callable[[str, Stack | None], str]
     is_thread_of_a_group: Callable[[], bool]
     may_lower_rank_have_ended: Callable[[], bool]
+    have_others_acknowledged: Callable[[], bool]
     leave: Callable[[BaseException], bool]
     finish: Callable[[], None]
 
@@ -213,13 +216,16 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
         time.sleep(_FOLLOW_SECONDS)
         if not following.may_go_on:
             return
-    if not getattr(error, "raised_on_all_ranks", False):
+    is_own = not getattr(error, "raised_on_all_ranks", False)
+    if is_own:
         with suppress(Exception):  # MPI itself may have failed: the error must be reported nevertheless
             job.tell_end(text_of(error))
         if issubclass(kind, Exception):
             job.save_flights(text_of(error), Stack.of_walk([*walk_tb(error.__traceback__)][::-1]))
     _wait_for_lower_rank(job, error)
     report(error, job.prefix)
+    if is_own:
+        _await_acknowledgements(job)
 
 
 def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[threading.ExceptHookArgs], Any]) -> None:
@@ -238,6 +244,13 @@ def _wait_for_lower_rank(job: Job, error: BaseException) -> None:
             time.sleep(_FOLLOW_SECONDS)
 
 
+def _await_acknowledgements(job: Job) -> None:
+    """Wait until the other ranks have raised the error of this one, which takes them a while on busy cores."""
+    until = time.monotonic() + _ACKNOWLEDGE_SECONDS
+    while not job.have_others_acknowledged() and time.monotonic() < until:
+        time.sleep(_ACKNOWLEDGE_SECONDS / 200)
+
+
 def _end_with_code(error: SystemExit) -> None:
     """End the job if this rank's program ends with another code than 0."""
     job, code = _jobs[0], status_of(error)
@@ -253,6 +266,7 @@ def _end_with_code(error: SystemExit) -> None:
         job.tell_end(f"SystemExit: {error.args[0]}")
         _wait_for_lower_rank(job, error)
         _report_exit(job, error)
+        _await_acknowledgements(job)
     finally:
         _abort(job, code)
 

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from mpidist.transport.failures.exit_code import end_at_once
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
 from mpidist.transport.failures.process_state import RUNNING
+from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.mpi.child_process import launcher_or_parent
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS
 from mpidist.transport.mpi.launched_rank import LaunchedRank
@@ -40,6 +41,7 @@ __all__ = [
     "call_before_abort",
     "end_job_before_start",
     "explain_failures",
+    "have_others_acknowledged",
     "install_job_abort",
     "is_thread_of_a_group",
     "leave",
@@ -93,8 +95,8 @@ class OpenGroup(ABC):
         """Tell the other ranks that this rank's program has failed. Local."""
 
     @abstractmethod
-    def has_lower_rank_ended(self) -> bool:
-        """Whether a lower rank has told this rank that its program ends. Local."""
+    def watch(self) -> Watchdog | None:
+        """Return what reads the other ranks' notes; `None` if nothing can. Local."""
 
     def is_dispensable(self) -> bool:
         """Whether the other ranks go on if this rank's program fails. Local."""
@@ -245,6 +247,7 @@ def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
         save_flights,
         is_thread_of_a_group,
         may_lower_rank_have_ended,
+        have_others_acknowledged,
         leave,
         _finish,
     )
@@ -322,7 +325,17 @@ def leave(error: BaseException) -> bool:
 def may_lower_rank_have_ended() -> bool:
     """Whether a lower rank has told in any group that its program ends, or there is no group to tell in. Local."""
     groups = (*_open, *_failed)
-    return not groups or any(group.has_lower_rank_ended() for group in groups)
+    return not groups or any(watch.has_lower_rank_ended() for watch in _watches(groups))
+
+
+def have_others_acknowledged() -> bool:
+    """Whether every rank of the open groups has raised an error in one of them. Local."""
+    pairs = [pair for watch in _watches(_open) for pair in watch.acknowledged().items()]
+    return {rank for rank, _ in pairs} == {rank for rank, has_raised in pairs if has_raised}
+
+
+def _watches(groups: Iterable[OpenGroup]) -> Iterator[Watchdog]:
+    return filter(None, (group.watch() for group in groups))
 
 
 def call_before_abort(function: Callable[[], None]) -> None:

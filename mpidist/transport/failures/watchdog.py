@@ -165,6 +165,12 @@ class Watchdog:
         ends = (ENDED, LEFT, BROKE_OFF, GAVE_UP)  # not `FOLLOWS`: it may be this rank that the other follows
         return any(note.tag in ends and rank < self._rank for rank, note in self._received.items())
 
+    def acknowledged(self) -> dict[int, bool]:
+        """Return whether each rank, by its number in the job, has raised an error of this group. Local."""
+        self._read()
+        ranks = {self._rank, *self._received, *(self._seen(self._received) - {*self._board.ranks})}
+        return {number: self.broken is not None or rank in ranks for rank, number in enumerate(self._numbers)}
+
     def tell_end(self, text: str) -> None:
         """Tell the other ranks that this rank's program has failed. Local."""
         if self.broken is None:

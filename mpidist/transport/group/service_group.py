@@ -323,9 +323,9 @@ class ServiceGroup(OpenGroup):
         if self.is_open:
             self.watchdog.tell_end(text)
 
-    def has_lower_rank_ended(self) -> bool:
-        """See `OpenGroup.has_lower_rank_ended`."""
-        return not load_mpi().Is_finalized() and self.watchdog.has_lower_rank_ended()
+    def watch(self) -> Watchdog | None:
+        """See `OpenGroup.watch`."""
+        return None if load_mpi().Is_finalized() else self.watchdog
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of a rank of this node is gone. Local."""

@@ -371,9 +371,9 @@ class SyncGroup(OpenGroup):
         if self._watchdog is not None and not self._is_finalized():
             self._watchdog.tell_end(text)
 
-    def has_lower_rank_ended(self) -> bool:
-        """See `OpenGroup.has_lower_rank_ended`."""
-        return self._watchdog is not None and not self._is_finalized() and self._watchdog.has_lower_rank_ended()
+    def watch(self) -> Watchdog | None:
+        """See `OpenGroup.watch`."""
+        return None if self._is_finalized() else self._watchdog
 
     def flights(self) -> Mapping[int, GroupFlight]:
         """See `OpenGroup.flights`."""

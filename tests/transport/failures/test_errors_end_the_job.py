@@ -53,6 +53,22 @@ def test_rank_that_ends_early_is_named_where_others_wait_for_it(job: Job) -> Non
     assert "rank 1 ended the program while ranks 0, 2 called reduce" in ended.err
 
 
+@pytest.mark.parametrize("end", ["raise KeyError('mine')", "sys.exit(3)"])
+def test_error_of_a_rank_is_raised_on_a_rank_that_calls_later(job: Job, end: str) -> None:
+    program = f"""
+from mpidist.transport.failures import job_abort
+job_abort._ACKNOWLEDGE_SECONDS = 60.0
+strategy.reduce("SUM", 1.0)
+if rank == 0:
+    {end}
+time.sleep(2)
+reduce_for_ever()
+"""
+    ended = job(program, ranks=2)
+    assert ended.status != 0
+    assert any("PeerFailedError" in line and "rank 0 ended" in line for line in ended.lines_of(1)), ended.err
+
+
 def test_on_error_raise_leaves_the_job_alone_and_others_learn_of_it(job: Job) -> None:
     program = """
 strategy.reduce("SUM", 1.0)

@@ -155,6 +155,12 @@ FAULTS = [
         "nobody says where sys.exit was called",
     ),
     Fault(
+        "failures/open_groups.py",
+        "return {rank for rank, _ in pairs} == {rank for rank, has_raised in pairs if has_raised}",
+        "return True",
+        "a rank that fails ends the job before the others have raised the error",
+    ),
+    Fault(
         "failures/status_board.py",
         "return tuple(self.ranks[place] for place in np.flatnonzero(found == _FOUND_GONE))",
         "return ()",
