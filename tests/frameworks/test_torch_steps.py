@@ -1,4 +1,4 @@
-"""The benchmark of training steps in PyTorch: does it run?"""
+"""The benchmarks of PyTorch: do they run?"""
 
 from __future__ import annotations
 
@@ -61,3 +61,8 @@ def test_lists_are_measured_beside_those_of_numpy(tmp_path: Path) -> None:
     assert [row["work"] for row in rows] == ["3x5"] * 5 + ["8x100"] * 5
     assert all(float(row["us"]) > 0 for row in rows)
     assert said.count("tensors, in place") == 2
+
+
+def test_torch_faults_prints_a_row_of_jobs_that_end_with_the_rank_named() -> None:
+    said = run("torch_faults", "--faults=leaves", "--runs=1", f"--env={sys.executable}")
+    assert said.splitlines()[-1].startswith("leaves | 1 | 1 | 1 x 1 | 0 | ")
