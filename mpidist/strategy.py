@@ -62,6 +62,8 @@ class Strategy(CollectiveCalls, ABC):
         cluster_resolver: The tasks of the cluster, for strategies that have one.
     """
 
+    _over: Callable[..., Any]  # makes the same strategy over other ranks, for those that can `shrink`
+
     def __init__(self, parts: StrategyParts, cluster_resolver: ClusterResolver | None = None) -> None:
         if type(self) is Strategy:
             raise TypeError("Strategy is abstract: make a MirroredStrategy, a MultiWorkerMirroredStrategy, ...")
@@ -322,6 +324,22 @@ class Strategy(CollectiveCalls, ABC):
             self._parts.service.reset()
         self._parts.group.reset()
         self._parts.group.devices.work_on(self._parts.replicas.devices[0])
+
+    def shrink(self: _T) -> _T:
+        """Make the same strategy over the ranks that live, after a call raised `PeerFailedError`. Collective over them.
+
+        This strategy is closed; its variables can still be read. Ranks may be one step apart: make variables again,
+        which takes the values of the lowest rank, and broadcast the number of the step. Make data sets and managers of
+        checkpoints again, too. The loss of another rank meanwhile ends the job. At its end the program does not
+        finalize MPI.
+
+        Raises:
+            RuntimeError: If no call has failed, or the strategy was not made with `on_rank_lost="shrink"`.
+        """
+        comm = self._parts.group.shrink()
+        strategy: _T = self._over(comm=comm)
+        comm.Free()  # the strategy has a duplicate
+        return strategy
 
     def close(self) -> None:
         """Free the strategy's communicators and memory. Collective; a second call does nothing.

@@ -116,7 +116,7 @@ class StrategyParts:
         placement: VariablePlacement = OnEachRank()
         carried = Replicas.one_per_rank(group.topology) if replicas is None else replicas
         carried = replace(carried, devices=tuple(devices))
-        fields = {"strategy": name, "replicas": str(carried)}
+        fields = {"strategy": name, "replicas": str(carried), "on_rank_lost": group.on_rank_lost}
         try:
             _require_kinds(cross_device_ops, options)
             bound = BoundOps(cross_device_ops, group, options, carried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import final
 
 from mpidist.cluster_resolver.resolver import ClusterResolver
@@ -44,12 +45,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
         per_node_variables: Keep one copy of each mirrored variable for all ranks of a node, in shared memory, instead
             of one copy per rank. Then assigning is collective, in every context.
+        on_rank_lost: What may follow the loss of a rank: `"end"` of the job, or `"shrink"`, after which `shrink` makes
+            the same strategy over the ranks that live. That needs Open MPI, started with `mpirun --with-ft ulfm`.
 
     Raises:
         TopologyError: If the resolver or TF_CONFIG contradicts MPI, or TF_CONFIG is set on some ranks only. On every
             rank.
-        UnavailableError: If there is no MPI, or what the options ask for is missing, NCCL for example.
-        ValueError: If there are fewer replicas than ranks.
+        UnavailableError: If there is no MPI, or what the options ask for is missing, NCCL for example; or MPI does not
+            go on without a lost rank.
+        ValueError: If there are fewer replicas than ranks, or `on_rank_lost` is something else.
         TypeError: If the resolver, the options, `cross_device_ops` or `per_node_variables` are of another type.
     """
 
@@ -62,6 +66,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         replicas: int | None = None,
         comm: Intracomm | None = None,
         per_node_variables: bool = False,
+        on_rank_lost: str = "end",
     ) -> None:
         name, options = type(self).__name__, communication_options
 
@@ -70,6 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             try:
                 _require_resolver(cluster_resolver)
                 require_bool("per_node_variables", per_node_variables)
+                group.choose_on_rank_lost(on_rank_lost)
                 device = choose_device(group.topology)
                 carried = None if replicas is None else Replicas.in_blocks(replicas, group.topology)
             except Exception as problem:  # of any kind: the other ranks must learn of it
@@ -86,6 +92,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         if tasks.group is not everyone:
             parts = assemble(tasks.group, tasks.service)
         super().__init__(parts, tasks.resolver)
+        self._over = partial(
+            type(self),
+            None,
+            options,
+            cross_device_ops=cross_device_ops,
+            replicas=replicas,
+            per_node_variables=per_node_variables,
+            on_rank_lost=on_rank_lost,
+        )
 
 
 def _require_resolver(given: object) -> None:

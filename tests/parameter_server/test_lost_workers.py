@@ -84,7 +84,7 @@ WORKS_LONG = """
 if rank == 1:
     strategy.close()
     err = os.path.join(os.path.dirname(os.environ["FAULT_NOTES"]), "err")
-    while "to come to theirs" not in open(err).read():
+    while "to come there" not in open(err).read():
         time.sleep(0.1)
     time.sleep(0.5)  # in which another line might come
     note("done")
@@ -98,8 +98,8 @@ def test_ranks_that_have_ended_tell_once_for_whom_they_wait(job: Job) -> None:
     ended = job(program("pass") + WORKS_LONG, THREE, MPIDIST_STALL_SECONDS="4")
     assert ended.status == 0, ended
     assert set(ended.of("done")) == {1}
-    told = [line for rank in range(3) for line in ended.lines_of(rank) if "to come to theirs" in line]
-    text = "has come to its end, and has waited 4 s for rank 1 of 3 ranks to come to theirs"
+    told = [line for rank in range(3) for line in ended.lines_of(rank) if "to come there" in line]
+    text = "has come to its end, and has waited 4 s for rank 1 of 3 ranks to come there"
     place = r" \(rank 1: \S+program\.py:\d+ in <module>\); it waits on while their processes live"
     assert len(told) == 1, ended.err
     assert re.fullmatch(text + place, told[0]), told

@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.transport.failures.exit_code import status_of, watch_exits, watch_immediate_exits, where_raised
+from mpidist.transport.failures.forked_rank import note_status
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launcher_abort import store_code
 from mpidist.transport.shared_errors import following_of, has_left, is_shared
@@ -257,6 +258,7 @@ def _end_with_code(error: SystemExit) -> None:
     if code == 0:
         return
     if getattr(error, "raised_on_all_ranks", False):  # all ranks end by themselves
+        note_status(code)
         store_code(os.environ, code)  # some launchers end the other ranks when the first one has ended, others do not
         return
     if _has_left(job, error):

@@ -71,6 +71,7 @@ class Watchdog:
 
     Attributes:
         broken: The failure that made the group unusable, or `None`.
+        remedy: The argument.
         advance_others: Called while this rank waits, to advance what this rank started in other groups.
         resets: The note of each rank that has called reset().
     """
@@ -94,7 +95,7 @@ class Watchdog:
         self._board = board
         self._hostnames = hostnames
         self._stall_seconds = stall_seconds
-        self._remedy = remedy
+        self.remedy = remedy
         self._on_failure = on_failure
         self._received: dict[int, FailureNote] = {}
         self._answers: dict[int, FailureNote] = {}
@@ -342,7 +343,7 @@ class Watchdog:
         self._board.recorder.fail()
         summary = f"{self._awaited.name} on rank {self._rank} {reason}"
         is_for_good = self._awaited.is_last or any(note.tag == LEFT for note in self._received.values())
-        head = f"{summary}. {_CLOSE_AND_REBUILD if is_for_good else self._remedy}"
+        head = f"{summary}. {_CLOSE_AND_REBUILD if is_for_good else self.remedy}"
         self.broken, lines = kind(head), late.lines()
         ranks = sorted({self._rank, *late.ranks})
         numbers = [self._numbers[rank] for rank in ranks]

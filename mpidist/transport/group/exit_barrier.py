@@ -33,6 +33,7 @@ class ExitBarrier:
         write_line: Writes a line for people.
         lost: Ranks that are gone now.
         places_of: Says where some ranks of this node are in their programs.
+        place: Where the ranks meet.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class ExitBarrier:
         write_line: Callable[[str], None] = lambda line: None,
         lost: Collection[int] = (),
         places_of: Callable[[Collection[int]], str] = lambda ranks: "",
+        place: str = "its end",
     ) -> None:
         self._comm, self._found_gone, self._write_line = comm, found_gone, write_line
-        self._stall_seconds, self._places_of = stall_seconds, places_of
+        self._stall_seconds, self._places_of, self._place = stall_seconds, places_of, place
         self._warn_at = time.monotonic() + (stall_seconds or math.inf)
         self._lost = {*found_gone(), *lost}
         self._told = set(self._lost)  # the lost ranks that some message names, so that all other ranks know of them
@@ -107,9 +109,8 @@ class ExitBarrier:
         late = sorted(set(self._awaited) - self._lost)
         if late and self._lost.union(late).issuperset(range(self._comm.rank)):
             self._write_line(
-                f"has come to its end, and has waited {self._stall_seconds:g} s for {name_ranks(late)} of "
-                f"{self._comm.size} ranks to come to theirs{self._places_of(late)}; it waits on while their "
-                "processes live"
+                f"has come to {self._place}, and has waited {self._stall_seconds:g} s for {name_ranks(late)} of "
+                f"{self._comm.size} ranks to come there{self._places_of(late)}; it waits on while their processes live"
             )
 
     def _lose(self, rank: int, error: Exception) -> None:

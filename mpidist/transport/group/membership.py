@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Final, final
+from typing import Final, cast, final
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class Membership:
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
         if topology.size == 1:
             open_groups.add_alone(self)
-        self._reset_watchdog = self._make_call_watchdog(comm, "End the job, and start it again")
+        self._reset_watchdog = self.make_call_watchdog(comm, "End the job, and start it again")
         self.trace: Trace | None = None
         if settings.trace:
             try:
@@ -94,9 +94,10 @@ class Membership:
         statuses = {rank: self._board.status(rank) for rank in ranks if rank in self._board.ranks}
         return [f"rank {rank}: {status}" for rank, status in self._board.located(statuses).items()]
 
-    def make_call_watchdog(self, comm: Intracomm) -> CallWatchdog:
+    def make_call_watchdog(self, comm: Intracomm, remedy: str) -> CallWatchdog:
         """Make the watchdog of calls in a communicator of the same ranks. Local."""
-        return self._make_call_watchdog(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
+        hostnames = self._topology.hostnames
+        return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
 
     def make_watchdog(self, awaited: Awaited, comm: Intracomm, remedy: str) -> Watchdog:
         """Make the watchdog of a rank whose calls are not in lock step, in a communicator of the same ranks. Local."""
@@ -175,11 +176,19 @@ class Membership:
             return f"a call failed before, and MPI has found that {failed} cannot end: its process has failed"
         return None
 
-    def wait_for_live_peers_at_exit(self) -> str | None:
+    def shrink(self) -> Intracomm:
+        """Make a communicator of the ranks that live, once all of them make this call. Collective over these.
+
+        MPI's part of it blocks: it can neither be interrupted nor name the ranks that it waits for.
+        """
+        self.wait_for_live_peers_at_exit("shrink()")
+        return cast("Intracomm", self.comm.Shrink())  # mpi4py's stubs call it a Comm
+
+    def wait_for_live_peers_at_exit(self, place: str = "its end") -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`. Waits for ever, but not for ranks that are lost."""
         board, write_line = self._board, job_abort.write_line
         barrier = ExitBarrier(
-            self._exit_comm, board.found_gone, self._stall_seconds, write_line, board.gone(), self._places_of
+            self._exit_comm, board.found_gone, self._stall_seconds, write_line, board.gone(), self._places_of, place
         )
         return barrier.wait()
 
@@ -219,10 +228,6 @@ class Membership:
         self._exit_comm.Free()
         self.comm.Free()
         self._board.free()
-
-    def _make_call_watchdog(self, comm: Intracomm, remedy: str) -> CallWatchdog:
-        hostnames = self._topology.hostnames
-        return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
 
     def _places_of(self, ranks: Collection[int]) -> str:
         return places_text(launcher_or_parent(), self.in_world(ranks))

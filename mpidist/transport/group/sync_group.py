@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from typing import final
+from typing import Final, final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
@@ -22,6 +22,7 @@ from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.failures import open_groups
 from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.failures.flight_files import GroupFlight
+from mpidist.transport.failures.forked_rank import end_without_mpi
 from mpidist.transport.failures.open_groups import OpenGroup
 from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.group.device_levels import DeviceLevels
@@ -38,7 +39,7 @@ from mpidist.transport.group.started_calls import PendingCalls, Workplace
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.host_memory.result_memory import ResultMemory
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES
-from mpidist.transport.mpi.library import Intracomm, load_mpi, ranks_in_world
+from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi, ranks_in_world, survives_losses
 from mpidist.transport.node_memory.symmetric import SharedArrays
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import is_shared_by, mark_shared
@@ -46,6 +47,12 @@ from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
 
 __all__ = ["SyncGroup"]
+
+# What may follow the loss of a rank, and what people can do after a call that failed.
+_REMEDIES: Final = {
+    "end": "The strategy is unusable until strategy.reset() is called on all ranks",
+    "shrink": "The strategy is unusable: the ranks that live can go on with strategy.shrink()",
+}
 
 
 @final
@@ -64,6 +71,7 @@ class SyncGroup(OpenGroup):
         membership: What stays the same through every reset; `None` for a group of one without MPI.
         trace: The trace of this rank's calls; `None` if they are not traced.
         agreement: Checks that all ranks make the same calls.
+        on_rank_lost: What may follow the loss of a rank: the argument of the strategy.
     """
 
     def __init__(
@@ -82,6 +90,7 @@ class SyncGroup(OpenGroup):
         self._handled_exception = sys.exc_info()[1]  # the exception that the program was handling in the last call
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
         self._is_closed = self._is_forked = False  # forked: this process is a child of the one that made the group
+        self.on_rank_lost = "end"
         self._sequence = 0  # the number of the last call before a reset
         self._watchdog: Watchdog | None = None  # `None` for a group of one
         self.calls: PendingCalls
@@ -122,6 +131,8 @@ class SyncGroup(OpenGroup):
         try:
             return cls._of_duplicate(comm.Dup(), max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
+            if is_process_failure(error):
+                raise
             raise open_groups.no_communicators_left(error, ranks) from error
         except (ValueError, TopologyError, UnavailableError) as error:
             mark_shared(error, ranks)
@@ -268,6 +279,44 @@ class SyncGroup(OpenGroup):
         self._connect()
         self.shared.within_node = self.levels.within_node
 
+    def choose_on_rank_lost(self, choice: object) -> None:
+        """Choose what may follow the loss of a rank. Local; once.
+
+        Raises:
+            ValueError: If it is neither "end" nor "shrink".
+            UnavailableError: If MPI does not go on without a process that is lost.
+        """
+        if choice not in _REMEDIES:
+            raise ValueError(f"on_rank_lost must be {' or '.join(map(repr, _REMEDIES))}, got {choice!r}")
+        if choice == "shrink" and self.membership is not None and not survives_losses():
+            raise UnavailableError(
+                "on_rank_lost='shrink' needs Open MPI, started with `mpirun --with-ft ulfm`: this MPI ends with a lost "
+                "process. With every MPI, `mpidist run --max-restarts` starts the ranks that are left again"
+            )
+        self.on_rank_lost = str(choice)
+        if self._watchdog is not None:
+            self._watchdog.remedy = _REMEDIES[self.on_rank_lost]
+
+    def shrink(self) -> Intracomm:
+        """Leave the group, in which a call has failed, with the other ranks that live. Collective over these.
+
+        Returns:
+            A communicator of the ranks that live, in the order of the group.
+
+        Raises:
+            RuntimeError: If the strategy was not made for this, or no call has failed.
+        """
+        self.enter("shrink()")
+        if self.on_rank_lost != "shrink":
+            raise RuntimeError('shrink() on a strategy that was not made with on_rank_lost="shrink"')
+        if self.membership is None or self.agreement.broken is None:
+            raise RuntimeError("shrink() follows a call that raised PeerFailedError, and none of this strategy has")
+        self._is_closed = True
+        self.calls.abandon("shrink()")
+        self._give_up(awaits_peers=False)
+        end_without_mpi(watches=not self.settings.abort_on_error)
+        return self.membership.shrink()
+
     def close(self, timeout_seconds: float | None = None, error: BaseException | None = None) -> None:
         """Free the communicators. Collective; a second call does nothing.
 
@@ -346,9 +395,9 @@ class SyncGroup(OpenGroup):
         if self.membership is not None:
             self.membership.free()
 
-    def _give_up(self) -> None:
+    def _give_up(self, awaits_peers: bool = True) -> None:
         """Abandon what only all ranks together could free. Local."""
-        open_groups.remove(self, has_failed=self.membership is not None)
+        open_groups.remove(self, has_failed=awaits_peers and self.membership is not None)
         if self.trace is not None:
             self.trace.end()
         self.result_memory.clear()
@@ -404,7 +453,7 @@ class SyncGroup(OpenGroup):
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
         comm, fused = comm.Dup(), self.levels.fused
         rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
-        call_watchdog = membership.make_call_watchdog(comm)
+        call_watchdog = membership.make_call_watchdog(comm, _REMEDIES[self.on_rank_lost])
         self._watchdog = watchdog = call_watchdog.watchdog
         watchdog.advance_others = partial(open_groups.advance_others, self)
         slow_ranks = SlowRanks(call_watchdog.recorder, self.topology, settings.straggler_seconds)

@@ -32,8 +32,10 @@ __all__ = [
     "load_mpi",
     "numbers_in_world",
     "ranks_in_world",
+    "survives_losses",
 ]
 
+_ULFM: Final = "OMPI_MCA_mpi_ft_enable"  # which `mpirun --with-ft ulfm` sets
 _COMPILE: Final = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py"
 
 
@@ -125,6 +127,11 @@ def is_process_failure(error: BaseException) -> bool:
     mpi = load_mpi()
     failures = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING} - {mpi.ERR_UNKNOWN}  # the same, without ULFM
     return isinstance(error, mpi.Exception) and error.Get_error_class() in failures
+
+
+def survives_losses() -> bool:
+    """Whether MPI, and the launcher, go on without a process that was lost: Open MPI with `--with-ft ulfm`. Local."""
+    return load_mpi().get_vendor()[0] == "Open MPI" and os.environ.get(_ULFM, "0") not in ("0", "false")
 
 
 def failed_ranks(comm: Intracomm, numbering: Intracomm) -> list[int]:

@@ -91,7 +91,7 @@ def test_the_lowest_rank_that_is_done_tells_once_whom_it_waits_for(
             time.sleep(0.2)  # in which others might tell, too
         assert ExitBarrier(own, list, 0.1 if comm.rank else 0.0, tell).wait() is None
     told = comm.allgather(lines)
-    text = f"has come to its end, and has waited 0.1 s for rank 0 of {comm.size} ranks to come to theirs"
+    text = f"has come to its end, and has waited 0.1 s for rank 0 of {comm.size} ranks to come there"
     assert told[1] == [f"{text}; it waits on while their processes live"]
     assert told[0] == []
     assert not any(told[2:])

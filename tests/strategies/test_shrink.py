@@ -1,0 +1,84 @@
+"""Jobs that lose ranks and go on with the others in the same processes, by `shrink`."""
+
+from __future__ import annotations
+
+import pytest
+from jobs.faults import BLOCKS, FOUR, UNEVEN_ALONE, Job, Placement, job
+from jobs.ulfm import HAS_ULFM, survivor
+from mpi4py import MPI
+
+from mpidist import MultiWorkerMirroredStrategy
+from mpidist.errors import UnavailableError
+
+__all__ = ["job", "survivor"]
+
+TRAINING = """
+strategy.close()
+strategy = mpidist.MultiWorkerMirroredStrategy(on_rank_lost="shrink", replicas=4)
+attempt("too early", strategy.shrink)
+
+def gradient(step):
+    return np.full(3, 0.1 * step / (1 + mpidist.get_replica_context().replica_id_in_sync_group))
+
+def variable(value):
+    with strategy.scope():
+        return mpidist.Variable(value)
+
+def train(weights, first, losses):
+    global strategy
+    step = first
+    while step < 20:
+        if losses.get(step) == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            weights.assign_add(strategy.reduce("sum", strategy.run(gradient, args=(step,))))
+            step += 1
+        except PeerFailedError as error:
+            old, strategy = strategy, strategy.shrink()
+            note("shrunk", kind=str(strategy.size), text=str(error))
+            attempt("again", old.shrink)
+            weights, step = variable(weights.numpy()), strategy.broadcast_object(step)
+    return weights.numpy().tolist()
+
+attempt("lossy", lambda: train(variable(np.zeros(3)), 0, LOSSES))
+attempt("undisturbed", lambda: train(variable(np.zeros(3)), 0, {}))
+"""
+
+if HAS_ULFM:
+
+    @pytest.mark.no_mpi
+    @pytest.mark.parametrize(
+        ("placement", "losses", "on_error", "status"),
+        [(FOUR, {5: 0, 9: 3}, "abort", 0), (BLOCKS, {5: 3}, "raise", 3), (UNEVEN_ALONE, {0: 0, 1: 2}, "abort", 0)],
+        ids=str,
+    )
+    def test_shrink_after_losses_trains_to_the_same_bits(
+        survivor: Job, placement: Placement, losses: dict[int, int], on_error: str, status: int
+    ) -> None:
+        """Also where nobody sees the process of the lost rank; and the program ends with its own exit code."""
+        body = TRAINING.replace("LOSSES", repr(losses)) + f"sys.exit({status})"
+        ended = survivor(body, placement, MPIDIST_ON_ERROR=on_error)
+        assert ended.status == status, ended
+        assert "exit code 75" not in ended.err
+        lossy, undisturbed = ended.of("lossy"), ended.of("undisturbed")
+        assert sorted(lossy) == sorted({*range(placement.size)} - {*losses.values()})
+        assert len({note.text for note in (*lossy.values(), *undisturbed.values())}) == 1, ended
+        for rank in lossy:
+            assert "follows a call that raised PeerFailedError" in ended.of("too early")[rank].text
+            assert ended.of("shrunk")[rank].kind == str(placement.size - len(losses))
+            assert "the ranks that live can go on with strategy.shrink()" in ended.of("shrunk")[rank].text
+            assert "on a closed strategy" in ended.of("again")[rank].text
+
+
+@pytest.mark.ranks(1, 2)
+def test_on_rank_lost_shrink_without_ulfm_names_the_launcher_option() -> None:
+    """This launcher ends a job of which a process is lost."""
+    with pytest.raises(UnavailableError, match="mpirun --with-ft ulfm"):
+        MultiWorkerMirroredStrategy(on_rank_lost="shrink")
+    with pytest.raises(ValueError, match="on_rank_lost must be 'end' or 'shrink', got 'ignore'"):
+        MultiWorkerMirroredStrategy(on_rank_lost="ignore")
+    with (
+        MultiWorkerMirroredStrategy(comm=MPI.COMM_WORLD) as strategy,
+        pytest.raises(RuntimeError, match='not made with on_rank_lost="shrink"'),
+    ):
+        strategy.shrink()
