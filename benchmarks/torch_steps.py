@@ -42,6 +42,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--models", default="transformer", help="or resnet50, bert_base, 100x1K ...: %(default)s")
     parser.add_argument("--dtypes", default="float32", help="as float32,bfloat16: %(default)s")
     parser.add_argument("--width", type=int, default=256, help="of the transformer: %(default)s")
+    parser.add_argument("--batch", type=int, default=4, help="sentences of a rank, for the transformer: %(default)s")
     parser.add_argument("--beside", metavar="COMMIT", help="mpidist of an older commit, too")
     parser.add_argument("--hosts", type=int, default=0, help="emulate so many hosts, as root")
     parser.add_argument("--rate", default="1gbit", help="of each host's link: %(default)s")
@@ -61,7 +62,7 @@ def _groups(given: argparse.Namespace, hosts: Hosts | None) -> Iterator[dict[str
             "folder": "",
             "by_mpiexec": True,
             "program": "ranks.torch_rank",
-            "arguments": (str(given.width),),
+            "arguments": (str(given.width), str(given.batch)),
         }
         peers = {"": Peer("torch_steps", "all", **of_commit)}
         if given.beside:

@@ -1,6 +1,6 @@
 """One rank that trains in PyTorch: it sleeps until it is told to make a step of one way.
 
-python -m ranks.torch_rank KIND FOLDER WIDTH
+python -m ranks.torch_rank KIND FOLDER WIDTH BATCH
 
 KIND `all` has every way, `mpidist` those of mpidist alone. The folder is that of `ranks.rank`.
 """
@@ -32,9 +32,9 @@ _STEPS_OF_MEMORY = 3
 class _TorchRank(Rank):
     """Prepares the trainings of a model, makes steps of one, and says what memory such steps take."""
 
-    def __init__(self, groups: dict[str, Any], meet: Callable[[], object], width: int) -> None:
+    def __init__(self, groups: dict[str, Any], meet: Callable[[], object], width: int, batch: int) -> None:
         super().__init__(Library(), meet)
-        self._groups, self._width = groups, width
+        self._groups, self._width, self._batch = groups, width, batch
         self._trainings: dict[str, Training] = {}
 
     @property
@@ -43,7 +43,7 @@ class _TorchRank(Rank):
 
     def _prepare_model(self, shapes: Sequence[Sequence[int]], dtype: str) -> dict[str, Any]:
         self._trainings.clear()  # before there are others
-        self._trainings = trainings_of(self._groups, shapes, self._width, dtype)
+        self._trainings = trainings_of(self._groups, shapes, self._width, self._batch, dtype)
         return {"ways": list(self._trainings)}
 
     def _one_step(self, way: str) -> dict[str, Any]:
@@ -63,14 +63,14 @@ def _versions() -> dict[str, str]:
 def main() -> None:
     """Make the process groups, and serve."""
     die_with_parent()
-    kind, folder, width = sys.argv[1:]
+    kind, folder, width, batch = sys.argv[1:]
     torch.set_num_threads(1)
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=size)
     groups = {"gloo": dist.group.WORLD} if kind == "all" else {}
     groups |= {"mpidist": dist.new_group(backend="mpidist")}
     meet = Meeting(Path(folder, "counters"), rank, size).wait
-    obey(connect(folder), _TorchRank(groups, meet, int(width)), {"rank": rank, "versions": _versions()})
+    obey(connect(folder), _TorchRank(groups, meet, int(width), int(batch)), {"rank": rank, "versions": _versions()})
     dist.destroy_process_group()
 
 

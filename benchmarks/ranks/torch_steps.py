@@ -17,7 +17,7 @@ from mpidist.torch import all_reduce_gradients
 
 __all__ = ["Training", "trainings_of"]
 
-_BATCH, _LENGTH, _WORDS = 4, 64, 8000
+_LENGTH, _WORDS = 64, 8000
 _BUCKET_BYTES = 25 << 20  # of DDP; the first one has a megabyte
 
 Meet = Callable[[], object]
@@ -26,15 +26,16 @@ Meet = Callable[[], object]
 class _Transformer(nn.Module):
     """A language model of 4 layers, with 7 million parameters at a width of 256."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, batch: int) -> None:
         super().__init__()
+        self.batch = batch
         self.words = nn.Embedding(_WORDS, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.scores = nn.Linear(width, _WORDS)
 
     def forward(self) -> torch.Tensor:
-        words = torch.randint(_WORDS, (_BATCH, _LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        words = torch.randint(_WORDS, (self.batch, _LENGTH + 1), generator=torch.Generator().manual_seed(0))
         scores = self.scores(self.layers(self.words(words[:, :-1])))
         return nn.functional.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten())
 
@@ -108,7 +109,7 @@ def _memory(name: str) -> int:
 
 
 def trainings_of(
-    groups: dict[str, Any], shapes: Sequence[Sequence[int]], width: int, dtype: str
+    groups: dict[str, Any], shapes: Sequence[Sequence[int]], width: int, batch: int, dtype: str
 ) -> dict[str, Training]:
     """Make a training for each way. Collective.
 
@@ -117,12 +118,13 @@ def trainings_of(
             gloo are measured, too.
         shapes: Of the model's parameters; none for a transformer.
         width: Of the transformer.
+        batch: How many sentences of 64 words a rank trains it with in a step.
         dtype: Of the model's parameters.
     """
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = (_List(shapes) if shapes else _Transformer(width)).to(getattr(torch, dtype))
+        model = (_List(shapes) if shapes else _Transformer(width, batch)).to(getattr(torch, dtype))
         return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
     found = {"no reduction": Training(*made())} if "gloo" in groups else {}
