@@ -62,7 +62,7 @@ class Strategy(CollectiveCalls, ABC):
         cluster_resolver: The tasks of the cluster, for strategies that have one.
     """
 
-    _over: Callable[..., Any]  # makes the same strategy over other ranks, for those that can `shrink`
+    _remake: Callable[..., Any]  # makes the same strategy over other ranks, for those that can `shrink`
 
     def __init__(self, parts: StrategyParts, cluster_resolver: ClusterResolver | None = None) -> None:
         if type(self) is Strategy:
@@ -328,16 +328,23 @@ class Strategy(CollectiveCalls, ABC):
     def shrink(self: _T) -> _T:
         """Make the same strategy over the ranks that live, after a call raised `PeerFailedError`. Collective over them.
 
-        This strategy is closed; its variables can still be read. Ranks may be one step apart: make variables again,
-        which takes the values of the lowest rank, and broadcast the number of the step. Make data sets and managers of
-        checkpoints again, too. The loss of another rank meanwhile ends the job. At its end the program does not
-        finalize MPI.
+        Call it outside of `scope()` and `run()`. This strategy is closed; `numpy()` still reads its variables. Ranks
+        may be one step apart: make variables again, which takes the values of the lowest rank, and broadcast the number
+        of the step. Make data sets and managers of checkpoints again, too. The loss of another rank meanwhile ends the
+        job. At its end the program does not finalize MPI.
 
         Raises:
-            RuntimeError: If no call has failed, or the strategy was not made with `on_rank_lost="shrink"`.
+            RuntimeError: If no call has failed, if the strategy was not made with `on_rank_lost="shrink"`, or in a
+                scope or `run`.
         """
+        self._parts.require_cross_replica("shrink()")
+        if context_stack.innermost() is not None:
+            raise RuntimeError(
+                "shrink() in `with strategy.scope():`: call it behind the scope, as it closes the strategy"
+            )
         comm = self._parts.group.shrink()
-        strategy: _T = self._over(comm=comm)
+        self._parts.release()
+        strategy: _T = self._remake(comm=comm)
         comm.Free()  # the strategy has a duplicate
         return strategy
 

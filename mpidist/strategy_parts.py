@@ -194,12 +194,16 @@ class StrategyParts:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given."""
-        while self.at_close:
-            self.at_close.pop()()
+        self.release()
         problem = None if self.service is None else self.service.close(error)
         self.group.close(self.options.timeout_seconds, error)
         if problem is not None:
             raise problem
+
+    def release(self) -> None:
+        """Give back what this rank holds for the strategy, such as locks. Local."""
+        while self.at_close:
+            self.at_close.pop()()
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, variant: int = 0) -> bool:
         """Wait until all ranks make this call, and compare what they pass. Collective: one small round.

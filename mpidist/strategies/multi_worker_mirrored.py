@@ -92,7 +92,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if tasks.group is not everyone:
             parts = assemble(tasks.group, tasks.service)
         super().__init__(parts, tasks.resolver)
-        self._over = partial(
+        self._remake = partial(
             type(self),
             None,
             options,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from jobs.faults import BLOCKS, FOUR, UNEVEN_ALONE, Job, Placement, job
 from jobs.ulfm import HAS_ULFM, survivor
@@ -68,6 +70,26 @@ if HAS_ULFM:
             assert ended.of("shrunk")[rank].kind == str(placement.size - len(losses))
             assert "the ranks that live can go on with strategy.shrink()" in ended.of("shrunk")[rank].text
             assert "on a closed strategy" in ended.of("again")[rank].text
+
+    @pytest.mark.no_mpi
+    def test_program_that_fails_after_shrink_ends_with_an_error_and_whole_files(survivor: Job, tmp_path: Path) -> None:
+        """Whatever hook it has, which keeps its objects alive to the end of Python."""
+        ending = f"""
+with strategy.scope():
+    attempt("in a scope", strategy.shrink)
+log = open("{tmp_path}/log" + str(rank), "w")
+log.write("last words")
+
+def hook(kind, error, trace):
+    print("hook:", log.name, error)
+
+sys.excepthook = hook
+raise ValueError("mine")
+"""
+        ended = survivor(TRAINING.replace("LOSSES", "{5: 1}") + ending, FOUR)
+        assert ended.status not in (0, 75), ended
+        assert [tmp_path.joinpath(f"log{rank}").read_text() for rank in (0, 2, 3)] == ["last words"] * 3
+        assert all("scope()" in note.text for note in ended.of("in a scope").values())
 
 
 @pytest.mark.ranks(1, 2)

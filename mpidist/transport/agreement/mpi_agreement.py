@@ -316,4 +316,4 @@ class MpiAgreement(Agreement):
         return vars(error).get("refusal", self) is self._last_refusal
 
     def _repeated(self, first: Exception) -> Exception:
-        return repeat_of(first, "an earlier call failed, and strategy.reset() was not called since: ")
+        return repeat_of(first, "an earlier call failed: ")

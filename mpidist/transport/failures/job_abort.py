@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.transport.failures.exit_code import status_of, watch_exits, watch_immediate_exits, where_raised
-from mpidist.transport.failures.forked_rank import note_status
+from mpidist.transport.failures.process_end import note_status
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launcher_abort import store_code
 from mpidist.transport.shared_errors import following_of, has_left, is_shared
@@ -46,7 +46,7 @@ _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
 _ACKNOWLEDGE_SECONDS: Final = 2.0  # how long the other ranks may take to raise the error of this one
-_FOLLOW_SECONDS: Final = 4.0  # how long the rank that failed first may take to end the job
+_FOLLOW_SECONDS: Final = 6.0  # how long the rank that failed first may take to end the job
 _ABORT_SECONDS: Final = 3.0  # how long MPI_Abort may take
 _RESERVE_BYTES: Final = 8 << 20  # what printing an error and MPI_Abort need, where the program has left nothing
 
@@ -248,8 +248,9 @@ def _wait_for_lower_rank(job: Job, error: BaseException) -> None:
 def _await_acknowledgements(job: Job) -> None:
     """Wait until the other ranks have raised the error of this one, which takes them a while on busy cores."""
     until = time.monotonic() + _ACKNOWLEDGE_SECONDS
-    while not job.have_others_acknowledged() and time.monotonic() < until:
-        time.sleep(_ACKNOWLEDGE_SECONDS / 200)
+    with suppress(Exception):  # MPI itself may have failed
+        while not job.have_others_acknowledged() and time.monotonic() < until:
+            time.sleep(_ACKNOWLEDGE_SECONDS / 200)
 
 
 def _end_with_code(error: SystemExit) -> None:
@@ -262,6 +263,7 @@ def _end_with_code(error: SystemExit) -> None:
         store_code(os.environ, code)  # some launchers end the other ranks when the first one has ended, others do not
         return
     if _has_left(job, error):
+        note_status(code)
         _report_exit(job, error)
         return
     try:

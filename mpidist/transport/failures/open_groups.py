@@ -18,7 +18,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.failures import job_abort
 from mpidist.transport.failures.exit_code import end_at_once
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
-from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
+from mpidist.transport.failures.process_end import leave_mpi_to_parent
 from mpidist.transport.failures.process_state import RUNNING
 from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.mpi.child_process import launcher_or_parent
@@ -96,7 +96,7 @@ class OpenGroup(ABC):
 
     @abstractmethod
     def watch(self) -> Watchdog | None:
-        """Return what reads the other ranks' notes; `None` if nothing can. Local."""
+        """Return the group's watchdog; `None` if it can read no notes any more. Local."""
 
     def is_dispensable(self) -> bool:
         """Whether the other ranks go on if this rank's program fails. Local."""

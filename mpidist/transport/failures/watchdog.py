@@ -167,7 +167,7 @@ class Watchdog:
         return any(note.tag in ends and rank < self._rank for rank, note in self._received.items())
 
     def acknowledged(self) -> dict[int, bool]:
-        """Return whether each rank, by its number in the job, has raised an error of this group. Local."""
+        """Return whether each rank, by its number in the job, or one of its node, has raised an error here. Local."""
         self._read()
         ranks = {self._rank, *self._received, *(self._seen(self._received) - {*self._board.ranks})}
         return {number: self.broken is not None or rank in ranks for rank, number in enumerate(self._numbers)}

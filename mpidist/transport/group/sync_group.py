@@ -22,8 +22,8 @@ from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.failures import open_groups
 from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.failures.flight_files import GroupFlight
-from mpidist.transport.failures.forked_rank import end_without_mpi
 from mpidist.transport.failures.open_groups import OpenGroup
+from mpidist.transport.failures.process_end import end_without_mpi
 from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.discovery import (
@@ -286,7 +286,7 @@ class SyncGroup(OpenGroup):
             ValueError: If it is neither "end" nor "shrink".
             UnavailableError: If MPI does not go on without a process that is lost.
         """
-        if choice not in _REMEDIES:
+        if choice not in tuple(_REMEDIES):
             raise ValueError(f"on_rank_lost must be {' or '.join(map(repr, _REMEDIES))}, got {choice!r}")
         if choice == "shrink" and self.membership is not None and not survives_losses():
             raise UnavailableError(
