@@ -4,6 +4,7 @@ python benchmarks performance            # the numbers and the page docs/perform
 python benchmarks page                   # the page alone, from benchmarks/results/*/latest.csv
 python benchmarks NAME --out results     # names: see below
 python benchmarks faults                 # what mpidist, mpi4py and torchrun print of eleven faults: an hour
+python benchmarks torch_collectives --out results  # calls of torch.distributed, beside gloo
 python benchmarks torch_faults           # six faults in DDP over mpidist, fifty jobs each
 python benchmarks predict                # what the cost model says of clusters; measures nothing
 python benchmarks servers --out results  # parameter servers, beside those of TensorFlow and of plain mpi4py
@@ -38,6 +39,7 @@ import parameter_servers  # noqa: E402
 import performance  # noqa: E402
 import predict  # noqa: E402
 import prefetch  # noqa: E402
+import torch_collectives  # noqa: E402
 import torch_faults  # noqa: E402
 import torch_lists  # noqa: E402
 import torch_steps  # noqa: E402
@@ -233,6 +235,7 @@ def main() -> None:
         "predict": predict.main,
         "prefetch": prefetch.main,
         "servers": parameter_servers.main,
+        "torch_collectives": torch_collectives.main,
         "torch_faults": torch_faults.main,
         "torch_steps": torch_steps.main,
         "torch_lists": torch_lists.main,

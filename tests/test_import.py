@@ -283,7 +283,7 @@ partitioners.MinSizePartitioner(min_shard_bytes=, max_shards=, bytes_per_string=
 partitioners.MaxSizePartitioner(max_shard_bytes, max_shards=, bytes_per_string=)
 MirroredStrategy(devices=, cross_device_ops=, *, communication_options=, replicas=, comm=, per_node_variables=)
 MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, replicas=, comm=, \
-per_node_variables=)
+per_node_variables=, on_rank_lost=)
 Batches(data, batch_size, *, seed=, drop_remainder=)
 Batches.iter_from(self, epoch, num_samples)
 Batches.unread_from(self, epoch, num_samples)

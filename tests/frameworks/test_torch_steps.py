@@ -66,3 +66,10 @@ def test_lists_are_measured_beside_those_of_numpy(tmp_path: Path) -> None:
 def test_torch_faults_prints_a_row_of_jobs_that_end_with_the_rank_named() -> None:
     said = run("torch_faults", "--faults=leaves", "--runs=1", f"--env={sys.executable}")
     assert said.splitlines()[-1].startswith("leaves | 1 | 1 | 1 x 1 | 0 | ")
+
+
+def test_collectives_of_torch_are_measured_beside_gloo(tmp_path: Path) -> None:
+    run("torch_collectives", "--sizes=4K", "--rounds=1", f"--out={tmp_path}")
+    rows = rows_in(tmp_path / "torch_collectives.csv")
+    assert [row["way"] for row in rows] == ["gloo", "mpidist"] * 9
+    assert all(float(row["us"]) > 0 for row in rows)
