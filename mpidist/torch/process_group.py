@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, wraps
+from itertools import product
 from typing import Any, Final, final
 
 import numpy as np
@@ -68,6 +69,11 @@ def make_process_group(options: Any) -> MpiProcessGroup:
 def _bytes_of(tensor: Any) -> Any:
     """View the memory of a tensor in row-major order as bytes, flat."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def _storages(tensors: Sequence[Any]) -> set[int]:
+    """Return the addresses of the storages that tensors are views of."""
+    return {one.untyped_storage().data_ptr() for one in tensors if one is not None}
 
 
 def _in_rows(tensor: Any) -> Any:
@@ -507,11 +513,13 @@ class MpiProcessGroup(ProcessGroup):
 
         The ranks compare how many bytes each sends to each.
         """
+        none = torch.empty(0, dtype=torch.uint8)
         with self._refusing(call, opts):
-            outgoing = [np.empty(0, np.uint8) if one is None else _bytes_of(_in_rows(one)) for one in sent]
-        sizes = [0 if one is None else one.numel() * one.element_size() for one in received]
+            targets = [none if one is None else _in_rows(one) for one in received]
+            incoming = [*map(_bytes_of, targets)]
+            outgoing = [_bytes_of(none if one is None else _in_rows(one)) for one in sent]
         table = np.empty((self._size, 2, self._size), np.int64)
-        table[self._rank] = [one.size for one in outgoing], sizes
+        table[self._rank] = [[one.size for one in parts] for parts in (outgoing, incoming)]
         row = 2 * self._size
         with self._call(call, opts, **fields) as world:
             world.all_gather(table.reshape(-1), [row * rank for rank in range(self._size + 1)])
@@ -522,14 +530,13 @@ class MpiProcessGroup(ProcessGroup):
                 )
                 mark_shared(error, self._group.agreement.ranks)  # all ranks have the same table
                 raise error
-            packed, into = np.concatenate(outgoing), np.empty(sum(sizes), np.uint8)
-            out_bounds, in_bounds = (np.cumsum([0, *lengths]).tolist() for lengths in table[self._rank])
-            self._messages.all_to_all(packed, out_bounds, into, in_bounds)
-        at = 0
-        for one, size in zip(received, sizes, strict=True):
-            if size:
-                one.detach().copy_(torch.from_numpy(into[at : at + size]).view(one.dtype).view(one.shape))
-            at += size
+            pairs = product(range(self._size), repeat=2) if _storages(sent) & _storages(received) else ()
+            if any(np.may_share_memory(outgoing[at], incoming[to]) for at, to in pairs if {at, to} != {self._rank}):
+                outgoing = [one.copy() for one in outgoing]  # before it is overwritten by what is received
+            self._messages.all_to_all(outgoing, incoming)
+        for one, rows in zip(received, targets, strict=True):
+            if one is not None and rows.data_ptr() != one.data_ptr():
+                one.detach().copy_(rows)
 
     @_call_of_torch("barrier")
     def barrier(self, opts: Any = None) -> MpiWork:

@@ -159,6 +159,10 @@ def test_all_to_all_has_the_parts_of_all_ranks(ranks: tuple[int, int], placement
     sizes = [0] + [rank] * (size - 1)
     dist.all_to_all_single(out, full(rank, sum(sizes), dtype=torch.int64), each if rank else [0] * size, sizes)
     equal(out, [one for one in each for _ in range(one)] if rank else [])
+    columns, in_place = torch.zeros(2, size), torch.tensor([10 * rank + one for one in each])
+    dist.all_to_all(list(columns.T), [full(10 * rank + one, 2) for one in each])
+    dist.all_to_all_single(in_place, in_place)
+    equal(torch.cat([columns[0], columns[1], in_place]), 3 * [10 * one + rank for one in each])
 
 
 def test_empty_tensors_and_scalars_are_values(ranks: tuple[int, int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, final
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
@@ -181,26 +180,23 @@ class Messages:
         requests = [request for chunk in _chunks(buffer) for request in comm.receive(chunk, of_mpi, tag + 1)]
         return self._started(Message(self._group, comm, name, requests, buffer, is_receive=True))
 
-    def all_to_all(self, outgoing: Array, out_bounds: Sequence[int], incoming: Array, in_bounds: Sequence[int]) -> None:
-        """Send every rank its part of some bytes, and receive this rank's part from every rank. Collective.
+    def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        """Send bytes to every rank, and receive some from every rank. Collective.
 
         Args:
-            outgoing: [n], the bytes to send.
-            out_bounds: What goes to rank r is `outgoing[out_bounds[r]:out_bounds[r + 1]]`.
-            incoming: [m], the memory to receive.
-            in_bounds: Likewise, what comes from each rank. As many bytes as the rank sends.
+            outgoing: For each rank the bytes [n] that it gets.
+            incoming: For each rank the memory for what it sends, of as many bytes, and apart from `outgoing`.
         """
-        out_parts, in_parts = _parts(outgoing, out_bounds), _parts(incoming, in_bounds)
         rank, comm = self._group.topology.rank, self._comm
-        in_parts[rank][...] = out_parts[rank]
+        incoming[rank][...] = outgoing[rank]
         if comm is None:
             return
         requests: list[Any] = []
         for other in comm.others:
-            for chunk in _chunks(in_parts[other]):
+            for chunk in _chunks(incoming[other]):
                 requests += comm.receive(chunk, other, _ALL_TO_ALL)
         for other in comm.others:
-            for chunk in _chunks(out_parts[other]):
+            for chunk in _chunks(outgoing[other]):
                 requests += comm.send(chunk, other, _ALL_TO_ALL)
         check = self._group.agreement.check_peers
         poll_or_keep(partial(comm.test_all, requests), check, (requests, outgoing, incoming))
@@ -230,7 +226,3 @@ class Messages:
 def _chunks(buffer: Array) -> Iterator[Array]:
     """Cut bytes into pieces that MPI takes; an empty message is one piece."""
     return (buffer[start : start + MAX_CHUNK_BYTES] for start in range(0, max(1, buffer.nbytes), MAX_CHUNK_BYTES))
-
-
-def _parts(buffer: Array, bounds: Sequence[int]) -> list[Array]:
-    return [buffer[start:stop] for start, stop in pairwise(bounds)]
