@@ -2,19 +2,11 @@
 
 python benchmarks performance            # the numbers and the page docs/performance.md: ten minutes
 python benchmarks page                   # the page alone, from benchmarks/results/*/latest.csv
-python benchmarks NAME --out results     # names: see below
-python benchmarks faults                 # what mpidist, mpi4py and torchrun print of eleven faults: an hour
-python benchmarks torch_collectives --out results  # calls of torch.distributed, beside gloo
+python benchmarks faults                 # the messages of mpidist, mpi4py and torchrun for eleven faults: an hour
 python benchmarks torch_faults           # six faults in DDP over mpidist, fifty jobs each
-python benchmarks predict                # what the cost model says of clusters; measures nothing
-python benchmarks servers --out results  # parameter servers, beside those of TensorFlow and of plain mpi4py
-python benchmarks checkpoints --out results  # checkpoints, beside numpy.save
-python benchmarks prefetch --out results     # reading ahead, beside none
-python benchmarks tracing --out results      # calls with a trace, beside calls without
-python benchmarks torch_steps --out results  # training steps in PyTorch, beside DDP over gloo
-python benchmarks torch_lists --out results  # calls with lists of tensors, beside lists of NumPy's arrays
+python benchmarks NAME --out results     # names: see below
 
-README.md beside this file says what the columns mean and how to be fair.
+README.md in this folder describes the columns and the method.
 """
 
 from __future__ import annotations
@@ -32,26 +24,16 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:1] = [str(_ROOT / "benchmarks"), str(_ROOT), str(_ROOT / "tools")]
 
-import checkpoints  # noqa: E402
 import faults  # noqa: E402
 import page  # noqa: E402
-import parameter_servers  # noqa: E402
 import performance  # noqa: E402
-import predict  # noqa: E402
-import prefetch  # noqa: E402
-import torch_collectives  # noqa: E402
 import torch_faults  # noqa: E402
-import torch_lists  # noqa: E402
-import torch_steps  # noqa: E402
-import tracing  # noqa: E402
-from contest.benchmarks import BENCHMARKS, works_of  # noqa: E402
-from contest.bounds import SIZES, Bound, Link, Prediction, Roofline  # noqa: E402
-from contest.environments import MEMORY, MPIS, PEERS, ROOT, TUNED, Peer, missing  # noqa: E402
-from contest.group import Group, GroupError  # noqa: E402
-from contest.measuring import Timing, fitting, measure  # noqa: E402
-from contest.tables import lines_of, row_of  # noqa: E402
-from hosts import Hosts, HostsError, bits_per_second  # noqa: E402
-from record import (  # noqa: E402
+from harness.bounds import Bound, Link, Prediction  # noqa: E402
+from harness.cases import CASES, works_of  # noqa: E402
+from harness.environments import FOLDERS, PEERS, ROOT, TUNED, Peer, missing, python_of  # noqa: E402
+from harness.group import Group, GroupError  # noqa: E402
+from harness.measuring import Timing, fitting, measure  # noqa: E402
+from harness.record import (  # noqa: E402
     end_at_sigterm,
     export,
     facts_now,
@@ -60,6 +42,8 @@ from record import (  # noqa: E402
     stolen_seconds,
     write_rows,
 )
+from harness.tables import lines_of, row_of  # noqa: E402
+from hosts import Hosts, HostsError, bits_per_second  # noqa: E402
 
 from mpidist.transport.costs.cost_model import CostModel  # noqa: E402
 
@@ -67,14 +51,18 @@ _QUICK = {"sizes": "4,64K,1M", "lists": "20x1K", "rounds": 2, "seconds": 0.02}
 
 
 def _parse() -> argparse.Namespace:
-    names = "\n".join(f"  {name:<11} {benchmark.question}" for name, benchmark in BENCHMARKS.items())
+    names = "\n".join(f"  {name:<18} {case.question}" for name, case in CASES.items())
     parser = parser_of("", f"{__doc__}\n{names}")
-    peers = ", ".join(peer.name for peer in (*PEERS, *TUNED))
-    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
+    peers, environments = ", ".join(peer.name for peer in (*PEERS, *TUNED)), ", ".join(FOLDERS)
+    parser.add_argument("name", choices=CASES, metavar="NAME")
     parser.add_argument("--peers", help=f"measure only these of {peers}")
-    parser.add_argument("--env", action="append", default=[], metavar="PEER=PYTHON", help="the Python of a library")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="ENVIRONMENT=PYTHON", help=f"the Python of one of {environments}"
+    )
     parser.add_argument("--beside", metavar="COMMIT", help="mpidist of an older commit, too")
     parser.add_argument("--ranks", type=int, help="of each library: 2, or 2 for each host")
+    parser.add_argument("--workers", type=int, default=2, help="of parameter servers: %(default)s")
+    parser.add_argument("--servers", type=int, default=1, help="how many: %(default)s")
     parser.add_argument("--hosts", type=int, help="emulate so many hosts, as root; with --in-job: how many there are")
     parser.add_argument("--rate", default="200mbit", help="of each host's link, each way: %(default)s")
     parser.add_argument("--link-us", type=float, default=100, help="latency of a link, for `model`: %(default)s")
@@ -85,11 +73,11 @@ def _parse() -> argparse.Namespace:
         "--ways", type=lambda text: text.split(","), default=(), help="measure only these, as 'raw,mpidist'"
     )
     parser.add_argument(
-        "--after",
-        type=parse_size,
-        default=0,
-        metavar="SIZE",
+        "--after", type=parse_size, default=0, metavar="SIZE",
         help="one call a step, after other work: each rank writes so much memory of its own",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dcp", action="store_const", const="torch", dest="peers", help="checkpoints: torch.distributed's, too"
     )
     parser.add_argument("--rounds", type=int, help="turns of each way")
     parser.add_argument("--seconds", type=float, help="of a turn of one way, about")
@@ -99,39 +87,47 @@ def _parse() -> argparse.Namespace:
 
 
 def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Take what the user does not say from the benchmark."""
-    benchmark = BENCHMARKS[given.name]
+    """Take the defaults of the case."""
+    case = CASES[given.name]
     for name in ("sizes", "lists", "rounds", "seconds", "hosts"):
         if getattr(given, name) is None:
-            quick = given.quick and name in _QUICK and getattr(benchmark, name)
-            setattr(given, name, _QUICK[name] if quick else getattr(benchmark, name))
+            quick = given.quick and name in _QUICK and getattr(case, name)
+            setattr(given, name, _QUICK[name] if quick else getattr(case, name))
     given.ranks = given.ranks or 2 * max(1, given.hosts)
-    given.peers = given.peers.split(",") if given.peers else list(benchmark.peers)
-    known = [peer.name for peer in (*PEERS, *TUNED)]
-    unknown = {*given.peers, *(text.partition("=")[0] for text in given.env)} - set(known)
-    if unknown:
-        parser.error(f"no library is called {', '.join(sorted(unknown))}: there are {', '.join(known)}")
+    if given.name == "servers":
+        given.ranks = given.workers + given.servers
+    given.peers = given.peers.split(",") if given.peers else list(case.peers)
+    _require(given.peers, [peer.name for peer in (*PEERS, *TUNED)], "library", parser)
+    _require([text.partition("=")[0] for text in given.env], list(FOLDERS), "environment", parser)
     if (given.hosts or given.name == "model") and (given.hosts < 2 or given.ranks % given.hosts):
         parser.error(f"{given.ranks} ranks on {given.hosts} hosts: give 2 hosts or more, and as many ranks for each")
+    if min(given.ranks, given.workers, given.servers) < 1:
+        parser.error("give 1 rank, 1 worker and 1 server, or more")
     try:
         bits_per_second(given.rate)
         given.works = list(works_of(given.name, given.sizes, given.lists))
-        if given.after:
-            given.works = [replace(work, calls=1, other_bytes=given.after) for work in given.works]
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
+    if given.after:
+        given.works = [replace(work, calls=1, other_bytes=given.after) for work in given.works]
     return given
 
 
+def _require(names: Sequence[str], known: Sequence[str], kind: str, parser: argparse.ArgumentParser) -> None:
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        parser.error(f"no {kind} is called {', '.join(unknown)}: there are {', '.join(known)}")
+
+
 def _installed(given: argparse.Namespace) -> list[tuple[Peer, Path]]:
-    """List the libraries that can be measured with their Pythons, and say why the others cannot."""
-    named, found = dict(text.split("=", 1) for text in given.env), []
+    """List the libraries that can be measured with their Pythons, and report why the others cannot."""
+    found = []
     for peer in (peer for peer in (*PEERS, *TUNED) if peer.name in given.peers):
-        # Not resolved: the Python of a virtual environment is a link.
-        python = Path(named.get(peer.name.split()[0]) or ROOT / peer.folder / "bin/python").absolute()
+        python = python_of(peer, given.env)
         lack = missing(peer, python, given.ranks)
         print(f"{peer.name}: not installed: {lack}" if lack else f"{peer.name}: installed", flush=True)
-        found += [] if lack else [(peer, python)]
+        arguments = (str(given.workers),) if given.name == "servers" else ()
+        found += [] if lack else [(replace(peer, arguments=arguments), python)]
     return found
 
 
@@ -141,9 +137,10 @@ def _groups(given: argparse.Namespace, hosts: Hosts | None) -> Iterator[list[Gro
     with contextlib.ExitStack() as ending:
         peers = _installed(given)
         if given.beside:
-            source = export(ROOT, given.beside, Path(ending.enter_context(tempfile.TemporaryDirectory())))
-            over_mpi = [(peer, it) for peer, it in peers if peer.name in MPIS]
-            peers += [(replace(peer, name=f"{peer.name}@{given.beside}", source=source), it) for peer, it in over_mpi]
+            ours = [(peer, it) for peer, it in peers if "mpidist" in peer.modules and not peer.ways]
+            into = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+            source = export(ROOT, given.beside, into, {it for _, it in ours})
+            peers += [(replace(peer, name=f"{peer.name}@{given.beside}", source=source), it) for peer, it in ours]
         groups: list[Group] = []
         for peer, python in peers:
             group = Group(peer, python, given.ranks, hosts)
@@ -158,30 +155,20 @@ def _groups(given: argparse.Namespace, hosts: Hosts | None) -> Iterator[list[Gro
         yield groups
 
 
-@contextlib.contextmanager
-def _bound(given: argparse.Namespace) -> Iterator[Bound | None]:
-    """Find what the measurements are held against, beside each other."""
+def _bound(given: argparse.Namespace) -> Bound | None:
+    """Return the least times that the measurements are compared with."""
     if given.name == "model":
         rate = bits_per_second(given.rate) / 8
         model = CostModel(link_seconds=given.link_us * 1e-6, link_bytes_per_second=rate)
-        yield Prediction(model, (given.ranks // given.hosts,) * given.hosts)
-    elif given.hosts:
-        yield Link(given.hosts, bits_per_second(given.rate))
-    elif given.name == "all_reduce" and not given.in_job:
-        group = Group(MEMORY, Path(sys.executable), given.ranks)
-        with contextlib.closing(group):
-            group.join()
-            roofline = Roofline(group, {})
-            roofline.measure(SIZES[:2] if given.quick else SIZES, given.rounds, given.seconds)
-            yield roofline
-    else:
-        yield None
+        return Prediction(model, (given.ranks // given.hosts,) * given.hosts)
+    return Link(given.hosts, bits_per_second(given.rate)) if given.hosts else None
 
 
 def _run(given: argparse.Namespace, groups: Sequence[Group], bound: Bound | None) -> None:
-    """Measure work by work; print and save what is there."""
-    hosts = {"hosts": str(given.hosts), "rate": given.rate} if given.hosts else {}
-    where, stolen, rows = facts_now(ranks=str(given.ranks), **hosts), stolen_seconds(), []
+    """Measure work by work; print and save the results so far."""
+    place = {"hosts": str(given.hosts), "rate": given.rate} if given.hosts else {}
+    place |= {"workers": str(given.workers), "servers": str(given.servers)} if given.name == "servers" else {}
+    where, stolen, rows = facts_now(ranks=str(given.ranks), **place), stolen_seconds(), []
     print(", ".join(f"{name} {text}" for name, text in where.items()), flush=True)
     versions = {group.peer.name: ", ".join(map(" ".join, group.versions.items())) for group in groups}
     for work in given.works:
@@ -197,14 +184,13 @@ def _run(given: argparse.Namespace, groups: Sequence[Group], bound: Bound | None
             f"in {time.monotonic() - began:.0f} s" + f"; no memory for {', '.join(left_out)}" * bool(left_out),
             flush=True,
         )
-        if given.out:  # a long run that is broken off has written what it has
+        if given.out:  # a long run that is interrupted has written the rows so far
             write_rows(given.out / f"{_file_name(given)}.csv", rows)
-    if isinstance(bound, Roofline):
-        print("\n".join(bound.lines()))
 
 
 def _file_name(given: argparse.Namespace) -> str:
-    parts = [given.name, f"{given.ranks}-ranks"]
+    ranks = f"{given.workers}-workers-{given.servers}-servers" if given.name == "servers" else f"{given.ranks}-ranks"
+    parts = [given.name, ranks]
     parts += [f"{given.hosts}-hosts-{given.rate}"] if given.hosts else []
     parts += ["after-other-work"] if given.after else []
     parts += ["pretended"] if "MPIDIST_PRETEND_NODES" in os.environ else []
@@ -213,33 +199,25 @@ def _file_name(given: argparse.Namespace) -> str:
 
 def _in_job(given: argparse.Namespace) -> None:
     """Measure the ranks of this job, with rank 0. Collective."""
-    from contest.job import Job  # starts MPI
+    from harness.job import Job  # starts MPI
 
     job = Job()
     given.ranks = job.ranks
     if not job.is_first:
         job.obey()
         return
-    with contextlib.closing(job), _bound(given) as bound:
+    with contextlib.closing(job):
         print(", ".join(f"{name} {text}" for name, text in job.versions.items()))
-        _run(given, [job], bound)
+        _run(given, [job], _bound(given))
 
 
 def main() -> None:
     """Measure, print and save."""
     others = {
-        "checkpoints": checkpoints.main,
         "faults": faults.main,
         "page": page.main,
         "performance": performance.main,
-        "predict": predict.main,
-        "prefetch": prefetch.main,
-        "servers": parameter_servers.main,
-        "torch_collectives": torch_collectives.main,
         "torch_faults": torch_faults.main,
-        "torch_steps": torch_steps.main,
-        "torch_lists": torch_lists.main,
-        "tracing": tracing.main,
     }
     if sys.argv[1:2] and sys.argv[1] in others:
         sys.exit(others[sys.argv.pop(1)]())
@@ -250,8 +228,8 @@ def main() -> None:
     end_at_sigterm()
     try:
         built = Hosts(given.hosts, given.rate, given.ranks // given.hosts) if given.hosts else contextlib.nullcontext()
-        with built as hosts, _bound(given) as bound, _groups(given, hosts) as groups:
-            _run(given, groups, bound)
+        with built as hosts, _groups(given, hosts) as groups:
+            _run(given, groups, _bound(given))
     except HostsError as error:
         raise SystemExit(f"hosts cannot be built here: {error}; {Hosts.missing()}") from error
 

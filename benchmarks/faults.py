@@ -9,21 +9,16 @@ is 5 s where a tool has one. `torchrun debug` has TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
-import subprocess
 import tempfile
-import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import page
-from contest.environments import ROOT, Peer, environment_of, missing
-from record import facts_now, machine_type, parser_of, read_rows, write_rows
+from harness.environments import Peer, environment_of, missing, python_of
+from harness.jobs import EndedJob, run_job
+from harness.record import facts_now, machine_type, parser_of, read_rows, write_rows
 
 __all__ = ["main"]
 
@@ -80,45 +75,23 @@ _TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-
 _AS_ROOT: Final = ("--oversubscribe", "--allow-run-as-root")
 _DETAIL: Final = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 _TOOLS: Final = (
-    Peer("mpidist", "mpidist", ("mpidist",), ".venv", by_mpiexec=False, arguments=_RUN),
-    Peer("mpidist openmpi", "mpidist", ("mpidist",), ".venv-openmpi", by_mpiexec=False, arguments=_RUN),
-    Peer("mpidist.torch", "mpidist.torch", ("torch", "mpi4py"), ".venv-tensors", by_mpiexec=False, arguments=_RUN),
-    Peer("torchrun", "gloo", ("torch",), ".venv-tensors", by_mpiexec=False, arguments=_TORCHRUN),
-    Peer("torchrun debug", "gloo", ("torch",), ".venv-tensors", False, arguments=_TORCHRUN, variables=_DETAIL),
-    Peer("mpich", "mpi4py", ("mpi4py",), ".venv", by_mpiexec=True, arguments=("-m", "mpi4py")),
-    Peer("openmpi", "mpi4py", ("mpi4py",), ".venv-openmpi", True, arguments=("-m", "mpi4py"), options=_AS_ROOT),
+    Peer("mpidist", "mpidist", ("mpidist",), "mpich", by_mpiexec=False, arguments=_RUN),
+    Peer("mpidist openmpi", "mpidist", ("mpidist",), "openmpi", by_mpiexec=False, arguments=_RUN),
+    Peer("mpidist.torch", "mpidist.torch", ("torch", "mpi4py"), "tensors", by_mpiexec=False, arguments=_RUN),
+    Peer("torchrun", "gloo", ("torch",), "tensors", by_mpiexec=False, arguments=_TORCHRUN),
+    Peer("torchrun debug", "gloo", ("torch",), "tensors", False, arguments=_TORCHRUN, variables=_DETAIL),
+    Peer("mpich", "mpi4py", ("mpi4py",), "mpich", arguments=("-m", "mpi4py")),
+    Peer("openmpi", "mpi4py", ("mpi4py",), "openmpi", arguments=("-m", "mpi4py"), options=_AS_ROOT),
 )
 
 
-def _run(tool: Peer, python: Path, fault: str, folder: Path) -> tuple[list[tuple[float, str]], int | None, float]:
-    """Run the program to its end, or end it; return what it printed, its exit code, and how long after the fault."""
-    own = {"MPIDIST_TIMEOUT_SECONDS": "5", "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
+def _run(tool: Peer, python: Path, fault: str, folder: Path) -> EndedJob:
+    own = {"MPIDIST_TIMEOUT_SECONDS": "5", "PYTHONUNBUFFERED": "1"}
     own |= {"MPIDIST_PRETEND_NODES": "0,0,1,1"} if fault == "node lost" else {}
-    launcher = [str(python.with_name("mpiexec")), "-n", "4", *tool.options] if tool.by_mpiexec else []
+    launcher = [python.with_name("mpiexec"), "-n", "4", *tool.options] if tool.by_mpiexec else []
     (folder / "train.py").write_text(_PROGRAM)
-    said: list[tuple[float, str]] = []
-    with subprocess.Popen(
-        [*launcher, python, *tool.arguments, "train.py", tool.kind, fault],
-        env=environment_of(tool, 4) | own, cwd=folder, text=True, errors="replace",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as job:  # fmt: skip
-        began, out = time.monotonic(), job.stdout or ()
-        reader = threading.Thread(target=lambda: said.extend((time.monotonic(), line.rstrip()) for line in out))
-        reader.start()
-        while job.poll() is None and time.monotonic() < _time_of_fault(folder, began + 200) + 60:  # then it hangs
-            time.sleep(0.05)
-        code, seconds = job.poll(), time.monotonic() - _time_of_fault(folder, began)
-        for pid in [job.pid, *(int(path.read_text()) for path in folder.glob("*.pid"))]:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        reader.join()
-    return [(max(0.0, at - _time_of_fault(folder, began)), line) for at, line in said], code, seconds
-
-
-def _time_of_fault(folder: Path, default: float) -> float:
-    with suppress(OSError, ValueError):  # it has not come to it, or is writing
-        return float((folder / "fault").read_text())
-    return default
+    command = [*launcher, python, *tool.arguments, "train.py", tool.backend, fault]
+    return run_job(command, environment_of(tool, 4) | own, folder)
 
 
 def _judge(lines: list[tuple[float, str]], fault: str) -> dict[str, str]:
@@ -144,14 +117,14 @@ def main() -> int:
     parser = parser_of("faults", __doc__)
     parser.add_argument("--faults", default=_FAULTS, help="%(default)s")
     parser.add_argument("--tools", default=",".join(tool.name for tool in _TOOLS), help="%(default)s")
-    parser.add_argument("--env", action="append", default=[], metavar="TOOL=PYTHON", help="the Python of a tool")
+    parser.add_argument("--env", action="append", default=[], metavar="ENVIRONMENT=PYTHON", help="as mpich=PYTHON")
     parser.add_argument("--out", type=Path, default=page.RESULTS / machine_type(), help="folder: %(default)s")
     given = parser.parse_args()
-    pythons, path = dict(text.split("=", 1) for text in given.env), given.out / "faults.csv"
+    path = given.out / "faults.csv"
     rows = {(row["fault"], row["tool"]): row for row in read_rows(path)}
     print(f"{'fault':<15}{'tool':<16}", *(f"{name.replace('_seconds', ' after s'):<14}" for name in _NONE))
     for tool in (tool for tool in _TOOLS if tool.name in given.tools.split(",")):
-        python = Path(pythons.get(tool.name) or ROOT / tool.folder / "bin/python").absolute()
+        python = python_of(tool, given.env)
         lack = missing(tool, python, 4)
         found = sorted(path.stem for path in python.parents[1].glob("lib/*/site-packages/*.dist-info"))
         of = ", ".join(name for name in found if name.startswith(("mpi", "openmpi-", "torch-")))
@@ -159,9 +132,12 @@ def main() -> int:
             row = facts_now(ranks="4", versions=of, fault=fault, tool=tool.name, **_NONE, text=f"not installed: {lack}")
             if not lack:
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                    lines, code, seconds = _run(tool, python, fault, Path(folder))
-                row |= _judge(lines, fault)
-                row |= {"exit_code": "hangs" if code is None else str(code), "end_seconds": f"{seconds:.1f}"}
+                    job = _run(tool, python, fault, Path(folder))
+                row |= _judge(job.lines, fault)
+                row |= {
+                    "exit_code": "hangs" if job.code is None else str(job.code),
+                    "end_seconds": f"{job.seconds:.1f}",
+                }
                 row["text"] = re.sub(r"/\S+/", "", row["text"]).replace(socket.gethostname(), "node1").strip()[:250]
             rows[fault, tool.name] = row
             print(f"{fault:<15}{tool.name:<16}", *(f"{row[name]:<14}" for name in _NONE), row["text"], flush=True)

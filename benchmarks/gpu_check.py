@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from gpu import running  # noqa: E402
 from gpu.report import NOT_MEASURED, WRONG, table  # noqa: E402
 from gpu.running import PARTS, Part  # noqa: E402
-from record import commit_of  # noqa: E402
+from harness.record import commit_of  # noqa: E402
 
 LIMIT_SECONDS = 470.0
 PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtypes")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from contest.environments import MPIS, ROOT, TUNED
-from record import read_rows, shapes_of_list, text_of, text_of_bytes
+from harness.environments import MPIS, ROOT, TUNED
+from harness.record import read_rows, shapes_of_list, text_of, text_of_bytes
 
 __all__ = ["RESULTS", "main", "text_of_page", "write"]
 
@@ -31,7 +31,6 @@ _NAMES: Final = {
     "intel pt2pt": "Intel MPI, pt2pt",
     "messages": "mpi4py, Isend and Irecv",
     "window": "mpi4py, MPI.Win",
-    "tensorflow": "TensorFlow",
     "resnet50": "ResNet-50",
     "bert_base": "BERT-base",
 }
@@ -45,7 +44,6 @@ _SIZES: Final[dict[str, _Choice]] = {
     _TUNED: (_ALL_MPIS, "raw in place"),
     "gloo": (("gloo",), "gloo"),
     "Horovod": (("horovod",), "horovod grouped"),
-    "TensorFlow": (("tensorflow",), "tensorflow"),
 }
 _LISTS: Final[dict[str, _Choice]] = {
     "mpidist, new results": (MPIS, "mpidist"),
@@ -55,7 +53,6 @@ _LISTS: Final[dict[str, _Choice]] = {
     _TUNED: (_ALL_MPIS, "raw in place"),
     "gloo, as DDP": (("gloo",), "gloo DDP"),
     "Horovod": (("horovod",), "horovod grouped"),
-    "TensorFlow": (("tensorflow",), "tensorflow packs"),
 }
 
 _HEAD: Final = """<!-- Written by `python benchmarks page`. Do not edit: change benchmarks/page.py. -->

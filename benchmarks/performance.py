@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 import page
-from contest.environments import MPIS, ROOT, TUNED
-from record import machine_type, parser_of, read_rows, write_rows
+from harness.environments import MPIS, ROOT, TUNED
+from harness.record import machine_type, parser_of, read_rows, write_rows
 
 import mpidist
 
@@ -29,16 +29,16 @@ __all__ = ["main"]
 Row = dict[str, str]
 
 _WAYS: Final = "raw in place,mpidist,mpidist in place,mpidist symmetric"
-_OTHERS: Final = "gloo,gloo DDP,horovod grouped,tensorflow,tensorflow packs"
-_PEERS: Final = ",".join([*MPIS, *(peer.name for peer in TUNED), "gloo", "horovod", "tensorflow"])
+_OTHERS: Final = "gloo,gloo DDP,horovod grouped"
+_PEERS: Final = ",".join([*MPIS, *(peer.name for peer in TUNED), "gloo", "horovod"])
 _NODE: Final = ("all_reduce", f"--peers={_PEERS}", f"--ways={_WAYS},{_OTHERS}", "--rounds=5", "--seconds=0.05")
 _RUNS: Final = {
     "node": (*_NODE, "--sizes=4,4K,64K,256K,1M,16M,64M", "--lists=1000x1K,resnet50,bert_base"),
     "after": (*_NODE, "--after=8M", "--sizes=4,4K,16K,64K,256K,1M", "--lists="),
     "hosts": ("network", "--hosts=2", "--rate=200mbit", "--sizes=16M", "--rounds=3"),
-    "servers": ("servers", "--workers=1", "--servers=1", "--works=4,64M,resnet50", "--rounds=5"),
+    "servers": ("servers", "--workers=1", "--servers=1", "--sizes=4,64M", "--lists=resnet50", "--rounds=5"),
 }
-_FEW: Final = {"node": "--lists=20x1K", "after": "--lists=", "hosts": "--lists=", "servers": "--works=4,64K"}
+_FEW: Final = {"node": "--lists=20x1K", "after": "--lists=", "hosts": "--lists=", "servers": "--lists="}
 _QUICK: Final = ("--rounds=2", "--seconds=0.02")
 
 
@@ -60,7 +60,7 @@ def _measured(name: str, given: argparse.Namespace) -> Iterator[Row]:
     """Run one benchmark, and convert its rows."""
     arguments = list(_RUNS[name])
     if given.quick:
-        arguments += [_FEW[name], *_QUICK, *(["--sizes=4,64K"] if name != "servers" else [])]
+        arguments += [_FEW[name], *_QUICK, "--sizes=4,64K"]
     environments = [f"--env={text}" for text in given.env]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "benchmarks"), *arguments, *environments, "--out", folder]
@@ -84,7 +84,7 @@ def _row(run: str, machine: str, row: Row) -> Row:
         "work": row["work"],
         "bytes": row["bytes"],
         "way": row["way"],
-        "peer": row["kind"] if run == "servers" else row["peer"],
+        "peer": row["peer"],
         "versions": row["versions"],
         "unit": "us",
         "median": row["us"],

@@ -5,7 +5,7 @@ python benchmarks torch_faults --faults killed,stopped --runs 9  # each rank and
 
 A job has three ranks, MPICH, and a timeout of 5 s. Rank and moment of the fault take turns: the first step, the fourth,
 and the fourth while the others reduce a bucket. Seconds are from the fault to the last error of the others, and to the
-job's end; a job hangs 65 s after its fault. Jobs that do not end as they should are printed.
+job's end; a job hangs 60 s after its fault. Jobs that do not end as they should are printed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import tempfile
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Final
 
-from contest.environments import ROOT, Peer, environment_of
-from record import parser_of
+from harness.environments import FOLDERS, ROOT, Peer, environment_of
+from harness.jobs import EndedJob, read, run_job
+from harness.record import parser_of
 
 __all__ = ["main"]
 
@@ -80,36 +79,19 @@ except BaseException as error:
 # MPICH's launcher ends all ranks when it sees one die. Behind this it sees no rank's end before all have ended.
 _BLIND: Final = '"$@"; code=$?; : >ended.$$; until set -- ended.*; [ $# = 3 ]; do sleep 0.1; done; exit $code'
 _FAULTS: Final = "forward,backward,killed,stopped,other call,leaves"
-_TOOL: Final = Peer("mpidist.torch", "mpidist", ("torch", "mpi4py"), ".venv-tensors", by_mpiexec=True)
+_TOOL: Final = Peer("mpidist.torch", "", ("torch", "mpi4py"), "tensors")
 
 
-def _read(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text()
-    return ""
-
-
-def _run(python: Path, folder: Path, fault: str, faulty: int, moment: int, variant: int) -> tuple[int | None, float]:
-    """Run a job to its end, or end it; return its exit code, `None` if it hangs, and the time of the fault."""
-    words = ["sh", "-c", _BLIND, "sh"] * (fault == "killed") + [str(python), "train.py", fault]
-    (folder / "train.py").write_text(_PROGRAM)
-    with subprocess.Popen(
-        [python.with_name("mpiexec"), "-n", "3", *words, *map(str, (faulty, moment, variant))],
-        env=environment_of(_TOOL, 3) | {"TMPDIR": str(folder)}, cwd=folder,
-        stdin=subprocess.DEVNULL, stdout=(folder / "out").open("w"), stderr=subprocess.STDOUT,
-    ) as job:  # fmt: skip
-        began = at = time.monotonic()
-        while job.poll() is None and time.monotonic() < (at + 65 if at > began else began + 200):
-            time.sleep(0.02)
-            at = float(_read(folder / "fault") or began)
-            if fault == "stopped" and variant % 2 and began < at < time.monotonic() - 8:  # goes on after the timeout
-                with suppress(OSError):
-                    os.kill(int(_read(folder / f"{faulty}.pid")), signal.SIGCONT)
-        code = job.poll()
-        for pid in [job.pid, *(int(path.read_text()) for path in folder.glob("*.pid"))]:
+def _run(python: Path, folder: Path, fault: str, faulty: int, moment: int, variant: int) -> EndedJob:
+    def go_on(seconds: float) -> None:  # after the timeout
+        if fault == "stopped" and variant % 2 and seconds > 8:
             with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-    return code, at
+                os.kill(int(read(folder / f"{faulty}.pid")), signal.SIGCONT)
+
+    blind = ["sh", "-c", _BLIND, "sh"] if fault == "killed" else []
+    (folder / "train.py").write_text(_PROGRAM)
+    command = [python.with_name("mpiexec"), "-n", 3, *blind, python, "train.py", fault, faulty, moment, variant]
+    return run_job(command, environment_of(_TOOL, 3), folder, go_on)
 
 
 def _row(python: Path, fault: str, runs: int) -> tuple[str, bool]:
@@ -118,11 +100,11 @@ def _row(python: Path, fault: str, runs: int) -> tuple[str, bool]:
     for number in range(runs):
         faulty, moment, variant = number % 3, number // 3 % 3, number // 9
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            code, at = _run(python, Path(folder), fault, faulty, moment, variant)
-            seconds[1].append(time.monotonic() - at)
-            errors = [_read(Path(folder, f"{rank}.error")) for rank in range(3) if rank != faulty]
-            out = _read(Path(folder, "out"))
-        seconds[0] += [max(float(text.split()[0]) for text in errors if text) - at] if any(errors) else []
+            job = _run(python, Path(folder), fault, faulty, moment, variant)
+            errors = [read(Path(folder, f"{rank}.error")) for rank in range(3) if rank != faulty]
+        code, out = job.code, "\n".join(line for _, line in job.lines)
+        seconds[1].append(job.seconds)
+        seconds[0] += [max(float(text.split()[0]) for text in errors if text) - job.fault] if any(errors) else []
         pattern = rf"\branks? (\d+(-\d+)?, )*(\d+-)?{faulty}\b"
         named += (is_named := all(re.search(pattern, text) for text in errors))
         crashes += (is_crash := bool(re.search(r"segmentation|signal (11|6)\b|EXIT CODE: (11|6|139|134)\s", out, re.I)))
@@ -140,7 +122,9 @@ def main() -> int:
     parser = parser_of("torch_faults", __doc__)
     parser.add_argument("--faults", default=_FAULTS, help="%(default)s")
     parser.add_argument("--runs", type=int, default=50, help="of each fault: %(default)s")
-    parser.add_argument("--env", type=Path, default=ROOT / _TOOL.folder / "bin/python", help="the Python: %(default)s")
+    parser.add_argument(
+        "--env", type=Path, default=ROOT / FOLDERS["tensors"] / "bin/python", help="the Python: %(default)s"
+    )
     given = parser.parse_args()
     rows = [_row(given.env.absolute(), fault, given.runs) for fault in given.faults.split(",")]
     print("fault | runs | named on all | exit codes | crashes | error s: median | most | end s: median | most")

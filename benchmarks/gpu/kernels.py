@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import record
+from harness import record
 
 from gpu.bench import Bench, Call, compare, torch_of_gpus
 from gpu.report import Report, text_of

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import record
+from harness import record
 
 __all__ = ["NOT_MEASURED", "WRONG", "Report", "Row", "read_rows", "table", "text_of"]
 

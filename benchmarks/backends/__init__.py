@@ -1,0 +1,1 @@
+"""Libraries that can be measured: a module for each, imported by its ranks alone."""

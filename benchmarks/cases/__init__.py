@@ -1,0 +1,1 @@
+"""What the ranks of mpidist measure: a function for each case of `harness.cases`."""

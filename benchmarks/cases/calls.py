@@ -1,0 +1,121 @@
+"""Small calls of every kind: the cost of Python, checks and deadlines; and reductions that are started early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from backends.mpi import Mpi, context, reduce
+from harness.work import Way, Work
+from mpi4py import MPI
+
+import mpidist
+from cases.sums import raw_ways, way_of
+
+__all__ = ["overlap", "ways"]
+
+_MANY = 161  # arrays: as many as ResNet-50 has gradients
+_ROWS = 192  # of the matrices that are multiplied before each gradient of `overlap`
+_UNCHECKED = {"MPIDIST_CHECK": "0"}
+_DEADLINE = {"MPIDIST_TIMEOUT_SECONDS": "600"}
+
+
+def ways(mpi: Mpi, work: Work) -> dict[str, Way]:
+    """List sums beside raw, then other calls in replica context and in cross-replica context."""
+    private, strategy = [work.empty() for _ in range(work.calls)], mpi.strategy()
+    unchecked = mpi.strategy(_UNCHECKED)
+    return {
+        **raw_ways(mpi, private),
+        "raw, header before it": _raw_with_header(mpi, private),
+        "all_reduce, no check": way_of(unchecked, work, private),
+        "all_reduce": way_of(strategy, work, private),
+        "all_reduce, deadline": way_of(mpi.strategy(_DEADLINE), work, private),
+        "all_reduce out=, no check": way_of(unchecked, work, private, private),
+        "all_reduce out=": way_of(strategy, work, private, private),
+        **_in_replica(mpi, strategy),
+        **_across_replicas(strategy, private),
+    }
+
+
+def _raw_with_header(mpi: Mpi, private: list[list[Any]]) -> Way:
+    """Do with mpi4py alone what a check of headers adds: an all-reduce of 16 bytes, polled."""
+    sent, received = np.zeros(2, np.int64), np.zeros(2, np.int64)
+
+    def call(at: int) -> Any:
+        test = mpi.comm.Iallreduce(sent, received, MPI.MAX).Test
+        while not test():
+            pass
+        result = np.empty_like(private[at][0])
+        mpi.comm.Allreduce(private[at][0], result)
+        return [result]
+
+    return Way(private, call, "raw")
+
+
+def _in_replica(mpi: Mpi, strategy: mpidist.Strategy) -> dict[str, Way]:
+    one, many = np.ones(4, np.float32), [np.ones(4, np.float32) for _ in range(_MANY)]
+    named = {f"layer {number}": array for number, array in enumerate(many)}
+    with strategy.scope():
+        variable = mpidist.Variable(np.zeros(4, np.float32), aggregation="sum")
+
+    calls: dict[str, Callable[[], Any]] = {
+        f"{_MANY} small arrays": lambda: reduce("sum", many),
+        f"dict of {_MANY} small arrays": lambda: reduce("sum", named),
+        "3 numbers, as a step logs them": lambda: reduce("sum", {"loss": 1.5, "count": 2, "norm": np.float32(3)}),
+        "a float, by name of op": lambda: reduce("mean", 1.5),
+        "all_gather of 16 B": lambda: context().all_gather(one, 0),
+        "reduce_scatter of 16 B": lambda: context().reduce_scatter("sum", np.ones(4 * mpi.size, np.float32)),
+        "aggregated assign_add of 16 B": lambda: variable.assign_add(one),
+        "merge_call": lambda: context().merge_call(lambda strategy: None),
+        "start_all_reduce and wait of 16 B": lambda: context().start_all_reduce("sum", one).wait(),
+    }
+    return {
+        name: Way([], lambda _, call=call: call(), "", within=lambda timed: strategy.run(timed))
+        for name, call in calls.items()
+    }
+
+
+def _across_replicas(strategy: mpidist.Strategy, private: list[list[Any]]) -> dict[str, Way]:
+    one = np.ones(4, np.float32)
+    steps = iter(strategy.experimental_distribute_dataset([np.ones((8, 4), np.float32)] * 200_000))
+    calls: dict[str, Callable[[], Any]] = {
+        "strategy.run of nothing": lambda: strategy.run(lambda: None),
+        "strategy.reduce of a float": lambda: strategy.reduce("sum", 1.0),
+        "strategy.reduce along an axis": lambda: strategy.reduce("mean", one, axis=0),
+        "strategy.gather of 16 B": lambda: strategy.gather(one, 0),
+        "step of a data set": lambda: next(steps),
+    }
+    found = {name: Way([], lambda _, call=call: call(), "") for name, call in calls.items()}
+    whole = Way(private, lambda at: [strategy.run(reduce, ("sum", private[at][0]))], "raw")
+    cross = Way(private, lambda at: [strategy.reduce("sum", private[at][0])], "raw")
+    return {"run of all_reduce": whole, "strategy.reduce": cross, **found}
+
+
+def overlap(mpi: Mpi, work: Work) -> dict[str, Way]:
+    """List: compute alone; reduce when all gradients are there; start each one's reduction when it is there."""
+    strategy, gradients = mpi.strategy(), work.empty()
+    matrix = np.ones((_ROWS, _ROWS), np.float32)
+
+    def compute() -> Any:
+        return [np.matmul(matrix, matrix) for _ in gradients]
+
+    def after() -> Any:
+        compute()
+        return reduce("sum", gradients, gradients)
+
+    def early() -> Any:
+        handles = []
+        for gradient in gradients:
+            np.matmul(matrix, matrix)
+            handles.append(context().start_all_reduce("sum", gradient, out=gradient))
+        return [handle.wait() for handle in handles]
+
+    def way(step: Callable[[], Any], written: list[list[Any]], baseline: str = "reduce after") -> Way:
+        return Way(written, lambda _: step(), baseline, within=lambda timed: strategy.run(timed))
+
+    return {
+        "compute alone": way(compute, [], ""),
+        "reduce after": way(after, [gradients]),
+        "start early": way(early, [gradients]),
+    }

@@ -1,0 +1,79 @@
+"""Training steps in PyTorch: gradients reduced by DDP over gloo, by DDP over mpidist, or in one call of mpidist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from backends.torch import Torch
+from harness.work import Way, Work
+from torch import nn
+
+from mpidist.torch import all_reduce_gradients
+
+__all__ = ["Transformer", "ways"]
+
+_LENGTH, _WORDS, _WIDTH, _SENTENCES = 64, 8000, 256, 4  # of the transformer; sentences of a rank in a step
+_GLOO = "DDP over gloo"
+
+
+class Transformer(nn.Module):
+    """A language model of 4 layers, with 7 million parameters: those of shapes/transformer.json."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_WORDS, _WIDTH)
+        layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.scores = nn.Linear(_WIDTH, _WORDS)
+
+    def forward(self) -> torch.Tensor:
+        words = torch.randint(_WORDS, (_SENTENCES, _LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        scores = self.scores(self.layers(self.words(words[:, :-1])))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten())
+
+
+class _List(nn.Module):
+    """The parameters of a well-known model, and nothing to compute but their gradients."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(*shape) for shape in shapes)
+
+    def forward(self) -> torch.Tensor:
+        loss = torch.zeros(())
+        for weight in self.weights:
+            loss = loss + weight.sum()
+        return loss
+
+
+def ways(mpi: Torch, work: Work) -> dict[str, Way]:
+    """List ways to train, each with its own model and optimizer; the first one reduces nothing."""
+
+    def made(group: Any = None) -> nn.Module:
+        torch.manual_seed(0)
+        model = Transformer() if work.name == "transformer" else _List(work.shapes)
+        if group is None:
+            return model
+        return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+
+    found = {"no reduction": _step(made(), baseline="")}
+    found |= {f"DDP over {name}": _step(made(group)) for name, group in mpi.groups.items()}
+    model = made()
+    return found | {
+        "all_reduce_gradients": _step(model, lambda: all_reduce_gradients(model, group=mpi.groups["mpidist"]))
+    }
+
+
+def _step(model: nn.Module, reduce: Callable[[], object] = lambda: None, baseline: str = _GLOO) -> Way:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(_: int) -> list[Any]:
+        optimizer.zero_grad()
+        model().backward()
+        reduce()
+        optimizer.step()
+        return []
+
+    return Way([], step, baseline)

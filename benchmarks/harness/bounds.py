@@ -1,0 +1,59 @@
+"""The least time of an all-reduce between hosts: by their links, or as the cost model predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from mpidist.transport.costs.cost_model import ALGORITHMS, CostModel
+
+__all__ = ["Bound", "Link", "Prediction"]
+
+_HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in every packet
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link of each host.
+
+    Attributes:
+        hosts: Number of hosts.
+        bits_per_second: Rate of each link, each way.
+    """
+
+    hosts: int
+    bits_per_second: float
+
+    @property
+    def least_share(self) -> float:
+        """The share of a message that each host must send at least, to have it summed over all."""
+        return 2 * (self.hosts - 1) / self.hosts
+
+    def bound(self, way: str, nbytes: int) -> float:
+        """Return the seconds that the links need, not compressed."""
+        return self.least_share * nbytes * 8 / self.bits_per_second
+
+    def to_least(self, sent_bytes: float, nbytes: int, packets: float = 0.0) -> float:
+        """Divide a host's bytes of a step by the least; without headers, if the number of packets is given."""
+        return (sent_bytes - _HEADERS * packets) / (nbytes * self.least_share)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predictions for hosts with equally many ranks.
+
+    Attributes:
+        model: The cost model.
+        placement: Number of ranks of each host.
+    """
+
+    model: CostModel
+    placement: tuple[int, ...]
+
+    def bound(self, way: str, nbytes: int) -> float | None:
+        """Return the predicted seconds; `None` for algorithms that mpidist lacks."""
+        algorithm = self.model.choose(nbytes, self.placement) if way == "mpidist" else way
+        return self.model.seconds(algorithm, nbytes, self.placement) if algorithm in ALGORITHMS else None
+
+
+Bound = Link | Prediction

@@ -1,1 +1,0 @@
-"""What a worker or a server of a parameter server runs, over mpidist, plain messages, windows and TensorFlow."""
