@@ -37,16 +37,11 @@ class Mpi(Backend):
 
     def ways(self, work: Work) -> dict[str, Way]:
         module, _, name = work.ways.partition(":")
-        ways: dict[str, Way] = getattr(importlib.import_module(module), name)(self, work)
+        ways: dict[str, Way] = getattr(importlib.import_module(f"cases.{module}"), name)(self, work)
         return ways
 
     def strategy(self, settings: dict[str, str] | None = None, **parts: Any) -> mpidist.Strategy:
-        """Build a strategy over all ranks that is closed with the work. Collective.
-
-        Args:
-            settings: Environment variables that it reads as it is built.
-            **parts: Arguments of the strategy.
-        """
+        """Build a strategy that is closed with the work; it reads settings of its environment. Collective."""
         with _environment(settings or {}):
             made = mpidist.MultiWorkerMirroredStrategy(**parts)
         self.at_end(made.close)

@@ -8,49 +8,30 @@ from typing import Any
 import numpy as np
 from backends.mpi import Mpi, context, reduce
 from harness.work import Way, Work
-from mpi4py import MPI
 
 import mpidist
 from cases.sums import raw_ways, way_of
 
-__all__ = ["overlap", "ways"]
+__all__ = ["calls", "overlap"]
 
 _MANY = 161  # arrays: as many as ResNet-50 has gradients
 _ROWS = 192  # of the matrices that are multiplied before each gradient of `overlap`
-_UNCHECKED = {"MPIDIST_CHECK": "0"}
-_DEADLINE = {"MPIDIST_TIMEOUT_SECONDS": "600"}
 
 
-def ways(mpi: Mpi, work: Work) -> dict[str, Way]:
+def calls(mpi: Mpi, work: Work) -> dict[str, Way]:
     """List sums beside raw, then other calls in replica context and in cross-replica context."""
     private, strategy = [work.empty() for _ in range(work.calls)], mpi.strategy()
-    unchecked = mpi.strategy(_UNCHECKED)
+    unchecked = mpi.strategy({"MPIDIST_CHECK": "0"})
     return {
         **raw_ways(mpi, private),
-        "raw, header before it": _raw_with_header(mpi, private),
         "all_reduce, no check": way_of(unchecked, work, private),
         "all_reduce": way_of(strategy, work, private),
-        "all_reduce, deadline": way_of(mpi.strategy(_DEADLINE), work, private),
+        "all_reduce, deadline": way_of(mpi.strategy({"MPIDIST_TIMEOUT_SECONDS": "600"}), work, private),
         "all_reduce out=, no check": way_of(unchecked, work, private, private),
         "all_reduce out=": way_of(strategy, work, private, private),
         **_in_replica(mpi, strategy),
         **_across_replicas(strategy, private),
     }
-
-
-def _raw_with_header(mpi: Mpi, private: list[list[Any]]) -> Way:
-    """Do with mpi4py alone what a check of headers adds: an all-reduce of 16 bytes, polled."""
-    sent, received = np.zeros(2, np.int64), np.zeros(2, np.int64)
-
-    def call(at: int) -> Any:
-        test = mpi.comm.Iallreduce(sent, received, MPI.MAX).Test
-        while not test():
-            pass
-        result = np.empty_like(private[at][0])
-        mpi.comm.Allreduce(private[at][0], result)
-        return [result]
-
-    return Way(private, call, "raw")
 
 
 def _in_replica(mpi: Mpi, strategy: mpidist.Strategy) -> dict[str, Way]:

@@ -21,10 +21,10 @@ from harness.work import Way, Work
 import mpidist
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 
-__all__ = ["ways"]
+__all__ = ["checkpoints"]
 
 
-def ways(mpi: Mpi, work: Work) -> dict[str, Way]:
+def checkpoints(mpi: Mpi, work: Work) -> dict[str, Way]:
     """List the ways to write a variable; with torch, those of torch.distributed.checkpoint, too."""
     folder = Path(mpi.comm.bcast(tempfile.mkdtemp(prefix="mpidist-checkpoints-") if mpi.rank == 0 else None))
     if mpi.rank == 0:

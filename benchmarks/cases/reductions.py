@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpidist
 
-__all__ = ["ways"]
+__all__ = ["reductions"]
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _EXPECTED: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -25,7 +25,7 @@ _EXPECTED: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-def ways(mpi: Mpi, work: Work) -> dict[str, Way]:
+def reductions(mpi: Mpi, work: Work) -> dict[str, Way]:
     """List pairs: what mpi4py does, and what mpidist does. Halves are held against float32 of as many elements."""
     strategy, array = mpi.strategy(), work.empty()[0]
     return {**_all_reduces(mpi, strategy, array), **_others(mpi, strategy, array)}

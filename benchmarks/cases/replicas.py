@@ -2,88 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from backends.mpi import Mpi, context, reduce
 from harness.work import Way, Work
 
-from cases.sums import raw_ways, way_of
+from cases.sums import raw_ways
 
-__all__ = ["ways"]
+__all__ = ["replicas"]
 
-_MANY = 8  # replicas
+_MANY = 8
 _MOST_BYTES = 128 << 20  # above, so many replicas need too much memory
 
 
-def ways(mpi: Mpi, work: Work) -> dict[str, Way]:
-    """List raw, and mpidist without replicas and with replicas."""
-    private, strategy = [work.empty() for _ in range(work.calls)], mpi.strategy()
-    new = way_of(strategy, work, private)
-    found = {
-        **raw_ways(mpi, private),
-        "all_reduce": new,
-        "all_reduce out=": way_of(strategy, work, private, private),
-        "run": Way(private, lambda at: strategy.run(new.call, (at,)), "all_reduce", new.results),
-    }
-    for total in sorted({mpi.size, max(mpi.size, _MANY)}):
-        if total == mpi.size or work.nbytes <= _MOST_BYTES:
-            found |= _Replicas(mpi, work, total, private).ways(f"replicas={total}")
+def replicas(mpi: Mpi, work: Work) -> dict[str, Way]:
+    """List raw, and `run` of a sum without replicas and with replicas, with new results and in place."""
+    private = [work.empty() for _ in range(work.calls)]
+    totals = [None, mpi.size, *([_MANY] if mpi.size < _MANY and work.nbytes <= _MOST_BYTES else [])]
+    found = raw_ways(mpi, private)
+    for total in totals:
+        name = f"replicas={total}" if total else "run"
+        found[name] = _way(mpi, work, private, total, in_place=False)
+        found[f"{name}, out="] = _way(mpi, work, private, total, in_place=True)
     return found
 
 
-class _Replicas:
-    """A number of replicas over all ranks. Each has arrays of its own; those of one rank hold the same numbers."""
+def _way(mpi: Mpi, work: Work, private: list[list[Any]], total: int | None, in_place: bool) -> Way:
+    """Sum over replicas. Each has its own arrays; those of one rank hold the same numbers."""
+    strategy = mpi.strategy(replicas=total) if total else mpi.strategy()
+    counts = [len(its) for its in np.array_split(np.arange(total or mpi.size), mpi.size)]
+    first, is_single = sum(counts[: mpi.rank]), work.kind == "size"
+    values = [private, *([work.empty() for _ in private] for _ in range(1, counts[mpi.rank]))]  # [replicas here][calls]
 
-    def __init__(self, mpi: Mpi, work: Work, total: int, private: list[list[Any]]) -> None:
-        self._is_single = work.kind == "size"
-        self._strategy = mpi.strategy(replicas=total)
-        self._counts = [len(its) for its in np.array_split(np.arange(total), mpi.size)]
-        self._first = sum(self._counts[: mpi.rank])
-        self._values = [private]  # [replicas here][calls], arrays
-        self._values += [[work.empty() for _ in private] for _ in range(1, self._counts[mpi.rank])]
+    def replica(at: int) -> Any:
+        value = values[int(context().replica_id_in_sync_group) - first][at]
+        value = value[0] if is_single else value
+        return reduce("sum", value, value if in_place else None)
 
-    def ways(self, name: str) -> dict[str, Way]:
-        """List a call with new results, in place, and with a `run` of its own."""
-        new, in_place = self._reduce, partial(self._reduce, is_in_place=True)
-        return {
-            name: self._way(new, "all_reduce", within=partial(self._within, new)),
-            f"{name} out=": self._way(in_place, "all_reduce out=", within=partial(self._within, in_place)),
-            f"{name} run": self._way(lambda at: self._strategy.run(new, (at,)), "run", self._first_results),
-        }
+    def results(result: Any) -> list[Any]:
+        """Return the arrays of the first replica of this rank."""
+        leaves = [result] if is_single else result
+        return [leaf.values[0] for leaf in leaves] if total else leaves
 
-    def _way(self, call: Callable[[int], Any], baseline: str, results: Any = None, **more: Any) -> Way:
-        written = [arrays for own in self._values for arrays in own]
-        more["results"] = results or (lambda result: [result] if self._is_single else result)
-        return Way(written, call, baseline, expect=self._expect, **more)
+    def expect(written: Sequence[Any]) -> Any:
+        return sum(count * number for count, number in zip(counts, written, strict=True))
 
-    def _expect(self, written: Sequence[Any]) -> Any:
-        return sum(count * number for count, number in zip(self._counts, written, strict=True))
-
-    def _within(self, call: Callable[[int], Any], timed: Callable[[], Any]) -> Any:
-        """Call a function in the first replica of this rank, and let the others make the same calls."""
-        kept = []
-
-        def replica() -> None:
-            if self._at() == 0:
-                kept.append(timed())
-                return
-            for at in range(len(self._values[0])):
-                call(at)
-
-        self._strategy.run(replica)
-        return kept[0]
-
-    def _at(self) -> int:
-        return int(context().replica_id_in_sync_group) - self._first
-
-    def _reduce(self, at: int, is_in_place: bool = False) -> Any:
-        value = self._values[self._at()][at]
-        value = value[0] if self._is_single else value
-        return reduce("sum", value, value if is_in_place else None)
-
-    def _first_results(self, result: Any) -> list[Any]:
-        """Return the arrays of the first replica of this rank, of what `run` returns."""
-        return [leaf.values[0] for leaf in ([result] if self._is_single else result)]
+    baseline = ("run, out=" if in_place else "run") if total else ("raw in place" if in_place else "raw")
+    arrays = [arrays for own in values for arrays in own]
+    return Way(arrays, lambda at: strategy.run(replica, (at,)), baseline, results, expect=expect)

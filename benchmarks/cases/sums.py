@@ -16,7 +16,7 @@ from mpidist.context_stack import parts_of
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["algorithms", "all_reduce", "arguments", "model", "network", "raw_ways", "way_of"]
+__all__ = ["algorithms", "all_reduce", "model", "network", "raw_ways", "way_of"]
 
 _CUT = 1 << 18  # elements: 1 MiB of float32
 _MOST_BUCKET_BYTES = 128 << 20  # above, a bucket loses to a call a tensor, and takes as much memory again
@@ -83,16 +83,7 @@ def way_of(
     options: Any = None,
     **more: Any,
 ) -> Way:
-    """Make a sum by mpidist.
-
-    Args:
-        strategy: In whose `run` it is called.
-        work: A size is one array, a list stays one.
-        values: [calls], arrays.
-        outs: [calls], where the results go; `None` for new arrays.
-        options: Of the call.
-        **more: Fields of the way.
-    """
+    """Make a sum by mpidist, of one array or a list, for each call. Without `outs`, results are new arrays."""
     single = work.kind == "size"
     given = [value[0] if single else value for value in values]
     taken = [out[0] if single else out for out in outs] if outs else [None] * len(given)
@@ -125,23 +116,6 @@ def all_reduce(mpi: Mpi, work: Work) -> dict[str, Way]:
         "mpidist symmetric": way_of(strategy, work, own, own),
         "mpidist symmetric per node": way_of(strategy, work, own, of_node),
     }
-
-
-def arguments(mpi: Mpi, work: Work) -> dict[str, Way]:
-    """List sums of arrays that `all_reduce` has not."""
-    private, others, strategy = _private(work), _private(work), mpi.strategy()
-    own, shared = ([strategy.symmetric_empty_like(work.empty()) for _ in private] for _ in range(2))
-    strided = [[np.empty((*shape, 2), np.float32)[..., 0] for shape in work.shapes] for _ in private]
-    transposed = [[np.empty(shape[::-1], np.float32).T for shape in work.shapes] for _ in private]
-    given = {
-        "into others": (private, others),
-        "into symmetric": (private, shared),
-        "symmetric into new": (own, None),
-        "symmetric into others": (own, shared),
-        "strided into new": (strided, None),
-        "transposed into new": (transposed, None),
-    }
-    return raw_ways(mpi, private) | {name: way_of(strategy, work, *arrays) for name, arrays in given.items()}
 
 
 def algorithms(mpi: Mpi, work: Work) -> dict[str, Way]:

@@ -12,13 +12,13 @@ from torch import nn
 
 from mpidist.torch import all_reduce_gradients
 
-__all__ = ["Transformer", "ways"]
+__all__ = ["steps"]
 
 _LENGTH, _WORDS, _WIDTH, _SENTENCES = 64, 8000, 256, 4  # of the transformer; sentences of a rank in a step
 _GLOO = "DDP over gloo"
 
 
-class Transformer(nn.Module):
+class _Transformer(nn.Module):
     """A language model of 4 layers, with 7 million parameters: those of shapes/transformer.json."""
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class _List(nn.Module):
         return loss
 
 
-def ways(mpi: Torch, work: Work) -> dict[str, Way]:
+def steps(mpi: Torch, work: Work) -> dict[str, Way]:
     """List ways to train, each with its own model and optimizer; the first one reduces nothing."""
 
     def made(group: Any = None) -> nn.Module:
         torch.manual_seed(0)
-        model = Transformer() if work.name == "transformer" else _List(work.shapes)
+        model = _Transformer() if work.name == "transformer" else _List(work.shapes)
         if group is None:
             return model
         return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)

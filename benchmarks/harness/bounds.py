@@ -14,15 +14,10 @@ _HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time st
 
 @dataclass(frozen=True)
 class Link:
-    """The link of each host.
-
-    Attributes:
-        hosts: Number of hosts.
-        bits_per_second: Rate of each link, each way.
-    """
+    """The link of each host."""
 
     hosts: int
-    bits_per_second: float
+    bits_per_second: float  # each way
 
     @property
     def least_share(self) -> float:
@@ -40,15 +35,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for hosts with equally many ranks.
-
-    Attributes:
-        model: The cost model.
-        placement: Number of ranks of each host.
-    """
+    """Predictions of the cost model."""
 
     model: CostModel
-    placement: tuple[int, ...]
+    placement: tuple[int, ...]  # ranks of each host
 
     def bound(self, way: str, nbytes: int) -> float | None:
         """Return the predicted seconds; `None` for algorithms that mpidist lacks."""

@@ -13,137 +13,60 @@ from harness.work import Work
 
 __all__ = ["CASES", "Case", "works_of"]
 
-_CALLS_OF_SMALL: Final = 8
 _SMALL_BYTES: Final = 16 << 10
-_BETWEEN_HOSTS: Final = ("mpich", "openmpi")  # whose launchers start ranks on emulated hosts
 
 
 @dataclass(frozen=True)
 class Case:
-    """A question.
-
-    Attributes:
-        question: For people.
-        ways: The function that lists the ways over MPI, as "module:function".
-        sizes: Of the float32 arrays.
-        lists: Of gradients.
-        is_single: Whether its works are single arrays only.
-        peers: The libraries, unless the user names others.
-        rounds: Turns of each way.
-        seconds: Duration of a turn, about.
-        hosts: Number of emulated hosts; 0 for none.
-        calls: Number of calls of small arrays that are timed together.
-        rival: The library whose ways others are compared with, if they have no baseline of their own; "" for the
-            faster MPI.
-        idle: The way that does all but communicate.
-    """
+    """A question, and what is measured unless the user says otherwise."""
 
     question: str
-    ways: str = ""
-    sizes: str = ""
-    lists: str = ""
+    ways: str = ""  # the function in `cases` that lists the ways over MPI, as "module:function"
+    sizes: str = ""  # of the float32 arrays
+    lists: str = ""  # of gradients
     _: KW_ONLY
-    is_single: bool = False
+    is_single: bool = False  # whether its works are single arrays only
     peers: tuple[str, ...] = MPIS
-    rounds: int = 7
-    seconds: float = 0.25
-    hosts: int = 0
-    calls: int = 1
-    rival: str = ""
-    idle: str = ""
+    rounds: int = 7  # turns of each way
+    seconds: float = 0.25  # of a turn, about
+    hosts: int = 0  # that are emulated
+    calls: int = 1  # of small arrays that are timed together
+    rival: str = ""  # the library that others are compared with; "" for the faster MPI
+    idle: str = ""  # the way that does all but communicate
 
 
+_SIZES: Final = "4,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M"
+_LISTS: Final = "tiny1000,10000x400,resnet50,bert_base,gpt2_small"
+_HOSTS: Final = ("mpich", "openmpi")  # whose launchers start ranks on emulated hosts
+_SERVERS: Final = ("mpidist", "messages", "window")
+_TORCH: Final = ("torch",)
 CASES: Final = {
     "all_reduce": Case(
-        "sums, compared with raw mpi4py and every library that is installed",
-        "cases.sums:all_reduce",
-        "4,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M",
-        "tiny1000,10000x400,resnet50,bert_base,gpt2_small",
-        peers=(*MPIS, "gloo", "horovod"),
-        calls=_CALLS_OF_SMALL,
+        "sums, by all libraries", "sums:all_reduce", _SIZES, _LISTS, peers=(*MPIS, "gloo", "horovod"), calls=8
     ),
-    "algorithms": Case(
-        "sums by each algorithm", "cases.sums:algorithms", "4,16K,64K,1M,16M,64M", "resnet50", calls=_CALLS_OF_SMALL
-    ),
-    "arguments": Case(
-        "sums of strided, transposed and symmetric arrays, into themselves and others",
-        "cases.sums:arguments",
-        "1K,128K,4M",
-        "3x32K,128x1K,1000x1000,resnet50",
-        calls=_CALLS_OF_SMALL,
-    ),
+    "algorithms": Case("sums by each algorithm", "sums:algorithms", "4,16K,64K,1M,16M,64M", "resnet50", calls=8),
     "network": Case(
-        "sums between hosts",
-        "cases.sums:network",
-        "16M",
-        peers=(*_BETWEEN_HOSTS, "gloo"),
-        rounds=5,
-        seconds=1.0,
-        hosts=2,
+        "sums between hosts", "sums:network", "16M", peers=(*_HOSTS, "gloo"), rounds=5, seconds=1.0, hosts=2
     ),
     "model": Case(
-        "sums between hosts, compared with the predictions of the cost model",
-        "cases.sums:model",
-        "64K,1M,4M",
-        is_single=True,
-        peers=_BETWEEN_HOSTS,
-        rounds=9,
-        hosts=2,
+        "the cost model's predictions", "sums:model", "64K,1M,4M", is_single=True, peers=_HOSTS, rounds=9, hosts=2
     ),
-    "calls": Case("small calls of every kind", "cases.calls:ways", "4", is_single=True, calls=8, rounds=15),
-    "reductions": Case(
-        "other operations, collectives and dtypes", "cases.reductions:ways", "64K,1M,16M,64M", is_single=True
-    ),
-    "replicas": Case(
-        "the cost of a chosen number of replicas",
-        "cases.replicas:ways",
-        "4,64K,1M,16M",
-        "161x16,resnet50,bert_base",
-        calls=_CALLS_OF_SMALL,
-    ),
-    "overlap": Case("reductions that are started early", "cases.calls:overlap", lists="16x1M", idle="compute alone"),
+    "calls": Case("small calls of every kind", "calls:calls", "4", is_single=True, calls=8, rounds=15),
+    "overlap": Case("reductions that are started early", "calls:overlap", lists="16x1M", idle="compute alone"),
+    "reductions": Case("other operations and dtypes", "reductions:reductions", "64K,1M,16M,64M", is_single=True),
+    "replicas": Case("the cost of replicas", "replicas:replicas", "4,64K,1M,16M", "161x16,resnet50,bert_base", calls=8),
     "servers": Case(
-        "parameter servers, compared with plain mpi4py",
-        "",
-        "4,64M",
-        "resnet50,10000x400",
-        peers=("mpidist", "messages", "window"),
-        seconds=0.15,
-        calls=50,
-        rival="mpidist",
+        "parameter servers", "", "4,64M", "resnet50,10000x400", peers=_SERVERS, seconds=0.15, calls=50, rival="mpidist"
     ),
-    "checkpoints": Case(
-        "checkpoints, compared with numpy.save of the same bytes",
-        "cases.checkpoints:ways",
-        "1G",
-        is_single=True,
-        peers=("mpich",),
-        rounds=8,
-    ),
+    "checkpoints": Case("checkpoints", "checkpoints:checkpoints", "1G", is_single=True, peers=("mpich",), rounds=8),
     "torch_steps": Case(
-        "training steps in PyTorch, compared with DDP over gloo",
-        "cases.torch_steps:ways",
-        "",
-        "transformer",
-        peers=("torch",),
-        rounds=15,
-        idle="no reduction",
+        "steps in PyTorch", "torch_steps:steps", lists="transformer", peers=_TORCH, rounds=15, idle="no reduction"
     ),
     "torch_collectives": Case(
-        "collectives of torch.distributed, compared with gloo",
-        "cases.torch_collectives:ways",
-        "64K,1M,16M",
-        is_single=True,
-        peers=("torch",),
-        rounds=15,
+        "torch.distributed", "torch_calls:collectives", "64K,1M,16M", is_single=True, peers=_TORCH, rounds=15
     ),
     "torch_lists": Case(
-        "lists of tensors, compared with lists of NumPy's arrays",
-        "cases.torch_collectives:lists",
-        "",
-        "20x20K,100x1K,200x4K,1000x1K",
-        peers=("torch",),
-        rounds=15,
+        "lists of tensors", "torch_calls:lists", lists="20x20K,100x1K,200x4K,1000x1K", peers=_TORCH, rounds=15
     ),
 }
 

@@ -28,33 +28,19 @@ FOLDERS: Final = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A library in its own environment.
-
-    Attributes:
-        name: For people.
-        backend: The class that a rank builds, as "module:class".
-        modules: Modules that must be installed.
-        environment: Name of its environment.
-        by_mpiexec: Whether mpiexec starts the ranks.
-        copies: How many times the bytes of a work a rank holds, about.
-        source: The folder that `mpidist` is imported from.
-        arguments: Arguments of the backend.
-        options: Options of mpiexec.
-        variables: Environment variables of its ranks.
-        ways: The only ways to measure; all, if there are none.
-    """
+    """A library in its own environment."""
 
     name: str
-    backend: str
-    modules: tuple[str, ...]
+    backend: str  # the class that a rank builds, as "module:class"
+    modules: tuple[str, ...]  # that must be installed
     environment: str
-    by_mpiexec: bool = True
-    copies: float = 2.0
-    source: Path = ROOT
-    arguments: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    by_mpiexec: bool = True  # whether mpiexec starts the ranks
+    copies: float = 2.0  # how many times the bytes of a work a rank holds, about
+    source: Path = ROOT  # the folder that `mpidist` is imported from
+    arguments: tuple[str, ...] = ()  # of the backend
+    options: tuple[str, ...] = ()  # of mpiexec
     variables: Mapping[str, str] = field(default_factory=dict)
-    ways: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()  # the only ways to measure; all, if there are none
 
 
 _MPI: Final = "backends.mpi:Mpi"
@@ -79,9 +65,8 @@ MPIS: Final = tuple(peer.name for peer in PEERS if peer.backend == _MPI)
 def _tuned(of: str, name: str, options: Sequence[str] = (), **variables: str) -> Peer:
     """Take the raw calls of an MPI library, with settings that a careful user chooses for one node."""
     plain = next(peer for peer in PEERS if peer.name == of)
-    variables = {**plain.variables, **variables}
-    ways = ("raw in place",)
-    return replace(plain, name=f"{of} {name}", options=tuple(options), variables=variables, ways=ways, copies=1.3)
+    settings = {"options": tuple(options), "variables": {**plain.variables, **variables}}
+    return replace(plain, name=f"{of} {name}", ways=("raw in place",), copies=1.3, **settings)
 
 
 TUNED: Final = (

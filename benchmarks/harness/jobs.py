@@ -19,19 +19,12 @@ _FAULT_SECONDS, _HANG_SECONDS = 200, 60  # until the fault, and until the end af
 
 @dataclass(frozen=True)
 class EndedJob:
-    """A job that has ended, or has been ended. Times are seconds after the fault.
+    """A job that has ended, or has been ended. Times are seconds after the fault."""
 
-    Attributes:
-        lines: Each line of its output, and when it came.
-        code: Its exit code; `None` if it hung.
-        seconds: When it ended.
-        fault: The fault, by `time.monotonic`.
-    """
-
-    lines: list[tuple[float, str]]
-    code: int | None
-    seconds: float
-    fault: float
+    lines: list[tuple[float, str]]  # when each line came, and its text
+    code: int | None  # `None` if it hung
+    seconds: float  # when it ended
+    fault: float  # by `time.monotonic`
 
 
 def read(path: Path) -> str:

@@ -24,27 +24,16 @@ _SLOW: Final = 0.25  # seconds: one measurement is enough
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of a way, in seconds a call.
-
-    Attributes:
-        work: The work.
-        peer: Name of the library.
-        way: Name of the way.
-        baseline: The way that it is compared with.
-        first: The first call, which plans, allocates and connects.
-        rounds: [rounds], the median step of each.
-        steps: Number of steps in a round.
-        sent: Bytes and packets that a host sent in a call, the most of all hosts.
-    """
+    """The times of a way, in seconds a call."""
 
     work: Work
     peer: str
     way: str
-    baseline: str
-    first: float
-    rounds: np.ndarray[Any, Any]
-    steps: int
-    sent: tuple[float, ...] = ()
+    baseline: str  # the way that it is compared with
+    first: float  # call, which plans, allocates and connects
+    rounds: np.ndarray[Any, Any]  # [rounds], the median step of each
+    steps: int  # of a round
+    sent: tuple[float, ...] = ()  # bytes and packets of a host in a call, the most of all hosts
 
     @property
     def seconds(self) -> float:

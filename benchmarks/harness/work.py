@@ -18,25 +18,15 @@ _BLOCK = _PATTERN << 12
 
 @dataclass(frozen=True)
 class Work:
-    """One thing to reduce over all ranks.
+    """One thing to reduce over all ranks."""
 
-    Attributes:
-        kind: `size` for one flat array, `list` for a list of gradients.
-        name: `64K`, `resnet50`.
-        shapes: The shape of each array.
-        calls: Number of calls that are timed together, each with its own arrays.
-        benchmark: Name of the case.
-        ways: The function that lists the ways of ranks over MPI, as "module:function".
-        other_bytes: Memory that each rank writes before each step, as the rest of a training step does.
-    """
-
-    kind: str
-    name: str
+    kind: str  # `size` for one flat array, `list` for a list of gradients
+    name: str  # as `64K`, `resnet50`
     shapes: tuple[tuple[int, ...], ...]
-    calls: int = 1
-    benchmark: str = "all_reduce"
-    ways: str = "cases.sums:all_reduce"
-    other_bytes: int = 0
+    calls: int = 1  # that are timed together, each with its own arrays
+    benchmark: str = "all_reduce"  # the case
+    ways: str = "sums:all_reduce"  # the function in `cases` that lists the ways over MPI
+    other_bytes: int = 0  # that each rank writes before each step, as the rest of a training step does
 
     @property
     def nbytes(self) -> int:
@@ -48,61 +38,33 @@ class Work:
         return [np.empty(shape, dtype) for shape in self.shapes]
 
 
-def _same(result: Any) -> Any:
-    return result
-
-
-def _directly(timed: Callable[[], Any]) -> Any:
-    return timed()
-
-
-def _sum(written: Sequence[Any]) -> Any:
-    return sum(written[1:], written[0])
-
-
 @dataclass(frozen=True)
 class Way:
-    """One way to do a work.
+    """One way to do a work."""
 
-    Attributes:
-        written: Lists of arrays that are written before each step: one for each call, and replica of the rank.
-            Without any, results are not checked.
-        call: Timed: takes the number of the call, returns its result.
-        baseline: The way that it is compared with.
-        results: Converts a result to NumPy arrays, one for each array of the work.
-        within: Calls a function, which makes the calls of a step and times them, in the context that they need; not
-            timed itself.
-        expect: Maps the values that all ranks wrote at a place [ranks] to the expected result.
-        part: The part of each flat array that this rank gets; `None` for all, in its shape.
-        tolerance: Greatest relative error. Sums of the written values are exact in float32.
-    """
-
+    # The arrays that are written before each step: a list for each call, and replica of the rank. Without any, results
+    # are not checked.
     written: Sequence[Sequence[Any]]
-    call: Callable[[int], Any]
-    baseline: str = "raw in place"
-    results: Callable[[Any], Sequence[Any]] = field(default=_same)
-    within: Callable[[Callable[[], Any]], Any] = field(default=_directly)
-    expect: Callable[[Sequence[Any]], Any] = field(default=_sum)
-    part: slice | None = None
-    tolerance: float = 1e-6
+    call: Callable[[int], Any]  # takes the number of the call, and returns its result
+    baseline: str = "raw in place"  # the way that it is compared with
+    # Converts a result to NumPy arrays, one for each array of the work.
+    results: Callable[[Any], Sequence[Any]] = field(default=lambda result: result)
+    # Calls a function, which times the calls of a step, in the context that they need.
+    within: Callable[[Callable[[], Any]], Any] = field(default=lambda timed: timed())
+    # Maps the values that all ranks wrote at a place [ranks] to the expected result.
+    expect: Callable[[Sequence[Any]], Any] = field(default=sum)
+    part: slice | None = None  # of each flat array, that this rank gets; `None` for all, in its shape
+    tolerance: float = 1e-6  # relative; sums of the written values are exact in float32
 
 
 class Backend:
-    """A library, on one of its ranks.
+    """A library, on one of its ranks."""
 
-    Attributes:
-        rank: This rank among those that are measured.
-        size: Number of ranks that are measured.
-        versions: Versions of the library and of the packages below it.
-        serves: Whether this process is a server of the others, and is not measured.
-        barrier: The barrier before each step; set before the first work.
-    """
-
-    rank: int
+    rank: int  # among those that are measured
     size: int
-    versions: dict[str, str]
-    serves = False
-    barrier: Callable[[], object]
+    versions: dict[str, str]  # of the library and of the packages below it
+    serves = False  # whether this process is a server of the others, and is not measured
+    barrier: Callable[[], object]  # before each step; set before the first work
 
     def ways(self, work: Work) -> dict[str, Way]:
         """Prepare a work, and name the ways to do it. Collective."""

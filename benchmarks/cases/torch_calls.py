@@ -13,10 +13,10 @@ from harness.work import Way, Work
 
 from cases.sums import way_of
 
-__all__ = ["lists", "ways"]
+__all__ = ["collectives", "lists"]
 
 
-def ways(mpi: Torch, work: Work) -> dict[str, Way]:
+def collectives(mpi: Torch, work: Work) -> dict[str, Way]:
     """List each collective over both groups."""
     found = {}
     for name, group in mpi.groups.items():
