@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.work import Way, Work
+from harness.work import Work
 from mpi4py import MPI
 
-from backends.mpi import mpi_versions
 from backends.servers import ServerBackend, place_parts
 
 __all__ = ["Messages"]
@@ -27,12 +26,11 @@ class Messages(ServerBackend):
     """The ranks of MPI's world. Collective."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        super().__init__(MPI.COMM_WORLD.rank, workers, MPI.COMM_WORLD.size - workers)
-        self._comm, self.versions = MPI.COMM_WORLD, mpi_versions()
+        super().__init__(folder, workers)
         self.pin()
 
     def serve(self) -> None:
-        comm, request, status, parts = self._comm, np.zeros(1, np.int64), MPI.Status(), []
+        comm, request, status, parts = self.comm, np.zeros(1, np.int64), MPI.Status(), []
         nothing = np.zeros(0, np.float32)
         buffers: list[Any] = []
         while True:
@@ -53,15 +51,15 @@ class Messages(ServerBackend):
     def _add(self, worker: int, parts: list[Any], buffers: list[Any]) -> None:
         coming = None
         for at, part in enumerate(parts):
-            now = coming or self._comm.Irecv(buffers[at % 2][: part.size], worker, _DATA)
+            now = coming or self.comm.Irecv(buffers[at % 2][: part.size], worker, _DATA)
             now.Wait()
             coming = None
             if at + 1 < len(parts):
-                coming = self._comm.Irecv(buffers[(at + 1) % 2][: parts[at + 1].size], worker, _DATA)
+                coming = self.comm.Irecv(buffers[(at + 1) % 2][: parts[at + 1].size], worker, _DATA)
             part += buffers[at % 2][: part.size]
 
     def begin(self, work: Work) -> tuple[Callable[[], object], Callable[[], Any]]:
-        comm, nothing = self._comm, np.zeros(0, np.float32)
+        comm, nothing = self.comm, np.zeros(0, np.float32)
         pushes, pulls = np.array([_PUSH], np.int64), np.array([_PULL], np.int64)
         servers = range(self.size, self.size + self.servers)
         placed = dict(zip(servers, place_parts(work, self.servers), strict=True))
@@ -93,20 +91,8 @@ class Messages(ServerBackend):
 
         return push, pull
 
-    def more_ways(self, work: Work) -> dict[str, Way]:
-        """What no parameter server can do without: the numbers are copied once each way, in this process."""
-        numbers = [np.ones(shape, np.float32) for shape in work.shapes]
-        there, back = ([np.empty_like(one) for one in numbers] for _ in range(2))
-
-        def copy(at: int) -> None:
-            for source, target in ((numbers, there), (there, back)):
-                for one, other in zip(source, target, strict=True):
-                    np.copyto(other, one)
-
-        return {"two copies": Way([], copy, "")}
-
     def close(self) -> None:
         self.barrier()
         if self.rank == 0:
             for server in range(self.size, self.size + self.servers):
-                self._comm.Send(np.array([_END], np.int64), server, _REQUEST)
+                self.comm.Send(np.array([_END], np.int64), server, _REQUEST)

@@ -24,18 +24,12 @@ _LEAST_KEPT_BYTES = 64 << 10  # below, a new array is faster than the checks of 
 
 
 class ServerBackend(Backend):
-    """Workers, which are the first ranks and are measured, and servers behind them.
+    """MPI's ranks: workers, which are measured, and servers behind them."""
 
-    Args:
-        rank: The number of this process, among workers and servers.
-        workers: Number of workers.
-        servers: Number of servers.
-    """
-
-    def __init__(self, rank: int, workers: int, servers: int) -> None:
-        self.rank, self.size, self.servers = rank, workers, servers
-        self.serves = rank >= workers
-        self.barrier = lambda: None
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.comm, self.rank, self.size = MPI.COMM_WORLD, MPI.COMM_WORLD.rank, workers
+        self.servers, self.serves = self.comm.size - workers, self.rank >= workers
+        self.barrier, self.versions = (lambda: None), mpi_versions()
 
     def pin(self) -> None:
         """Keep this process on its own core, where there are enough: two may else share one for long."""
@@ -44,17 +38,8 @@ class ServerBackend(Backend):
             os.sched_setaffinity(0, {cores[self.rank]})
 
     def begin(self, work: Work) -> tuple[Callable[[], object], Callable[[], Any]]:
-        """Make variables of zeros for a work.
-
-        Returns:
-            A function that adds 1 to all numbers, and returns when the servers have added; one that returns all
-            numbers.
-        """
+        """Make variables of zeros, and return functions: one adds 1 on the servers, one returns all numbers."""
         raise NotImplementedError
-
-    def more_ways(self, work: Work) -> dict[str, Way]:
-        """List ways in addition to push and pull."""
-        return {}
 
     def ways(self, work: Work) -> dict[str, Way]:
         """Prepare a work on workers, check that every push of every worker counts, and list the ways. Collective."""
@@ -70,8 +55,7 @@ class ServerBackend(Backend):
             pull()
 
         acts: dict[str, Callable[[], object]] = {"push": push, "pull": pull, "push, pull": both}
-        found = {name: Way([], lambda at, act=act: act(), name) for name, act in acts.items()}
-        return {**found, **self.more_ways(work)}
+        return {name: Way([], lambda at, act=act: act(), name) for name, act in acts.items()}
 
 
 def _check(found: Sequence[Any], work: Work, wanted: int) -> None:
@@ -86,12 +70,7 @@ def _check(found: Sequence[Any], work: Work, wanted: int) -> None:
 def place_parts(work: Work, servers: int) -> list[list[int]]:
     """Place a work's numbers on servers as a careful user does: round robin; a large array is cut.
 
-    Args:
-        work: The work.
-        servers: How many.
-
-    Returns:
-        The sizes of each server's messages, in numbers.
+    Returns the sizes of each server's messages, in numbers.
     """
     sizes = [int(np.prod(shape)) for shape in work.shapes]
     if len(sizes) == 1 and work.nbytes >= _ALONE_BYTES:
@@ -109,11 +88,9 @@ class Servers(ServerBackend):
     """mpidist's: a list of variables, or one, as a training step reads and changes it. Collective."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        servers = MPI.COMM_WORLD.size - workers
-        super().__init__(MPI.COMM_WORLD.rank, workers, servers)
-        cut = partitioners.MinSizePartitioner(_LEAST_SHARD_BYTES, servers)
-        self._strategy = ParameterServerStrategy(None, cut, num_ps=servers)
-        self.versions = mpi_versions()
+        super().__init__(folder, workers)
+        cut = partitioners.MinSizePartitioner(_LEAST_SHARD_BYTES, self.servers)
+        self._strategy = ParameterServerStrategy(None, cut, num_ps=self.servers)
         self.pin()  # after the strategy has counted the cores
 
     def serve(self) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from harness.work import Work
 from mpi4py import MPI
 
-from backends.mpi import mpi_versions
 from backends.servers import ServerBackend, place_parts
 
 __all__ = ["Window"]
@@ -23,14 +22,13 @@ class Window(ServerBackend):
     """The ranks of MPI's world. Collective."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        super().__init__(MPI.COMM_WORLD.rank, workers, MPI.COMM_WORLD.size - workers)
-        self._comm, self.versions = MPI.COMM_WORLD, mpi_versions()
+        super().__init__(folder, workers)
         self.pin()
         self._window: MPI.Win | None = None
 
     def serve(self) -> None:
         while True:
-            sizes = self._comm.bcast(None, 0)  # waits inside MPI, which so can add what arrives
+            sizes = self.comm.bcast(None, 0)  # waits inside MPI, which so can add what arrives
             if sizes is None:
                 self._free()
                 return
@@ -38,7 +36,7 @@ class Window(ServerBackend):
 
     def begin(self, work: Work) -> tuple[Callable[[], object], Callable[[], Any]]:
         placed = place_parts(work, self.servers)
-        self._comm.bcast(placed, 0)
+        self.comm.bcast(placed, 0)
         window = self._open(0)
         ones = [[np.ones(size, np.float32) for size in sizes] for sizes in placed]
         found = [[np.empty(size, np.float32) for size in sizes] for sizes in placed]
@@ -62,9 +60,9 @@ class Window(ServerBackend):
 
     def _open(self, nbytes: int) -> MPI.Win:
         self._free()
-        window = self._window = MPI.Win.Allocate(nbytes, 4, comm=self._comm)
+        window = self._window = MPI.Win.Allocate(nbytes, 4, comm=self.comm)
         np.frombuffer(window.tomemory(), np.float32)[...] = 0
-        self._comm.Barrier()
+        self.comm.Barrier()
         return window
 
     def _free(self) -> None:
@@ -75,5 +73,5 @@ class Window(ServerBackend):
             self._window = None
 
     def close(self) -> None:
-        self._comm.bcast(None, 0)
+        self.comm.bcast(None, 0)
         self._free()
