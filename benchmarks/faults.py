@@ -20,8 +20,6 @@ from harness.environments import Peer, environment_of, missing, python_of
 from harness.jobs import EndedJob, run_job
 from harness.record import facts_now, machine_type, parser_of, read_rows, write_rows
 
-__all__ = ["main"]
-
 _PROGRAM: Final = """\
 import datetime, os, resource, signal, sys, time, numpy as np
 from functools import partial

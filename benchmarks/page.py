@@ -12,8 +12,6 @@ from typing import Any, Final
 from harness.environments import MPIS, ROOT, TUNED
 from harness.record import read_rows, shapes_of_list, text_of, text_of_bytes
 
-__all__ = ["RESULTS", "main", "text_of_page", "write"]
-
 Row = dict[str, str]
 Of = Mapping[tuple[str, str], Row]  # (library, way) to row, of one work
 
@@ -97,7 +95,11 @@ def _works(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], Row]]:
 def _fastest(of: Of, choice: _Choice) -> Row | None:
     peers, way = choice
     found = [of[peer, way] for peer in peers if (peer, way) in of]
-    return min(found, key=lambda row: float(row["median"]), default=None)
+    return min(found, key=_median, default=None)
+
+
+def _median(row: Row) -> float:
+    return float(row["median"])
 
 
 def _cell(row: Row | None) -> str:
@@ -108,12 +110,12 @@ def _cell(row: Row | None) -> str:
 
 def _time(row: Row) -> str:
     """Write a time that no line break divides."""
-    return text_of(float(row["median"])).replace(" ", "\u00a0")
+    return text_of(_median(row)).replace(" ", "\u00a0")
 
 
 def _ratio(of: Of, columns: Mapping[str, _Choice], ours: str, theirs: str = _TUNED) -> float | None:
-    rows = [_fastest(of, columns[name]) for name in (theirs, ours)]
-    return None if None in rows else float(rows[0]["median"]) / float(rows[1]["median"])  # type: ignore[index]
+    one, other = (_fastest(of, columns[name]) for name in (theirs, ours))
+    return _median(one) / _median(other) if one and other else None
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -124,13 +126,12 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 def _title(work: str, of: Of) -> str:
     size = text_of_bytes(int(next(iter(of.values()))["bytes"]))
-    if work[:1].isdecimal() and "x" not in work:
+    if _is_size(work):
         return size.replace(" ", "\u00a0")
-    count, by, each = work.partition("x")
-    name = (
-        f"{count} arrays of {text_of_bytes(4 * shapes_of_list(work)[0][0])}" if by and each else _NAMES.get(work, work)
-    )
-    return name if by and each else f"{name}: {len(shapes_of_list(work))} arrays, {size}"
+    shapes = shapes_of_list(work)
+    if work[:1].isdecimal():
+        return f"{len(shapes)} arrays of {text_of_bytes(4 * shapes[0][0])}"
+    return f"{_NAMES.get(work, work)}: {len(shapes)} arrays, {size}"
 
 
 def _where(rows: Sequence[Row]) -> str:
@@ -169,10 +170,12 @@ def _node(rows: Sequence[Row]) -> list[str]:
     return [*lines, *_compared(lists, _LISTS, "mpidist, in place")]
 
 
+def _is_size(work: str) -> bool:
+    return work[:1].isdecimal() and "x" not in work
+
+
 def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    is_size = [row["work"][:1].isdecimal() and "x" not in row["work"] for row in rows]
-    pairs = list(zip(rows, is_size, strict=True))
-    return [row for row, its in pairs if its], [row for row, its in pairs if not its]
+    return [row for row in rows if _is_size(row["work"])], [row for row in rows if not _is_size(row["work"])]
 
 
 def _after(rows: Sequence[Row]) -> list[str]:
@@ -260,60 +263,52 @@ _COLORS: Final = {
 }  # fmt: skip
 
 
-def _plot_sizes(rows: Sequence[Row]) -> None:
-    from matplotlib.figure import Figure  # the page alone needs none
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes, works = figure.subplots(), _works(_split(rows)[0]).values()
-    ticks = sorted({int(row["bytes"]) for of in works for row in of.values()})
+def _plot_sizes(axes: Any, sizes: Mapping[str, Of]) -> None:
+    ticks = sorted({int(row["bytes"]) for of in sizes.values() for row in of.values()})
     for number, (name, choice) in enumerate(_SIZES.items()):
-        chosen = [row for of in works if (row := _fastest(of, choice))]
-        places = [ticks.index(int(row["bytes"])) for row in chosen]
-        times = [float(row["median"]) for row in chosen]
+        chosen = [row for of in sizes.values() if (row := _fastest(of, choice))]
+        places, times = [ticks.index(int(row["bytes"])) for row in chosen], [*map(_median, chosen)]
         if chosen:
             axes.plot(places, times, label=name, marker="o", markersize=4, color=_COLORS.get(name, f"C{number}"))
     axes.set(yscale="log", xlabel="size of a float32 array", ylabel="time of an all-reduce in place")
     axes.set_xticks(range(len(ticks)), [text_of_bytes(size) for size in ticks])
     axes.yaxis.set_major_formatter(lambda microseconds, _: text_of(microseconds))
-    _finish(axes)
     axes.legend(frameon=False)
-    figure.savefig(_PICTURES / "performance-sizes.png", dpi=110)
 
 
-def _plot_models(rows: Sequence[Row]) -> None:
-    from matplotlib.figure import Figure
-
-    lists = list(_works(_split(rows)[1]).items())
-    models = dict(lists[-2:])  # the largest
-    figure = Figure(figsize=(7, 0.4 + 2.3 * len(models)), layout="constrained")
-    for axes, (work, of) in zip(figure.subplots(len(models), 1, squeeze=False).ravel(), models.items(), strict=True):
-        found = {name: row for name, choice in _LISTS.items() if (row := _fastest(of, choice))}
-        times = [float(row["median"]) / 1000 for row in found.values()]
-        bars = axes.barh(list(found), times, color=[_COLORS.get(name, "#d99a4e") for name in found])
-        axes.bar_label(bars, [f" {text_of(1000 * time)}" for time in times])
-        axes.invert_yaxis()
-        axes.set(title=_title(work, of), xlabel="ms", xlim=(0, 1.25 * max(times)))
-        _finish(axes)
-    figure.savefig(_PICTURES / "performance-models.png", dpi=110)
+def _plot_model(axes: Any, work: str, of: Of) -> None:
+    found = {name: _median(row) for name, choice in _LISTS.items() if (row := _fastest(of, choice))}
+    times = [time / 1000 for time in found.values()]
+    bars = axes.barh(list(found), times, color=[_COLORS.get(name, "#d99a4e") for name in found])
+    axes.bar_label(bars, [f" {text_of(time)}" for time in found.values()])
+    axes.invert_yaxis()
+    axes.set(title=_title(work, of), xlabel="ms", xlim=(0, 1.25 * max(times)))
 
 
-def _finish(axes: Any) -> None:
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _plot(rows: Sequence[Row]) -> None:
+    from matplotlib.figure import Figure  # the page alone needs none
 
-
-def write() -> None:
-    """Write the page and its pictures."""
-    rows = [row for row in _rows(RESULTS) if row["run"] == "node"]
-    _PAGE.write_text(text_of_page())
-    for plot in (_plot_sizes, _plot_models) if rows else ():
-        plot(rows)
-    print(f"{_PAGE} is written")
+    sizes, lists = map(_works, _split(rows))
+    models = list(lists.items())[-2:]  # the largest
+    for name, number, height in (("sizes", 1, 4.2), ("models", len(models), 0.4 + 2.3 * len(models))):
+        figure = Figure(figsize=(7, height), layout="constrained")
+        for at, axes in enumerate(figure.subplots(number, 1, squeeze=False).ravel()):
+            if name == "sizes":
+                _plot_sizes(axes, sizes)
+            else:
+                _plot_model(axes, *models[at])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(_PICTURES / f"performance-{name}.png", dpi=110)
 
 
 def main() -> int:
-    """Write the page."""
-    write()
+    """Write the page and its pictures."""
+    rows = [row for row in _rows(RESULTS) if row["run"] == "node"]
+    _PAGE.write_text(text_of_page())
+    if rows:
+        _plot(rows)
+    print(f"{_PAGE} is written")
     return 0

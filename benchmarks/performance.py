@@ -24,8 +24,6 @@ from harness.record import machine_type, parser_of, read_rows, write_rows
 
 import mpidist
 
-__all__ = ["main"]
-
 Row = dict[str, str]
 
 _WAYS: Final = "raw in place,mpidist,mpidist in place,mpidist symmetric"
@@ -105,5 +103,5 @@ def main() -> int:
             write_rows(path, [*(row for row in read_rows(path) if row["run"] != name), *rows])
     print(f"{path} is written")
     if given.results == page.RESULTS:
-        page.write()
+        page.main()
     return 0

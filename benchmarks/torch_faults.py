@@ -24,8 +24,6 @@ from harness.environments import FOLDERS, ROOT, Peer, environment_of
 from harness.jobs import EndedJob, read, run_job
 from harness.record import parser_of
 
-__all__ = ["main"]
-
 _PROGRAM: Final = """\
 import os, signal, sys, time, warnings
 from datetime import timedelta

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from harness.work import Backend, Way, Work, versions_of
 
-__all__ = ["Gloo"]
-
 _BUCKET_BYTES = 25 << 20
 _MOST_TENSORS = 2000  # one at a time; 10 000 take 10 seconds
 

@@ -9,8 +9,6 @@ import horovod.torch as hvd
 import torch
 from harness.work import Backend, Way, Work, versions_of
 
-__all__ = ["Horovod"]
-
 
 class Horovod(Backend):
     """Horovod with its own settings, as it is installed. Collective."""

@@ -16,8 +16,6 @@ from mpi4py import MPI
 
 from backends.servers import ServerBackend, place_parts
 
-__all__ = ["Messages"]
-
 _REQUEST, _DATA, _SIZES = 1, 2, 3
 _PUSH, _PULL, _BEGIN, _END = range(4)
 

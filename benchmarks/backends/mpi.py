@@ -14,8 +14,6 @@ from mpi4py import MPI
 
 import mpidist
 
-__all__ = ["Mpi", "context", "mpi_versions", "reduce"]
-
 
 def mpi_versions(*packages: str) -> dict[str, str]:
     """Return the versions of MPI, of mpi4py and of what is used with it."""

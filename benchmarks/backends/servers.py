@@ -15,8 +15,6 @@ import mpidist
 from backends.mpi import mpi_versions
 from mpidist.experimental import ParameterServerStrategy, partitioners
 
-__all__ = ["ServerBackend", "Servers", "place_parts"]
-
 _ALONE_BYTES = 32 << 20  # a larger array is cut into a part for each server
 _MESSAGE_BYTES = 64 << 10  # larger arrays are sent alone, smaller ones together
 _LEAST_SHARD_BYTES = 16 << 20

@@ -11,8 +11,6 @@ import torch.distributed as dist
 import mpidist.torch  # noqa: F401  the backend
 from backends.mpi import Mpi, mpi_versions
 
-__all__ = ["Torch"]
-
 
 class Torch(Mpi):
     """All ranks with one thread each, and a process group of each backend. Collective."""

@@ -15,8 +15,6 @@ from mpi4py import MPI
 
 from backends.servers import ServerBackend, place_parts
 
-__all__ = ["Window"]
-
 
 class Window(ServerBackend):
     """The ranks of MPI's world. Collective."""

@@ -12,8 +12,6 @@ from harness.work import Way, Work
 import mpidist
 from cases.sums import raw_ways, way_of
 
-__all__ = ["calls", "overlap"]
-
 _MANY = 161  # arrays: as many as ResNet-50 has gradients
 _ROWS = 192  # of the matrices that are multiplied before each gradient of `overlap`
 

@@ -21,8 +21,6 @@ from harness.work import Way, Work
 import mpidist
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 
-__all__ = ["checkpoints"]
-
 
 def checkpoints(mpi: Mpi, work: Work) -> dict[str, Way]:
     """List the ways to write a variable; with torch, those of torch.distributed.checkpoint, too."""

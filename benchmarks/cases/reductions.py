@@ -13,8 +13,6 @@ from mpi4py import MPI
 
 import mpidist
 
-__all__ = ["reductions"]
-
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _EXPECTED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "sum": sum,

@@ -11,8 +11,6 @@ from harness.work import Way, Work
 
 from cases.sums import raw_ways
 
-__all__ = ["replicas"]
-
 _MANY = 8
 _MOST_BYTES = 128 << 20  # above, so many replicas need too much memory
 

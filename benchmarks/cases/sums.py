@@ -16,9 +16,6 @@ from mpidist.context_stack import parts_of
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["algorithms", "all_reduce", "model", "network", "raw_ways", "way_of"]
-
-_CUT = 1 << 18  # elements: 1 MiB of float32
 _MOST_BUCKET_BYTES = 128 << 20  # above, a bucket loses to a call a tensor, and takes as much memory again
 
 
@@ -45,19 +42,6 @@ def raw_ways(mpi: Mpi, private: list[list[Any]], op: Any = MPI.SUM) -> dict[str,
         "raw": Way(private, lambda at: [fresh(array) for array in private[at]], ""),
         "raw in place": Way(private, call_in_place, ""),
     }
-
-
-def _raw_cut(mpi: Mpi, private: list[list[Any]]) -> Way:
-    all_reduce, in_place = mpi.comm.Allreduce, MPI.IN_PLACE
-    flats = [[array.reshape(-1) for array in arrays] for arrays in private]
-    parts = [[flat[at : at + _CUT] for flat in of for at in range(0, flat.size, _CUT)] for of in flats]
-
-    def call(at: int) -> Any:
-        for part in parts[at]:
-            all_reduce(in_place, part)
-        return private[at]
-
-    return Way(private, call)
 
 
 def _raw_bucket(mpi: Mpi, work: Work, private: list[list[Any]]) -> Way:
@@ -102,8 +86,6 @@ def all_reduce(mpi: Mpi, work: Work) -> dict[str, Way]:
     """List raw ways, and those of mpidist."""
     private, strategy = _private(work), mpi.strategy()
     found = raw_ways(mpi, private)
-    if any(np.prod(shape) > _CUT for shape in work.shapes):
-        found["raw 1 MiB"] = _raw_cut(mpi, private)
     if work.kind == "list" and work.nbytes <= _MOST_BUCKET_BYTES:
         found["raw bucket"] = _raw_bucket(mpi, work, private)
     own = [strategy.symmetric_empty_like(private[0]) for _ in private]

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed over mpidist, compared with gloo; and lists of tensors, compared with NumPy's."""
+"""Collectives of torch.distributed over mpidist, compared with gloo."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import torch
 import torch.distributed as dist
 from backends.torch import Torch
 from harness.work import Way, Work
-
-from cases.sums import way_of
-
-__all__ = ["collectives", "lists"]
 
 
 def collectives(mpi: Torch, work: Work) -> dict[str, Way]:
@@ -58,27 +54,4 @@ def _collectives(mpi: Torch, work: Work, group: Any) -> dict[str, Way]:
             lambda: dist.scatter(part, chunks if rank == 0 else None, 0, group=group), part, own, lambda its: its[0]
         ),
         "send, recv": way(send, one, expect=lambda its: its[rank - rank % 2]),
-    }
-
-
-def lists(mpi: Torch, work: Work) -> dict[str, Way]:
-    """List all-reduces of NumPy's arrays, of tensors that share their memory, and of tensors of this step alone."""
-    strategy, arrays = mpi.strategy(), [work.empty()]
-    tensors = [[torch.from_numpy(array) for array in arrays[0]]]
-    fresh = [list(tensors[0])]
-
-    def with_fresh(timed: Callable[[], Any]) -> Any:
-        fresh[0][:] = [tensor.clone() for tensor in tensors[0]]
-        return strategy.run(timed)
-
-    def of_tensors(baseline: str, values: Any, outs: Any = None, **more: Any) -> Way:
-        way = way_of(strategy, work, values, outs, baseline=baseline, **more)
-        return replace(way, written=arrays, results=lambda its: [one.numpy() for one in its])
-
-    return {
-        "NumPy": way_of(strategy, work, arrays, baseline=""),
-        "NumPy, in place": way_of(strategy, work, arrays, arrays, baseline=""),
-        "tensors": of_tensors("NumPy", tensors),
-        "tensors, in place": of_tensors("NumPy, in place", tensors, tensors),
-        "tensors of this step, in place": of_tensors("NumPy, in place", fresh, fresh, within=with_fresh),
     }

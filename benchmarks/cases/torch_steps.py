@@ -12,8 +12,6 @@ from torch import nn
 
 from mpidist.torch import all_reduce_gradients
 
-__all__ = ["steps"]
-
 _LENGTH, _WORDS, _WIDTH, _SENTENCES = 64, 8000, 256, 4  # of the transformer; sentences of a rank in a step
 _GLOO = "DDP over gloo"
 

@@ -19,8 +19,6 @@ import numpy as np
 from gpu.report import Report, text_of
 from mpidist.transport import cuda
 
-__all__ = ["Bench", "Call", "Times", "compare", "torch_of_gpus"]
-
 NOT_READY, LAST_HOLD = 600, 20e-3  # CUDA's status of an event that has not come; seconds
 HOLD = r"""extern "C" __global__ void hold(long long nanoseconds) {
     long long start, now;

@@ -23,8 +23,6 @@ from gpu.kernels import shapes_of
 from gpu.report import Report, text_of
 from gpu.running import HOSTIDS, settings_of
 
-__all__ = ["faults", "overlap", "peers", "public_call", "staging"]
-
 PIECE, PACK = 4 << 20, 4 << 20  # bytes of a message between hosts; of gradients that are reduced together, at least
 CHUNKS = str(2 << 20)  # bytes, as between hosts with a link as fast as this memory: MPIDIST_STAGING_BYTES
 BACKWARD = 2.0  # how many times as long as the reductions

@@ -21,8 +21,6 @@ from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["machine", "measure", "shapes_of"]
-
 UNALIGNED = [(10,), (50_257,), (3,), (20_481,)] * 20  # what follows lies at no multiple of 16 bytes
 LEAST = 0.85  # of the speed of the device's own copy
 # What launching a pack and an unpack may take the host: of ResNet-50's gradients, and of 10,000 arrays.

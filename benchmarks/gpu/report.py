@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 from harness import record
 
-__all__ = ["NOT_MEASURED", "WRONG", "Report", "Row", "read_rows", "table", "text_of"]
-
 NOT_MEASURED, WRONG = "not measured", "**wrong**"
 
 

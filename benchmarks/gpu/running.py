@@ -18,8 +18,6 @@ from pathlib import Path
 
 from gpu.report import NOT_MEASURED, WRONG, Row, read_rows
 
-__all__ = ["HOSTIDS", "PARTS", "Environment", "Outcome", "Part", "kill_all", "output_of", "prepare", "run"]
-
 
 def settings_of(text: str) -> Mapping[str, str]:
     """Read settings as a shell does."""

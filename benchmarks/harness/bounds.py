@@ -7,8 +7,6 @@ from typing import Final
 
 from mpidist.transport.costs.cost_model import ALGORITHMS, CostModel
 
-__all__ = ["Bound", "Link", "Prediction"]
-
 _HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in every packet
 
 

@@ -11,8 +11,6 @@ from harness.environments import MPIS
 from harness.record import parse_size, shapes_of_list
 from harness.work import Work
 
-__all__ = ["CASES", "Case", "works_of"]
-
 _SMALL_BYTES: Final = 16 << 10
 
 
@@ -64,9 +62,6 @@ CASES: Final = {
     ),
     "torch_collectives": Case(
         "torch.distributed", "torch_calls:collectives", "64K,1M,16M", is_single=True, peers=_TORCH, rounds=15
-    ),
-    "torch_lists": Case(
-        "lists of tensors", "torch_calls:lists", lists="20x20K,100x1K,200x4K,1000x1K", peers=_TORCH, rounds=15
     ),
 }
 

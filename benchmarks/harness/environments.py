@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from hosts import Hosts
-
-__all__ = ["FOLDERS", "MPIS", "PEERS", "ROOT", "TUNED", "Peer", "commands", "environment_of", "missing", "python_of"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # Virtual environments by the names that `--env` takes.
@@ -39,7 +37,7 @@ class Peer:
     source: Path = ROOT  # the folder that `mpidist` is imported from
     arguments: tuple[str, ...] = ()  # of the backend
     options: tuple[str, ...] = ()  # of mpiexec
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     ways: tuple[str, ...] = ()  # the only ways to measure; all, if there are none
 
 
@@ -62,29 +60,25 @@ PEERS: Final = (
 MPIS: Final = tuple(peer.name for peer in PEERS if peer.backend == _MPI)
 
 
-def _tuned(of: str, name: str, options: Sequence[str] = (), **variables: str) -> Peer:
+def _tuned(of: str, name: str, options: str = "", variables: str = "") -> Peer:
     """Take the raw calls of an MPI library, with settings that a careful user chooses for one node."""
     plain = next(peer for peer in PEERS if peer.name == of)
-    settings = {"options": tuple(options), "variables": {**plain.variables, **variables}}
-    return replace(plain, name=f"{of} {name}", ways=("raw in place",), copies=1.3, **settings)
+    more = plain.variables | dict(text.split("=") for text in variables.split())
+    return replace(
+        plain, name=f"{of} {name}", options=tuple(options.split()), variables=more, ways=("raw in place",), copies=1.3
+    )
 
 
 TUNED: Final = (
     # A tree in shared memory, with room for 1 MiB in place of 32 KiB, from the first call on.
-    _tuned(
-        "mpich",
-        "release-gather",
-        MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM="release_gather",
-        MPIR_CVAR_POSIX_NUM_COLLS_THRESHOLD="1",
-        MPIR_CVAR_REDUCE_INTRANODE_BUFFER_TOTAL_SIZE="1048576",
-        MPIR_CVAR_BCAST_INTRANODE_BUFFER_TOTAL_SIZE="1048576",
-        MPIR_CVAR_COLL_SHM_LIMIT_PER_NODE="65536",
-    ),
+    _tuned("mpich", "release-gather", variables="""MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM=release_gather
+        MPIR_CVAR_POSIX_NUM_COLLS_THRESHOLD=1 MPIR_CVAR_REDUCE_INTRANODE_BUFFER_TOTAL_SIZE=1048576
+        MPIR_CVAR_BCAST_INTRANODE_BUFFER_TOTAL_SIZE=1048576 MPIR_CVAR_COLL_SHM_LIMIT_PER_NODE=65536"""),
     # The component for shared memory, which Open MPI does not choose by itself, with fragments of 128 KiB, not 8.
-    _tuned("openmpi", "coll-sm", ["--mca", "coll_sm_priority", "90", "--mca", "coll_sm_fragment_size", "131072"]),
+    _tuned("openmpi", "coll-sm", "--mca coll_sm_priority 90 --mca coll_sm_fragment_size 131072"),
     # Messages between pairs of ranks, which are faster than its shared memory for some sizes.
-    _tuned("intel", "pt2pt", I_MPI_COLL_INTRANODE="pt2pt"),
-)
+    _tuned("intel", "pt2pt", variables="I_MPI_COLL_INTRANODE=pt2pt"),
+)  # fmt: skip
 
 _FIND: Final = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

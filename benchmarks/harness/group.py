@@ -20,8 +20,6 @@ from hosts import Hosts
 from harness.environments import Peer, commands, environment_of
 from harness.rank import die_with_parent
 
-__all__ = ["Group", "GroupError"]
-
 _START_SECONDS: Final = 180
 _STEP_SECONDS: Final = 300
 _END_SECONDS: Final = 5
@@ -32,14 +30,7 @@ class GroupError(RuntimeError):
 
 
 class Group:
-    """The ranks of one library.
-
-    Args:
-        peer: The library.
-        python: The Python of its environment.
-        ranks: How many.
-        hosts: Where, if not on this machine itself.
-    """
+    """The ranks of one library, started by the Python of its environment on this machine or on hosts."""
 
     def __init__(self, peer: Peer, python: Path, ranks: int, hosts: Hosts | None = None) -> None:
         self.peer, self.ranks = peer, ranks
@@ -52,27 +43,19 @@ class Group:
         self._streams: list[TextIO] = []
         self._unasked: list[TextIO] = []
         self.pids: list[int] = []
+        variables = environment_of(peer, ranks, "eth0" if hosts else "")
         with (self._folder / "log").open("w") as log:
             self._started = [
                 subprocess.Popen(
-                    command,
-                    cwd=self._folder,  # nothing is imported from where the user stands
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment_of(peer, ranks, "eth0" if hosts else ""),
-                    preexec_fn=die_with_parent,
-                    start_new_session=True,
+                    command, cwd=self._folder, env=variables,  # nothing is imported from where the user stands
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    preexec_fn=die_with_parent, start_new_session=True,
                 )
                 for command in commands(peer, python, ranks, self._folder, hosts)
-            ]
+            ]  # fmt: skip
 
     def join(self) -> None:
-        """Wait until all ranks are there, and let them sleep.
-
-        Raises:
-            GroupError: If one does not come.
-        """
+        """Wait until all ranks are there, or raise `GroupError`, and let them sleep."""
         limit = time.monotonic() + _START_SECONDS
         self._server.settimeout(0.5)
         while len(self._streams) < self.ranks:
@@ -93,11 +76,7 @@ class Group:
         self._signal(signal.SIGSTOP)
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Wake all ranks, let them execute a command together, and return the reply of each.
-
-        Raises:
-            GroupError: If one fails, dies or does not answer.
-        """
+        """Wake all ranks, let them execute a command together, and return their replies, or raise `GroupError`."""
         command = json.dumps({"do": do, **arguments})
         self._signal(signal.SIGCONT)
         for stream in self._streams:

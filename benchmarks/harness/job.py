@@ -12,8 +12,6 @@ from harness.environments import PEERS, Peer
 from harness.group import GroupError
 from harness.rank import Rank
 
-__all__ = ["Job"]
-
 
 class Job:
     """All ranks of MPI's world, of which rank 0 measures and the others obey. Collective.

@@ -12,8 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["EndedJob", "read", "run_job"]
-
 _FAULT_SECONDS, _HANG_SECONDS = 200, 60  # until the fault, and until the end after it
 
 

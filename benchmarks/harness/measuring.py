@@ -15,8 +15,6 @@ from harness.work import Work
 if TYPE_CHECKING:  # it starts MPI
     from harness.job import Job
 
-__all__ = ["Timing", "fitting", "measure"]
-
 _MOST_STEPS: Final = 200
 _WARM_BELOW: Final = 0.05  # seconds: a longer step has its own cold start
 _SLOW: Final = 0.25  # seconds: one measurement is enough

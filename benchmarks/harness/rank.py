@@ -27,8 +27,6 @@ import numpy as np
 
 from harness.work import Backend, Way, Work, check, write_number, write_pattern
 
-__all__ = ["Barrier", "Rank", "die_with_parent"]
-
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _SENT_BYTES, _SENT_PACKETS = 8, 9  # columns of /proc/net/dev, after the name
 _LINE = 8  # numbers in a cache line: each rank's counter has its own

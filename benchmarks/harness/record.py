@@ -18,23 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = [
-    "commit_of",
-    "end_at_sigterm",
-    "export",
-    "facts_now",
-    "machine_type",
-    "parse_size",
-    "parser_of",
-    "read_rows",
-    "shapes_of_list",
-    "spread",
-    "stolen_seconds",
-    "text_of",
-    "text_of_bytes",
-    "write_rows",
-]
-
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _SHAPES: Final = _ROOT / "benchmarks" / "shapes"
 

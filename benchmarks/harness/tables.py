@@ -13,8 +13,6 @@ from harness.environments import MPIS
 from harness.measuring import Timing
 from harness.record import spread, text_of, text_of_bytes
 
-__all__ = ["lines_of", "row_of"]
-
 Row = dict[str, str]
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Backend", "Way", "Work", "check", "versions_of", "write_number", "write_pattern"]
-
 _PATTERN = 251  # prime, so that no chunk or shard starts where the pattern does
 _BLOCK = _PATTERN << 12
 

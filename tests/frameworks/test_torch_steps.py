@@ -53,12 +53,6 @@ def test_torch_steps_of_an_older_commit_take_turns(tmp_path: Path) -> None:
     assert all(row["old_by_new"] for row in rows if row["peer"] == "torch")
 
 
-def test_lists_of_tensors_are_compared_with_those_of_numpy(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "torch_lists", "--lists=3x20,8x400")
-    assert [row["work"] for row in rows] == ["3x20"] * 5 + ["8x400"] * 5
-    assert [row["baseline"] for row in rows if row["way"] == "tensors"] == ["NumPy (torch)"] * 2
-
-
 def test_collectives_of_torch_are_right_and_compared_with_gloo(tmp_path: Path) -> None:
     rows = measured(tmp_path, "torch_collectives", "--sizes=4K", "--ranks=3")
     assert [row["way"].rpartition(", ")[2] for row in rows] == ["gloo"] * 9 + ["mpidist"] * 9
