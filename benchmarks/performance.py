@@ -26,25 +26,23 @@ import mpidist
 
 Row = dict[str, str]
 
-_WAYS: Final = "raw in place,mpidist,mpidist in place,mpidist symmetric"
-_OTHERS: Final = "gloo,gloo DDP,horovod grouped"
+_WAYS: Final = "raw in place,mpidist,mpidist in place,mpidist symmetric,gloo,gloo DDP,horovod grouped"
 _PEERS: Final = ",".join([*MPIS, *(peer.name for peer in TUNED), "gloo", "horovod"])
-_NODE: Final = ("all_reduce", f"--peers={_PEERS}", f"--ways={_WAYS},{_OTHERS}", "--rounds=5", "--seconds=0.05")
+_NODE: Final = ("all_reduce", f"--peers={_PEERS}", f"--ways={_WAYS}", "--rounds=5", "--seconds=0.05")
 _RUNS: Final = {
     "node": (*_NODE, "--sizes=4,4K,64K,256K,1M,16M,64M", "--lists=1000x1K,resnet50,bert_base"),
     "after": (*_NODE, "--after=8M", "--sizes=4,4K,16K,64K,256K,1M", "--lists="),
     "hosts": ("network", "--hosts=2", "--rate=200mbit", "--sizes=16M", "--rounds=3"),
     "servers": ("servers", "--workers=1", "--servers=1", "--sizes=4,64M", "--lists=resnet50", "--rounds=5"),
 }
-_FEW: Final = {"node": "--lists=20x1K", "after": "--lists=", "hosts": "--lists=", "servers": "--lists="}
-_QUICK: Final = ("--rounds=2", "--seconds=0.02")
+_QUICK: Final = ("--rounds=2", "--seconds=0.02", "--sizes=4,64K", "--lists=")
 
 
 def _parse() -> argparse.Namespace:
     parser = parser_of("performance", __doc__)
     parser.add_argument("--runs", default=",".join(_RUNS), help="%(default)s")
     parser.add_argument("--machine", default=machine_type(), help="name of its folder: %(default)s")
-    parser.add_argument("--env", action="append", default=[], metavar="PEER=PYTHON", help="the Python of a library")
+    parser.add_argument("--env", action="append", default=[], metavar="ENVIRONMENT=PYTHON", help="as gloo=PYTHON")
     parser.add_argument("--results", type=Path, default=page.RESULTS, help="folder of the machines: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few of each: does it run?")
     given = parser.parse_args()
@@ -55,13 +53,10 @@ def _parse() -> argparse.Namespace:
 
 
 def _measured(name: str, given: argparse.Namespace) -> Iterator[Row]:
-    """Run one benchmark, and convert its rows."""
-    arguments = list(_RUNS[name])
-    if given.quick:
-        arguments += [_FEW[name], *_QUICK, "--sizes=4,64K"]
-    environments = [f"--env={text}" for text in given.env]
+    """Run one case, and convert its rows."""
+    arguments = [*_RUNS[name], *(_QUICK if given.quick else ()), *(f"--env={text}" for text in given.env)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "benchmarks"), *arguments, *environments, "--out", folder]
+        command = [sys.executable, str(ROOT / "benchmarks"), *arguments, "--out", folder]
         if subprocess.run(command, check=False).returncode:
             print(f"performance: the run {name} failed, and its old rows stay", file=sys.stderr)
             return
@@ -70,25 +65,13 @@ def _measured(name: str, given: argparse.Namespace) -> Iterator[Row]:
 
 
 def _row(run: str, machine: str, row: Row) -> Row:
-    """Convert a row of a benchmark."""
+    """Convert a row of a case."""
     ranks = f"{row['workers']} worker, {row['servers']} server" if run == "servers" else f"{row['ranks']} ranks"
     hosts = f", {row['hosts']} hosts, {row['rate']}" if row.get("hosts") else ""
-    return {
-        "date": row["date"],
-        "version": f"{mpidist.__version__} ({row['commit']})",
-        "machine": machine,
-        "run": run,
-        "setting": f"{ranks}{hosts}, {row['cpus']} cores",
-        "work": row["work"],
-        "bytes": row["bytes"],
-        "way": row["way"],
-        "peer": row["peer"],
-        "versions": row["versions"],
-        "unit": "us",
-        "median": row["us"],
-        "low": row["us_low"],
-        "high": row["us_high"],
-    }
+    version, setting = f"{mpidist.__version__} ({row['commit']})", f"{ranks}{hosts}, {row['cpus']} cores"
+    found = {"date": row["date"], "version": version, "machine": machine, "run": run, "setting": setting}
+    found |= {name: row[name] for name in ("work", "bytes", "way", "peer", "versions")}
+    return found | {"unit": "us", "median": row["us"], "low": row["us_low"], "high": row["us_high"]}
 
 
 def main() -> int:
@@ -102,6 +85,4 @@ def main() -> int:
         if rows:
             write_rows(path, [*(row for row in read_rows(path) if row["run"] != name), *rows])
     print(f"{path} is written")
-    if given.results == page.RESULTS:
-        page.main()
-    return 0
+    return page.main() if given.results == page.RESULTS else 0

@@ -27,48 +27,38 @@ def calls(mpi: Mpi, work: Work) -> dict[str, Way]:
         "all_reduce, deadline": way_of(mpi.strategy({"MPIDIST_TIMEOUT_SECONDS": "600"}), work, private),
         "all_reduce out=, no check": way_of(unchecked, work, private, private),
         "all_reduce out=": way_of(strategy, work, private, private),
-        **_in_replica(mpi, strategy),
-        **_across_replicas(strategy, private),
+        "run of all_reduce": Way(private, lambda at: [strategy.run(reduce, ("sum", private[at][0]))], "raw"),
+        "strategy.reduce": Way(private, lambda at: [strategy.reduce("sum", private[at][0])], "raw"),
+        **_others(strategy),
     }
 
 
-def _in_replica(mpi: Mpi, strategy: mpidist.Strategy) -> dict[str, Way]:
+def _others(strategy: mpidist.Strategy) -> dict[str, Way]:
+    """List other calls in replica context, and in cross-replica context."""
     one, many = np.ones(4, np.float32), [np.ones(4, np.float32) for _ in range(_MANY)]
-    named = {f"layer {number}": array for number, array in enumerate(many)}
+    parts = np.ones(4 * strategy.num_replicas_in_sync, np.float32)
     with strategy.scope():
         variable = mpidist.Variable(np.zeros(4, np.float32), aggregation="sum")
-
-    calls: dict[str, Callable[[], Any]] = {
+    steps = iter(strategy.experimental_distribute_dataset([np.ones((8, 4), np.float32)] * 200_000))
+    in_replica: dict[str, Callable[[], Any]] = {
         f"{_MANY} small arrays": lambda: reduce("sum", many),
-        f"dict of {_MANY} small arrays": lambda: reduce("sum", named),
         "3 numbers, as a step logs them": lambda: reduce("sum", {"loss": 1.5, "count": 2, "norm": np.float32(3)}),
         "a float, by name of op": lambda: reduce("mean", 1.5),
         "all_gather of 16 B": lambda: context().all_gather(one, 0),
-        "reduce_scatter of 16 B": lambda: context().reduce_scatter("sum", np.ones(4 * mpi.size, np.float32)),
+        "reduce_scatter of 16 B": lambda: context().reduce_scatter("sum", parts),
         "aggregated assign_add of 16 B": lambda: variable.assign_add(one),
         "merge_call": lambda: context().merge_call(lambda strategy: None),
         "start_all_reduce and wait of 16 B": lambda: context().start_all_reduce("sum", one).wait(),
     }
-    return {
-        name: Way([], lambda _, call=call: call(), "", within=lambda timed: strategy.run(timed))
-        for name, call in calls.items()
-    }
-
-
-def _across_replicas(strategy: mpidist.Strategy, private: list[list[Any]]) -> dict[str, Way]:
-    one = np.ones(4, np.float32)
-    steps = iter(strategy.experimental_distribute_dataset([np.ones((8, 4), np.float32)] * 200_000))
-    calls: dict[str, Callable[[], Any]] = {
+    across: dict[str, Callable[[], Any]] = {
         "strategy.run of nothing": lambda: strategy.run(lambda: None),
         "strategy.reduce of a float": lambda: strategy.reduce("sum", 1.0),
         "strategy.reduce along an axis": lambda: strategy.reduce("mean", one, axis=0),
         "strategy.gather of 16 B": lambda: strategy.gather(one, 0),
         "step of a data set": lambda: next(steps),
     }
-    found = {name: Way([], lambda _, call=call: call(), "") for name, call in calls.items()}
-    whole = Way(private, lambda at: [strategy.run(reduce, ("sum", private[at][0]))], "raw")
-    cross = Way(private, lambda at: [strategy.reduce("sum", private[at][0])], "raw")
-    return {"run of all_reduce": whole, "strategy.reduce": cross, **found}
+    found = {name: Way([], lambda _, call=call: call(), "", within=strategy.run) for name, call in in_replica.items()}
+    return found | {name: Way([], lambda _, call=call: call(), "") for name, call in across.items()}
 
 
 def overlap(mpi: Mpi, work: Work) -> dict[str, Way]:
@@ -91,7 +81,7 @@ def overlap(mpi: Mpi, work: Work) -> dict[str, Way]:
         return [handle.wait() for handle in handles]
 
     def way(step: Callable[[], Any], written: list[list[Any]], baseline: str = "reduce after") -> Way:
-        return Way(written, lambda _: step(), baseline, within=lambda timed: strategy.run(timed))
+        return Way(written, lambda _: step(), baseline, within=strategy.run)
 
     return {
         "compute alone": way(compute, [], ""),

@@ -13,44 +13,36 @@ from mpi4py import MPI
 
 import mpidist
 
-_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
-_EXPECTED: dict[str, Callable[[Sequence[Any]], Any]] = {
-    "sum": sum,
-    "max": lambda its: np.max(its, axis=0),
-    "min": lambda its: np.min(its, axis=0),
-    "prod": lambda its: np.prod(its, axis=0),
-    "mean": lambda its: sum(its) / len(its),
+# MPI's operation, and the expected result of the values of all ranks.
+_OPS: dict[str, tuple[MPI.Op, Callable[[Sequence[Any]], Any]]] = {
+    "sum": (MPI.SUM, sum),
+    "max": (MPI.MAX, np.maximum.reduce),
+    "min": (MPI.MIN, np.minimum.reduce),
+    "prod": (MPI.PROD, np.multiply.reduce),
+    "mean": (MPI.SUM, lambda its: sum(its) / len(its)),
 }
 
 
 def reductions(mpi: Mpi, work: Work) -> dict[str, Way]:
-    """List pairs: what mpi4py does, and what mpidist does. Halves are held against float32 of as many elements."""
+    """List pairs: mpi4py, and mpidist. Halves are compared with float32 of as many elements."""
     strategy, array = mpi.strategy(), work.empty()[0]
-    return {**_all_reduces(mpi, strategy, array), **_others(mpi, strategy, array)}
 
+    def raw(op: str) -> Any:
+        mpi.comm.Allreduce(MPI.IN_PLACE, array, _OPS[op][0])
+        return [np.divide(array, np.float32(mpi.size), out=array) if op == "mean" else array]
 
-def _all_reduces(mpi: Mpi, strategy: mpidist.Strategy, array: Any) -> dict[str, Way]:
-    def raw(op: Any) -> Any:
-        mpi.comm.Allreduce(MPI.IN_PLACE, array, op)
-        return [array]
+    def ours(op: str, of: Any, baseline: str, options: Any = None, **more: Any) -> Way:
+        return Way([[of]], lambda _: [strategy.run(reduce, (op, of, of, options))], baseline, **more)
 
-    def raw_mean() -> Any:
-        raw(MPI.SUM)
-        return [np.divide(array, np.float32(mpi.size), out=array)]
-
-    def ours(op: str, of: Any, options: Any = None) -> Callable[[int], Any]:
-        return lambda _: [strategy.run(lambda: reduce(op, of, of, options))]
-
-    found = {f"raw {op}": Way([[array]], lambda _, it=it: raw(it), "", expect=_EXPECTED[op]) for op, it in _OPS.items()}
-    found["raw mean"] = Way([[array]], lambda _: raw_mean(), "", expect=_EXPECTED["mean"])
-    for op in _EXPECTED:
-        found[op] = Way([[array]], ours(op, array), f"raw {op}", expect=_EXPECTED[op])
+    found = {}
+    for op, (_, expect) in _OPS.items():
+        found[f"raw {op}"] = Way([[array]], lambda _, op=op: raw(op), "", expect=expect)
+        found[op] = ours(op, array, f"raw {op}", expect=expect)
     for dtype, tolerance in ((np.float16, 2.0**-10), (ml_dtypes.bfloat16, 2.0**-7)):
         half = np.empty(array.size, dtype)
-        found[f"sum of {half.dtype}"] = Way([[half]], ours("sum", half), "raw sum", tolerance=tolerance)
-    reproducible = mpidist.CommunicationOptions(reproducible=True)
-    found["sum, reproducible"] = Way([[array]], ours("sum", array, reproducible), "sum")
-    return found
+        found[f"sum of {half.dtype}"] = ours("sum", half, "raw sum", tolerance=tolerance)
+    found["sum, reproducible"] = ours("sum", array, "sum", mpidist.CommunicationOptions(reproducible=True))
+    return found | _others(mpi, strategy, array)
 
 
 def _others(mpi: Mpi, strategy: mpidist.Strategy, array: Any) -> dict[str, Way]:

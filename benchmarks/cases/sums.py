@@ -75,10 +75,7 @@ def way_of(
     def call(at: int) -> Any:
         return reduce(ReduceOp.SUM, given[at], taken[at], options)
 
-    def within(timed: Callable[[], Any]) -> Any:
-        return strategy.run(timed)
-
-    fields = {"baseline": "raw in place" if outs else "raw", "within": within, **more}
+    fields = {"baseline": "raw in place" if outs else "raw", "within": strategy.run, **more}
     return Way(values, call, results=lambda result: [result] if single else result, **fields)
 
 
