@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import signal
 import sys
 import tempfile
 import time
@@ -28,20 +28,12 @@ import faults  # noqa: E402
 import page  # noqa: E402
 import performance  # noqa: E402
 import torch_faults  # noqa: E402
+from harness import record  # noqa: E402
 from harness.bounds import Bound, Link, Prediction  # noqa: E402
 from harness.cases import CASES, works_of  # noqa: E402
 from harness.environments import FOLDERS, PEERS, ROOT, TUNED, Peer, missing, python_of  # noqa: E402
 from harness.group import Group, GroupError  # noqa: E402
-from harness.measuring import Timing, fitting, measure  # noqa: E402
-from harness.record import (  # noqa: E402
-    end_at_sigterm,
-    export,
-    facts_now,
-    parse_size,
-    parser_of,
-    stolen_seconds,
-    write_rows,
-)
+from harness.measuring import fitting, measure  # noqa: E402
 from harness.tables import lines_of, row_of  # noqa: E402
 from hosts import Hosts, HostsError, bits_per_second  # noqa: E402
 
@@ -52,13 +44,11 @@ _QUICK = {"sizes": "4,64K,1M", "lists": "20x1K", "rounds": 2, "seconds": 0.02}
 
 def _parse() -> argparse.Namespace:
     names = "\n".join(f"  {name:<18} {case.question}" for name, case in CASES.items())
-    parser = parser_of("", f"{__doc__}\n{names}")
-    peers, environments = ", ".join(peer.name for peer in (*PEERS, *TUNED)), ", ".join(FOLDERS)
+    parser = record.parser_of("", f"{__doc__}\n{names}")
+    peers = ", ".join(peer.name for peer in (*PEERS, *TUNED))
     parser.add_argument("name", choices=CASES, metavar="NAME")
     parser.add_argument("--peers", help=f"measure only these of {peers}")
-    parser.add_argument(
-        "--env", action="append", default=[], metavar="ENVIRONMENT=PYTHON", help=f"the Python of one of {environments}"
-    )
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON", help=f"of {', '.join(FOLDERS)}")
     parser.add_argument("--beside", metavar="COMMIT", help="mpidist of an older commit, too")
     parser.add_argument("--ranks", type=int, help="of each library: 2, or 2 for each host")
     parser.add_argument("--workers", type=int, default=2, help="of parameter servers: %(default)s")
@@ -69,16 +59,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--in-job", action="store_true", help="measure the ranks of the job that this is started in")
     parser.add_argument("--sizes", help="of float32 arrays, as 4,64K; '' for none")
     parser.add_argument("--lists", help="of gradients, as resnet50,1000x1K; '' for none")
+    parser.add_argument("--ways", default="", help="measure only these, as 'raw,mpidist'")
     parser.add_argument(
-        "--ways", type=lambda text: text.split(","), default=(), help="measure only these, as 'raw,mpidist'"
+        "--after", type=record.parse_size, default=0, metavar="SIZE", help="bytes of other work before each call"
     )
-    parser.add_argument(
-        "--after", type=parse_size, default=0, metavar="SIZE",
-        help="one call a step, after other work: each rank writes so much memory of its own",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dcp", action="store_const", const="torch", dest="peers", help="checkpoints: torch.distributed's, too"
-    )
+    parser.add_argument("--dcp", action="store_const", const="torch", dest="peers", help="checkpoints: torch's, too")
     parser.add_argument("--rounds", type=int, help="turns of each way")
     parser.add_argument("--seconds", type=float, help="of a turn of one way, about")
     parser.add_argument("--out", type=Path, help="folder for the CSV file; without, none is written")
@@ -97,8 +82,10 @@ def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> ar
     if given.name == "servers":
         given.ranks = given.workers + given.servers
     given.peers = given.peers.split(",") if given.peers else list(case.peers)
-    _require(given.peers, [peer.name for peer in (*PEERS, *TUNED)], "library", parser)
-    _require([text.partition("=")[0] for text in given.env], list(FOLDERS), "environment", parser)
+    known = [*(peer.name for peer in (*PEERS, *TUNED)), *FOLDERS]
+    unknown = {*given.peers, *(text.partition("=")[0] for text in given.env)} - set(known)
+    if unknown:
+        parser.error(f"no library is called {', '.join(sorted(unknown))}: there are {', '.join(dict.fromkeys(known))}")
     if (given.hosts or given.name == "model") and (given.hosts < 2 or given.ranks % given.hosts):
         parser.error(f"{given.ranks} ranks on {given.hosts} hosts: give 2 hosts or more, and as many ranks for each")
     if min(given.ranks, given.workers, given.servers) < 1:
@@ -111,12 +98,6 @@ def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> ar
     if given.after:
         given.works = [replace(work, calls=1, other_bytes=given.after) for work in given.works]
     return given
-
-
-def _require(names: Sequence[str], known: Sequence[str], kind: str, parser: argparse.ArgumentParser) -> None:
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        parser.error(f"no {kind} is called {', '.join(unknown)}: there are {', '.join(known)}")
 
 
 def _installed(given: argparse.Namespace) -> list[tuple[Peer, Path]]:
@@ -139,7 +120,7 @@ def _groups(given: argparse.Namespace, hosts: Hosts | None) -> Iterator[list[Gro
         if given.beside:
             ours = [(peer, it) for peer, it in peers if "mpidist" in peer.modules and not peer.ways]
             into = Path(ending.enter_context(tempfile.TemporaryDirectory()))
-            source = export(ROOT, given.beside, into, {it for _, it in ours})
+            source = record.export(ROOT, given.beside, into, {it for _, it in ours})
             peers += [(replace(peer, name=f"{peer.name}@{given.beside}", source=source), it) for peer, it in ours]
         groups: list[Group] = []
         for peer, python in peers:
@@ -168,24 +149,22 @@ def _run(given: argparse.Namespace, groups: Sequence[Group], bound: Bound | None
     """Measure work by work; print and save the results so far."""
     place = {"hosts": str(given.hosts), "rate": given.rate} if given.hosts else {}
     place |= {"workers": str(given.workers), "servers": str(given.servers)} if given.name == "servers" else {}
-    where, stolen, rows = facts_now(ranks=str(given.ranks), **place), stolen_seconds(), []
+    where, stolen, rows = record.facts_now(ranks=str(given.ranks), **place), record.stolen_seconds(), []
     print(", ".join(f"{name} {text}" for name, text in where.items()), flush=True)
     versions = {group.peer.name: ", ".join(map(" ".join, group.versions.items())) for group in groups}
     for work in given.works:
         chosen, began = fitting(groups, work), time.monotonic()
         left_out = [group.peer.name for group in groups if group not in chosen and not group.failure]
-        timings: list[Timing] = measure(chosen, work, given.rounds, given.seconds, given.ways)
-        lost = {"stolen_seconds": f"{stolen_seconds() - stolen:.2f}"}
+        timings = measure(chosen, work, given.rounds, given.seconds, [*filter(None, given.ways.split(","))])
+        lost = {"stolen_seconds": f"{record.stolen_seconds() - stolen:.2f}"}
         new = [row_of(one, timings, bound) for one in timings]
         rows += [where | lost | {"versions": versions[row["peer"]]} | row for row in new]
         for line in lines_of(new) if new else [f"{work.name}: nobody could be measured"]:
             print(line)
-        print(
-            f"in {time.monotonic() - began:.0f} s" + f"; no memory for {', '.join(left_out)}" * bool(left_out),
-            flush=True,
-        )
+        lacking = f"; no memory for {', '.join(left_out)}" if left_out else ""
+        print(f"in {time.monotonic() - began:.0f} s{lacking}", flush=True)
         if given.out:  # a long run that is interrupted has written the rows so far
-            write_rows(given.out / f"{_file_name(given)}.csv", rows)
+            record.write_rows(given.out / f"{_file_name(given)}.csv", rows)
 
 
 def _file_name(given: argparse.Namespace) -> str:
@@ -193,7 +172,6 @@ def _file_name(given: argparse.Namespace) -> str:
     parts = [given.name, ranks]
     parts += [f"{given.hosts}-hosts-{given.rate}"] if given.hosts else []
     parts += ["after-other-work"] if given.after else []
-    parts += ["pretended"] if "MPIDIST_PRETEND_NODES" in os.environ else []
     return "-".join([*parts, *([f"beside-{given.beside}"] if given.beside else [])])
 
 
@@ -225,7 +203,8 @@ def main() -> None:
     if given.in_job:
         _in_job(given)
         return
-    end_at_sigterm()
+    # As an exception, so that all that was started is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     try:
         built = Hosts(given.hosts, given.rate, given.ranks // given.hosts) if given.hosts else contextlib.nullcontext()
         with built as hosts, _groups(given, hosts) as groups:

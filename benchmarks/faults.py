@@ -132,10 +132,7 @@ def main() -> int:
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                     job = _run(tool, python, fault, Path(folder))
                 row |= _judge(job.lines, fault)
-                row |= {
-                    "exit_code": "hangs" if job.code is None else str(job.code),
-                    "end_seconds": f"{job.seconds:.1f}",
-                }
+                row |= {"exit_code": str(job.code).replace("None", "hangs"), "end_seconds": f"{job.seconds:.1f}"}
                 row["text"] = re.sub(r"/\S+/", "", row["text"]).replace(socket.gethostname(), "node1").strip()[:250]
             rows[fault, tool.name] = row
             print(f"{fault:<15}{tool.name:<16}", *(f"{row[name]:<14}" for name in _NONE), row["text"], flush=True)

@@ -2,7 +2,7 @@
 
 python benchmarks performance            # benchmarks/results/<machine>/latest.csv and the page: ten minutes
 python benchmarks performance --quick    # a minute, into a folder of its own: does it run?
-python benchmarks performance --runs node,servers    # only these; rows of the others stay
+python benchmarks performance --runs node servers    # only these; rows of the others stay
 
 A row of the CSV file is one number: date, version, machine, run and setting, work and bytes, way and library, and the
 median, the lowest and the highest of some rounds.
@@ -40,16 +40,12 @@ _QUICK: Final = ("--rounds=2", "--seconds=0.02", "--sizes=4,64K", "--lists=")
 
 def _parse() -> argparse.Namespace:
     parser = parser_of("performance", __doc__)
-    parser.add_argument("--runs", default=",".join(_RUNS), help="%(default)s")
+    parser.add_argument("--runs", nargs="+", choices=_RUNS, default=list(_RUNS), metavar="RUN", help="%(default)s")
     parser.add_argument("--machine", default=machine_type(), help="name of its folder: %(default)s")
     parser.add_argument("--env", action="append", default=[], metavar="ENVIRONMENT=PYTHON", help="as gloo=PYTHON")
     parser.add_argument("--results", type=Path, default=page.RESULTS, help="folder of the machines: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few of each: does it run?")
-    given = parser.parse_args()
-    given.runs = given.runs.split(",")
-    if not set(given.runs) <= set(_RUNS):
-        parser.error(f"runs are {', '.join(_RUNS)}")
-    return given
+    return parser.parse_args()
 
 
 def _measured(name: str, given: argparse.Namespace) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from harness.environments import FOLDERS, ROOT, Peer, environment_of
+from harness.environments import Peer, environment_of, python_of
 from harness.jobs import EndedJob, read, run_job
 from harness.record import parser_of
 
@@ -120,11 +120,9 @@ def main() -> int:
     parser = parser_of("torch_faults", __doc__)
     parser.add_argument("--faults", default=_FAULTS, help="%(default)s")
     parser.add_argument("--runs", type=int, default=50, help="of each fault: %(default)s")
-    parser.add_argument(
-        "--env", type=Path, default=ROOT / FOLDERS["tensors"] / "bin/python", help="the Python: %(default)s"
-    )
+    parser.add_argument("--env", action="append", default=[], metavar="tensors=PYTHON", help="the Python")
     given = parser.parse_args()
-    rows = [_row(given.env.absolute(), fault, given.runs) for fault in given.faults.split(",")]
+    rows = [_row(python_of(_TOOL, given.env), fault, given.runs) for fault in given.faults.split(",")]
     print("fault | runs | named on all | exit codes | crashes | error s: median | most | end s: median | most")
     print(*(line for line, _ in rows), sep="\n")
     return int(not all(is_right for _, is_right in rows))

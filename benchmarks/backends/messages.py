@@ -7,7 +7,6 @@ arrives. Small arrays lie side by side on both sides, and travel as one message 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,8 @@ _PUSH, _PULL, _BEGIN, _END = range(4)
 class Messages(ServerBackend):
     """The ranks of MPI's world. Collective."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
-        super().__init__(folder, workers)
-        self.pin()
-
     def serve(self) -> None:
+        self.pin()
         comm, request, status, parts = self.comm, np.zeros(1, np.int64), MPI.Status(), []
         nothing = np.zeros(0, np.float32)
         buffers: list[Any] = []

@@ -30,7 +30,7 @@ class ServerBackend(Backend):
         self.barrier, self.versions = (lambda: None), mpi_versions()
 
     def pin(self) -> None:
-        """Keep this process on its own core, where there are enough: two may else share one for long."""
+        """Keep this process on its own core, where there are enough: two may share one for long. After all is built."""
         cores = sorted(os.sched_getaffinity(0))
         if self.size + self.servers <= len(cores):
             os.sched_setaffinity(0, {cores[self.rank]})
@@ -41,6 +41,7 @@ class ServerBackend(Backend):
 
     def ways(self, work: Work) -> dict[str, Way]:
         """Prepare a work on workers, check that every push of every worker counts, and list the ways. Collective."""
+        self.pin()
         push, pull = self.begin(work)
         for number in (1, 2):
             push()
@@ -89,9 +90,9 @@ class Servers(ServerBackend):
         super().__init__(folder, workers)
         cut = partitioners.MinSizePartitioner(_LEAST_SHARD_BYTES, self.servers)
         self._strategy = ParameterServerStrategy(None, cut, num_ps=self.servers)
-        self.pin()  # after the strategy has counted the cores
 
     def serve(self) -> None:
+        self.pin()
         self._strategy.serve()
         self._strategy.close()
 

@@ -6,7 +6,6 @@ A number is added whole, but an array is not: a Get may see a part of an Accumul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,10 @@ from backends.servers import ServerBackend, place_parts
 class Window(ServerBackend):
     """The ranks of MPI's world. Collective."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
-        super().__init__(folder, workers)
-        self.pin()
-        self._window: MPI.Win | None = None
+    _window: MPI.Win | None = None
 
     def serve(self) -> None:
+        self.pin()
         while True:
             sizes = self.comm.bcast(None, 0)  # waits inside MPI, which so can add what arrives
             if sizes is None:

@@ -17,7 +17,7 @@ _ROWS = 192  # of the matrices that are multiplied before each gradient of `over
 
 
 def calls(mpi: Mpi, work: Work) -> dict[str, Way]:
-    """List sums beside raw, then other calls in replica context and in cross-replica context."""
+    """List sums and raw, then other calls in replica context and in cross-replica context."""
     private, strategy = [work.empty() for _ in range(work.calls)], mpi.strategy()
     unchecked = mpi.strategy({"MPIDIST_CHECK": "0"})
     return {

@@ -33,17 +33,18 @@ def checkpoints(mpi: Mpi, work: Work) -> dict[str, Way]:
         variable = mpidist.Variable(np.arange(work.nbytes // 4, dtype=np.float32))
     plain = variable.numpy()
 
-    def save_plain(syncs: bool) -> None:
+    def save_plain() -> None:
         if mpi.rank == 0:
-            with (folder / "plain.npy").open("wb") as file:
-                np.save(file, plain)
-                file.flush()
-                if syncs:
-                    os.fsync(file.fileno())
+            np.save(folder / "plain.npy", plain)
+
+    def sync_plain() -> None:
+        if mpi.rank == 0:
+            with (folder / "plain.npy").open("rb") as file:
+                os.fsync(file.fileno())
 
     found = {
-        "numpy.save, fsync": _way(lambda: save_plain(syncs=True)),
-        "numpy.save": _way(lambda: save_plain(syncs=False), finish=os.sync),
+        "numpy.save, fsync": _way(lambda: (save_plain(), sync_plain())),
+        "numpy.save": _way(save_plain, finish=sync_plain),
         "copy in memory": _way(plain.copy),
     }
     for name, background in (("save", False), ("save, background=True", True)):

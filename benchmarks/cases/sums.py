@@ -24,18 +24,18 @@ def _private(work: Work) -> list[list[Any]]:
     return [work.empty() for _ in range(work.calls)]
 
 
-def raw_ways(mpi: Mpi, private: list[list[Any]], op: Any = MPI.SUM) -> dict[str, Way]:
+def raw_ways(mpi: Mpi, private: list[list[Any]]) -> dict[str, Way]:
     """List the calls of mpi4py alone: one a tensor."""
     all_reduce, in_place = mpi.comm.Allreduce, MPI.IN_PLACE
 
     def fresh(array: Any) -> Any:
         result = np.empty_like(array)
-        all_reduce(array, result, op)
+        all_reduce(array, result)
         return result
 
     def call_in_place(at: int) -> Any:
         for array in private[at]:
-            all_reduce(in_place, array, op)
+            all_reduce(in_place, array)
         return private[at]
 
     return {
@@ -60,12 +60,7 @@ def _raw_bucket(mpi: Mpi, work: Work, private: list[list[Any]]) -> Way:
 
 
 def way_of(
-    strategy: mpidist.Strategy,
-    work: Work,
-    values: list[list[Any]],
-    outs: list[list[Any]] | None = None,
-    options: Any = None,
-    **more: Any,
+    strategy: mpidist.Strategy, work: Work, values: Any, outs: Any = None, options: Any = None, **more: Any
 ) -> Way:
     """Make a sum by mpidist, of one array or a list, for each call. Without `outs`, results are new arrays."""
     single = work.kind == "size"
@@ -149,11 +144,7 @@ def model(mpi: Mpi, work: Work) -> dict[str, Way]:
     functions["ring"] = lambda array: ring_all_reduce(levels.world, array, total)
 
     def way(function: Callable[[Any], object]) -> Way:
-        def call(at: int) -> Any:
-            function(private[at][0])
-            return private[at]
-
-        return Way(private, call)
+        return Way(private, lambda at: function(private[at][0]), results=lambda _: private[0])
 
     ours = {"mpidist": way_of(strategy, work, private, private)}
     found = ours | {name: way(function) for name, function in functions.items()}

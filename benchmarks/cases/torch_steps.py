@@ -40,10 +40,7 @@ class _List(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(*shape) for shape in shapes)
 
     def forward(self) -> torch.Tensor:
-        loss = torch.zeros(())
-        for weight in self.weights:
-            loss = loss + weight.sum()
-        return loss
+        return torch.stack([weight.sum() for weight in self.weights]).sum()
 
 
 def steps(mpi: Torch, work: Work) -> dict[str, Way]:

@@ -45,9 +45,8 @@ class Report:
 
     def at_most(self, question: str, times: np.ndarray | float, most: float) -> None:
         """Note times whose median is to be at most so many seconds."""
-        self.add(
-            question, text_of(times), goal=(f"at most {record.text_of(1e6 * most)}", bool(np.median(times) <= most))
-        )
+        goal = f"at most {record.text_of(1e6 * most)}", bool(np.median(times) <= most)
+        self.add(question, text_of(times), goal)
 
     @contextmanager
     def question(self, question: str) -> Iterator[None]:

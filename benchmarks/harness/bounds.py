@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from mpidist.transport.costs.cost_model import ALGORITHMS, CostModel
-
-_HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in every packet
 
 
 @dataclass(frozen=True)
@@ -17,18 +14,13 @@ class Link:
     hosts: int
     bits_per_second: float  # each way
 
-    @property
-    def least_share(self) -> float:
-        """The share of a message that each host must send at least, to have it summed over all."""
-        return 2 * (self.hosts - 1) / self.hosts
+    def least(self, nbytes: int) -> float:
+        """Return the bytes of a message that each host must send at least, to have it summed over all."""
+        return 2 * (self.hosts - 1) / self.hosts * nbytes
 
     def bound(self, way: str, nbytes: int) -> float:
         """Return the seconds that the links need, not compressed."""
-        return self.least_share * nbytes * 8 / self.bits_per_second
-
-    def to_least(self, sent_bytes: float, nbytes: int, packets: float = 0.0) -> float:
-        """Divide a host's bytes of a step by the least; without headers, if the number of packets is given."""
-        return (sent_bytes - _HEADERS * packets) / (nbytes * self.least_share)
+        return self.least(nbytes) * 8 / self.bits_per_second
 
 
 @dataclass(frozen=True)

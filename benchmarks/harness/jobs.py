@@ -35,15 +35,9 @@ def read(path: Path) -> str:
 def run_job(
     command: Sequence[object], variables: Mapping[str, str], folder: Path, watch: Callable[[float], object] = float
 ) -> EndedJob:
-    """Run a job in a folder until it ends or hangs.
+    """Run a job in a folder until it ends or hangs; call `watch` now and then with the seconds since the fault.
 
     Its ranks write their process numbers to *.pid, and the time of the fault to `fault`.
-
-    Args:
-        command: The launcher, the program and its arguments.
-        variables: Environment variables.
-        folder: Where it starts.
-        watch: Called now and then with the seconds since the fault.
     """
     lines: list[tuple[float, str]] = []
     with subprocess.Popen(

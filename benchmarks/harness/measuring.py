@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -87,11 +89,8 @@ def fitting(groups: Sequence[Group | Job], work: Work) -> list[Group | Job]:
 
 
 def _available_bytes() -> float:
-    try:
-        with open("/proc/meminfo") as file:
-            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float("inf")
+    found = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    return 1024.0 * int(found[1]) if found else float("inf")
 
 
 def measure(

@@ -18,7 +18,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -82,12 +81,7 @@ class Rank:
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Execute a command, and return the reply."""
-        commands: dict[str, Callable[..., dict[str, Any]]] = {
-            "prepare": self._prepare,
-            "first": self._first,
-            "turn": self._turn,
-            "forget": self._forget,
-        }
+        commands = {"prepare": self._prepare, "first": self._first, "turn": self._turn, "forget": self._forget}
         try:
             return commands[command.pop("do")](**command)
         except Exception:  # the harness reports it, and ends this library's ranks

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import tarfile
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,6 @@ import numpy as np
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _SHAPES: Final = _ROOT / "benchmarks" / "shapes"
-
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -28,15 +26,6 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     """Make the parser of a benchmark, whose help is the docstring of its module."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"benchmarks {name}".strip(), description=description, formatter_class=form)
-
-
-def end_at_sigterm() -> None:
-    """Let SIGTERM end this program as an exception, so that whatever it has started is ended, too."""
-
-    def end(*_: object) -> None:
-        raise SystemExit("ended by a signal")
-
-    signal.signal(signal.SIGTERM, end)
 
 
 def parse_size(text: str) -> int:

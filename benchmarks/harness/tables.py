@@ -14,6 +14,7 @@ from harness.measuring import Timing
 from harness.record import spread, text_of, text_of_bytes
 
 Row = dict[str, str]
+_HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in every packet
 
 
 def _baseline(timing: Timing, timings: Sequence[Timing]) -> Timing | None:
@@ -25,23 +26,8 @@ def _baseline(timing: Timing, timings: Sequence[Timing]) -> Timing | None:
     return min(own or others, key=lambda one: one.seconds, default=None)
 
 
-def _of_peer(peer: str, way: str, timings: Sequence[Timing]) -> Timing | None:
-    return next((one for one in timings if one.way == way and one.peer == peer), None)
-
-
-def _older(timing: Timing, timings: Sequence[Timing]) -> Timing | None:
-    """Find the same way of an older commit."""
-    return next((one for one in timings if one.way == timing.way and one.peer.startswith(f"{timing.peer}@")), None)
-
-
 def row_of(timing: Timing, timings: Sequence[Timing], bound: Bound | None) -> Row:
-    """Make the row of a way.
-
-    Args:
-        timing: Its times.
-        timings: Those of all ways of the same work.
-        bound: The least times.
-    """
+    """Make the row of a way, among those of the same work."""
     microseconds, nbytes = timing.rounds * 1e6, timing.work.nbytes
     row = {
         "benchmark": timing.work.benchmark,
@@ -61,10 +47,11 @@ def row_of(timing: Timing, timings: Sequence[Timing], bound: Bound | None) -> Ro
     other = _baseline(timing, timings)
     if other is not None:
         row |= {"baseline": f"{other.way} ({other.peer})", **spread("ratio", other.rounds / timing.rounds, 3)}
-    before = _older(timing, timings)
+    before = next((one for one in timings if one.way == timing.way and one.peer.startswith(f"{timing.peer}@")), None)
     if before is not None:
         row |= spread("old_by_new", before.rounds / timing.rounds, 3)
-    idle = _of_peer(timing.peer, CASES[timing.work.benchmark].idle, timings)
+    idle_way = CASES[timing.work.benchmark].idle
+    idle = next((one for one in timings if one.way == idle_way and one.peer == timing.peer), None)
     if other is not None and idle is not None:
         added, most = (np.median(one.rounds - idle.rounds) for one in (timing, other))
         row |= {"added": f"{added / most:.3f}"}
@@ -72,10 +59,9 @@ def row_of(timing: Timing, timings: Sequence[Timing], bound: Bound | None) -> Ro
     if seconds is not None:
         row |= {"bound_us": f"{seconds * 1e6:.2f}", "share_of_bound": f"{seconds / timing.seconds:.3f}"}
     if isinstance(bound, Link) and timing.sent:
-        sent, packets = timing.sent
-        row |= {"sent_bytes": f"{sent:.0f}", "sent_packets": f"{packets:.0f}"}
-        row |= {"sent_to_least": f"{bound.to_least(sent, nbytes):.4f}"}
-        row |= {"net_sent_to_least": f"{bound.to_least(sent, nbytes, packets):.4f}"}
+        (sent, packets), least = timing.sent, bound.least(nbytes)
+        row |= {"sent_bytes": f"{sent:.0f}", "sent_packets": f"{packets:.0f}", "sent_to_least": f"{sent / least:.4f}"}
+        row |= {"net_sent_to_least": f"{(sent - _HEADERS * packets) / least:.4f}"}
     return row
 
 
@@ -98,7 +84,7 @@ _COLUMNS: Final[tuple[tuple[str, str, Callable[[Row], str]], ...]] = (
     (
         "sent_to_least",
         "sent / least",
-        lambda row: f"{float(row['sent_to_least']):.3f}, {float(row['net_sent_to_least']):.3f} without headers",
+        lambda row: f"{row['sent_to_least']}, {row['net_sent_to_least']} without headers",
     ),
 )
 

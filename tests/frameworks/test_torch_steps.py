@@ -65,5 +65,5 @@ def test_checkpoints_of_torch_are_measured(tmp_path: Path) -> None:
 
 
 def test_torch_faults_prints_a_row_of_jobs_that_end_with_the_rank_named() -> None:
-    said = run("torch_faults", "--faults=leaves", "--runs=1", f"--env={sys.executable}")
+    said = run("torch_faults", "--faults=leaves", "--runs=1", f"--env=tensors={sys.executable}")
     assert said.splitlines()[-1].startswith("leaves | 1 | 1 | 1 x 1 | 0 | ")
