@@ -335,7 +335,7 @@ def test_servers_that_lose_a_push_are_noticed() -> None:
 
     class Forgetful(ServerBackend):
         def __init__(self) -> None:
-            self.size, self.barrier = 1, lambda: None
+            self.size, self.servers, self.barrier = 1, 10_000, lambda: None  # too many to pin this process
 
         def begin(self, work: Work) -> Any:
             array, pushes = np.zeros(work.nbytes // 4), [0]
