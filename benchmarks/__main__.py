@@ -82,10 +82,10 @@ def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> ar
     if given.name == "servers":
         given.ranks = given.workers + given.servers
     given.peers = given.peers.split(",") if given.peers else list(case.peers)
-    known = [*(peer.name for peer in (*PEERS, *TUNED)), *FOLDERS]
-    unknown = {*given.peers, *(text.partition("=")[0] for text in given.env)} - set(known)
-    if unknown:
-        parser.error(f"no library is called {', '.join(sorted(unknown))}: there are {', '.join(dict.fromkeys(known))}")
+    peers, environments = [peer.name for peer in (*PEERS, *TUNED)], [text.partition("=")[0] for text in given.env]
+    for kind, names, known in (("library", given.peers, peers), ("environment", environments, list(FOLDERS))):
+        if unknown := set(names) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))} is no {kind}: there are {', '.join(known)}")
     if (given.hosts or given.name == "model") and (given.hosts < 2 or given.ranks % given.hosts):
         parser.error(f"{given.ranks} ranks on {given.hosts} hosts: give 2 hosts or more, and as many ranks for each")
     if min(given.ranks, given.workers, given.servers) < 1:

@@ -56,12 +56,12 @@ CASES: Final = {
     "servers": Case(
         "parameter servers", "", "4,64M", "resnet50,10000x400", peers=_SERVERS, seconds=0.15, calls=50, rival="mpidist"
     ),
-    "checkpoints": Case("checkpoints", "checkpoints:checkpoints", "1G", is_single=True, peers=("mpich",), rounds=8),
+    "checkpoints": Case("saved variables", "checkpoints:checkpoints", "1G", is_single=True, peers=("mpich",), rounds=8),
     "torch_steps": Case(
         "steps in PyTorch", "torch_steps:steps", lists="transformer", peers=_TORCH, rounds=15, idle="no reduction"
     ),
     "torch_collectives": Case(
-        "torch.distributed", "torch_calls:collectives", "64K,1M,16M", is_single=True, peers=_TORCH, rounds=15
+        "torch's collectives", "torch_calls:collectives", "64K,1M,16M", is_single=True, peers=_TORCH, rounds=15
     ),
 }
 

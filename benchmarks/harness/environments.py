@@ -96,7 +96,7 @@ def missing(peer: Peer, python: Path, ranks: int) -> str:
     """Return what a library lacks; nothing if it can be started."""
     if not python.is_file():
         return "no environment"
-    command = [python, "-c", _FIND, *peer.modules]
+    command = [str(python), "-c", _FIND, *peer.modules]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment_of(peer, ranks))
     if done.returncode or done.stdout.strip():
         return f"no {done.stdout.strip() or 'python'} in its environment"

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -82,8 +83,9 @@ class Rank:
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Execute a command, and return the reply."""
         commands = {"prepare": self._prepare, "first": self._first, "turn": self._turn, "forget": self._forget}
+        act: Callable[..., dict[str, Any]] = commands[command.pop("do")]
         try:
-            return commands[command.pop("do")](**command)
+            return act(**command)
         except Exception:  # the harness reports it, and ends this library's ranks
             return {"error": traceback.format_exc()}
 

@@ -72,7 +72,7 @@ def export(root: Path, commit: str, into: Path, pythons: Iterable[Path]) -> Path
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(into)
     for python in pythons if (into / "setup.py").exists() else ():
-        command = [python, "setup.py", "-q", "build_ext", "--inplace"]
+        command = [str(python), "setup.py", "-q", "build_ext", "--inplace"]
         built = subprocess.run(command, cwd=into, capture_output=True, text=True, check=False)
         if built.returncode:
             raise SystemExit(f"{commit} does not compile: {built.stderr.strip()}")
