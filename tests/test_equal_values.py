@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+import zlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from support.everywhere import raises_everywhere
 
 import mpidist
 from mpidist import Mirrored, MultiWorkerMirroredStrategy, PerReplica, Variable
+from mpidist.checksums import checksum
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
@@ -30,6 +32,26 @@ def state(own: Any = None) -> dict[str, Any]:
     groups = [{"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "name": "a", "on": True, "z": 1j, "raw": b"x"}]
     model = OrderedDict(weight=np.arange(6.0).reshape(2, 3).T if own is None else own, bias=tensors.Tensor(np.ones(2)))
     return {"model": model, "optimizer": {"state": moments, "param_groups": groups}, "half": np.ones(3, ">f2")}
+
+
+@pytest.mark.no_mpi
+def test_checksum_copies_what_it_reads() -> None:
+    """Any bytes of an array of any length, to any address."""
+    draw = np.random.default_rng(0)
+    for length in (0, 1, 63, 64, 65, 200, 65536, 65600, 200000):
+        for begin, end, shift in [
+            (0, length, 0),
+            *((*sorted(draw.integers(0, length + 1, 2)), at) for at in range(17)),
+        ]:
+            message = draw.integers(0, 256, length + shift, np.uint8)[shift:]
+            memory = np.full(end - begin + shift + 1, 7, np.uint8)
+            assert checksum(message, memory[shift:-1], begin) == zlib.crc32(message.tobytes())
+            assert (memory[shift:-1] == message[begin:end]).all()
+            assert (memory[:shift] == 7).all()
+            assert memory[-1] == 7
+    numbers, memory = np.asfortranarray(draw.random((30, 70))), np.zeros(500)
+    assert checksum(numbers, memory, 17) == zlib.crc32(numbers.tobytes())
+    assert (memory == numbers.ravel()[17:517]).all()
 
 
 def test_check_equal_equal_nests_pass(comm: Intracomm) -> None:

@@ -97,17 +97,36 @@ class CopyMemory:
 
     def __init__(self) -> None:
         self._copies: dict[str, Array] = {}
+        self._spans: dict[str, Any] = {}  # what of an array is copied: see `_span`
+        self._new: set[str] = set()  # copies that are those of this save already
+
+    def checksum(self, name: str, state: Any) -> int:
+        """Return the checksum of a state. What the last save copied of it is copied on the way: it is read once."""
+        memory, (shape, begin, _) = self._copies.get(name), self._spans.get(name, (None, 0, 0))
+        if not isinstance(state, np.ndarray) or memory is None or (memory.dtype, shape) != (state.dtype, state.shape):
+            self._new.discard(name)
+            return checksum(state)
+        self._new.add(name)
+        return checksum(state, memory, begin)
 
     def copied(self, part: Part) -> Part:
         """Copy a part; the copies made before are overwritten."""
         kept, self._copies = self._copies, {}
+        old, self._spans = self._spans, {name: _span(part, name) for name in part.arrays}
         for name, array in part.arrays.items():
             memory = kept.pop(name, None)
             if memory is None or (memory.dtype, memory.shape) != (array.dtype, array.shape):
                 memory = np.empty(array.shape, array.dtype)
-            np.copyto(memory, array)
+            if name not in self._new or old[name] != self._spans[name]:
+                np.copyto(memory, array)
             self._copies[name] = memory
         return Part(dict(self._copies), copy.deepcopy(part.values), part.pieces)
+
+
+def _span(part: Part, name: str) -> tuple[tuple[int, ...], int, int]:
+    """Return the shape of a whole array of which a part has some elements, the first one, and that behind the last."""
+    shape, begin, end = part.pieces.get(name, (part.arrays[name].shape, 0, part.arrays[name].size))
+    return tuple(shape), begin, end
 
 
 def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, Leaf]:
@@ -174,7 +193,7 @@ def capture(
         require_on_difference(on_difference)
         require_writers(writers)
         read.leaves.update(leaves_in(items, strategy))
-        read.all(is_alone=topology.size == 1)
+        read.all(topology.size == 1, CopyMemory() if memory is None else memory)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
     fields = {"path": save_place.path_text, "on_difference": on_difference, "writers": str(writers), "advice": ADVICE}
@@ -219,12 +238,12 @@ class _Read(NamedTuple):
     checksums: dict[str, list[int]]
     states: dict[str, list[State]]
 
-    def all(self, is_alone: bool) -> None:
+    def all(self, is_alone: bool, memory: CopyMemory) -> None:
         """Read all states; copies of device memory are kept if nobody else might write them."""
         for name, leaf in self.leaves.items():
             of_leaf = leaf.states()
             if not is_alone:
-                self.checksums[name] = list(map(checksum, of_leaf))
+                self.checksums[name] = [memory.checksum(name, state) for state in of_leaf]
             if is_alone or not leaf.copies_state:
                 self.states[name] = of_leaf
 

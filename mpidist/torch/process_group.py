@@ -22,7 +22,7 @@ from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.errors import DeadlineExceededError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.nccl import has_cuda_tensors, make_nccl_group, takes_cuda
 from mpidist.torch.sparse_tensors import is_sparse, slices_of, write_slices
@@ -34,7 +34,7 @@ from mpidist.transport.group.messages import Message, Messages
 from mpidist.transport.group.started_calls import Pending, Steps, Workplace, steps_of
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.library import Intracomm, load_mpi
-from mpidist.transport.shared_errors import following_of, mark_shared
+from mpidist.transport.shared_errors import following_of
 from mpidist.transport.waiting import is_pausing
 
 __all__ = ["MpiProcessGroup", "make_process_group"]
@@ -45,6 +45,7 @@ _REDUCE_OPS: Final = {"SUM": "sum", "AVG": "mean", "PRODUCT": "prod", "MIN": "mi
 _OF_BITS: Final = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 _OF_BOOLS: Final = {"SUM": "max", "PRODUCT": "min", "MIN": "min", "MAX": "max"}  # sum: or; product: and
 _OPS: Final = (*_REDUCE_OPS, *_OF_BITS)
+_GIVEN: Final = "given"
 
 _Method = Callable[..., MpiWork]
 
@@ -337,8 +338,10 @@ class MpiProcessGroup(ProcessGroup):
                 with self._refusing(call, opts):
                     if tensor.is_floating_point() or tensor.is_complex():
                         raise ValueError(f"reduce_op {name} of a tensor of {tensor.dtype}: needed integers or bools")
-                everyone = self._gather_rows(call, rows, opts)
-                _bytes_of(rows)[...] = _OF_BITS[name].reduce(everyone, axis=0)
+                everyone = torch.empty(self._size, rows.numel(), dtype=rows.dtype)
+                everyone[self._rank] = rows.reshape(-1)
+                self._gather(call, everyone.reshape(-1), [rows.numel()] * self._size, opts, shape=tuple(rows.shape))
+                _bytes_of(rows)[...] = _OF_BITS[name].reduce(everyone.view(torch.uint8).numpy(), axis=0)
         return MpiWork(tensors)
 
     @_call_of_torch("reduce")
@@ -402,30 +405,26 @@ class MpiProcessGroup(ProcessGroup):
                     world.broadcast(_bytes_of(rows), root)
         return MpiWork(tensors)
 
-    def _gather_rows(self, call: str, rows: Any, opts: Any) -> Any:
-        """Return the bytes of all ranks' tensors, which are of one form: [ranks, bytes]."""
-        own = _bytes_of(rows)
-        everyone = np.empty((self._size, own.size), np.uint8)
-        everyone[self._rank] = own
-        with self._call(call, opts, dtype=rows.dtype, shape=tuple(rows.shape)) as world:
-            world.all_gather(everyone.reshape(-1), [own.size * rank for rank in range(self._size + 1)])
-        return everyone
+    def _gather(self, call: str, flat: Any, counts: Sequence[int], opts: Any, **fields: Any) -> None:
+        """Fill a flat tensor, of which each rank has its part: `counts` elements of each rank. Collective."""
+        bounds = [flat.element_size() * sum(counts[:at]) for at in range(self._size + 1)]
+        with self._call(call, opts, dtype=flat.dtype, **fields) as world:
+            world.all_gather(_bytes_of(flat), bounds)
 
     @_call_of_torch("all_gather")
     def allgather(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy the tensors of all ranks to lists of all ranks."""
         for outs, one in zip(outputs, inputs, strict=True):
             sizes = [out.numel() for out in outs]
-            bounds = [one.element_size() * sum(sizes[:at]) for at in range(self._size + 1)]
             flat = torch.empty(sum(sizes), dtype=one.dtype)
             parts = flat.split(sizes)
-            error = None
-            if parts[self._rank].numel() != one.numel():
-                error = ValueError(f"the input has {one.numel()} elements, its place in the output {sizes[self._rank]}")
-            else:
+            with self._refusing("all_gather", opts):
+                if sizes[self._rank] != one.numel():
+                    raise ValueError(
+                        f"the input has {one.numel()} elements, its place in the output {sizes[self._rank]}"
+                    )
                 parts[self._rank].copy_(one.detach().reshape(-1))
-            with self._call("all_gather", opts, error, dtype=one.dtype, sizes=sizes) as world:
-                world.all_gather(_bytes_of(flat), bounds)
+            self._gather("all_gather", flat, sizes, opts, sizes=sizes)
             for out, part in zip(outs, parts, strict=True):
                 out.detach().copy_(part.view(out.shape))
         return MpiWork(outputs)
@@ -440,18 +439,12 @@ class MpiProcessGroup(ProcessGroup):
     def all_gather_single(self, output: Any, value: Any, opts: Any = None) -> MpiWork:
         """Copy the tensors of all ranks to one tensor of all ranks."""
         call, count = "all_gather_into_tensor", value.numel()
-        with self._refusing(call, opts):
-            own = _in_rows(value)
-        error = None
-        if output.numel() != count * self._size:
-            error = ValueError(f"output has {output.numel()} elements, not {self._size} times input's {count}")
-        with (
-            self._written(call, opts, output) as rows,
-            self._call(call, opts, error, dtype=value.dtype, elements=count) as world,
-        ):
-            rows.reshape(-1)[self._rank * count : (self._rank + 1) * count].copy_(own.reshape(-1))
-            size = count * value.element_size()
-            world.all_gather(_bytes_of(rows), [size * rank for rank in range(self._size + 1)])
+        with self._written(call, opts, output) as rows:
+            with self._refusing(call, opts):
+                if output.numel() != count * self._size:
+                    raise ValueError(f"output has {output.numel()} elements, not {self._size} times input's {count}")
+                rows.reshape(-1)[self._rank * count : (self._rank + 1) * count].copy_(_in_rows(value).reshape(-1))
+            self._gather(call, rows.reshape(-1), [count] * self._size, opts, elements=count)
         return MpiWork(output)
 
     _allgather_base = all_gather_single
@@ -471,7 +464,7 @@ class MpiProcessGroup(ProcessGroup):
         root, own = opts.rootRank, inputs[0]
         sent = [own if rank == root else None for rank in range(self._size)]
         received = list(outputs[0]) if self._rank == root else [None] * self._size
-        self._exchange("gather", sent, received, opts, dtype=own.dtype, shape=tuple(own.shape), dst=root)
+        self._exchange("gather", sent, received, opts, own, dtype=own.dtype, shape=tuple(own.shape), dst=root)
         return MpiWork(outputs)
 
     @_call_of_torch("scatter")
@@ -480,13 +473,13 @@ class MpiProcessGroup(ProcessGroup):
         root, own = opts.rootRank, outputs[0]
         sent = list(inputs[0]) if self._rank == root else [None] * self._size
         received = [own if rank == root else None for rank in range(self._size)]
-        self._exchange("scatter", sent, received, opts, dtype=own.dtype, shape=tuple(own.shape), src=root)
+        self._exchange("scatter", sent, received, opts, own, dtype=own.dtype, shape=tuple(own.shape), src=root)
         return MpiWork(outputs)
 
     @_call_of_torch("all_to_all")
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy a tensor of each rank to each rank."""
-        self._exchange("all_to_all", list(inputs), list(outputs), opts, dtype=inputs[0].dtype)
+        self._exchange("all_to_all", list(inputs), list(outputs), opts, dtype=inputs[0].dtype, splits=_GIVEN)
         return MpiWork(outputs)
 
     @_call_of_torch("all_to_all_single")
@@ -494,10 +487,14 @@ class MpiProcessGroup(ProcessGroup):
         self, output: Any, value: Any, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> MpiWork:
         """Copy a part of each rank's tensor to each rank, cut along the first axis."""
-        with self._written("all_to_all_single", opts, output) as rows:
-            with self._refusing("all_to_all_single", opts):
+        call, are_given = "all_to_all_single", bool(output_splits or input_splits)
+        with self._written(call, opts, output) as rows:
+            with self._refusing(call, opts):
                 sent, received = self._cut(_in_rows(value), input_splits), self._cut(rows, output_splits)
-            self._exchange("all_to_all_single", sent, received, opts, dtype=value.dtype)
+                if not are_given and value.numel() != output.numel():
+                    raise ValueError(f"input has {value.numel()} elements, and output {output.numel()}: pass splits")
+            splits = _GIVEN if are_given else f"none, of {value.numel()} elements"
+            self._exchange(call, sent, received, opts, dtype=value.dtype, splits=splits)
         return MpiWork(output)
 
     alltoall_base = all_to_all_single
@@ -508,28 +505,25 @@ class MpiProcessGroup(ProcessGroup):
             raise ValueError(f"the first axis has {length} elements, which {self._size} ranks do not divide")
         return list(tensor.split(list(splits) if splits else [length // self._size] * self._size))
 
-    def _exchange(self, call: str, sent: list[Any], received: list[Any], opts: Any, **fields: Any) -> None:
+    def _exchange(
+        self, call: str, sent: list[Any], received: list[Any], opts: Any, like: Any = None, **fields: Any
+    ) -> None:
         """Send a tensor to each rank, and receive one of each; `None` is no tensor. Collective.
 
-        The ranks compare how many bytes each sends to each.
+        Equal fields, and tensors that are `like` one, say what each rank sends to each; with `splits=_GIVEN` they do
+        not, and the ranks compare that, too.
         """
         none = torch.empty(0, dtype=torch.uint8)
         with self._refusing(call, opts):
+            for one in () if like is None else (*sent, *received):
+                if one is not None and (one.dtype, one.shape) != (like.dtype, like.shape):
+                    raise ValueError(f"a tensor is {one.dtype}{[*one.shape]}, not {like.dtype}{[*like.shape]}")
             targets = [none if one is None else _in_rows(one) for one in received]
             incoming = [*map(_bytes_of, targets)]
             outgoing = [_bytes_of(none if one is None else _in_rows(one)) for one in sent]
-        table = np.empty((self._size, 2, self._size), np.int64)
-        table[self._rank] = [[one.size for one in parts] for parts in (outgoing, incoming)]
-        row = 2 * self._size
-        with self._call(call, opts, **fields) as world:
-            world.all_gather(table.reshape(-1), [row * rank for rank in range(self._size + 1)])
-            for source, target in np.argwhere(table[:, 0] != table[:, 1].T):
-                error = InvalidArgumentError(
-                    f"{call}: rank {source} sends {table[source, 0, target]} bytes to rank {target}, which has room "
-                    f"for {table[target, 1, source]}"
-                )
-                mark_shared(error, self._group.agreement.ranks)  # all ranks have the same table
-                raise error
+        with self._call(call, opts, **fields):
+            if fields.get("splits") == _GIVEN:
+                self._messages.compare_sizes(call, outgoing, incoming)
             pairs = product(range(self._size), repeat=2) if _storages(sent) & _storages(received) else ()
             if any(np.may_share_memory(outgoing[at], incoming[to]) for at, to in pairs if {at, to} != {self._rank}):
                 outgoing = [one.copy() for one in outgoing]  # before it is overwritten by what is received

@@ -408,6 +408,27 @@ def test_save_takes_memory_for_the_own_part_alone(comm: Intracomm, folder: Path,
         comm.Barrier()
 
 
+def test_background_holds_what_was_also_where_ranks_write_other_pieces_than_before(
+    comm: Intracomm, folder: Path
+) -> None:
+    """A rank copies the pieces of the last save while it takes checksums."""
+    numbers = np.arange(1 << 20, dtype=np.float32)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        checkpoint = Checkpoint(weights=numbers.copy(), more=np.zeros(1))
+        manager = CheckpointManager(checkpoint, folder, None, background=True)
+        for step in range(4):
+            np.add(numbers, step, out=checkpoint.weights)  # no new memory, which a copy could get afterwards
+            checkpoint.more = np.full(1 + (step // 2 << 20), step)
+            manager.save(step)
+            checkpoint.weights[:] = -1
+        manager.wait()
+        for step, path in enumerate(manager.checkpoints):
+            checkpoint.more = np.zeros(1 + (step // 2 << 20), np.int64)
+            checkpoint.restore(path)
+            assert (checkpoint.weights == numbers + step).all()
+            assert (checkpoint.more == step).all()
+
+
 def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

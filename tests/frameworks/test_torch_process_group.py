@@ -273,8 +273,13 @@ def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], pla
         lambda rank: dist.all_reduce(torch.eye(2).to_sparse() if rank else torch.eye(2)),
         lambda rank: dist.broadcast(torch.zeros(2), int(rank == 0)),
         lambda rank: dist.barrier() if rank else dist.all_reduce(torch.zeros(2)),
+        lambda rank: dist.gather(torch.zeros(2 + rank), [torch.zeros(2)] * dist.get_world_size() if not rank else None),
+        lambda rank: dist.scatter(torch.zeros(2), [torch.zeros(3)] * dist.get_world_size() if rank == 1 else None, 1),
+        lambda rank: dist.all_to_all(
+            [torch.zeros(2)] * dist.get_world_size(), [torch.zeros(2 + (rank == 1))] * dist.get_world_size()
+        ),
     ],
-    ids=["shape", "op", "dtype", "sparse", "root", "call"],
+    ids=["shape", "op", "dtype", "sparse", "root", "call", "gather", "scatter", "all_to_all"],
 )
 def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, call: Callable[[int], Any]) -> None:
     with raises_everywhere(comm, InvalidArgumentError, "ranks? 1"):

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, final
 
+import numpy as np
+
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.transport.communicator import Array
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import count_text
 from mpidist.transport.waiting import never_free, poll, poll_or_keep
 
@@ -180,6 +183,24 @@ class Messages:
         requests = [request for chunk in _chunks(buffer) for request in comm.receive(chunk, of_mpi, tag + 1)]
         return self._started(Message(self._group, comm, name, requests, buffer, is_receive=True))
 
+    def compare_sizes(self, call: str, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        """Compare what each rank sends to each with the room there. Collective. Arguments: as `all_to_all`.
+
+        Raises:
+            InvalidArgumentError: If two ranks do not match. On every rank.
+        """
+        agreement, (rank, size) = self._group.agreement, (self._group.topology.rank, self._group.topology.size)
+        table = np.empty((size, 2, size), np.int64)
+        table[rank] = [[one.size for one in parts] for parts in (outgoing, incoming)]
+        self._group.levels.world.all_gather(table.reshape(-1))
+        for source, target in np.argwhere(table[:, 0] != table[:, 1].T):
+            error = InvalidArgumentError(
+                f"{call}: rank {source} sends {table[source, 0, target]} bytes to rank {target}, which has room for "
+                f"{table[target, 1, source]}"
+            )
+            mark_shared(error, agreement.ranks)  # all ranks have the same table
+            raise error
+
     def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
         """Send bytes to every rank, and receive some from every rank. Collective.
 
@@ -188,16 +209,15 @@ class Messages:
             incoming: For each rank the memory for what it sends, of as many bytes, and apart from `outgoing`.
         """
         rank, comm = self._group.topology.rank, self._comm
-        incoming[rank][...] = outgoing[rank]
+        if incoming[rank].ctypes.data != outgoing[rank].ctypes.data:
+            incoming[rank][...] = outgoing[rank]
         if comm is None:
             return
         requests: list[Any] = []
-        for other in comm.others:
-            for chunk in _chunks(incoming[other]):
-                requests += comm.receive(chunk, other, _ALL_TO_ALL)
-        for other in comm.others:
-            for chunk in _chunks(outgoing[other]):
-                requests += comm.send(chunk, other, _ALL_TO_ALL)
+        for start, parts in ((comm.receive, incoming), (comm.send, outgoing)):
+            for other in (one for one in comm.others if parts[one].nbytes):
+                for chunk in _chunks(parts[other]):
+                    requests += start(chunk, other, _ALL_TO_ALL)
         check = self._group.agreement.check_peers
         poll_or_keep(partial(comm.test_all, requests), check, (requests, outgoing, incoming))
 
