@@ -29,7 +29,7 @@ from mpidist.torch.sparse_tensors import is_sparse, slices_of, write_slices
 from mpidist.torch.work import MpiWork
 from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
-from mpidist.transport.communicator import Communicator
+from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.group.messages import Message, Messages
 from mpidist.transport.group.started_calls import Pending, Steps, Workplace, steps_of
 from mpidist.transport.group.sync_group import SyncGroup
@@ -72,9 +72,14 @@ def _bytes_of(tensor: Any) -> Any:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def _storages(tensors: Sequence[Any]) -> set[int]:
-    """Return the addresses of the storages that tensors are views of."""
-    return {one.untyped_storage().data_ptr() for one in tensors if one is not None}
+def _overlap(outgoing: Sequence[Any], incoming: Sequence[Any], rank: int) -> bool:
+    """Whether bytes that are received would overwrite some that are sent: but those of a rank to itself."""
+    spans = [[memory_bounds(one) for one in parts if one.size] for parts in (outgoing, incoming)]
+    (low, high), (first, last) = (
+        (min(its, default=(0, 0))[0], max((end for _, end in its), default=0)) for its in spans
+    )
+    pairs = product(range(len(outgoing)), repeat=2) if low < last and first < high else ()
+    return any(np.may_share_memory(outgoing[at], incoming[to]) for at, to in pairs if {at, to} != {rank})
 
 
 def _in_rows(tensor: Any) -> Any:
@@ -254,13 +259,16 @@ class MpiProcessGroup(ProcessGroup):
         return CommunicationOptions(timeout_seconds=self._seconds_of(opts))
 
     @contextmanager
-    def _call(self, name: str, opts: Any, error: Exception | None = None, **fields: Any) -> Iterator[Communicator]:
-        """Compare a call and its fields on all ranks; the body moves the data. Collective."""
+    def _call(
+        self, name: str, opts: Any, error: Exception | None = None, variant: int = 0, **fields: Any
+    ) -> Iterator[bool]:
+        """Compare a call and its fields on all ranks; the body moves the data. Collective. Are all variants equal?"""
         shown = {key: str(value) for key, value in fields.items()}
         fingerprint = fingerprint_of((name, sorted(shown.items())))
         seconds = self._seconds_of(opts)
-        with self._group.call(Call(name, fingerprint, lambda: shown, timeout_seconds=seconds, error=error)):
-            yield self._group.levels.world
+        call = Call(name, fingerprint, lambda: shown, timeout_seconds=seconds, error=error, variant=variant)
+        with self._group.call(call) as are_alike:
+            yield are_alike
 
     @contextmanager
     def _refusing(self, call: str, opts: Any) -> Iterator[None]:
@@ -339,8 +347,8 @@ class MpiProcessGroup(ProcessGroup):
                     if tensor.is_floating_point() or tensor.is_complex():
                         raise ValueError(f"reduce_op {name} of a tensor of {tensor.dtype}: needed integers or bools")
                 everyone = torch.empty(self._size, rows.numel(), dtype=rows.dtype)
-                everyone[self._rank] = rows.reshape(-1)
-                self._gather(call, everyone.reshape(-1), [rows.numel()] * self._size, opts, shape=tuple(rows.shape))
+                counts = [rows.numel()] * self._size
+                self._gather(call, rows, everyone.reshape(-1), counts, opts, shape=tuple(rows.shape))
                 _bytes_of(rows)[...] = _OF_BITS[name].reduce(everyone.view(torch.uint8).numpy(), axis=0)
         return MpiWork(tensors)
 
@@ -401,31 +409,31 @@ class MpiProcessGroup(ProcessGroup):
         for tensor in tensors:
             with self._written("broadcast", opts, tensor) as rows:
                 spec: dict[str, Any] = {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "src": root}
-                with self._call("broadcast", opts, None, **spec) as world:
-                    world.broadcast(_bytes_of(rows), root)
+                with self._call("broadcast", opts, None, **spec):
+                    self._group.levels.world.broadcast(_bytes_of(rows), root)
         return MpiWork(tensors)
 
-    def _gather(self, call: str, flat: Any, counts: Sequence[int], opts: Any, **fields: Any) -> None:
-        """Fill a flat tensor, of which each rank has its part: `counts` elements of each rank. Collective."""
+    def _gather(self, call: str, own: Any, flat: Any, counts: Sequence[int], opts: Any, **fields: Any) -> None:
+        """Copy the tensors of all ranks, which have so many elements, into a flat one. Collective."""
+        with self._refusing(call, opts):
+            own = _in_rows(own)
+            if own.dtype != flat.dtype:
+                raise TypeError(f"the input is {own.dtype}, and the output {flat.dtype}")
+            if (len(counts), sum(counts), counts[self._rank]) != (self._size, flat.numel(), own.numel()):
+                raise ValueError(f"the input has {own.numel()} elements, the output {flat.numel()} of {counts} by rank")
         bounds = [flat.element_size() * sum(counts[:at]) for at in range(self._size + 1)]
-        with self._call(call, opts, dtype=flat.dtype, **fields) as world:
-            world.all_gather(_bytes_of(flat), bounds)
+        with self._call(call, opts, dtype=flat.dtype, **fields):
+            flat.split(list(counts))[self._rank].copy_(own.reshape(-1))
+            self._group.levels.world.all_gather(_bytes_of(flat), bounds)
 
     @_call_of_torch("all_gather")
     def allgather(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy the tensors of all ranks to lists of all ranks."""
         for outs, one in zip(outputs, inputs, strict=True):
-            sizes = [out.numel() for out in outs]
-            flat = torch.empty(sum(sizes), dtype=one.dtype)
-            parts = flat.split(sizes)
-            with self._refusing("all_gather", opts):
-                if sizes[self._rank] != one.numel():
-                    raise ValueError(
-                        f"the input has {one.numel()} elements, its place in the output {sizes[self._rank]}"
-                    )
-                parts[self._rank].copy_(one.detach().reshape(-1))
-            self._gather("all_gather", flat, sizes, opts, sizes=sizes)
-            for out, part in zip(outs, parts, strict=True):
+            counts = [out.numel() for out in outs]
+            flat = torch.empty(sum(counts), dtype=one.dtype)
+            self._gather("all_gather", one, flat, counts, opts, sizes=counts)
+            for out, part in zip(outs, flat.split(counts), strict=True):
                 out.detach().copy_(part.view(out.shape))
         return MpiWork(outputs)
 
@@ -438,13 +446,10 @@ class MpiProcessGroup(ProcessGroup):
     @_call_of_torch("all_gather_single")
     def all_gather_single(self, output: Any, value: Any, opts: Any = None) -> MpiWork:
         """Copy the tensors of all ranks to one tensor of all ranks."""
-        call, count = "all_gather_into_tensor", value.numel()
-        with self._written(call, opts, output) as rows:
-            with self._refusing(call, opts):
-                if output.numel() != count * self._size:
-                    raise ValueError(f"output has {output.numel()} elements, not {self._size} times input's {count}")
-                rows.reshape(-1)[self._rank * count : (self._rank + 1) * count].copy_(_in_rows(value).reshape(-1))
-            self._gather(call, rows.reshape(-1), [count] * self._size, opts, elements=count)
+        count = value.numel()
+        with self._written("all_gather_into_tensor", opts, output) as rows:
+            counts = [count] * self._size
+            self._gather("all_gather_into_tensor", value, rows.reshape(-1), counts, opts, elements=count)
         return MpiWork(output)
 
     _allgather_base = all_gather_single
@@ -479,7 +484,7 @@ class MpiProcessGroup(ProcessGroup):
     @_call_of_torch("all_to_all")
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         """Copy a tensor of each rank to each rank."""
-        self._exchange("all_to_all", list(inputs), list(outputs), opts, dtype=inputs[0].dtype, splits=_GIVEN)
+        self._exchange("all_to_all", list(inputs), list(outputs), opts, splits=_GIVEN, dtype=inputs[0].dtype)
         return MpiWork(outputs)
 
     @_call_of_torch("all_to_all_single")
@@ -488,13 +493,13 @@ class MpiProcessGroup(ProcessGroup):
     ) -> MpiWork:
         """Copy a part of each rank's tensor to each rank, cut along the first axis."""
         call, are_given = "all_to_all_single", bool(output_splits or input_splits)
+        splits = _GIVEN if are_given or value.numel() != output.numel() else f"none of {value.numel()}"
         with self._written(call, opts, output) as rows:
             with self._refusing(call, opts):
                 sent, received = self._cut(_in_rows(value), input_splits), self._cut(rows, output_splits)
-                if not are_given and value.numel() != output.numel():
-                    raise ValueError(f"input has {value.numel()} elements, and output {output.numel()}: pass splits")
-            splits = _GIVEN if are_given else f"none, of {value.numel()} elements"
-            self._exchange(call, sent, received, opts, dtype=value.dtype, splits=splits)
+                if value.dtype != output.dtype:
+                    raise TypeError(f"the input is {value.dtype}, and the output {output.dtype}")
+            self._exchange(call, sent, received, opts, splits=splits, dtype=value.dtype)
         return MpiWork(output)
 
     alltoall_base = all_to_all_single
@@ -506,26 +511,34 @@ class MpiProcessGroup(ProcessGroup):
         return list(tensor.split(list(splits) if splits else [length // self._size] * self._size))
 
     def _exchange(
-        self, call: str, sent: list[Any], received: list[Any], opts: Any, like: Any = None, **fields: Any
+        self,
+        call: str,
+        sent: list[Any],
+        received: list[Any],
+        opts: Any,
+        like: Any = None,
+        splits: str = "",
+        **fields: Any,
     ) -> None:
         """Send a tensor to each rank, and receive one of each; `None` is no tensor. Collective.
 
-        Equal fields, and tensors that are `like` one, say what each rank sends to each; with `splits=_GIVEN` they do
-        not, and the ranks compare that, too.
+        Fields, tensors that are `like` one, and `splits` say what each rank sends to each. Where splits are given, or
+        differ, they do not, and ranks compare that, too.
         """
         none = torch.empty(0, dtype=torch.uint8)
         with self._refusing(call, opts):
+            if not len(sent) == len(received) == self._size:
+                raise ValueError(f"{len(sent)} tensors to send, and {len(received)} to receive, of {self._size} ranks")
             for one in () if like is None else (*sent, *received):
                 if one is not None and (one.dtype, one.shape) != (like.dtype, like.shape):
                     raise ValueError(f"a tensor is {one.dtype}{[*one.shape]}, not {like.dtype}{[*like.shape]}")
             targets = [none if one is None else _in_rows(one) for one in received]
             incoming = [*map(_bytes_of, targets)]
             outgoing = [_bytes_of(none if one is None else _in_rows(one)) for one in sent]
-        with self._call(call, opts, **fields):
-            if fields.get("splits") == _GIVEN:
+        with self._call(call, opts, variant=fingerprint_of(splits) | 1, **fields) as are_alike:
+            if splits == _GIVEN or not are_alike:
                 self._messages.compare_sizes(call, outgoing, incoming)
-            pairs = product(range(self._size), repeat=2) if _storages(sent) & _storages(received) else ()
-            if any(np.may_share_memory(outgoing[at], incoming[to]) for at, to in pairs if {at, to} != {self._rank}):
+            if _overlap(outgoing, incoming, self._rank):
                 outgoing = [one.copy() for one in outgoing]  # before it is overwritten by what is received
             self._messages.all_to_all(outgoing, incoming)
         for one, rows in zip(received, targets, strict=True):

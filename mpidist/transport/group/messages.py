@@ -214,10 +214,14 @@ class Messages:
         if comm is None:
             return
         requests: list[Any] = []
-        for start, parts in ((comm.receive, incoming), (comm.send, outgoing)):
-            for other in (one for one in comm.others if parts[one].nbytes):
-                for chunk in _chunks(parts[other]):
-                    requests += start(chunk, other, _ALL_TO_ALL)
+        try:
+            for start, parts in ((comm.receive, incoming), (comm.send, outgoing)):
+                for other in (one for one in comm.others if parts[one].nbytes):
+                    for chunk in _chunks(parts[other]):
+                        requests += start(chunk, other, _ALL_TO_ALL)
+        except BaseException:  # Ctrl-C
+            never_free((requests, outgoing, incoming))
+            raise
         check = self._group.agreement.check_peers
         poll_or_keep(partial(comm.test_all, requests), check, (requests, outgoing, incoming))
 

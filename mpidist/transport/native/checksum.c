@@ -65,7 +65,7 @@ static PyObject *fold_crc32(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_ssize_t begin, num_bytes = 0;
     char folded[16];
     if (!PyArg_ParseTuple(arguments, "y*w*n", &given, &copy, &begin)) return NULL;
-    if (begin < 0 || begin + copy.len > given.len) {
+    if (begin < 0 || copy.len > given.len || begin > given.len - copy.len) {
         PyErr_SetString(PyExc_ValueError, "the message ends before the copy");
         num_bytes = -1;
     }
