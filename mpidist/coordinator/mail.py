@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.group.service_group import ServiceGroup
-from mpidist.transport.mpi.library import is_process_failure, load_mpi
+from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.waiting import never_free
 
 __all__ = ["Kind", "Letter", "Mail"]
@@ -119,14 +119,9 @@ class Mail:
         Raises:
             PeerFailedError: If the group does not go on without the other rank.
         """
-        if not is_process_failure(error) and not self._group.is_gone(self.rank):
+        if not self._group.shows_loss(error, self.rank):
             raise error
         self._has_failed = True
         self.abandon()
         self._sends, self._incoming = [], None
-        awaited, watchdog = self._group.awaited, self._group.watchdog
-        if self.rank in awaited.dispensable:
-            awaited.lost.setdefault(self.rank, "MPI has found that its process has failed")
-            awaited.ranks = [rank for rank in awaited.ranks if rank != self.rank]
-        elif watchdog.broken is None:
-            watchdog.give_up(f"MPI has found that the process of rank {self.rank} has failed")
+        self._group.lose(self.rank)

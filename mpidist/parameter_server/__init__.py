@@ -3,7 +3,7 @@
 cluster          one rank's part: `roles` says which rank is a worker, which one a server
 servers          what a worker asks for; `messages/` carries it
 servers_in_use   which strategies they serve
-server           the loop that answers; `attendance/` knows who is lost, and what workers wait for each other for
+server           the loop that answers; `membership` knows who is lost, and what workers wait for each other for
 transfers        how the server sends variables, and takes in their changes, in steps
 store, rules     the variables on a server, and how they change
 placement        on which server a variable lives; `partitioners` cut it into shards

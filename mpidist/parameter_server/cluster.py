@@ -14,7 +14,7 @@ from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
-from mpidist.parameter_server.attendance.meetings import Workers
+from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.channel import Channel
 from mpidist.parameter_server.messages.lane import lanes_to
 from mpidist.parameter_server.placement import PLACEMENTS
@@ -173,9 +173,8 @@ class Role(Service):
         names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
         lanes = lanes_to(group, workers, servers)
         if rank in self.roles.servers:
-            stall = group.settings.stall_seconds
-            known = Workers(workers, self.staleness, group.timeout_seconds, group.status_lines, stall)
-            self.server = ParameterServer(group, known, names[peers.index(rank)], lanes)
+            membership = Membership(group, workers, self.staleness)
+            self.server = ParameterServer(group, membership, names[peers.index(rank)], lanes)
         else:
             channels = [Channel(group, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)]
             self.servers = RemoteServers(group, channels, self.staleness)

@@ -10,8 +10,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.attendance.attendance import Attendance
-from mpidist.parameter_server.attendance.meetings import Workers
+from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.calls import Calls
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.lane import Lane
@@ -42,6 +41,7 @@ __all__ = ["ParameterServer"]
 logger = logging.getLogger("mpidist.parameter_server")
 
 _CHECK_SECONDS: Final = 0.01  # between two looks at what other ranks tell
+_RECORD_SECONDS: Final = 0.1  # between two entries in the flight recorder
 
 _NO_LANES: Final[Mapping[int, Lane]] = {}
 
@@ -58,7 +58,7 @@ class ParameterServer:
 
     Args:
         group: The workers and servers.
-        workers: The workers.
+        membership: The workers.
         name: Name of this server, for people.
         lanes: The memory that is shared with the workers of this node, by rank.
 
@@ -67,17 +67,18 @@ class ParameterServer:
         num_requests: How many requests were answered.
     """
 
-    def __init__(self, group: ServiceGroup, workers: Workers, name: str, lanes: Mapping[int, Lane] = _NO_LANES) -> None:
+    def __init__(
+        self, group: ServiceGroup, membership: Membership, name: str, lanes: Mapping[int, Lane] = _NO_LANES
+    ) -> None:
         self.store = Store()
         self.num_requests = 0
-        self._group, self._workers, self._name = group, workers, name
+        self._group, self._workers, self._name = group, membership, name
         self._connections = [
-            Connection(group.comm, rank, worker, lanes.get(rank)) for worker, rank in enumerate(workers.ranks)
+            Connection(group.comm, rank, worker, lanes.get(rank)) for worker, rank in enumerate(membership.ranks)
         ]
-        self._num_open = len(self._connections)
         self._calls = Calls()
         self._last: Connection | None = None  # whose request was answered last
-        self._attendance = Attendance(group, workers, name)
+        self._next_record, self._num_recorded = 0.0, 0
         self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
             Op.READ: self._read,
             Op.CHANGE: self._change,
@@ -96,7 +97,7 @@ class ParameterServer:
     @property
     def has_ended(self) -> bool:
         """Whether all workers have ended their parts."""
-        return not self._num_open
+        return all(connection.has_ended for connection in self._connections)
 
     @property
     def has_lost_workers(self) -> bool:
@@ -135,9 +136,19 @@ class ParameterServer:
 
     def _check_peers(self) -> None:
         self._group.watchdog.check_peers()
-        self._attendance.record(self.num_requests, self._last)
-        num_dropped = self._attendance.drop_lost(self._connections, self._advance)  # which may end others
-        self._num_open -= num_dropped
+        self._record(time.monotonic())
+        self._workers.drop_lost(self._connections, self._advance)
+
+    def _record(self, now: float) -> None:
+        """Tell the flight recorder, now and then, that the server looks around, and how many requests were answered."""
+        if now < self._next_record:
+            return
+        self._next_record, recorder, last = now + _RECORD_SECONDS, self._group.recorder, self._last
+        recorder.agree()  # the time tells workers how long the server has been in a user's rule
+        if last is not None and self.num_requests > self._num_recorded:
+            self._num_recorded = self.num_requests
+            who = f"worker {last.worker}, rank {last.rank}"
+            recorder.replace_details(f"{self._name}: {self.num_requests} requests, the last one of {who}")
 
     def _advance(self, only: Connection | None = None) -> bool:
         """Give every worker one turn, or one of them. Returns whether anything got on, or nothing is left to do."""
@@ -155,10 +166,11 @@ class ParameterServer:
                 got_on = True
                 self._finish(connection)
             except Exception as error:
-                if not self._attendance.is_lost(connection, error):
+                if not self._group.shows_loss(error, connection.rank):
                     raise
-                self._num_open -= self._attendance.lose(connection)
-        return got_on or not self._num_open
+                self._group.lose(connection.rank)
+                self._workers.drop(connection)
+        return got_on or self.has_ended
 
     def _begin(self, connection: Connection) -> None:
         message = connection.message
@@ -199,9 +211,7 @@ class ParameterServer:
         self.num_requests += 1
         self._last = connection
         connection.steps = None
-        if connection.has_ended:
-            self._num_open -= 1
-        else:
+        if not connection.has_ended:
             connection.listen()
 
     def _answer_out_of_order(self, connection: Connection, sequence: int) -> None:
@@ -337,8 +347,7 @@ class ParameterServer:
     def _end(self, connection: Connection, header: Header) -> Steps:
         """End a worker's part; with `DONE`, tell it once all workers have ended theirs whether they have ended well."""
         data = yield from connection.receive_all()
-        worker, workers, awaited = connection.worker, self._workers, self._group.awaited
-        awaited.ranks = [rank for rank in awaited.ranks if rank != workers.ranks[worker]]
+        worker, workers = connection.worker, self._workers
         if header.op == Op.LEAVE:
             why = str(from_json(data))
             workers.end(worker, why)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mpidist.parameter_server import rules
-from mpidist.parameter_server.attendance.attendance import Attendance
-from mpidist.parameter_server.attendance.meetings import Workers
+from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane
 from mpidist.parameter_server.messages.protocol import CHUNK_BYTES, Change, Header, Op, plan_messages
@@ -117,7 +116,7 @@ def test_a_worker_that_is_lost_while_its_change_is_made_does_not_stop_the_change
 @pytest.mark.parametrize("num_messages", [0, 1, NUM_MESSAGES - 1, NUM_MESSAGES])
 def test_a_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: int) -> None:
     """Another worker reads one of the variables meanwhile, for longer than a lost worker is listened to."""
-    store, awaited, workers = made_store(), AwaitedPeers(), Workers((0, 1), None, None)
+    store, awaited = made_store(), AwaitedPeers()
     reader, is_all = store.variables[1].enter(writes=False), num_messages == NUM_MESSAGES
     lost = connection(num_messages)
     wanted = VariableList(list(store.variables.values()), is_near=False)
@@ -131,16 +130,16 @@ def test_a_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: in
             return False
 
     awaited.lost = {0: "killed"}
-    attendance = Attendance(cast("ServiceGroup", SimpleNamespace(awaited=awaited)), workers, "server")
-    assert attendance.drop_lost([lost], advance) == (0 if is_all else 1)
+    membership = Membership(cast("ServiceGroup", SimpleNamespace(awaited=awaited, timeout_seconds=None)), (0, 1), None)
+    membership.drop_lost([lost], advance)
+    assert lost.has_ended == (not is_all)
     assert (store.variables[0].value == is_all).all()
     assert not store.variables[1].value.any()
     store.variables[1].leave(reader)
     if is_all:
-        assert not lost.has_ended
-        assert attendance.drop_lost([lost], lambda one: one.steps is not None and advance(one)) == 1
+        membership.drop_lost([lost], lambda one: one.steps is not None and advance(one))
     assert lost.has_ended
-    assert workers.live == {1}
+    assert membership.live == {1}
     for stored in store.variables.values():
         assert (stored.value == is_all).all()
         assert not stored.queue

@@ -44,6 +44,10 @@ class AwaitedPeers(Awaited):
         self.what, self.ranks, self.timeout, self.serving = what, ranks, timeout, serving
         self.is_ended_by_program = False
 
+    def end(self, rank: int) -> None:
+        """Await a rank no longer. Local."""
+        self.ranks = [other for other in self.ranks if other != rank]
+
     @property
     def name(self) -> str:
         return self.what

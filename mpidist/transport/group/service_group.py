@@ -32,7 +32,7 @@ from mpidist.transport.group.levels import report_no_shared_memory
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.splits import on_node
 from mpidist.transport.group.thread_guard import ThreadGuard
-from mpidist.transport.mpi.library import Intracomm, load_mpi, ranks_in_world
+from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi, ranks_in_world
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import following_of, is_shared_by
@@ -327,9 +327,22 @@ class ServiceGroup(OpenGroup):
         """See `OpenGroup.watch`."""
         return None if load_mpi().Is_finalized() else self.watchdog
 
-    def is_gone(self, rank: int) -> bool:
-        """Whether the process of a rank of this node is gone. Local."""
-        return rank in self._membership.gone()
+    def shows_loss(self, error: Exception, rank: int) -> bool:
+        """Whether an error comes of a rank whose process has failed: MPI says so, or the process is gone. Local."""
+        is_of_mpi = isinstance(error, load_mpi().Exception)
+        return is_process_failure(error) or (is_of_mpi and rank in self._membership.gone())
+
+    def lose(self, rank: int) -> None:
+        """Note that a rank is lost, as MPI has found. Local.
+
+        Raises:
+            PeerFailedError: If the group does not go on without the rank.
+        """
+        if rank in self.awaited.dispensable:
+            self.awaited.lost.setdefault(rank, "MPI has found that its process has failed")
+            self.awaited.end(rank)
+        elif self.watchdog.broken is None:
+            self.watchdog.give_up(f"MPI has found that the process of rank {rank} has failed")
 
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
         """Say what each of some ranks does, if it is on this node. Local."""

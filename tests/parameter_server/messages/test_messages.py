@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mpidist.parameter_server.attendance.meetings import Workers
+from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.protocol import (
     ANSWER,
     CHUNK_BYTES,
@@ -68,7 +68,7 @@ def with_a_server(comm: Intracomm, work: Callable[[Ask], None]) -> None:
     if group is None:
         return
     if comm.rank > 0:
-        ParameterServer(group, Workers((0,), None, None), "the server").serve()
+        ParameterServer(group, Membership(group, (0,), None), "the server").serve()
         group.free()
         return
     last = [0]

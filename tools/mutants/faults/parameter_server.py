@@ -185,13 +185,13 @@ FAULTS = [
         "metrics on servers are trainable",
     ),
     Fault(
-        "attendance/meetings.py",
+        "membership.py",
         "return self.steps[worker] - slowest <= self._staleness",
         "return self.steps[worker] - slowest <= self._staleness + 1",
         "staleness is one step more",
     ),
     Fault(
-        "attendance/meetings.py",
+        "membership.py",
         "        return [worker for worker in sorted(self.live) if worker not in waiting and worker not in self.resting]",
         "        return sorted(self.live)",
         "who waits in a barrier holds others up",

@@ -1,4 +1,4 @@
-"""What the workers of a cluster wait for each other for, as a server sees it: calls of all of them, and steps."""
+"""Membership of the workers on a server: which are alive, have left (and why), are lost, or wait for the others."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
+from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.protocol import Outcome
+from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.text import name_ranks
 
-__all__ = ["Workers"]
+__all__ = ["Membership"]
 
 logger = logging.getLogger("mpidist.parameter_server")
 
+_QUIET_SECONDS: Final = 0.05  # after which nothing more comes from a rank that is lost
+
 Answer = tuple[int, str]
-StatusLines = Callable[[Iterable[int]], list[str]]
 
 
 @final
-class Workers:
-    """The workers of a cluster.
+class Membership:
+    """The workers of a cluster, how many steps they have done, and the call of all workers that they have begun.
 
     Args:
+        group: The workers and servers. Workers wait for each other up to its `timeout_seconds`.
         ranks: The rank of each worker. Also an attribute.
         staleness: How many steps a worker may be ahead of the slowest one when it reads; `None` for any number.
-        timeout: How long a worker waits for others, in seconds; `None` or 0 for ever.
-        status_lines: Says what ranks do, for people.
-        stall_seconds: When to warn of a wait without a deadline; 0 for never.
 
     Attributes:
         live: The workers that may still make requests.
@@ -37,23 +38,13 @@ class Workers:
         resting: The workers that wait for others in a call of all workers, and hold nobody up.
     """
 
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        staleness: int | None,
-        timeout: float | None,
-        status_lines: StatusLines = lambda ranks: [],
-        stall_seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, group: ServiceGroup, ranks: tuple[int, ...], staleness: int | None) -> None:
         self.ranks = ranks
         self.live = set(range(len(ranks)))
         self.steps = [0] * len(ranks)
         self.left: dict[int, str] = {}
         self.resting: set[int] = set()
-        self._staleness = staleness
-        self._timeout = timeout
-        self._status_lines = status_lines
-        self._stall_seconds = stall_seconds
+        self._group, self._staleness, self._timeout = group, staleness, group.timeout_seconds
         self._has_warned_of_ends = False
         self._last_warning = ""  # of workers that are late at a step
         self._meeting = _Meeting()
@@ -65,9 +56,39 @@ class Workers:
 
     def end(self, worker: int, why: str | None = None) -> None:
         """Note that a worker makes no request any more. `why`: the error, if there was one."""
+        self._group.awaited.end(self.ranks[worker])
         self.live.discard(worker)
         if why is not None:
             self.left[worker] = why
+
+    def drop_lost(self, connections: Iterable[Connection], advance: Callable[[Connection], bool]) -> None:
+        """Drop the workers that are lost, as the watchdog has found, after what they have asked for.
+
+        Args:
+            connections: Those of all workers.
+            advance: Gives a worker one turn; returns whether it made progress.
+        """
+        lost = self._group.awaited.lost
+        for connection in connections if lost else ():
+            until = time.monotonic() + _QUIET_SECONDS
+            while connection.rank in lost and not connection.has_ended:
+                if advance(connection):
+                    until = time.monotonic() + _QUIET_SECONDS
+                elif connection.is_making:  # nothing of the change is missing: the next check comes back to it
+                    break
+                elif time.monotonic() > until:
+                    self.drop(connection)
+
+    def drop(self, connection: Connection) -> None:
+        """End the part of a lost worker. What it has not sent whole is dropped, and changes nothing."""
+        if connection.has_ended:
+            return
+        worker, rank, was_cut_off = connection.worker, connection.rank, connection.steps is not None
+        why = self._group.awaited.lost[rank]
+        connection.abandon()
+        self.end(worker, why)
+        cut_off = ", in the middle of a request" if was_cut_off else ""
+        logger.warning("mpidist: worker %d (rank %d) is lost%s: %s", worker, rank, cut_off, why)
 
     def may_read(self, worker: int) -> bool:
         """Whether the slowest worker is near enough for this one to read."""
@@ -147,7 +168,7 @@ class Workers:
     def _too_late(self, worker: int, text: str, late: list[int]) -> Answer:
         """Answer that a worker has waited too long. Others that wait with it are told, too, and may have come later."""
         text = f"{name_ranks([self.ranks[worker]])} waited {self._timeout or 0:g} s, and {text}"
-        return Outcome.TOO_LATE, "\n  ".join([text, *self._status_lines(late)])
+        return Outcome.TOO_LATE, "\n  ".join([text, *self._group.status_lines(late)])
 
     def _warn_of_slowest(self, worker: int) -> None:
         """Warn that a worker waits to read; of the workers that are late at a step, once."""
@@ -159,8 +180,10 @@ class Workers:
 
     def _warn(self, call: str, workers: Iterable[int], text: str, late: list[int]) -> None:
         who = name_ranks([self.ranks[worker] for worker in sorted(workers)])
-        reason = "; ".join([text, *self._status_lines(late)])
-        logger.warning("mpidist: %s of %s has waited for %.0f s, and %s", call, who, self._stall_seconds, reason)
+        reason = "; ".join([text, *self._group.status_lines(late)])
+        logger.warning(
+            "mpidist: %s of %s has waited for %.0f s, and %s", call, who, self._group.settings.stall_seconds, reason
+        )
 
     def _busy(self) -> list[int]:
         """List the workers that may do a step: those that wait in a call of all workers cannot."""
@@ -182,7 +205,8 @@ class Workers:
         return time.monotonic() + self._timeout if self._timeout else math.inf
 
     def _stalls_at(self) -> float:
-        return time.monotonic() + self._stall_seconds if self._stall_seconds else math.inf
+        seconds = self._group.settings.stall_seconds
+        return time.monotonic() + seconds if seconds else math.inf
 
 
 @final
