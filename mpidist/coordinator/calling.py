@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.coordinator.functions import PerWorkerDatasets, function_named
 from mpidist.errors import OutOfRangeError
 from mpidist.nest.encoding import decode, encode
-from mpidist.parameter_server.servers import Servers
+from mpidist.parameter_server.client import ParameterClient
 from mpidist.transport.text import text_of
 from mpidist.transport.tracebacks import traceback_text
 
@@ -37,7 +37,7 @@ class Caller:
         who: Name of this rank, for errors.
     """
 
-    def __init__(self, servers: Servers, datasets: PerWorkerDatasets, who: str) -> None:
+    def __init__(self, servers: ParameterClient, datasets: PerWorkerDatasets, who: str) -> None:
         self._servers, self._datasets, self._who = servers, datasets, who
         self._pid = os.getpid()
 

@@ -1,8 +1,7 @@
 """Parameter servers: variables live on some ranks, and the others read and change them when they like.
 
 cluster          one rank's part: `roles` says which rank is a worker, which one a server
-servers          what a worker asks for; `messages/` carries it
-servers_in_use   which strategies they serve
+client           the requests of a worker; `messages/` carries them, but on a rank alone (`local_channel`)
 server           the loop that answers; `membership` knows who is lost, and what workers wait for each other for
 transfers        how the server sends variables, and takes in their changes, in steps
 store, rules     the variables on a server, and how they change

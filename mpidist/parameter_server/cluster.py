@@ -14,14 +14,14 @@ from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
+from mpidist.parameter_server.client import ParameterClient, require_unused
+from mpidist.parameter_server.local_channel import LocalChannel
 from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.channel import Channel
 from mpidist.parameter_server.messages.lane import lanes_to
 from mpidist.parameter_server.placement import PLACEMENTS
 from mpidist.parameter_server.roles import Roles, Task, check_counts, roles_by_rank, roles_of_tasks, task_of
 from mpidist.parameter_server.server import ParameterServer
-from mpidist.parameter_server.servers import LocalServers, RemoteServers, Servers
-from mpidist.parameter_server.servers_in_use import require_unused
 from mpidist.transport.failures import open_groups
 from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
 from mpidist.transport.mpi.library import Intracomm
@@ -125,7 +125,7 @@ class Role(Service):
         self.topology = Topology(0, (0,), (socket.gethostname(),))
         self.is_chief = rank == roles.workers[0]
         self.initialises = self.is_chief or group is None  # an evaluator has variables of its own
-        self.servers: Servers | None = LocalServers() if group is None else None
+        self.servers: ParameterClient | None = ParameterClient(None, [LocalChannel()]) if group is None else None
         self.server: ParameterServer | None = None
         self.resolver = _resolver_of(roles, rank, hostnames)
         self.rank, self.worker_ranks = rank, roles.workers
@@ -177,7 +177,7 @@ class Role(Service):
             self.server = ParameterServer(group, membership, names[peers.index(rank)], lanes)
         else:
             channels = [Channel(group, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)]
-            self.servers = RemoteServers(group, channels, self.staleness)
+            self.servers = ParameterClient(group, channels, self.staleness)
 
     def serve(self) -> None:
         """See `ParameterServerStrategy.serve`."""

@@ -10,9 +10,9 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.context_stack import CurrentStrategy
+from mpidist.parameter_server.client import ParameterClient
 from mpidist.parameter_server.messages.locations import Location
 from mpidist.parameter_server.partitioners import num_shards_of
-from mpidist.parameter_server.servers import Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, VariableTraits
 from mpidist.transport import arrays
@@ -42,7 +42,7 @@ class OnServers(VariablePlacement):
 
     def __init__(
         self,
-        servers: Servers | None,
+        servers: ParameterClient | None,
         is_chief: bool,
         partitioner: Callable[..., Any] | None = None,
         placement: str = "round_robin",

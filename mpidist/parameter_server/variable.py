@@ -11,10 +11,10 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.options import ReduceOp
+from mpidist.parameter_server.client import ParameterClient
 from mpidist.parameter_server.messages.locations import Location, RowsChange
 from mpidist.parameter_server.messages.protocol import Change
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import Servers
 from mpidist.values import Contributions, DistributedValues, IndexedSlices, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable, require_no_effect
@@ -75,7 +75,9 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         traits: What else is known of the variable.
     """
 
-    def __init__(self, strategy: CurrentStrategy, servers: Servers, location: Location, traits: VariableTraits) -> None:
+    def __init__(
+        self, strategy: CurrentStrategy, servers: ParameterClient, location: Location, traits: VariableTraits
+    ) -> None:
         self._strategy, self._trainable = strategy, bool(traits.trainable)
         self._synchronization, self._aggregation = traits.synchronization, traits.aggregation
         self.servers = servers

@@ -18,13 +18,12 @@ from mpidist.coordinator.cluster_coordinator import ClusterCoordinator
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.package_names import explain_absent_members
+from mpidist.parameter_server.client import ParameterClient
 from mpidist.parameter_server.cluster import Role, Wanted
-from mpidist.parameter_server.messages.locations import Location, RowsChange
+from mpidist.parameter_server.messages.locations import Location, Push, RowsChange
 from mpidist.parameter_server.messages.protocol import Change
-from mpidist.parameter_server.messages.push import Push
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, read_together
 from mpidist.replicas import Replicas
@@ -244,7 +243,7 @@ class ParameterServerStrategy(Strategy):
             return Push(locations, arrays, rows, update, f"{update.name}{list(update.numbers)}")
         return Push(locations, arrays, rows, _CHANGES[update], update)
 
-    def _servers(self, call: str) -> Servers:
+    def _servers(self, call: str) -> ParameterClient:
         self._parts.group.require_open(call)
         if self._role.servers is None:
             raise RuntimeError(f"{call} on {self._role.why_idle}")
@@ -321,7 +320,7 @@ class Server:
             role.close(None)
 
 
-def _push_sum(servers: Servers, pushes: Sequence[Push], error: Exception | None) -> None:
+def _push_sum(servers: ParameterClient, pushes: Sequence[Push], error: Exception | None) -> None:
     """Push what the replicas of this worker push together."""
     if error is not None:
         raise error

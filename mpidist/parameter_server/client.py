@@ -1,0 +1,374 @@
+"""Client of the parameter servers: what a worker requests of them, or a rank that is alone of itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from threading import get_ident
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.errors import InvalidArgumentError
+from mpidist.parameter_server.local_channel import LocalChannel
+from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
+from mpidist.parameter_server.messages.locations import Location, Push, RowsChange, by_server
+from mpidist.parameter_server.messages.protocol import Change, Op, Step, to_json
+from mpidist.parameter_server.rules import Rule
+from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.shared_errors import mark_left, mark_shared
+from mpidist.transport.text import name_ranks, text_of
+
+__all__ = ["ParameterClient", "require_unused"]
+
+logger = logging.getLogger("mpidist.parameter_server")
+
+Array = np.ndarray[Any, Any]
+
+_MAX_LISTS: Final = 64  # that a server remembers of a worker
+
+# The groups of clients, their servers as numbered in the whole job, and their threads: a server serves one strategy at
+# a time, until all of its workers have closed it.
+_uses: Final[list[tuple[ServiceGroup, frozenset[int], int]]] = []
+
+
+def require_unused(call: str, ranks: frozenset[int]) -> None:
+    """Require that no rank serves a strategy that this thread uses. `ranks`: as numbered in the whole job. Local.
+
+    Raises:
+        RuntimeError: If one does: the server is in `serve()` of that strategy, and this worker would wait for ever.
+    """
+    for group, servers, thread in _uses:
+        busy = ranks & servers
+        if busy and group.is_open and thread == get_ident():
+            raise RuntimeError(
+                f"{call} would wait for {name_ranks(busy)} of the job, in serve() of another ParameterServerStrategy "
+                "until this worker has closed that one: call its close() first, or use it as `with strategy:`"
+            )
+
+
+@final
+class ParameterClient:
+    """The requests of this worker to all servers. A change returns before the server has made it; reads see it.
+
+    Args:
+        group: The workers and servers; `None` on a rank that is worker and server in one.
+        channels: The messages from and to each server; the first one lets workers meet.
+        staleness: How many steps this worker may be ahead of the slowest one; `None` if servers count no steps.
+
+    Attributes:
+        num_servers: The number of servers.
+        function: The name of the function that this worker calls because the chief has scheduled it; "" for none.
+    """
+
+    def __init__(
+        self, group: ServiceGroup | None, channels: Sequence[Channel | LocalChannel], staleness: int | None = None
+    ) -> None:
+        self.num_servers, self.function = len(channels), ""
+        self._group, self._channels, self._staleness = group, list(channels), staleness
+        self._goes_on, self._has_bound = group is not None and group.may_miss_ranks, staleness is not None
+        self._grace = GRACE_SECONDS if self._has_bound else 0.0  # of reads, which wait for other workers then
+        self._lists: list[dict[tuple[int, ...], tuple[int, tuple[int, ...]]]] = [{} for _ in channels]
+        self._rules: list[dict[str, int]] = [{} for _ in channels]
+        self._pushes: dict[int, int] | None = {}  # of each variable; `None` once a step was ended
+        self._step_error = ""
+
+    def require_no_function(self, call: str) -> None:
+        """Raise if this worker makes a call of all workers in a function that the chief has scheduled. Local."""
+        if self.function:
+            raise RuntimeError(
+                f"{call} in {self.function!r}, which the chief has scheduled: it is a call of all workers, and "
+                "the chief waits for the function; make the call outside of functions"
+            )
+
+    def begin_use(self, call: str) -> None:
+        """Require that the servers serve no other strategy that this worker uses, and remember the use. Local."""
+        _uses[:] = [use for use in _uses if use[0].is_open]
+        if self._group is not None and not any(group is self._group for group, _, _ in _uses):
+            servers = self._group.in_world(channel.rank for channel in self._channels)
+            require_unused(call, servers)
+            _uses.append((self._group, servers, get_ident()))
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why a server takes no request any more, or `None`."""
+        return next((channel.broken for channel in self._channels if channel.broken is not None), None)
+
+    def allocate(self, location: Location, value: Array) -> None:
+        """Put an array on its server."""
+        channel = self._channels[location.server]
+        about = to_json([list(location.shape), location.dtype.name])
+        data = [about, np.ascontiguousarray(value)]
+        channel.start(f"allocation of {location.name!r}", Op.ALLOCATE, location.key, data, rows=about.size)
+        channel.finish()
+
+    def read(self, locations: Sequence[Location], into: Sequence[Array] = ()) -> Sequence[Array]:
+        """Read arrays, with one request to each server. Each result is a snapshot.
+
+        Args:
+            locations: The arrays.
+            into: Contiguous arrays that take the values; none for new ones.
+        """
+        arrays = into or [location.empty() for location in locations]
+        if len(locations) == 1:
+            location = locations[0]
+            self._channels[location.server].start(location.read_call, Op.READ, location.key)
+            self._finish_read(location.server, arrays)
+            return arrays
+        parts = by_server(locations)
+        lists = self._lists_of(locations, parts)
+        for server, places in parts.items():
+            self._channels[server].start(f"read of {len(places)} variables", Op.READ, lists[server][0])
+        error: Exception | None = None
+        for server, places in parts.items():
+            try:
+                self._finish_read(server, [arrays[place] for place in places], lists[server][1])
+            except Exception as problem:  # the data of the other servers is under way, and must be received
+                error = error or problem
+        if error is not None:
+            raise error
+        return arrays
+
+    def read_rows(self, location: Location, indices: Array) -> Array:
+        """Read some rows of an array, a snapshot of them."""
+        rows = np.empty((indices.size, *location.shape[1:]), location.dtype)
+        call = f"read of rows of {location.name!r}"
+        channel = self._channels[location.server]
+        channel.start(call, Op.READ_ROWS, location.key, [indices])
+        channel.finish(self._grace)
+        channel.data([rows])
+        return rows
+
+    def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
+        """Change arrays by contiguous arrays of the same shapes, with one request to each server."""
+        if self._has_bound:
+            self._count_pushes(locations)
+        if len(locations) == 1:
+            location = locations[0]
+            change, numbers = self._code(location.server, how)
+            call = location.change_call
+            self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
+            return
+        parts = by_server(locations)
+        lists = self._lists_of(locations, parts)
+        for server, places in parts.items():
+            change, numbers = self._code(server, how)
+            data, call = [values[place] for place in places], f"change of {len(places)} variables"
+            self._channels[server].start(call, Op.CHANGE, lists[server][0], data, change=change, numbers=numbers)
+
+    def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
+        """Change some rows of arrays, with one request to each server."""
+        if self._has_bound:
+            self._count_pushes(change.location for change in changes)
+        parts = by_server([change.location for change in changes])
+        for server in parts:
+            self._channels[server].finish()  # errors come before anything is sent
+        for server, places in parts.items():
+            some = [changes[place] for place in places]
+            about = [[change.location.key for change in some], [change.indices.size for change in some]]
+            data = [np.array(about, np.int64), *(array for change in some for array in change[1:])]
+            call = f"change of rows of {some[0].location.name!r}" + (f" and {len(some) - 1} others" if some[1:] else "")
+            number, numbers = self._code(server, how)
+            self._channels[server].start(call, Op.CHANGE_ROWS, 0, data, len(some), number, numbers)
+
+    def push(self, push: Push) -> None:
+        """Change several variables, with one request to each server, and one more for rows."""
+        if push.locations:
+            self.change(push.locations, push.values, push.how)
+        rows = [change for change in push.rows if change.indices.size]
+        if rows:
+            self.change_rows(rows, push.how)
+
+    def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        """Wait until all workers make the same call, and compare what they pass.
+
+        Args:
+            call: The name of the call.
+            fields: What must be equal on all workers.
+            error: What is wrong on this worker; raised here, and told to the others.
+            chief: Whether the call needs the chief.
+
+        Raises:
+            InvalidArgumentError: If workers differ, or one has an error. On every worker.
+            DeadlineExceededError: If not all workers come in time. On those that came.
+        """
+        self.require_no_function(call)
+        if self._group is None:
+            if error is not None:
+                raise error
+            return
+        self.begin_use(call)
+        failure = self._first_failure()
+        error = failure if error is None else error
+        told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}
+        channel, how_it_ends = self._channels[0], Step.GOES_ON
+        try:
+            self._tell_others(call, Step.WAITS)
+            channel.start(call, Op.MEET, data=[to_json(told)], rows=chief)
+            channel.finish(GRACE_SECONDS)
+            how_it_ends = Step.ALL_GO_ON
+        except InvalidArgumentError as refusal:
+            how_it_ends = Step.ALL_GO_ON
+            mark_shared(refusal if error is None else error, self._group.ranks)
+            raise refusal if error is None else error from None
+        finally:
+            self._tell_others(call, how_it_ends)
+
+    def missing_steps(self, call: str) -> Exception | None:
+        """Return an error if `staleness` was given, and this worker never says where its steps end. Local."""
+        return RuntimeError(f"{call}: {self._step_error}") if self._step_error else None
+
+    def step_done(self) -> None:
+        """Tell the servers that this worker has done a step."""
+        self._pushes, self._step_error = None, ""
+        for channel in self._channels:
+            channel.start("step_done()", Op.STEP)
+
+    def begin_call(self, number: int, oldest: int) -> None:
+        """Say that the changes that follow belong to a call of a coordinator's, which another worker may make again.
+
+        Args:
+            number: The number of the call; 0 for none.
+            oldest: Calls with lower numbers will not be made again.
+        """
+        if self._goes_on:  # else no worker makes a call again
+            for channel in self._channels:
+                channel.start("the beginning of a call", Op.CALL, number, rows=oldest)
+
+    def flush(self) -> None:
+        """Wait until all changes of this worker are made."""
+        error = self._first_failure()  # a change that fails on several servers is one error, not one of each call
+        if error is not None:
+            raise error
+
+    def close(self, error: BaseException | None) -> Exception | None:
+        """End this worker's part: wait until all workers end theirs, or leave because of an error: see `Service`."""
+        group = self._group
+        if group is None:
+            self._close_channels()
+        if group is None or not group.is_open:
+            return None
+        is_own, lost = group.is_own(error), self.broken
+        if is_own or lost is not None:
+            self._leave(group, error if is_own else lost, is_own)
+            return None
+        try:
+            self.flush()
+            for server, channel in reversed([*enumerate(self._channels)]):
+                channel.start("close()", Op.DONE, rows=server == 0)
+            for channel in self._channels:
+                channel.finish(math.inf)  # until all workers have ended their parts, which may take hours
+        except BaseException as problem:  # a change that failed is told here, too: then no server waits for this worker
+            self._leave(group, problem, is_own=True)
+            raise
+        self._close_channels()
+        if all(channel.number for channel in self._channels):  # all workers have ended well
+            group.free()
+        else:
+            group.abandon(has_ended=True)
+        return self.missing_steps("close()") if error is None else None
+
+    def _leave(self, group: ServiceGroup, error: BaseException | None, is_own: bool) -> None:
+        """End this worker's part without the others."""
+        text = "" if error is None else text_of(error)
+        if is_own and not self._goes_on:
+            group.tell_leaving(text)  # ends the wait of every rank
+        else:
+            told = [channel.leave(text) for channel in self._channels]
+            if not all(told):  # a server that still lives would wait for this worker
+                group.tell_leaving(text)
+        self._close_channels()
+        if error is not None and is_own and self._goes_on:
+            mark_left(error)
+        group.abandon()
+
+    def _close_channels(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def _first_failure(self) -> Exception | None:
+        """Wait until all changes of this worker are made, or have failed. Returns the first error."""
+        first = None
+        for channel in self._channels:
+            try:
+                channel.finish()
+            except Exception as error:  # of any kind: the other workers must learn of it
+                first = first or error
+        return first
+
+    def _tell_others(self, call: str, step: int) -> None:
+        """Tell the servers where workers do not meet, and wait until they know it."""
+        others = [other for other in self._channels[1:] if self._has_bound and other.broken is None]
+        for other in others:
+            other.start(call, Op.STEP, rows=step)
+        for other in others:
+            other.finish()
+
+    def _count_pushes(self, locations: Iterable[Location]) -> None:
+        """Warn once, when a variable was changed more often than `staleness` steps change it, and no step was ended."""
+        if self._pushes is None or self._staleness is None or self._step_error:
+            return
+        for location in locations:
+            pushes = self._pushes[location.key] = self._pushes.get(location.key, 0) + 1
+            if pushes > self._staleness + 1 and not self._step_error and self._group is not None:
+                self._step_error = (
+                    f"rank {self._group.topology.rank} has changed variable {location.name!r} {pushes} times and has "
+                    f"never called step_done(), so staleness={self._staleness} bounds nothing; call "
+                    "strategy.step_done() at the end of each step, or leave staleness out"
+                )
+                logger.warning("mpidist: %s", self._step_error)
+
+    def _lists_of(
+        self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]
+    ) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """Return each server's list, once nothing is under way: errors come before anything is requested.
+
+        Args:
+            locations: Variables.
+            parts: The places in `locations` that each server has.
+        """
+        lists = {
+            server: self._list_of(server, tuple(locations[place].key for place in places))
+            for server, places in parts.items()
+        }
+        for server in parts:
+            self._channels[server].finish()
+        return lists
+
+    def _list_of(self, server: int, keys: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return the number by which a server knows a list, and where its variables lie in the server's shared memory.
+
+        Of one variable the number is its key, and the server's answers tell where it lies.
+        """
+        if len(keys) == 1:
+            return keys[0], ()
+        lists = self._lists[server]
+        known = lists.get(keys)
+        if known is None:
+            number = -1 - len(lists)
+            if len(lists) >= _MAX_LISTS:
+                number, _ = lists.pop(next(iter(lists)))
+            channel, places = self._channels[server], np.empty(len(keys), np.int64)
+            channel.start("numbering of variables", Op.NAME_LIST, number, [np.array(keys, np.int64)])
+            channel.finish()
+            channel.data([places])
+            known = lists[keys] = number, tuple(places.tolist())
+        return known
+
+    def _finish_read(self, server: int, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
+        """Wait for what was read. `places`: those of a list; of one variable, the answer tells."""
+        channel = self._channels[server]
+        channel.finish(self._grace)
+        channel.data(arrays, places or (channel.number,))
+
+    def _code(self, server: int, how: int | Rule) -> tuple[int, tuple[float, ...]]:
+        if not isinstance(how, Rule):
+            return how, ()
+        number = self._rules[server].get(how.name)
+        if number is None:
+            channel = self._channels[server]
+            channel.start(f"rule {how.name!r}", Op.NAME_RULE, data=[to_json(how.name)])
+            channel.finish()
+            number = self._rules[server][how.name] = channel.number
+        return Change.RULE + 8 * number + len(how.numbers), how.numbers
