@@ -8,12 +8,11 @@ from typing import Any, final
 
 from mpidist import nest
 from mpidist.context_stack import parts_of
-from mpidist.coordinator.calling import ADVICE, Caller, result_of
-from mpidist.coordinator.closure import Closure, RemoteValue
 from mpidist.coordinator.crew import Crew
 from mpidist.coordinator.functions import PerWorkerDataset, PerWorkerDatasets, handle_of, name_of
 from mpidist.coordinator.mail import Mail
-from mpidist.coordinator.work import Work
+from mpidist.coordinator.remote_value import RemoteValue
+from mpidist.coordinator.worker import ADVICE, Caller, Work, result_of
 from mpidist.datasets.input_options import InputContext
 from mpidist.nest.encoding import encode
 from mpidist.parameter_server.cluster import Role
@@ -135,17 +134,14 @@ class ClusterCoordinator:
             raise ValueError(f"{what}: an argument is a RemoteValue, which no worker has; fetch it before")
         message = encode((name, encode(given, f"{what}: an argument", handle_of, ADVICE)), what)
         self._num_scheduled += 1
-        closure = Closure(self._num_scheduled, name, message, RemoteValue(self._wait_for_value))
+        call = RemoteValue(self._num_scheduled, name, message, self._wait_for_value)
         if self._crew is not None:
-            self._crew.add(closure)
-            return closure.value
+            self._crew.add(call)
+            return call
         value, error = result_of(self._caller.call(message))
-        if error is None:
-            closure.value.set(value)
-        else:
-            closure.value.fail(error)
-            self._error = self._error or error
-        return closure.value
+        call.set(value, error)
+        self._error = self._error or error
+        return call
 
     def join(self) -> None:
         """Wait until all functions that were scheduled have returned. On the chief.

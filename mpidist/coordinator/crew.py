@@ -9,9 +9,9 @@ from typing import final
 
 import numpy as np
 
-from mpidist.coordinator.calling import result_of
-from mpidist.coordinator.closure import Closure
 from mpidist.coordinator.mail import Kind, Letter, Mail
+from mpidist.coordinator.remote_value import RemoteValue
+from mpidist.coordinator.worker import result_of
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.shared_errors import repeat_of
@@ -37,8 +37,8 @@ class Crew:
         self.error: Exception | None = None
         self._group, self._awaited = group, group.awaited
         self._mails = {rank: Mail(group, rank) for rank in ranks}
-        self._queue: deque[Closure] = deque()
-        self._calls: dict[int, Closure] = {}  # by the rank that makes it
+        self._queue: deque[RemoteValue] = deque()
+        self._calls: dict[int, RemoteValue] = {}  # by the rank that makes it
         self._left: dict[int, str] = {}
         self._is_ending = False
 
@@ -52,9 +52,9 @@ class Crew:
         """Whether this rank has failed to wait for others, and cannot wait any more."""
         return self._group.watchdog.broken is not None
 
-    def add(self, closure: Closure) -> None:
+    def add(self, call: RemoteValue) -> None:
         """Give a function to a worker that is free, or let it wait for one."""
-        self._queue.append(closure)
+        self._queue.append(call)
         self.advance()
 
     def advance(self) -> bool:
@@ -68,9 +68,9 @@ class Crew:
                 got_on = True
                 self._take(rank, letter)
             if self._queue and rank not in self._calls and rank not in self._left:
-                closure = self._calls[rank] = self._queue.popleft()
-                oldest = min(call.number for call in self._calls.values())  # those that wait are younger
-                mail.send(Kind.CALL, closure.number, oldest, closure.message)
+                call = self._calls[rank] = self._queue.popleft()
+                oldest = min(one.number for one in self._calls.values())  # those that wait are younger
+                mail.send(Kind.CALL, call.number, oldest, call.message)
                 got_on = True
         if self._queue and len(self._left) == len(self._mails) and not self._does_watchdog_raise():
             why = f"no worker is left: {self._reasons()}"
@@ -136,8 +136,8 @@ class Crew:
                 if rank not in self._left:
                     mail.send(Kind.END, data=np.frombuffer(text.encode()[:1000], np.uint8))
         self.cancel("the chief has left its strategy")
-        for closure in self._calls.values():
-            closure.cancel("the chief has left its strategy")
+        for call in self._calls.values():
+            call.cancel("the chief has left its strategy")
         for mail in self._mails.values():
             mail.abandon()
 
@@ -182,15 +182,13 @@ class Crew:
             self._queue = deque(sorted([lost, *self._queue], key=lambda call: call.number))
 
     def _take(self, rank: int, letter: Letter) -> None:
-        if letter.kind == Kind.LEFT:
-            self._lose(rank, letter.data.tobytes().decode(errors="replace"))
+        kind, _, _, data = letter
+        if kind == Kind.LEFT:
+            self._lose(rank, data.tobytes().decode(errors="replace"))
             return
-        closure = self._calls.pop(rank)
-        value, error = result_of(letter.data)
-        if error is None:
-            closure.value.set(value)
-        else:
-            closure.value.fail(error)
+        value, error = result_of(data)
+        self._calls.pop(rank).set(value, error)
+        if error is not None:
             self._fail(error, "another function had failed")
 
     def _fail(self, error: Exception, why: str) -> None:

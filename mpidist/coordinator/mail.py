@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -18,6 +18,8 @@ _HEADER: Final = struct.Struct("=qqq")
 _NOTHING: Final = np.empty(0, np.uint8)
 
 Array = np.ndarray[Any, Any]
+# A kind, the number of the call that it is about, which older calls will not be made again, and the data.
+Letter = tuple[int, int, int, Array]
 
 
 @final
@@ -28,23 +30,6 @@ class Kind:
     END: Final = 1  # chief to worker: no function follows
     RESULT: Final = 2  # worker to chief: what a function has returned, or raised
     LEFT: Final = 3  # worker to chief: this worker calls no function any more; its last letter
-
-
-@final
-class Letter(NamedTuple):
-    """What was received.
-
-    Attributes:
-        kind: A `Kind`.
-        number: Of a call and its result, the number of the call.
-        oldest: Of a call: those with lower numbers will not be made again.
-        data: What else belongs to it.
-    """
-
-    kind: int
-    number: int
-    oldest: int
-    data: Array
 
 
 @final
@@ -68,7 +53,14 @@ class Mail:
         self._incoming: tuple[Any, Array] | None = None
 
     def send(self, kind: int, number: int = 0, oldest: int = 0, data: Array = _NOTHING) -> None:
-        """Send a letter, and do not wait. Arguments are those of `Letter`."""
+        """Send a letter, and do not wait.
+
+        Args:
+            kind: A `Kind`.
+            number: The number of the call that it is about.
+            oldest: Of a call: those with lower numbers will not be made again.
+            data: What else belongs to it.
+        """
         if self._has_failed:
             return
         letter = np.concatenate([np.frombuffer(_HEADER.pack(kind, number, oldest), np.uint8), data])
@@ -106,7 +98,7 @@ class Mail:
             return None
         self._incoming = None
         kind, number, oldest = _HEADER.unpack_from(data.data)
-        return Letter(kind, number, oldest, data[_HEADER.size :])
+        return kind, number, oldest, data[_HEADER.size :]
 
     def abandon(self) -> None:
         """Keep what MPI may still read and write."""

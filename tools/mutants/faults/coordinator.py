@@ -5,46 +5,46 @@ from fault import Fault
 TESTS = ["tests/coordinator"]
 FAULTS = [
     Fault(
-        "calling.py",
-        "            self._servers.flush()\n            return encode((True, value)",
+        "worker.py",
+        "            self.servers.flush()\n            return encode((True, value)",
         "            return encode((True, value)",
         "a function counts as done before its changes are made",
     ),
     Fault(
-        "calling.py",
+        "worker.py",
         "            self._require_rank(name)\n",
         "",
         "a forked process answers in the worker's name",
     ),
     Fault(
-        "calling.py",
+        "worker.py",
         "if isinstance(error, StopIteration):",
         "if False:",
         "the end of a worker's data ends a loop of the chief",
     ),
     Fault(
-        "calling.py",
+        "worker.py",
         "return self._failed(name, error, text)\n",
         "raise\n",
         "sys.exit in a function ends the worker",
     ),
     Fault(
-        "calling.py",
-        "outer, self._servers.function = self._servers.function, name",
-        'outer, self._servers.function = self._servers.function, ""',
+        "worker.py",
+        "outer, self.servers.function = self.servers.function, name",
+        'outer, self.servers.function = self.servers.function, ""',
         "a barrier in a scheduled function waits for ever",
     ),
     Fault(
-        "closure.py",
+        "remote_value.py",
         "        if self._error is not None:\n            raise self._error\n        return self._value",
         "        return self._value",
         "fetch of a function that failed returns an object",
     ),
     Fault(
-        "closure.py",
-        "return self._value is not _NOTHING or self._error is not None",
-        "return self._value is not _NOTHING",
-        "a fetch waits for ever for a function that failed",
+        "remote_value.py",
+        "self.set(None, CancelledError(",
+        "self.set(_NOTHING, CancelledError(",
+        "a fetch waits for ever for a function that was cancelled",
     ),
     Fault(
         "cluster_coordinator.py",
@@ -78,8 +78,8 @@ FAULTS = [
     ),
     Fault(
         "crew.py",
-        "closure = self._calls[rank] = self._queue.popleft()",
-        "closure = self._calls[rank] = self._queue.pop()",
+        "call = self._calls[rank] = self._queue.popleft()",
+        "call = self._calls[rank] = self._queue.pop()",
         "functions are called in another order",
     ),
     Fault(
@@ -102,8 +102,8 @@ FAULTS = [
     ),
     Fault(
         "crew.py",
-        "oldest = min(call.number for call in self._calls.values())",
-        "oldest = closure.number",
+        "oldest = min(one.number for one in self._calls.values())",
+        "oldest = call.number",
         "servers forget which pushes of a call were made",
     ),
     Fault(
@@ -132,18 +132,18 @@ FAULTS = [
     ),
     Fault(
         "mail.py",
-        "return Letter(kind, number, oldest, data[_HEADER.size :])",
-        "return Letter(kind, number, 0, data[_HEADER.size :])",
+        "return kind, number, oldest, data[_HEADER.size :]",
+        "return kind, number, 0, data[_HEADER.size :]",
         "servers never forget old calls",
     ),
     Fault(
-        "work.py",
+        "worker.py",
         "(self._mail.rank,), math.inf)",
         "(self._mail.rank,), 1.0)",
         "a worker gives up an idle chief",
     ),
     Fault(
-        "work.py",
+        "worker.py",
         "        if not self._has_left:\n            self._has_left = True",
         "        if True:\n            self._has_left = True",
         "a worker leaves twice",

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.errors import CancelledError
 
-__all__ = ["Closure", "RemoteValue"]
+__all__ = ["RemoteValue"]
 
 Array = np.ndarray[Any, Any]
 _NOTHING: Final = object()
@@ -20,10 +20,14 @@ class RemoteValue:
     """What a scheduled function will return. `fetch` waits for it.
 
     Args:
+        number: The number of the call, from 1 on. Also an attribute.
+        name: The name of the function. Also an attribute.
+        message: What a worker is sent. Also an attribute, until there is a result.
         wait: Waits until a condition holds.
     """
 
-    def __init__(self, wait: Callable[[Callable[[], bool]], None]) -> None:
+    def __init__(self, number: int, name: str, message: Array, wait: Callable[[Callable[[], bool]], None]) -> None:
+        self.number, self.name, self.message = number, name, message
         self._wait = wait
         self._value: Any = _NOTHING
         self._error: Exception | None = None
@@ -31,15 +35,15 @@ class RemoteValue:
     @property
     def is_ready(self) -> bool:
         """Whether the function has returned, has failed, or was cancelled."""
-        return self._value is not _NOTHING or self._error is not None
+        return self._value is not _NOTHING
 
-    def set(self, value: Any) -> None:
-        """Note what the function has returned."""
-        self._value = value
+    def set(self, value: Any, error: Exception | None) -> None:
+        """Note what the function has returned, or why there is no value."""
+        self._value, self._error, self.message = value, error, np.empty(0, np.uint8)
 
-    def fail(self, error: Exception) -> None:
-        """Note why there is no value."""
-        self._error = error
+    def cancel(self, why: str) -> None:
+        """Note that the function will not be called."""
+        self.set(None, CancelledError(f"{self.name!r} was not called: {why}"))
 
     def fetch(self) -> Any:
         """Wait for the function, and return what it has returned. On the chief.
@@ -61,24 +65,3 @@ class RemoteValue:
     def __repr__(self) -> str:
         state = "waits" if not self.is_ready else repr(self._value) if self._error is None else repr(self._error)
         return f"<RemoteValue: {state}>"
-
-
-@final
-class Closure:
-    """A call that was scheduled.
-
-    Args:
-        number: The number of the call, from 1 on. Also an attribute.
-        name: The name of the function. Also an attribute.
-        message: What a worker is sent. Also an attribute.
-        value: Where the result goes. Also an attribute.
-    """
-
-    __slots__ = ("message", "name", "number", "value")
-
-    def __init__(self, number: int, name: str, message: Array, value: RemoteValue) -> None:
-        self.number, self.name, self.message, self.value = number, name, message, value
-
-    def cancel(self, why: str) -> None:
-        """Note that the function will not be called."""
-        self.value.fail(CancelledError(f"{self.name!r} was not called: {why}"))
