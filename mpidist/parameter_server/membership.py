@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
 from mpidist.parameter_server.messages.connection import Connection
@@ -97,21 +97,21 @@ class Membership:
         slowest = min((self.steps[other] for other in self._busy()), default=self.steps[worker])
         return self.steps[worker] - slowest <= self._staleness
 
-    def wait_to_read(self, worker: int) -> Iterator[Answer | None]:
-        """Yield `None` as long as a worker must not read yet, or the answer to a worker that has waited too long."""
-        until, warn_at = self._deadline(), math.inf if self._timeout else self._stalls_at()
+    def wait_to_read(self, worker: int) -> Generator[bool, None, Answer | None]:
+        """Wait as long as a worker must not read yet. Returns the answer to a worker that has waited too long."""
+        until, warn_at = self._deadline(), self._stalls_at(self._timeout)
         while not self.may_read(worker):
             now = time.monotonic()
             if now > until:
-                yield self._too_late(worker, *self._slowest(worker))
-                return
+                return self._too_late(worker, *self._slowest(worker))
             if now > warn_at:
                 warn_at = math.inf
                 self._warn_of_slowest(worker)
-            yield None
+            yield False
+        return None
 
-    def meet(self, worker: int, call: str, fields: Mapping[str, str], chief: bool) -> Iterator[Answer | None]:
-        """Yield `None` until all live workers make a call, and then the answer.
+    def meet(self, worker: int, call: str, fields: Mapping[str, str], chief: bool) -> Generator[bool, None, Answer]:
+        """Wait until all live workers make a call. Returns the answer to all of them.
 
         Args:
             worker: The worker that makes the call.
@@ -121,7 +121,7 @@ class Membership:
         """
         meeting, until = self._meeting, self._deadline()
         meeting.arrived[worker] = {"call": call, **fields}
-        meeting.warn_at = meeting.warn_at or (math.inf if self._timeout else self._stalls_at())
+        meeting.warn_at = meeting.warn_at or self._stalls_at(self._timeout)
         while meeting.answer is None:
             if chief and 0 not in self.live:
                 meeting.answer = Outcome.FAILED, f"{call}: the chief, rank {self.ranks[0]}, has ended its part"
@@ -135,21 +135,21 @@ class Membership:
                 if time.monotonic() > meeting.warn_at:
                     meeting.warn_at = math.inf
                     self._warn(call, meeting.arrived, *self._absent())
-                yield None
+                yield False
                 continue
             self._meeting = _Meeting()
-        yield meeting.answer
+        return meeting.answer
 
-    def wait_for_ends(self) -> Iterator[None]:
-        """Yield as long as a worker may still make requests."""
-        warn_at = self._stalls_at()
+    def wait_for_ends(self) -> Iterator[bool]:
+        """Wait as long as a worker may still make requests."""
+        warn_at = self._stalls_at(None)
         while self.live:
             if time.monotonic() > warn_at and not self._has_warned_of_ends:
                 self._has_warned_of_ends = True
                 late, others = self.live_ranks, {*self.live, *self.left}
                 ended = (worker for worker in range(len(self.ranks)) if worker not in others)
                 self._warn("close()", ended, f"{name_ranks(late)} did not close the strategy", late)
-            yield
+            yield False
 
     def _absent(self) -> tuple[str, list[int]]:
         """Say which workers do not make the call of all workers, and list their ranks."""
@@ -204,9 +204,10 @@ class Membership:
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout if self._timeout else math.inf
 
-    def _stalls_at(self) -> float:
+    def _stalls_at(self, timeout: float | None) -> float:
+        """Return when to warn of a wait that begins now: never, if it has a deadline."""
         seconds = self._group.settings.stall_seconds
-        return time.monotonic() + seconds if seconds else math.inf
+        return time.monotonic() + seconds if seconds and not timeout else math.inf
 
 
 @final

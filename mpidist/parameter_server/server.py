@@ -11,7 +11,6 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.parameter_server.membership import Membership
-from mpidist.parameter_server.messages.calls import Calls
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.lane import Lane
 from mpidist.parameter_server.messages.protocol import (
@@ -28,7 +27,7 @@ from mpidist.parameter_server.messages.protocol import (
     from_json,
 )
 from mpidist.parameter_server.store import Store, Stored
-from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
+from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, make_once, send_variables
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.half import dtype_named
@@ -76,7 +75,7 @@ class ParameterServer:
         self._connections = [
             Connection(group.comm, rank, worker, lanes.get(rank)) for worker, rank in enumerate(membership.ranks)
         ]
-        self._calls = Calls()
+        self._open = self._connections  # of workers that have not ended
         self._last: Connection | None = None  # whose request was answered last
         self._next_record, self._num_recorded = 0.0, 0
         self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
@@ -97,7 +96,7 @@ class ParameterServer:
     @property
     def has_ended(self) -> bool:
         """Whether all workers have ended their parts."""
-        return all(connection.has_ended for connection in self._connections)
+        return not self._open
 
     @property
     def has_lost_workers(self) -> bool:
@@ -138,6 +137,10 @@ class ParameterServer:
         self._group.watchdog.check_peers()
         self._record(time.monotonic())
         self._workers.drop_lost(self._connections, self._advance)
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        self._open = [connection for connection in self._open if not connection.has_ended]
 
     def _record(self, now: float) -> None:
         """Tell the flight recorder, now and then, that the server looks around, and how many requests were answered."""
@@ -153,10 +156,10 @@ class ParameterServer:
     def _advance(self, only: Connection | None = None) -> bool:
         """Give every worker one turn, or one of them. Returns whether anything got on, or nothing is left to do."""
         got_on = False
-        for connection in self._connections if only is None else (only,):
+        for connection in self._open if only is None else (only,):
             try:
                 if connection.steps is None:
-                    if connection.has_ended or not connection.has_request():
+                    if not connection.has_request():
                         continue
                     got_on = True
                     self._begin(connection)
@@ -170,6 +173,7 @@ class ParameterServer:
                     raise
                 self._group.lose(connection.rank)
                 self._workers.drop(connection)
+                self._forget_ended()
         return got_on or self.has_ended
 
     def _begin(self, connection: Connection) -> None:
@@ -211,7 +215,9 @@ class ParameterServer:
         self.num_requests += 1
         self._last = connection
         connection.steps = None
-        if not connection.has_ended:
+        if connection.has_ended:
+            self._forget_ended()
+        else:
             connection.listen()
 
     def _answer_out_of_order(self, connection: Connection, sequence: int) -> None:
@@ -230,7 +236,7 @@ class ParameterServer:
             if header.op not in (Op.CHANGE, Op.CHANGE_ROWS):
                 yield from steps
                 return
-            yield from self._calls.make_once(connection, steps) if connection.call else steps
+            yield from make_once(self.store, connection, steps) if connection.call else steps
             connection.answer(Outcome.OK)  # once the change is counted: the worker may be lost
         except Exception as error:  # of any kind: a worker's mistake must not end the server
             yield from connection.drain()
@@ -243,7 +249,9 @@ class ParameterServer:
         return found
 
     def _read(self, connection: Connection, header: Header) -> Steps:
-        if not (yield from self._wait_to_read(connection)):
+        late = yield from self._workers.wait_to_read(connection.worker)
+        if late is not None:
+            connection.answer_text(*late)
             return
         wanted = self._list_of(connection, header.variables)
         if wanted.total <= INLINE_BYTES:
@@ -257,18 +265,11 @@ class ParameterServer:
         wanted = self._list_of(connection, header.variables)
         yield from Changing(connection, self.store, header, self._group.may_miss_ranks).run(wanted)
 
-    def _wait_to_read(self, connection: Connection) -> Generator[bool, None, bool]:
-        """Wait until a worker may read. Returns whether it may; if not, it was told."""
-        for answer in self._workers.wait_to_read(connection.worker):
-            if answer is not None:
-                connection.answer_text(*answer)
-                return False
-            yield False
-        return True
-
     def _read_rows(self, connection: Connection, header: Header) -> Steps:
         request = yield from connection.receive_all()
-        if not (yield from self._wait_to_read(connection)):
+        late = yield from self._workers.wait_to_read(connection.worker)
+        if late is not None:
+            connection.answer_text(*late)
             return
         stored = self.store.variables[header.variables]
         turn = stored.enter(writes=False)
@@ -314,13 +315,9 @@ class ParameterServer:
         connection.answer(Outcome.OK, rows=self.store.number_of_rule(from_json(data)))
 
     def _meet(self, connection: Connection, header: Header) -> Steps:
-        data = yield from connection.receive_all()
-        fields = from_json(data)
-        for answer in self._workers.meet(connection.worker, fields.pop("call"), fields, bool(header.rows)):
-            if answer is None:
-                yield False
-            else:
-                connection.answer_text(*answer)
+        fields = from_json((yield from connection.receive_all()))
+        answer = yield from self._workers.meet(connection.worker, fields.pop("call"), fields, bool(header.rows))
+        connection.answer_text(*answer)
 
     def _step(self, connection: Connection, header: Header) -> Steps:
         """Count a step; or note that the worker waits for others, or has done so: see `Step`."""
@@ -340,7 +337,7 @@ class ParameterServer:
         """Note whose the changes that follow are."""
         connection.call, connection.num_changes = header.variables, 0
         if header.variables:
-            self._calls.forget_before(header.rows)
+            self.store.made = {call: made for call, made in self.store.made.items() if call >= header.rows}
         connection.answer(Outcome.OK)
         yield True
 
@@ -354,7 +351,6 @@ class ParameterServer:
             logger.warning("mpidist: worker %d (rank %d) has left: %s", worker, workers.ranks[worker], why)
         else:
             workers.end(worker)
-            for _ in workers.wait_for_ends() if header.rows else ():
-                yield False
+            yield from workers.wait_for_ends() if header.rows else ()
             connection.answer(Outcome.OK, rows=not workers.left)
         connection.has_ended = True

@@ -101,10 +101,14 @@ class Store:
 
     Attributes:
         variables: The variables.
+        made: How many changes of each call of a coordinator's were made.
+        under_way: The calls of which a change is being made.
     """
 
     def __init__(self) -> None:
         self.variables: dict[int, Stored] = {}
+        self.made: dict[int, int] = {}
+        self.under_way: set[int] = set()
         self._rules: list[Rule] = []
 
     @property

@@ -18,7 +18,7 @@ from mpidist.parameter_server.messages.lane import Lane
 from mpidist.parameter_server.messages.protocol import CHUNK_BYTES, Header, Piece, is_read_in_place, plan_messages
 from mpidist.parameter_server.store import Store, Stored, Turn
 
-__all__ = ["Changing", "VariableList", "change_rows", "send_variables"]
+__all__ = ["Changing", "VariableList", "change_rows", "make_once", "send_variables"]
 
 Array = np.ndarray[Any, Any]
 Steps = Generator[bool, None, None]
@@ -282,3 +282,24 @@ def change_rows(store: Store, header: Header, data: Array) -> Steps:
             store.change_rows(stored, header.change, indices, values, header.numbers)
         finally:  # also if the worker is lost meanwhile
             stored.leave(turn)
+
+
+def make_once(store: Store, connection: Connection, change: Steps) -> Steps:
+    """Make a change of the connection's call, unless the change has been made. The caller answers afterwards.
+
+    A worker that is lost may have made some changes of its call. The next worker makes them all again, in the same
+    order, and the server drops as many as it has made.
+    """
+    call, place = connection.call, connection.num_changes
+    connection.num_changes += 1
+    while call in store.under_way:  # by a worker that is lost: that change may be completed, or not
+        yield False
+    if place < store.made.get(call, 0):
+        yield from connection.drain()
+        return
+    store.under_way.add(call)
+    try:
+        yield from change
+        store.made[call] = place + 1
+    finally:
+        store.under_way.discard(call)

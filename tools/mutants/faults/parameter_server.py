@@ -197,8 +197,8 @@ FAULTS = [
         "who waits in a barrier holds others up",
     ),
     Fault(
-        "messages/calls.py",
-        "if place < self._made.get(call, 0):",
+        "transfers.py",
+        "if place < store.made.get(call, 0):",
         "if False:",
         "a push of a call that is made again counts twice",
     ),
