@@ -56,16 +56,7 @@ class Channel:
     """The requests of this worker to one server, one at a time.
 
     `start` sends a request and does not wait for its answer; `finish` does. An error of a request that nobody has
-    finished is raised by the next one.
-
-    Args:
-        group: The workers and servers.
-        rank: The server's rank. Also an attribute.
-        name: The server's name, for people. Also an attribute.
-        lane: The memory that is shared with a server of this node.
-
-    Attributes:
-        broken: Why the server cannot be used any more, or `None`.
+    finished is raised by the next one. `broken` is why the server cannot be used any more, or `None`.
     """
 
     def __init__(self, group: ServiceGroup, rank: int, name: str, lane: Lane | None = None) -> None:
@@ -97,16 +88,9 @@ class Channel:
         change: int = 0,
         numbers: tuple[float, ...] = (),
     ) -> None:
-        """Send a request. Returns when the memory of `data` can be used again.
+        """Send a request of contiguous arrays. Returns when their memory can be used again.
 
-        Args:
-            call: What the request is for, for people.
-            op: An `Op`.
-            variables: The key of a variable, or the number of a list.
-            data: Contiguous arrays.
-            rows: As in `Header`.
-            change: As in `Header`.
-            numbers: As in `Header`.
+        `call` names the request for people; all others are as in `Header`.
         """
         self.finish()
         try:
@@ -175,11 +159,9 @@ class Channel:
         return int(self._outcome[3])
 
     def data(self, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
-        """Put the data of the last answer into arrays, which it fills.
+        """Put the data of the last answer into contiguous arrays, which it fills.
 
-        Args:
-            arrays: Contiguous arrays.
-            places: Of an answer to READ, where the variables lie in the memory that is shared with the server.
+        `places`: of an answer to READ, where the variables lie in the memory that is shared with the server.
         """
         at = HEADER_BYTES
         if self._outcome[5] <= INLINE_BYTES:
@@ -194,11 +176,7 @@ class Channel:
             raise
 
     def leave(self, why: str) -> bool:
-        """Tell the server that this worker makes no request any more. Local: nobody answers.
-
-        Returns:
-            Whether the server was told: it cannot be where a request was broken off.
-        """
+        """Tell the server that this worker makes no request any more; nobody answers. Returns whether it could."""
         if self.broken is not None:
             return False
         self._sequence += 1
@@ -243,38 +221,29 @@ class Channel:
             self._wait(call, partial(self._test_all, self._sends), 0.0, data)
 
     def _receive_data(self, arrays: Sequence[Array], places: tuple[int, ...]) -> None:
+        lane = self._lane
         for pieces in plan_messages(tuple(array.nbytes for array in arrays), places):
-            item, start, stop = pieces[0]
-            parts = [bytes_of(arrays[piece.item]) for piece in pieces] if len(pieces) > 1 else []
-            parts = parts or [bytes_of(arrays[item])[start:stop]]
-            if self._lane is not None:
-                is_in_place = bool(places) and is_read_in_place(stop - start, places[item])
-                self._take(self._lane, parts, places[item] if is_in_place else NO_PLACE)
-            elif len(pieces) == 1:
-                self._receive(parts[0])
+            parts = [bytes_of(arrays[item])[start:stop] for item, start, stop in pieces]
+            if lane is None:
+                memory = parts[0] if len(parts) == 1 else self._buffer()[: sum(part.size for part in parts)]
+                request = self._comm.Irecv([memory, self._byte], self.rank, DATA)
+                self._wait("a read", request.Test, 0.0, (request, memory))
+                if len(parts) > 1:
+                    _split_bytes(memory, parts)
+                continue
+            if not lane.can_take():
+                self._wait("a read", lane.can_take, 0.0)
+            place = places[pieces[0].item] if places else NO_PLACE
+            if is_read_in_place(parts[0].size, place):
+                parts[0][...] = lane.server_memory[place : place + parts[0].size]
             else:
-                memory = self._buffer()[: sum(part.size for part in parts)]
-                self._receive(memory)
-                _split_bytes(memory, parts)
-
-    def _take(self, lane: Lane, parts: Sequence[Array], place: int) -> None:
-        """Copy what the server has sent: the next slot, or a variable where it lies."""
-        if not lane.can_take():
-            self._wait("a read", lane.can_take, 0.0)
-        if place >= 0:
-            parts[0][...] = lane.server_memory[place : place + parts[0].size]
-        else:
-            _split_bytes(lane.sent_slot(), parts)
-        lane.take()
+                _split_bytes(lane.sent_slot(), parts)
+            lane.take()
 
     def _buffer(self) -> Array:
         if not self._scratch.size:
             self._scratch = np.empty(CHUNK_BYTES, np.uint8)
         return self._scratch
-
-    def _receive(self, memory: Array) -> None:
-        request = self._comm.Irecv([memory, self._byte], self.rank, DATA)
-        self._wait("a read", request.Test, 0.0, (request, memory))
 
     def _wait(self, call: str, test: Callable[[], bool], more_seconds: float, memory: Sequence[Any] = ()) -> None:
         group, timeout = self._group, self._group.timeout_seconds
@@ -282,28 +251,26 @@ class Channel:
         group.begin_wait(f"{call} at {self.name}", (self.rank,), limit, SERVE_CALL if more_seconds else None)
         try:
             poll(test, group.watchdog.check_peers)
-        except (DeadlineExceededError, PeerFailedError) as error:
-            never_free((tuple(memory), self._sends, self._request, self._answer, self._incoming))
-            self._pending = ""
-            if group.awaited.is_ended_by_program:
-                self.broken = error
-                raise
-            self._lose(error)
         except BaseException:
-            never_free((tuple(memory),))
+            never_free(tuple(memory))
             raise
 
     def _break(self, call: str, error: BaseException) -> None:
-        """Note that a request was broken off: an answer to it would be taken for that of the next one."""
-        if self.broken is not None:
-            return
+        """Note that a request was broken off: an answer to it would be taken for that of the next one.
+
+        Raises:
+            UnavailableError: If it was because the server is lost.
+        """
         never_free((self._sends, self._request, self._answer, self._incoming))
         self._pending = ""
         if is_process_failure(error):
-            self._lose(PeerFailedError(f"{call}: MPI has found that the process of rank {self.rank} has failed"))
-        self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
-
-    def _lose(self, error: Exception) -> NoReturn:
+            error = PeerFailedError(f"{call}: MPI has found that the process of rank {self.rank} has failed")
+        elif not isinstance(error, (DeadlineExceededError, PeerFailedError)):
+            self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
+            return
+        elif self._group.awaited.is_ended_by_program:
+            self.broken = error
+            return
         self._group.awaited.lost.setdefault(self.rank, first_line(error))  # for the other workers, if this one leaves
         lost = UnavailableError(
             f"{self.name} is lost, with the variables on it: {error}. Start the job again, from a checkpoint"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 
@@ -29,29 +29,20 @@ from mpidist.transport.waiting import never_free
 __all__ = ["Connection"]
 
 Array = np.ndarray[Any, Any]
-
-_NOTHING: Final[tuple[Piece, ...]] = ()
+Plan = Sequence[tuple[Piece, ...]]
+Received = Iterator[tuple[tuple[Piece, ...], Array]]
 
 
 @final
 class Connection:
-    """The messages of one worker. A worker has one request under way at a time. All methods are local.
-
-    Args:
-        comm: The workers and servers.
-        rank: The worker's rank. Also an attribute.
-        worker: The worker's number. Also an attribute.
-        lane: The memory that is shared with a worker of this node. Also an attribute.
+    """The messages of one worker, which has one request under way at a time. All methods are local.
 
     Attributes:
-        message: The last request.
-        sequence: The number of the last request.
-        lists: What the worker has numbered: lists of variables, in the server's own form.
+        message, sequence: The last request, and its number.
+        lists: Lists of variables that the worker has numbered, in the server's own form.
         steps: What answers the request, if that takes several steps.
-        has_ended: Whether the worker makes no request any more.
         is_making: Whether all data of a change is here, and the change is made: then it is made whole.
-        call: The call of a coordinator's that changes belong to; 0 for none.
-        num_changes: How many changes of the call have come.
+        call, num_changes: The call of a coordinator's that changes belong to, 0 for none; and how many have come.
     """
 
     def __init__(self, comm: Intracomm, rank: int, worker: int, lane: Lane | None = None) -> None:
@@ -88,14 +79,7 @@ class Connection:
         return False
 
     def answer(self, outcome: int, data: Array | None = None, nbytes: int = 0, rows: int = 0) -> None:
-        """Answer the request.
-
-        Args:
-            outcome: An `Outcome`.
-            data: What fits behind a header.
-            nbytes: How many bytes follow in messages of their own, if there is no `data`.
-            rows: A number, for the worker.
-        """
+        """Answer the request: with `data` behind the header, or with `nbytes` that follow in messages of their own."""
         sent, size = self._sent, 0
         while sent is not None and not sent.Test():  # the worker has it already, as it has made another request
             pass
@@ -133,22 +117,17 @@ class Connection:
             yield False
         yield True
 
-    def receive(self, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[Piece, ...], Array]]:
+    def receive(self, sizes: tuple[int, ...]) -> Received:
         """Yield the data of the request, message by message; without pieces while there is nothing yet.
 
-        While a message is used, the next one arrives.
-
-        Args:
-            sizes: The bytes of each item of the data.
+        While a message is used, the next one arrives. `sizes` are the bytes of each item of the data.
         """
         nbytes = Header.read(self.message).nbytes
         if nbytes != sum(sizes):
             raise ValueError(f"a request came with {nbytes} bytes of data, and needs {sum(sizes)}")
         if nbytes <= INLINE_BYTES:
-            yield (
-                tuple(Piece(item, 0, size) for item, size in enumerate(sizes) if size),
-                self.message[HEADER_BYTES : HEADER_BYTES + nbytes],
-            )
+            pieces = tuple(Piece(item, 0, size) for item, size in enumerate(sizes) if size)
+            yield pieces, self.message[HEADER_BYTES : HEADER_BYTES + nbytes]
         elif self.lane is not None:
             yield from self._receive_from_lane(self.lane, plan_messages(sizes))
         else:
@@ -209,12 +188,10 @@ class Connection:
         if self._sent is not None and not self._sent.Test():
             never_free((self._sent, self._reply))
 
-    def _receive_from_lane(
-        self, lane: Lane, plan: Sequence[tuple[Piece, ...]]
-    ) -> Iterator[tuple[tuple[Piece, ...], Array]]:
+    def _receive_from_lane(self, lane: Lane, plan: Plan) -> Received:
         for pieces in plan:
             while not lane.can_take():
-                yield _NOTHING, self.message
+                yield (), self.message
             data = lane.sent_slot()
             self._received += data.size
             try:
@@ -222,12 +199,12 @@ class Connection:
             finally:
                 lane.take()
 
-    def _receive_messages(self, plan: Sequence[tuple[Piece, ...]]) -> Iterator[tuple[tuple[Piece, ...], Array]]:
+    def _receive_messages(self, plan: Plan) -> Received:
         lengths = [sum(piece.stop - piece.start for piece in pieces) for pieces in plan]
         request = self._receive_into(self._buffer(0)[: lengths[0]])
         for at, pieces in enumerate(plan):
             while not request.Test():
-                yield _NOTHING, self.message
+                yield (), self.message
             self._received += lengths[at]
             if at + 1 < len(plan):
                 request = self._receive_into(self._buffer((at + 1) % 2)[: lengths[at + 1]])

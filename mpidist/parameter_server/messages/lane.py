@@ -30,7 +30,7 @@ class Lane:
     Args:
         memory: `LANE_BYTES` of shared memory, zero at first.
         end: 0 for the worker's end, 1 for the server's.
-        server_memory: The server's part of the node's memory: what it says of places is meant there.
+        server_memory: The server's part of the node's memory, in which places are counted.
         fence: The function that orders loads and stores, if one is needed.
     """
 
@@ -86,15 +86,10 @@ class Lane:
 
 
 def lanes_to(group: ServiceGroup, workers: Sequence[int], servers: Sequence[int]) -> Mapping[int, Lane]:
-    """Make the lanes of a worker or a server. Collective over the group.
-
-    Args:
-        group: The workers and servers.
-        workers: Their ranks.
-        servers: The same of servers.
+    """Make the lanes of a worker or a server, to each rank of the other side on this node. Collective over the group.
 
     Returns:
-        The lane to each rank of this node that is on the other side; nothing where memory is not shared.
+        The lanes, by rank; nothing where memory is not shared.
     """
     topology = group.topology
     rank, node = topology.rank, topology.nodes[topology.node]

@@ -22,15 +22,7 @@ _SUM: Final = Reduction("sum")
 @final
 @dataclass(frozen=True)
 class Location:
-    """Where an array lives.
-
-    Attributes:
-        server: The number of the server.
-        key: The number of the array, among all arrays of all servers.
-        shape: The shape.
-        dtype: The dtype.
-        name: For people.
-    """
+    """Where an array lives: on which server, and under which key, a number among all arrays of all servers."""
 
     server: int
     key: int
@@ -55,17 +47,11 @@ class Location:
 
 @final
 class RowsChange(NamedTuple):
-    """What changes some rows of an array.
-
-    Attributes:
-        location: The array.
-        indices: [k] int64, the numbers of the rows, which exist.
-        values: [k, ...] contiguous, of the array's dtype.
-    """
+    """What changes some rows of an array."""
 
     location: Location
-    indices: Array
-    values: Array
+    indices: Array  # [k] int64, the numbers of the rows, which exist
+    values: Array  # [k, ...] contiguous, of the array's dtype
 
     @classmethod
     def none(cls, location: Location) -> RowsChange:
@@ -81,21 +67,13 @@ class RowsChange(NamedTuple):
 
 @final
 class Push(NamedTuple):
-    """What a worker pushes at once.
+    """What a worker pushes at once."""
 
-    Attributes:
-        locations: The arrays that are changed as a whole.
-        values: A contiguous array for each of them, of the same shape and dtype.
-        rows: What changes rows of arrays, also if it has no rows on this worker.
-        how: A `Change`, or a rule.
-        update: The same for people, and for other workers.
-    """
-
-    locations: Sequence[Location]
-    values: Sequence[Array]
-    rows: Sequence[RowsChange]
-    how: Any
-    update: str
+    locations: Sequence[Location]  # of the arrays that are changed as a whole
+    values: Sequence[Array]  # contiguous, of the same shapes and dtypes
+    rows: Sequence[RowsChange]  # also what has no rows on this worker
+    how: Any  # a `Change`, or a rule
+    update: str  # the same for people, and for other workers
 
     def has_form_of(self, other: Push) -> bool:
         """Whether another push changes the same arrays, in the same way."""

@@ -18,19 +18,6 @@ import numpy as np
 from mpidist.transport.arrays import bytes_of
 
 __all__ = [
-    "ANSWER",
-    "CHUNK_BYTES",
-    "DATA",
-    "HEADER",
-    "HEADER_BYTES",
-    "INLINE_BYTES",
-    "MAX_NUMBERS",
-    "IN_PLACE_BYTES",
-    "MESSAGE_BYTES",
-    "NO_PLACE",
-    "REQUEST",
-    "SERVE_CALL",
-    "WHOLE_NUMBERS",
     "Change",
     "Header",
     "Op",
@@ -155,15 +142,10 @@ class Piece(NamedTuple):
 
 @lru_cache(_MAX_PLANS)
 def plan_messages(sizes: tuple[int, ...], places: tuple[int, ...] = ()) -> tuple[tuple[Piece, ...], ...]:
-    """Lay items over messages: small ones together, and large ones in chunks of their own.
+    """Lay items of some bytes over messages: small ones together, and large ones in chunks of their own.
 
-    Args:
-        sizes: The bytes of each item.
-        places: Where each item lies in shared memory, if it does: then a large one is read there, and is a message of
-            its own, whole.
-
-    Returns:
-        The pieces of each message. Empty items are left out.
+    Items that lie at `places` in shared memory are read there, if they are large, and are each a message of its own.
+    Returns the pieces of each message. Empty items are left out.
     """
     messages: list[tuple[Piece, ...]] = []
     together: list[Piece] = []
@@ -190,14 +172,7 @@ def is_read_in_place(size: int, place: int) -> bool:
 
 
 def plan_stream(sizes: tuple[int, ...]) -> Iterator[tuple[Piece, ...]]:
-    """Lay items over messages one behind the other, as if they were one.
-
-    Args:
-        sizes: The bytes of each item.
-
-    Yields:
-        The pieces of each message. Empty items are left out.
-    """
+    """Lay items over messages one behind the other, as if they were one. Yields the pieces of each message."""
     together: list[Piece] = []
     space = CHUNK_BYTES
     for item, size in enumerate(sizes):
