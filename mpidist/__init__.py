@@ -55,7 +55,7 @@ _NAMES = {
         "Compression",
         "ReduceOp",
     ),
-    "mpidist.parameter_server.sharded_variable": ("ShardedVariable",),
+    "mpidist.parameter_server.variable": ("ShardedVariable",),
     "mpidist.replica_context.replica_context": ("ReplicaContext",),
     "mpidist.strategies.central_storage": ("CentralStorageStrategy",),
     "mpidist.strategies.mirrored": ("MirroredStrategy",),

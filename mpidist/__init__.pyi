@@ -32,7 +32,7 @@ from mpidist.options import CommunicationImplementation as CommunicationImplemen
 from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.options import Compression as Compression
 from mpidist.options import ReduceOp as ReduceOp
-from mpidist.parameter_server.sharded_variable import ShardedVariable as ShardedVariable
+from mpidist.parameter_server.variable import ShardedVariable as ShardedVariable
 from mpidist.replica_context.replica_context import ReplicaContext as ReplicaContext
 from mpidist.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from mpidist.strategies.mirrored import MirroredStrategy as MirroredStrategy

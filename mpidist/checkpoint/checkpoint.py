@@ -13,8 +13,7 @@ from mpidist.checkpoint.saving import capture, write_together
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.datasets.distributed_dataset import DistributedDataset
 from mpidist.datasets.distributed_iterator import DistributedIterator
-from mpidist.parameter_server.sharded_variable import ShardedVariable
-from mpidist.parameter_server.variable import ServerVariable
+from mpidist.parameter_server.variable import ServerVariable, ShardedVariable
 from mpidist.transport.failures import open_groups
 from mpidist.variables.variable import Variable
 

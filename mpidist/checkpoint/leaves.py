@@ -13,8 +13,7 @@ import numpy as np
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.datasets.distributed_dataset import DistributedDataset
 from mpidist.datasets.distributed_iterator import DistributedIterator
-from mpidist.parameter_server.sharded_variable import ShardedVariable
-from mpidist.parameter_server.variable import ServerVariable
+from mpidist.parameter_server.variable import ServerVariable, ShardedVariable
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
 from mpidist.transport.text import value_text

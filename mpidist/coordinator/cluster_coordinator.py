@@ -10,9 +10,8 @@ from mpidist import nest
 from mpidist.context_stack import parts_of
 from mpidist.coordinator.crew import Crew
 from mpidist.coordinator.functions import PerWorkerDataset, PerWorkerDatasets, handle_of, name_of
-from mpidist.coordinator.mail import Mail
 from mpidist.coordinator.remote_value import RemoteValue
-from mpidist.coordinator.worker import ADVICE, Caller, Work, result_of
+from mpidist.coordinator.worker import ADVICE, Caller, Mail, Work, result_of
 from mpidist.datasets.input_options import InputContext
 from mpidist.nest.encoding import encode
 from mpidist.parameter_server.cluster import Role

@@ -9,9 +9,8 @@ from typing import final
 
 import numpy as np
 
-from mpidist.coordinator.mail import Kind, Letter, Mail
 from mpidist.coordinator.remote_value import RemoteValue
-from mpidist.coordinator.worker import result_of
+from mpidist.coordinator.worker import Kind, Letter, Mail, result_of
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.shared_errors import repeat_of

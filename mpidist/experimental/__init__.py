@@ -10,7 +10,7 @@ from mpidist.options import CollectiveHints as CollectiveHints
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.package_names import define_names as _define_names
-from mpidist.parameter_server.sharded_variable import ShardedVariable as ShardedVariable
+from mpidist.parameter_server.variable import ShardedVariable as ShardedVariable
 from mpidist.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpidist.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy

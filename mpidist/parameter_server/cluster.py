@@ -14,13 +14,11 @@ from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
-from mpidist.parameter_server.client import ParameterClient, require_unused
-from mpidist.parameter_server.local_channel import LocalChannel
+from mpidist.parameter_server.client import LocalChannel, ParameterClient, require_unused
 from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.channel import Channel
 from mpidist.parameter_server.messages.lane import lanes_to
 from mpidist.parameter_server.placement import PLACEMENTS
-from mpidist.parameter_server.roles import Roles, Task, check_counts, roles_by_rank, roles_of_tasks, task_of
 from mpidist.parameter_server.server import ParameterServer
 from mpidist.transport.failures import open_groups
 from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
@@ -30,9 +28,32 @@ from mpidist.transport.text import first_line, name_ranks, text_of
 from mpidist.transport.topology import Topology
 from mpidist.whole_number import whole_number
 
-__all__ = ["Role", "Wanted"]
+__all__ = ["Role", "Roles", "Task", "Wanted"]
 
 _WHEN_LOST: Final = ("abort", "ignore")
+_KNOWN: Final = ("chief", "worker", "ps", "evaluator")
+
+
+@final
+class Roles(NamedTuple):
+    """The ranks of each role."""
+
+    workers: tuple[int, ...]  # of which the first one is the chief
+    servers: tuple[int, ...]  # none if one rank is worker and server in one
+    evaluators: tuple[int, ...] = ()
+
+
+@final
+class Task(NamedTuple):
+    """What a resolver says: all tasks, and which of them this rank is."""
+
+    jobs: tuple[tuple[str, int], ...]  # with the number of tasks of each
+    task_type: str
+    task_id: int
+
+
+# What a rank tells the others before roles are known: a problem, its task, what it asks for, and its host.
+Report = tuple[tuple[str, str] | None, Task | None, dict[str, Any] | None, str]
 
 
 @final
@@ -70,7 +91,7 @@ class Wanted(NamedTuple):
                 f"of communication_options a ParameterServerStrategy takes timeout_seconds alone, got {self.options}: "
                 "its workers reduce nothing over ranks; leave the others out"
             )
-        check_counts(self.num_ps, self.ps_ranks)
+        _check_counts(self.num_ps, self.ps_ranks)
 
     def fields(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, as all of them can read it: no number of a class of the user's."""
@@ -84,38 +105,11 @@ class Wanted(NamedTuple):
 
 
 @final
-class _Report(NamedTuple):
-    """What a rank tells the others before roles are known."""
-
-    problem: tuple[str, str] | None
-    task: Task | None
-    fields: dict[str, Any] | None
-    hostname: str
-
-    @classmethod
-    def of(cls, resolver: ClusterResolver | None, wanted: Wanted | None) -> _Report:
-        host = socket.gethostname()
-        try:
-            task = None
-            if wanted is not None:
-                wanted.check()
-                if resolver is not None and (wanted.num_ps is not None or wanted.ps_ranks is not None):
-                    raise ValueError("got a cluster_resolver, and num_ps or ps_ranks; leave one of the two out")
-            if resolver is not None:
-                task = task_of(resolver)
-            return cls(None, task, None if wanted is None else wanted.fields(), host)
-        except Exception as error:  # of any kind: the other ranks must learn of it
-            return cls((type(error).__name__, str(error)), None, None, host)
-
-
-@final
 class Role(Service):
     """What this rank is. `meet` makes it.
 
     Attributes:
-        rank: This rank.
         worker_ranks: The workers, as `group` numbers them.
-        staleness: As the workers asked for.
         coordinator: What schedules functions on the workers, if there is one.
         before_closing: Called before this rank's part ends; with the text of an exception that the others do not have.
     """
@@ -144,11 +138,11 @@ class Role(Service):
     def meet(cls, comm: Intracomm | None, resolver: ClusterResolver | None, wanted: Wanted | None) -> Role:
         """Find the roles of all ranks, and connect them. Collective. `wanted`: `None` for what the workers ask for."""
         require = partial(require_unused, "a new ParameterServerStrategy")
-        comm, reports = meet_ranks(comm, _Report.of(resolver, wanted), require)
+        comm, reports = meet_ranks(comm, _report_of(resolver, wanted), require)
         roles, fields = _agree(comm, reports)
         members = sorted((*roles.workers, *roles.servers))
         group = ServiceGroup.from_mpi(comm, members) if len(members) > 1 else None
-        role = cls(roles, comm.rank, group, [report.hostname for report in reports])
+        role = cls(roles, comm.rank, group, [report[3] for report in reports])
         if group is None:
             open_groups.add_alone(role)
         else:
@@ -249,14 +243,29 @@ class Role(Service):
             group.free()
 
 
-def _agree(comm: Intracomm, reports: Sequence[_Report]) -> tuple[Roles, dict[str, Any]]:
+def _report_of(resolver: ClusterResolver | None, wanted: Wanted | None) -> Report:
+    host = socket.gethostname()
+    try:
+        task = None
+        if wanted is not None:
+            wanted.check()
+            if resolver is not None and (wanted.num_ps is not None or wanted.ps_ranks is not None):
+                raise ValueError("got a cluster_resolver, and num_ps or ps_ranks; leave one of the two out")
+        if resolver is not None:
+            task = _task_of(resolver)
+        return None, task, None if wanted is None else wanted.fields(), host
+    except Exception as error:  # of any kind: the other ranks must learn of it
+        return (type(error).__name__, str(error)), None, None, host
+
+
+def _agree(comm: Intracomm, reports: Sequence[Report]) -> tuple[Roles, dict[str, Any]]:
     """Find the roles from the reports of all ranks, and what was asked for. Raises the same on all ranks."""
     try:
-        for rank, report in enumerate(reports):
-            if report.problem is not None:
-                kind = getattr(errors, report.problem[0], getattr(builtins, report.problem[0], RuntimeError))
-                raise kind(f"rank {rank}: {report.problem[1]}")
-        asked = {rank: report.fields for rank, report in enumerate(reports) if report.fields is not None}
+        for rank, (problem, _, _, _) in enumerate(reports):
+            if problem is not None:
+                kind = getattr(errors, problem[0], getattr(builtins, problem[0], RuntimeError))
+                raise kind(f"rank {rank}: {problem[1]}")
+        asked = {rank: fields for rank, (_, _, fields, _) in enumerate(reports) if fields is not None}
         if not asked:
             raise TopologyError("all ranks make a Server(...).join(), and none a strategy: no rank is a worker")
         first = next(iter(asked.values()))
@@ -265,8 +274,8 @@ def _agree(comm: Intracomm, reports: Sequence[_Report]) -> tuple[Roles, dict[str
             if others:
                 text = f"{asked[others[0]][name]} on {name_ranks(others)}"
                 raise InvalidArgumentError(f"{name} must be the same on all ranks, got {value} and {text}")
-        roles = roles_of_tasks([report.task for report in reports])
-        return roles or roles_by_rank(len(reports), first["num_ps"], first["ps_ranks"]), first
+        roles = _roles_of_tasks([report[1] for report in reports])
+        return roles or _roles_by_rank(len(reports), first["num_ps"], first["ps_ranks"]), first
     except Exception as error:  # on all ranks
         mark_shared(error, range(comm.size))
         raise
@@ -278,3 +287,100 @@ def _resolver_of(roles: Roles, rank: int, hostnames: Sequence[str]) -> SimpleClu
     spec = ClusterSpec({job: [f"{hostnames[at]}:{at}" for at in ranks] for job, ranks in jobs.items() if ranks})
     job = next(job for job, ranks in jobs.items() if rank in ranks)
     return SimpleClusterResolver(spec, "", job, jobs[job].index(rank))
+
+
+def _task_of(resolver: ClusterResolver) -> Task | None:
+    """Read from a resolver which task this rank is; `None` if it has no cluster. Local."""
+    if not isinstance(resolver, ClusterResolver):
+        raise TypeError(f"cluster_resolver must be a ClusterResolver, got {type(resolver).__name__}")
+    spec = resolver.cluster_spec()
+    if not spec:
+        return None
+    task_type, task_id = resolver.task_type, resolver.task_id
+    if task_type is None or task_id is None:
+        raise ValueError(
+            f"the cluster has jobs {spec.jobs}, so you must also specify `task_type` and `task_id`; got {task_type!r} "
+            f"and {task_id!r}"
+        )
+    _check_jobs(spec)
+    if task_type not in _KNOWN:
+        raise ValueError(f"Unrecognized task_type {task_type!r}; known are {', '.join(_KNOWN)}")
+    has_task = task_type in spec.jobs and task_id in spec.task_indices(task_type)
+    if not has_task and task_type != "evaluator":  # which may stand outside of the cluster
+        raise ValueError(f"this rank is {task_type} {task_id}, and the cluster has no such task: {spec}")
+    return Task(tuple((job, spec.num_tasks(job)) for job in spec.jobs), task_type, int(task_id))
+
+
+def _check_jobs(spec: ClusterSpec) -> None:
+    unknown = [job for job in spec.jobs if job not in _KNOWN]
+    if unknown:
+        raise ValueError(f"Disallowed task type found in the cluster: {unknown}; known are {', '.join(_KNOWN)}")
+    numbers = {job: spec.num_tasks(job) for job in spec.jobs}
+    for job in ("chief", "evaluator"):
+        if numbers.get(job, 0) > 1:
+            raise ValueError(f"there must be at most one {job} in the cluster, got {numbers[job]}")
+    if not numbers.get("worker", 0) + numbers.get("chief", 0):
+        raise ValueError(f"the cluster must have at least one worker, got jobs {numbers}")
+    if not numbers.get("ps", 0):
+        raise ValueError(f"the cluster needs to have `ps` jobs, at least one ps; got jobs {numbers}")
+
+
+def _roles_of_tasks(tasks: Sequence[Task | None]) -> Roles | None:
+    """Find the roles from the tasks of all ranks; `None` if no rank has one. The ranks may contradict each other."""
+    named = {rank: task for rank, task in enumerate(tasks) if task is not None}
+    if not named:
+        return None
+    if len(named) < len(tasks):
+        without = name_ranks(rank for rank in range(len(tasks)) if rank not in named)
+        raise TopologyError(f"a cluster is given by TF_CONFIG or a resolver, but not on {without}; do so on all ranks")
+    jobs = {rank: dict(task.jobs) for rank, task in named.items()}
+    for rank, numbers in jobs.items():
+        if {**numbers, "evaluator": 0} != {**jobs[0], "evaluator": 0}:
+            raise TopologyError(f"rank 0 has the cluster {jobs[0]}, and rank {rank} {numbers}; it must be one cluster")
+    ranks: dict[tuple[str, int], int] = {}
+    for rank, task in named.items():
+        other = ranks.setdefault((task.task_type, task.task_id), rank)
+        if other != rank:
+            raise TopologyError(f"ranks {other} and {rank} both say they are {task.task_type} {task.task_id}")
+    needed = sum(number for job, number in jobs[0].items() if job != "evaluator")
+    found = sum(task_type != "evaluator" for task_type, _ in ranks)
+    if needed != found:
+        raise TopologyError(
+            f"the cluster has {needed} tasks, {jobs[0]}, and MPI {found} ranks for them; start `mpiexec -n {needed}`"
+        )
+    of_job = {job: [ranks[key] for key in sorted(ranks) if key[0] == job] for job in _KNOWN}
+    workers = (*of_job["chief"], *of_job["worker"])
+    return Roles(workers, tuple(of_job["ps"]), tuple(of_job["evaluator"]))
+
+
+def _check_counts(num_ps: Any, ps_ranks: Any) -> None:
+    """Check the arguments that choose servers by rank. Local."""
+    if num_ps is not None and ps_ranks is not None:
+        raise ValueError(f"got num_ps={num_ps} and ps_ranks={ps_ranks!r}; leave one of the two out")
+    if num_ps is not None:
+        whole_number("num_ps, the number of servers,", num_ps, 1)
+    if ps_ranks is not None:
+        if isinstance(ps_ranks, str) or not isinstance(ps_ranks, (Sequence, range)):
+            raise TypeError(f"ps_ranks must be a list of ranks, got {ps_ranks!r}")
+        for rank in ps_ranks:
+            whole_number("a rank of ps_ranks", rank)
+        if not ps_ranks or len(set(ps_ranks)) < len(ps_ranks):
+            raise ValueError(f"ps_ranks must name at least one ps, and each rank once; got {list(ps_ranks)}")
+
+
+def _roles_by_rank(size: int, num_ps: int | None, ps_ranks: Sequence[int] | None) -> Roles:
+    """Let the last `num_ps` ranks be servers, or those of `ps_ranks`. One rank alone is worker and server in one."""
+    if size == 1:
+        return Roles((0,), ())
+    if ps_ranks is None:
+        wanted = 1 if num_ps is None else num_ps
+        if wanted >= size:
+            raise ValueError(f"num_ps={wanted} of {size} ranks leaves no worker; start more ranks")
+        servers = tuple(range(size - wanted, size))
+    else:
+        servers = tuple(ps_ranks)
+        if not all(0 <= rank < size for rank in servers):
+            raise ValueError(f"ps_ranks={list(servers)}, and ranks are 0 to {size - 1}")
+        if len(servers) == size:
+            raise ValueError(f"ps_ranks={list(servers)} of {size} ranks leaves no worker; name fewer ranks")
+    return Roles(tuple(rank for rank in range(size) if rank not in servers), servers)

@@ -13,13 +13,13 @@ from mpidist.context_stack import CurrentStrategy
 from mpidist.parameter_server.client import ParameterClient
 from mpidist.parameter_server.messages.locations import Location
 from mpidist.parameter_server.partitioners import num_shards_of
-from mpidist.parameter_server.sharded_variable import ShardedVariable
-from mpidist.parameter_server.variable import ServerVariable, VariableTraits
+from mpidist.parameter_server.variable import ServerVariable, ShardedVariable
 from mpidist.transport import arrays
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.half import dtype_named
-from mpidist.variables.casting import cast_for, native_of
+from mpidist.variables.casting import cast_for, native_of, require_mean
 from mpidist.variables.placement import VariablePlacement
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization, chosen_synchronization
 
 __all__ = ["PLACEMENTS", "OnServers"]
 
@@ -30,12 +30,8 @@ PLACEMENTS: Final = ("round_robin", "bytes")
 class OnServers(VariablePlacement):
     """Variables live on servers: in turn, or always on the server that holds the fewest bytes.
 
-    Args:
-        servers: The servers, as this worker uses them; `None` on a rank that is a server.
-        is_chief: Whether this worker's initial values count.
-        partitioner: Chooses into how many shards a variable is cut; `None` for one.
-        placement: `"round_robin"` or `"bytes"`.
-        devices: The device of each server.
+    Without `servers`, on a rank that is a server, no variable can be made. `is_chief` says whether this worker's values
+    count, `devices` names the device of each server.
     """
 
     is_shared = True
@@ -85,26 +81,33 @@ class OnServers(VariablePlacement):
                 "write `if strategy.is_ps: strategy.serve()` before the work of the workers"
             )
         self._servers.begin_use("Variable")
-        error, value, traits, name = None, np.empty(0), None, "variable"
+        error, fields, name = None, {}, ""
+        rules: dict[str, Any] = {}
         state = self._num_placed, list(self._nbytes), self._num_unnamed
         locations: list[Location] = []
         try:
-            value, traits, name = self._describe(*args, **kwargs)
+            value, name, rules = self._describe(*args, **kwargs)
             count = num_shards_of(self._partitioner, value.shape, value.dtype)
             locations = self._locate(value, name, count)
+            fields = {
+                "name": name,
+                "value": f"{value.dtype.name}{list(value.shape)}",
+                "servers": str([location.server for location in locations]),
+                "synchronization": str(rules["synchronization"]),
+                "aggregation": str(rules["aggregation"]),
+            }
             if self._is_chief:
                 for location, part in zip(locations, _parts(value, count), strict=True):
                     self._servers.allocate(location, part)
         except Exception as problem:  # also of `initial_value`: the other workers must learn of it
             error = problem
         try:
-            self._servers.meet("Variable", _fields(locations, value, traits, name), error, chief=True)
+            self._servers.meet("Variable", fields, error, chief=True)
         except BaseException:
             self._num_placed, self._nbytes, self._num_unnamed = state
             raise
         self._num_arrays += len(locations)
-        assert traits is not None
-        made = [ServerVariable(strategy, self._servers, location, traits) for location in locations]
+        made = [ServerVariable(strategy, self._servers, location, **rules) for location in locations]
         return made[0] if len(made) == 1 else ShardedVariable(made, name)
 
     def _describe(
@@ -116,7 +119,8 @@ class OnServers(VariablePlacement):
         dtype: Any = None,
         synchronization: Any = "AUTO",
         aggregation: Any = "NONE",
-    ) -> tuple[np.ndarray[Any, Any], VariableTraits, str]:
+    ) -> tuple[np.ndarray[Any, Any], str, dict[str, Any]]:
+        """Return the initial value, the name and the rules of a variable, from the arguments of `Variable`."""
         if name is None:
             name = f"variable_{self._num_unnamed}" if self._num_unnamed else "variable"
             self._num_unnamed += 1
@@ -128,7 +132,11 @@ class OnServers(VariablePlacement):
             array = cast_for(array.reshape(-1)[:0].real.astype(dtype), given, what)
         if not _is_known_by_name(array.dtype):
             raise TypeError(f"{what} cannot be on a parameter server: it is of dtype {array.dtype}, and needs numbers")
-        return array, VariableTraits(trainable, synchronization, aggregation, array.dtype, what), name
+        when, how = chosen_synchronization(synchronization), VariableAggregation(aggregation)
+        if how is VariableAggregation.MEAN:
+            require_mean(array.dtype, what)
+        is_trainable = when is VariableSynchronization.ON_WRITE if trainable is None else bool(trainable)
+        return array, name, {"trainable": is_trainable, "synchronization": when, "aggregation": how}
 
     def _locate(self, value: np.ndarray[Any, Any], name: str, count: int) -> list[Location]:
         """Choose a server for each shard."""
@@ -162,18 +170,3 @@ def _parts(value: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any]
         return [value]
     bounds = shard_bounds(len(value), count)
     return [value[start:stop] for start, stop in pairwise(bounds)]
-
-
-def _fields(
-    locations: list[Location], value: np.ndarray[Any, Any], traits: VariableTraits | None, name: str
-) -> dict[str, str]:
-    """List what must be equal on all workers."""
-    if traits is None:
-        return {}
-    return {
-        "name": name,
-        "value": f"{value.dtype.name}{list(value.shape)}",
-        "servers": str([location.server for location in locations]),
-        "synchronization": str(traits.synchronization),
-        "aggregation": str(traits.aggregation),
-    }

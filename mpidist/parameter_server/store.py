@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages.protocol import NO_PLACE, Change
+from mpidist.parameter_server.messages.protocol import NO_PLACE, SCATTERS, Change
 from mpidist.parameter_server.rules import Memory, Rule, rule_named
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.reduction import accumulator_dtype
@@ -18,15 +18,7 @@ __all__ = ["Store", "Stored", "Turn"]
 
 Array = np.ndarray[Any, Any]
 
-_SCATTER: Final[dict[int, str]] = {
-    Change.ASSIGN: "scatter_update",
-    Change.ADD: "scatter_add",
-    Change.SUB: "scatter_sub",
-    Change.SCATTER_MUL: "scatter_mul",
-    Change.SCATTER_DIV: "scatter_div",
-    Change.SCATTER_MAX: "scatter_max",
-    Change.SCATTER_MIN: "scatter_min",
-}
+_SCATTER: Final[dict[int, str]] = {change: name for name, change in SCATTERS.items()}
 
 
 @final

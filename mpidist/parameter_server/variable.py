@@ -1,9 +1,10 @@
-"""A variable that lives on a parameter server: reading and assigning it are requests to the server."""
+"""Variables on parameter servers, whole or cut into shards: reading and assigning them are requests to the servers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -13,52 +14,23 @@ from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.options import ReduceOp
 from mpidist.parameter_server.client import ParameterClient
 from mpidist.parameter_server.messages.locations import Location, RowsChange
-from mpidist.parameter_server.messages.protocol import Change
-from mpidist.parameter_server.rules import Rule
+from mpidist.parameter_server.messages.protocol import SCATTERS, Change
 from mpidist.values import Contributions, DistributedValues, IndexedSlices, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable, require_no_effect
-from mpidist.variables.casting import cast_for, is_python_number, require_mean
-from mpidist.variables.rules import VariableAggregation, VariableSynchronization, chosen_synchronization
+from mpidist.variables.casting import cast_for, is_python_number
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, checked_rows, host_indices
 from mpidist.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpidist.transport.group.sync_group import SyncGroup
 
-__all__ = ["ServerVariable", "VariableTraits", "read_together", "row_numbers"]
+__all__ = ["ServerVariable", "ShardedVariable", "read_together"]
+
+Array = np.ndarray[Any, Any]
 
 _ASSIGN: Final[dict[np.ufunc | None, int]] = {None: Change.ASSIGN, np.add: Change.ADD, np.subtract: Change.SUB}
-_SCATTER: Final = {
-    "scatter_add": Change.ADD,
-    "scatter_sub": Change.SUB,
-    "scatter_update": Change.ASSIGN,
-    "scatter_mul": Change.SCATTER_MUL,
-    "scatter_div": Change.SCATTER_DIV,
-    "scatter_max": Change.SCATTER_MAX,
-    "scatter_min": Change.SCATTER_MIN,
-}
-
-
-@final
-class VariableTraits:
-    """What a program says of a variable besides its value.
-
-    Arguments are those of `Variable`, and `what`, the name of the variable in errors.
-
-    Raises:
-        ValueError: If a rule is not known, or does not fit.
-    """
-
-    def __init__(
-        self, trainable: bool | None, synchronization: Any, aggregation: Any, dtype: np.dtype[Any], what: str
-    ) -> None:
-        self.synchronization = chosen_synchronization(synchronization)
-        self.aggregation = VariableAggregation(aggregation)
-        if self.aggregation is VariableAggregation.MEAN:
-            require_mean(dtype, what)
-        is_trainable = self.synchronization is VariableSynchronization.ON_WRITE
-        self.trainable = is_trainable if trainable is None else trainable
 
 
 @final
@@ -72,16 +44,20 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         strategy: The strategy.
         servers: The servers, as this worker uses them. Also an attribute.
         location: Where the array lives. Also an attribute.
-        traits: What else is known of the variable.
+        trainable: As in `Variable`, like all others.
     """
 
     def __init__(
-        self, strategy: CurrentStrategy, servers: ParameterClient, location: Location, traits: VariableTraits
+        self,
+        strategy: CurrentStrategy,
+        servers: ParameterClient,
+        location: Location,
+        trainable: bool,
+        synchronization: VariableSynchronization,
+        aggregation: VariableAggregation,
     ) -> None:
-        self._strategy, self._trainable = strategy, bool(traits.trainable)
-        self._synchronization, self._aggregation = traits.synchronization, traits.aggregation
-        self.servers = servers
-        self.location = location
+        self._strategy, self.servers, self.location = strategy, servers, location
+        self._trainable, self._synchronization, self._aggregation = trainable, synchronization, aggregation
         self._like = np.broadcast_to(np.zeros((), location.dtype), location.shape)  # its form, without its memory
 
     @property
@@ -128,33 +104,11 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         """
         require_no_effect("sparse_read", name=name)
         self.require_current("sparse_read")
-        return self.servers.read_rows(self.location, row_numbers(self._what, indices, self.shape))
+        return self.servers.read_rows(self.location, _row_numbers(self._what, indices, self.shape))
 
-    def cast(self, value: Any) -> np.ndarray[Any, Any]:
+    def cast(self, value: Any) -> Array:
         """Return a value as a contiguous array of the variable's shape and dtype, in host memory."""
-        if type(value) is not np.ndarray or value.dtype != self.dtype:
-            value = local_component(value)
-            if isinstance(value, ReadsAsArray):
-                value = value.read_value()
-            value = cast_for(self._like, value, self._what)
-        if value.shape != self.shape:
-            if value.shape != ():
-                raise ValueError(
-                    f"{self._what} has shape {list(self.shape)}, and a value of shape {list(value.shape)} was assigned "
-                    "to it"
-                )
-            value = np.broadcast_to(value, self.shape)
-        elif type(value) is np.ndarray and value.flags.c_contiguous:
-            return value
-        contiguous: np.ndarray[Any, Any] = np.ascontiguousarray(value).reshape(self.shape)
-        return contiguous
-
-    def change_by(self, value: Any, how: int | Rule) -> None:
-        """Change the variable by an array or by `IndexedSlices`."""
-        if isinstance(value, IndexedSlices):
-            self.servers.change_rows(self.row_changes(value), how)
-        else:
-            self.servers.change([self.location], [self.cast(value)], how)
+        return _cast(self, value)
 
     def row_changes(self, value: Any) -> list[RowsChange]:
         """Return what `IndexedSlices` change: nothing, if they have no rows.
@@ -165,7 +119,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         """
         return self.changes_of_rows(*checked_rows(value, self._like, self._what))
 
-    def changes_of_rows(self, indices: np.ndarray[Any, Any], values: Any) -> list[RowsChange]:
+    def changes_of_rows(self, indices: Array, values: Any) -> list[RowsChange]:
         """Return the same for rows that are known to exist, and values of the variable's dtype."""
         return [RowsChange(self.location, indices, np.ascontiguousarray(values))] if indices.size else []
 
@@ -183,7 +137,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
 
     def _scatter(self, call: str, delta: Any) -> None:
         self.require_current(call)
-        replica, how = self._sharing_replica(), _SCATTER[call]
+        replica, how = self._sharing_replica(), SCATTERS[call]
         if replica is None:
             self.servers.change_rows(self.row_changes(delta), how)
         else:
@@ -274,13 +228,154 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         return f"<mpidist.Variable {self.name!r} {self.dtype.name}{list(self.shape)} on parameter server {self.server}>"
 
 
+@final
+class ShardedVariable(ReadsAsArray, Assignable, SparseUpdates):
+    """Variables on parameter servers that together are one array, cut along axis 0.
+
+    `Variable(...)` makes one in the scope of a `ParameterServerStrategy` with a partitioner. A read is a snapshot of
+    each shard, and not of all shards together.
+
+    Args:
+        variables: The shards, in order.
+        name: The name of the whole.
+
+    Raises:
+        TypeError: If a shard is no variable on a parameter server.
+        ValueError: If there is no shard, or if shards have different dtypes, or shapes that differ beyond axis 0.
+    """
+
+    def __init__(self, variables: Sequence[ServerVariable], name: str = "ShardedVariable") -> None:
+        if isinstance(variables, ServerVariable) or not isinstance(variables, Sequence):
+            raise TypeError(f"a ShardedVariable takes a list of variables, got {type(variables).__name__}")
+        for variable in variables:
+            if not isinstance(variable, ServerVariable):
+                kind = type(variable).__name__
+                raise TypeError(f"a ShardedVariable consists of variables on parameter servers, got {kind}")
+        if not variables:
+            raise ValueError("a ShardedVariable needs at least one variable")
+        if len({variable.dtype for variable in variables}) > 1:
+            raise ValueError(f"shards must have one dtype, got {[variable.dtype.name for variable in variables]}")
+        if any(not variable.shape for variable in variables) or len({one.shape[1:] for one in variables}) > 1:
+            shapes = [list(variable.shape) for variable in variables]
+            raise ValueError(f"shards must have the same shape but for axis 0, got {shapes}")
+        self._variables, self._name, first = list(variables), name, variables[0]
+        self._strategy, self._trainable = first.strategy, first.trainable
+        self._synchronization, self._aggregation = first.synchronization, first.aggregation
+        self._bounds = np.cumsum([0, *(variable.shape[0] for variable in variables)])
+        shape = (int(self._bounds[-1]), *variables[0].shape[1:])
+        self._like = np.broadcast_to(np.zeros((), variables[0].dtype), shape)  # its form, without its memory
+
+    @property
+    def variables(self) -> list[ServerVariable]:
+        """The shards, in order."""
+        return list(self._variables)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._like.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._variables[0].dtype
+
+    def read_value(self) -> Any:
+        """Ask the servers for all shards, and return them as one new array."""
+        self._variables[0].require_current("read_value")
+        whole = np.empty(self.shape, self.dtype)
+        read_together(self._variables, self.parts_of(whole))
+        return whole
+
+    def parts_of(self, whole: Array) -> list[Array]:
+        """View a contiguous array of the variable's shape as an array for each shard."""
+        return [whole[start:stop] for start, stop in pairwise(self._bounds)]
+
+    def split(self, value: Any) -> list[Array]:
+        """Return a value as an array for each shard."""
+        return self.parts_of(_cast(self, value))
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        """Ask for some rows, [k, ...]: only of the servers that have some of them. As `ServerVariable.sparse_read`."""
+        require_no_effect("sparse_read", name=name)
+        wanted = _row_numbers(self._what, indices, self.shape)
+        rows = np.empty((wanted.size, *self.shape[1:]), self.dtype)
+        for shard, places in self._by_shard(wanted):
+            rows[places] = self._variables[shard].sparse_read(wanted[places] - self._bounds[shard])
+        return rows
+
+    def row_changes(self, value: Any) -> list[RowsChange]:
+        """Return what `IndexedSlices` change in each shard. As `ServerVariable.row_changes`."""
+        indices, values = checked_rows(value, self._like, self._what)
+        return [
+            change
+            for shard, places in self._by_shard(indices)
+            for change in self._variables[shard].changes_of_rows(indices[places] - self._bounds[shard], values[places])
+        ]
+
+    def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
+        for variable, part in zip(self._variables, self.split(value), strict=True):
+            variable._assign(call, part, ufunc, False)
+        return self if read_value else None
+
+    def _scatter(self, call: str, delta: Any) -> None:
+        indices, values = checked_rows(delta, self._like, self._what)
+        for shard, places in self._by_shard(indices):
+            rows = IndexedSlices(values[places], indices[places] - self._bounds[shard])
+            getattr(self._variables[shard], call)(rows)
+
+    def _by_shard(self, indices: Array) -> Iterator[tuple[int, Array]]:
+        """Yield each shard that has some of the rows, and the places of these rows in `indices`."""
+        shards = np.searchsorted(self._bounds, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            yield shard, np.flatnonzero(shards == shard)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (np.ndarray, ReadsAsArray)) and np.asarray(key).dtype != bool:
+            raise TypeError(f"{self._what} is indexed by integers and slices; read rows by sparse_read(indices)")
+        if isinstance(key, bool):  # a mask, to NumPy
+            return self.read_value()[key]
+        if isinstance(key, (int, np.integer)) and not -self.shape[0] <= key < self.shape[0]:
+            raise IndexError(f"row {key} is out of bounds: {self._what} has {self.shape[0]} rows")
+        if isinstance(key, slice) and key.step == 0:
+            raise ValueError("slice step cannot be zero")
+        if isinstance(key, (int, np.integer)):
+            return self.sparse_read([int(key) % self.shape[0]])[0]
+        return self.read_value()[key]
+
+    def __repr__(self) -> str:
+        where = [variable.server for variable in self._variables]
+        return f"<mpidist.ShardedVariable {self._name!r} {self.dtype.name}{list(self.shape)} on servers {where}>"
+
+
 def read_together(variables: Sequence[ServerVariable], into: Sequence[Any]) -> None:
     """Read variables of one strategy into contiguous arrays, with one request to each server."""
     if variables:
         variables[0].servers.read([variable.location for variable in variables], into)
 
 
-def row_numbers(what: str, indices: Any, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+def _cast(variable: ServerVariable | ShardedVariable, value: Any) -> Array:
+    """Return a value as a contiguous array of a variable's shape and dtype, in host memory."""
+    like = variable._like
+    if type(value) is not np.ndarray or value.dtype != like.dtype:
+        value = local_component(value)
+        if isinstance(value, ReadsAsArray):
+            value = value.read_value()
+        value = cast_for(like, value, variable._what)
+    if value.shape != like.shape:
+        if value.shape != ():
+            shapes = f"shape {list(like.shape)}, and a value of shape {list(value.shape)}"
+            raise ValueError(f"{variable._what} has {shapes} was assigned to it")
+        value = np.broadcast_to(value, like.shape)
+    elif type(value) is np.ndarray and value.flags.c_contiguous:
+        return value
+    contiguous: Array = np.ascontiguousarray(value).reshape(like.shape)
+    return contiguous
+
+
+def _row_numbers(what: str, indices: Any, shape: Sequence[int]) -> Array:
     """Return the rows of a variable that a user asks for, int64[k]. Local.
 
     Raises:

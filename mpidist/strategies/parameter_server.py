@@ -24,8 +24,7 @@ from mpidist.parameter_server.messages.locations import Location, Push, RowsChan
 from mpidist.parameter_server.messages.protocol import Change
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.sharded_variable import ShardedVariable
-from mpidist.parameter_server.variable import ServerVariable, read_together
+from mpidist.parameter_server.variable import ServerVariable, ShardedVariable, read_together
 from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts

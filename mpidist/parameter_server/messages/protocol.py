@@ -101,6 +101,17 @@ class Change:
     RULE: Final = 16
 
 
+SCATTERS: Final = {
+    "scatter_update": Change.ASSIGN,
+    "scatter_add": Change.ADD,
+    "scatter_sub": Change.SUB,
+    "scatter_mul": Change.SCATTER_MUL,
+    "scatter_div": Change.SCATTER_DIV,
+    "scatter_max": Change.SCATTER_MAX,
+    "scatter_min": Change.SCATTER_MIN,
+}
+
+
 @final
 class Header(NamedTuple):
     """The header of a request, or of an answer.

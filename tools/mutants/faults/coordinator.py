@@ -131,7 +131,7 @@ FAULTS = [
         "a function that takes an InputContext gets none",
     ),
     Fault(
-        "mail.py",
+        "worker.py",
         "return kind, number, oldest, data[_HEADER.size :]",
         "return kind, number, 0, data[_HEADER.size :]",
         "servers never forget old calls",

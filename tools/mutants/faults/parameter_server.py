@@ -65,19 +65,19 @@ FAULTS = [
         "a variable that was refused takes a turn",
     ),
     Fault(
-        "roles.py",
+        "cluster.py",
         "servers = tuple(range(size - wanted, size))",
         "servers = tuple(range(wanted))",
         "the first ranks serve",
     ),
     Fault(
-        "roles.py",
+        "cluster.py",
         "if len(named) < len(tasks):",
         "if False:",
         "TF_CONFIG on some ranks alone is accepted",
     ),
     Fault(
-        "roles.py",
+        "cluster.py",
         "        if other != rank:",
         "        if False:",
         "two ranks are one task",
@@ -143,13 +143,13 @@ FAULTS = [
         "an error of a change is lost in a barrier",
     ),
     Fault(
-        "sharded_variable.py",
+        "variable.py",
         "rows[places] = self._variables[shard].sparse_read(wanted[places] - self._bounds[shard])",
         "rows[places] = self._variables[shard].sparse_read(wanted[places] - self._bounds[0])",
         "rows of later shards are out of range",
     ),
     Fault(
-        "sharded_variable.py",
+        "variable.py",
         "return self.sparse_read([int(key) % self.shape[0]])[0]",
         "return self.sparse_read([abs(int(key))])[0]",
         "v[-1] of a sharded variable is v[1]",
@@ -179,9 +179,9 @@ FAULTS = [
         "a worker that dies leaves half a change",
     ),
     Fault(
-        "variable.py",
-        "self.trainable = is_trainable if trainable is None else trainable",
-        "self.trainable = True if trainable is None else trainable",
+        "placement.py",
+        "is_trainable = when is VariableSynchronization.ON_WRITE if trainable is None",
+        "is_trainable = True if trainable is None",
         "metrics on servers are trainable",
     ),
     Fault(
