@@ -22,18 +22,10 @@ __all__ = ["Crew"]
 
 @final
 class Crew:
-    """The workers that call functions, and the functions that wait for a free one.
-
-    Args:
-        group: The workers and servers.
-        ranks: The workers.
-
-    Attributes:
-        error: The first error of a function that nobody has been told of.
-    """
+    """The workers that call functions, and the functions that wait for a free one."""
 
     def __init__(self, group: ServiceGroup, ranks: Sequence[int]) -> None:
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # the first one of a function that nobody has been told of
         self._group, self._awaited = group, group.awaited
         self._mails = {rank: Mail(group, rank) for rank in ranks}
         self._queue: deque[RemoteValue] = deque()
@@ -79,14 +71,7 @@ class Crew:
         return got_on
 
     def look(self, what: str) -> None:
-        """Receive what has come, give functions to workers, and learn which workers are lost. Does not wait.
-
-        Args:
-            what: What this is for, for people.
-
-        Raises:
-            PeerFailedError: If a worker is lost, or none is left.
-        """
+        """Receive what has come, give functions to workers, and raise if a worker is lost. Does not wait."""
         self._advance_far()
         if not self.is_idle:
             self._require_whole()
@@ -125,8 +110,7 @@ class Crew:
     def leave(self, reason: str) -> None:
         """End without the workers, because of an error; tell those that no note of the watchdog's tells. Local.
 
-        Args:
-            reason: Of an exception that the others do not have; "" if this rank has caught why it cannot wait any more.
+        `reason`: of an exception that the others do not have; "" if this rank has caught why it cannot wait any more.
         """
         broken = self._group.watchdog.broken
         if self._group.may_miss_ranks or (not reason and isinstance(broken, DeadlineExceededError)):

@@ -57,11 +57,7 @@ def register(name: str) -> Callable[[Function], Function]:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a registered function, or of a name the name.
-
-    Raises:
-        TypeError: If it is neither.
-    """
+    """Return the name of a registered function, or of a name the name."""
     for name, known in _registered.items():
         if known is function or name == function:
             return name
@@ -73,11 +69,7 @@ def name_of(function: Any) -> str:
 
 
 def function_named(name: str) -> Callable[..., Any]:
-    """Return a function, on the rank that calls it.
-
-    Raises:
-        LookupError: If there is none of this name.
-    """
+    """Return a function, on the rank that calls it."""
     if name not in _registered:
         known = ", ".join(sorted(_registered)) or "none"
         raise LookupError(f"no function {name!r} is registered here (known: {known}); register it on all ranks")
@@ -128,11 +120,7 @@ class PerWorkerIterator:
 
 @final
 class PerWorkerDatasets:
-    """The data sets of one worker, which are made when a function first asks for them.
-
-    Args:
-        context: Which worker this is, among those that work.
-    """
+    """The data sets of one worker, which are made when a function first asks for them."""
 
     def __init__(self, context: InputContext) -> None:
         self._context = context
@@ -141,22 +129,14 @@ class PerWorkerDatasets:
         self._iterators: dict[Handle, Iterator[Any]] = {}
 
     def add(self, source: Any) -> PerWorkerDataset:
-        """Note where a data set comes from. All workers do so in the same order.
-
-        Raises:
-            TypeError: If it is neither a data set nor a function.
-        """
+        """Note where a data set comes from. All workers do so in the same order."""
         if not callable(source):
             _require_dataset("create_per_worker_dataset() takes a data set, or a function that returns one", source)
         self._sources.append(source)
         return PerWorkerDataset(len(self._sources) - 1)
 
     def value_of(self, handle: Handle) -> Any:
-        """Return this worker's data set or iterator.
-
-        Raises:
-            LookupError: If this worker has not called `create_per_worker_dataset` as often as the chief.
-        """
+        """Return this worker's data set or iterator."""
         number, iterator = handle
         if number >= len(self._sources):
             raise LookupError(

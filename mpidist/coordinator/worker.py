@@ -59,10 +59,6 @@ class Mail:
 
     Where MPI says that the process of the other rank has failed, nothing is sent and received any more: the group's
     `awaited.lost` says so, or an error does, if the group does not go on without the other rank.
-
-    Args:
-        group: The workers and servers.
-        rank: The other rank. Also an attribute.
     """
 
     def __init__(self, group: ServiceGroup, rank: int) -> None:
@@ -74,14 +70,7 @@ class Mail:
         self._incoming: tuple[Any, Array] | None = None
 
     def send(self, kind: int, number: int = 0, oldest: int = 0, data: Array = _NOTHING) -> None:
-        """Send a letter, and do not wait.
-
-        Args:
-            kind: A `Kind`.
-            number: The number of the call that it is about.
-            oldest: Of a call: those with lower numbers will not be made again.
-            data: What else belongs to it.
-        """
+        """Send a letter, as `Letter` describes it, and do not wait."""
         if self._has_failed:
             return
         letter = np.concatenate([np.frombuffer(_HEADER.pack(kind, number, oldest), np.uint8), data])
@@ -127,11 +116,7 @@ class Mail:
             never_free((self._sends, self._incoming))
 
     def _fail(self, error: Exception) -> None:
-        """Note that the process of the other rank has failed, if an error of MPI's comes of that.
-
-        Raises:
-            PeerFailedError: If the group does not go on without the other rank.
-        """
+        """Note that the process of the other rank has failed, if an error of MPI's comes of that."""
         if not self._group.shows_loss(error, self.rank):
             raise error
         self._has_failed = True
@@ -142,26 +127,14 @@ class Mail:
 
 @final
 class Caller:
-    """Calls functions on this rank.
-
-    Args:
-        servers: The servers, to which functions push. Also an attribute.
-        datasets: The data sets of this worker.
-        who: Name of this rank, for errors.
-    """
+    """Calls functions on this rank, which push to `servers` and use this worker's data sets."""
 
     def __init__(self, servers: ParameterClient, datasets: PerWorkerDatasets, who: str) -> None:
         self.servers, self._datasets, self._who = servers, datasets, who
         self._pid = os.getpid()
 
     def call(self, message: Array, number: int = 0, oldest: int = 0) -> Array:
-        """Call the function of a message, wait until its changes are made, and return what `result_of` reads.
-
-        Args:
-            message: The function's name, and its arguments.
-            number: The number of the call.
-            oldest: Calls with lower numbers will not be made again.
-        """
+        """Call the function of a message, wait until its changes are made, and return what `result_of` reads."""
         name = "a function"
         try:
             self.servers.begin_call(number, oldest)
@@ -209,13 +182,7 @@ class Caller:
 
 @final
 class Work:
-    """What a worker does for the chief.
-
-    Args:
-        group: The workers and servers.
-        mail: Letters from and to the chief.
-        caller: Calls the functions.
-    """
+    """What a worker does for the chief."""
 
     def __init__(self, group: ServiceGroup, mail: Mail, caller: Caller) -> None:
         self._group, self._mail, self._caller = group, mail, caller
@@ -244,8 +211,7 @@ class Work:
     def close(self, reason: str | None) -> None:
         """Tell the chief that this worker calls no function any more; if there was no error, wait until the chief ends.
 
-        Args:
-            reason: Of an exception that the others do not have.
+        `reason`: of an exception that the others do not have.
         """
         broken = self._group.watchdog.broken
         self._leave(reason or str(broken or ""))

@@ -52,10 +52,7 @@ def require_unused(call: str, ranks: frozenset[int]) -> None:
 
 @final
 class LocalChannel:
-    """A `Channel` without messages: `start` carries out what other workers or the time of an answer do not matter for.
-
-    Its errors are those of the server's code itself.
-    """
+    """A `Channel` of a rank that is worker and server in one: `start` carries out what concerns no other worker."""
 
     rank, number, broken = 0, 0, None
 
@@ -74,7 +71,7 @@ class LocalChannel:
         change: int = 0,
         numbers: tuple[float, ...] = (),
     ) -> None:
-        """Carry out a request. Arguments are those of `Channel.start`."""
+        """Carry out a request, as of `Channel.start`."""
         store = self._store
         if op == Op.ALLOCATE:
             store.allocate(variables, data[1])
@@ -122,7 +119,6 @@ class ParameterClient:
         staleness: How many steps this worker may be ahead of the slowest one; `None` if servers count no steps.
 
     Attributes:
-        num_servers: The number of servers.
         function: The name of the function that this worker calls because the chief has scheduled it; "" for none.
     """
 
@@ -168,12 +164,7 @@ class ParameterClient:
         channel.finish()
 
     def read(self, locations: Sequence[Location], into: Sequence[Array] = ()) -> Sequence[Array]:
-        """Read arrays, with one request to each server. Each result is a snapshot.
-
-        Args:
-            locations: The arrays.
-            into: Contiguous arrays that take the values; none for new ones.
-        """
+        """Read arrays, with one request to each server, `into` contiguous ones or new ones. Each is a snapshot."""
         arrays = into or [location.empty() for location in locations]
         if len(locations) == 1:
             location = locations[0]
@@ -245,13 +236,9 @@ class ParameterClient:
             self.change_rows(rows, push.how)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
-        """Wait until all workers make the same call, and compare what they pass.
+        """Wait until all workers, or those and the chief, make the same call with equal fields.
 
-        Args:
-            call: The name of the call.
-            fields: What must be equal on all workers.
-            error: What is wrong on this worker; raised here, and told to the others.
-            chief: Whether the call needs the chief.
+        `error` is what is wrong on this worker; it is raised here, and told to the others.
 
         Raises:
             InvalidArgumentError: If workers differ, or one has an error. On every worker.
@@ -292,9 +279,7 @@ class ParameterClient:
     def begin_call(self, number: int, oldest: int) -> None:
         """Say that the changes that follow belong to a call of a coordinator's, which another worker may make again.
 
-        Args:
-            number: The number of the call; 0 for none.
-            oldest: Calls with lower numbers will not be made again.
+        `number` 0 is no call; those with lower numbers than `oldest` will not be made again.
         """
         if self._goes_on:  # else no worker makes a call again
             for channel in self._channels:
@@ -386,12 +371,7 @@ class ParameterClient:
     def _lists_of(
         self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]
     ) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Return each server's list, once nothing is under way: errors come before anything is requested.
-
-        Args:
-            locations: Variables.
-            parts: The places in `locations` that each server has.
-        """
+        """Return each server's list, once nothing is under way: errors come before anything is requested."""
         lists = {
             server: self._list_of(server, tuple(locations[place].key for place in places))
             for server, places in parts.items()

@@ -26,24 +26,15 @@ Answer = tuple[int, str]
 class Membership:
     """The workers of a cluster, how many steps they have done, and the call of all workers that they have begun.
 
-    Args:
-        group: The workers and servers. Workers wait for each other up to its `timeout_seconds`.
-        ranks: The rank of each worker. Also an attribute.
-        staleness: How many steps a worker may be ahead of the slowest one when it reads; `None` for any number.
-
-    Attributes:
-        live: The workers that may still make requests.
-        steps: How many steps each worker has done.
-        left: Why workers have left because of an error.
-        resting: The workers that wait for others in a call of all workers, and hold nobody up.
+    `staleness` is how many steps a worker may be ahead of the slowest one when it reads; `None` for any number.
     """
 
     def __init__(self, group: ServiceGroup, ranks: tuple[int, ...], staleness: int | None) -> None:
-        self.ranks = ranks
-        self.live = set(range(len(ranks)))
+        self.ranks = ranks  # by worker
+        self.live = set(range(len(ranks)))  # which may still make requests
         self.steps = [0] * len(ranks)
-        self.left: dict[int, str] = {}
-        self.resting: set[int] = set()
+        self.left: dict[int, str] = {}  # because of an error
+        self.resting: set[int] = set()  # in a call of all workers, where they hold nobody up
         self._group, self._staleness, self._timeout = group, staleness, group.timeout_seconds
         self._has_warned_of_ends = False
         self._last_warning = ""  # of workers that are late at a step
@@ -62,11 +53,9 @@ class Membership:
             self.left[worker] = why
 
     def drop_lost(self, connections: Iterable[Connection], advance: Callable[[Connection], bool]) -> None:
-        """Drop the workers that are lost, as the watchdog has found, after what they have asked for.
+        """Drop the workers that are lost, as the watchdog has found, after what they have requested.
 
-        Args:
-            connections: Those of all workers.
-            advance: Gives a worker one turn; returns whether it made progress.
+        `advance` gives a worker one turn, and returns whether it made progress.
         """
         lost = self._group.awaited.lost
         for connection in connections if lost else ():
@@ -111,14 +100,7 @@ class Membership:
         return None
 
     def meet(self, worker: int, call: str, fields: Mapping[str, str], chief: bool) -> Generator[bool, None, Answer]:
-        """Wait until all live workers make a call. Returns the answer to all of them.
-
-        Args:
-            worker: The worker that makes the call.
-            call: The name of the call.
-            fields: What must be equal on all workers.
-            chief: Whether the call needs the chief, worker 0.
-        """
+        """Wait until all live workers make a call, or also the chief, with equal fields. Returns the answer to all."""
         meeting, until = self._meeting, self._deadline()
         meeting.arrived[worker] = {"call": call, **fields}
         meeting.warn_at = meeting.warn_at or self._stalls_at(self._timeout)
@@ -212,18 +194,12 @@ class Membership:
 
 @final
 class _Meeting:
-    """A call that workers have begun to make.
-
-    Attributes:
-        arrived: What each worker passes.
-        answer: What all of them are told, once it is known.
-        warn_at: When to warn of the workers that are late; 0 before the first worker has come.
-    """
+    """A call that workers have begun to make."""
 
     def __init__(self) -> None:
-        self.arrived: dict[int, dict[str, Any]] = {}
+        self.arrived: dict[int, dict[str, Any]] = {}  # what each worker passes
         self.answer: Answer | None = None
-        self.warn_at = 0.0
+        self.warn_at = 0.0  # when to warn of the workers that are late; 0 before the first worker has come
 
 
 def _differences_of(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:

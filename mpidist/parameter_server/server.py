@@ -42,43 +42,32 @@ logger = logging.getLogger("mpidist.parameter_server")
 _CHECK_SECONDS: Final = 0.01  # between two looks at what other ranks tell
 _RECORD_SECONDS: Final = 0.1  # between two entries in the flight recorder
 
-_NO_LANES: Final[Mapping[int, Lane]] = {}
-
 Array = np.ndarray[Any, Any]
 Steps = Generator[bool, None, None]  # what a request that takes a while does between others: whether it got on
 
 
 @final
 class ParameterServer:
-    """The server of one rank.
+    """The server of one rank. `lanes` are the memory that it shares with the workers of its node, by rank.
 
     A request that can be answered at once is. Any other one is a generator, which goes one step whenever it is its
     worker's turn: so no worker waits for more than one chunk of each other worker.
-
-    Args:
-        group: The workers and servers.
-        membership: The workers.
-        name: Name of this server, for people.
-        lanes: The memory that is shared with the workers of this node, by rank.
-
-    Attributes:
-        store: The variables.
-        num_requests: How many requests were answered.
     """
 
     def __init__(
-        self, group: ServiceGroup, membership: Membership, name: str, lanes: Mapping[int, Lane] = _NO_LANES
+        self, group: ServiceGroup, membership: Membership, name: str, lanes: Mapping[int, Lane] | None = None
     ) -> None:
         self.store = Store()
         self.num_requests = 0
         self._group, self._workers, self._name = group, membership, name
         self._connections = [
-            Connection(group.comm, rank, worker, lanes.get(rank)) for worker, rank in enumerate(membership.ranks)
+            Connection(group.comm, rank, worker, (lanes or {}).get(rank))
+            for worker, rank in enumerate(membership.ranks)
         ]
         self._open = self._connections  # of workers that have not ended
         self._last: Connection | None = None  # whose request was answered last
         self._next_record, self._num_recorded = 0.0, 0
-        self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
+        self._answers: dict[int, Callable[[Connection, Header], Steps | None]] = {
             Op.READ: self._read,
             Op.CHANGE: self._change,
             Op.READ_ROWS: self._read_rows,
@@ -233,6 +222,8 @@ class ParameterServer:
         """Answer a request; with the error's text, if there is one."""
         try:
             steps = self._answers[header.op](connection, header)
+            if steps is None:
+                return
             if header.op not in (Op.CHANGE, Op.CHANGE_ROWS):
                 yield from steps
                 return
@@ -294,9 +285,8 @@ class ParameterServer:
         end = header.rows  # of the description
         shape, dtype = from_json(data[:end])
         value = data[end:].view(dtype_named(dtype)).reshape(shape)
-        arena, place = self._group.arena, None
-        if arena is not None and value.nbytes >= IN_PLACE_BYTES:
-            place = arena.take(value.nbytes)
+        arena = self._group.arena
+        place = arena.take(value.nbytes) if arena is not None and value.nbytes >= IN_PLACE_BYTES else None
         if arena is None or place is None:
             self.store.allocate(header.variables, value)
         else:
@@ -319,7 +309,7 @@ class ParameterServer:
         answer = yield from self._workers.meet(connection.worker, fields.pop("call"), fields, bool(header.rows))
         connection.answer_text(*answer)
 
-    def _step(self, connection: Connection, header: Header) -> Steps:
+    def _step(self, connection: Connection, header: Header) -> None:
         """Count a step; or note that the worker waits for others, or has done so: see `Step`."""
         worker, workers = connection.worker, self._workers
         if header.rows == Step.DONE:
@@ -331,15 +321,13 @@ class ParameterServer:
         elif worker in workers.resting:  # the first that tells: whoever rests does so in the call that is over
             workers.resting.clear()
         connection.answer(Outcome.OK)
-        yield True
 
-    def _begin_call(self, connection: Connection, header: Header) -> Steps:
+    def _begin_call(self, connection: Connection, header: Header) -> None:
         """Note whose the changes that follow are."""
         connection.call, connection.num_changes = header.variables, 0
         if header.variables:
             self.store.made = {call: made for call, made in self.store.made.items() if call >= header.rows}
         connection.answer(Outcome.OK)
-        yield True
 
     def _end(self, connection: Connection, header: Header) -> Steps:
         """End a worker's part; with `DONE`, tell it once all workers have ended theirs whether they have ended well."""

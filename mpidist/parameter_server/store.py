@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, Final, final
 
 import numpy as np
@@ -29,10 +29,8 @@ class Stored:
     and no write; a write lets nothing in. So a read is a snapshot, and a write is whole.
 
     Attributes:
-        value: The numbers.
-        flat: The same memory, in one dimension.
+        value, flat, bytes: The numbers; the same memory in one dimension, and as bytes.
         memories: What each rule keeps, by the rule's name.
-        bytes: The same memory, as bytes.
         place: Where the memory lies in this server's part of the node's shared memory; below 0 if elsewhere.
         queue: The requests that are under way or wait, in their order.
     """
@@ -57,34 +55,22 @@ class Stored:
         """Whether a turn has come."""
         if turn.writes:
             return self.queue[0] is turn
-        return not any(other.writes for other in self._before(turn))
+        return not any(other.writes for other in takewhile(lambda other: other is not turn, self.queue))
 
     def leave(self, turn: Turn) -> None:
         """End a turn, or leave the queue."""
         self.queue.remove(turn)
 
-    def _before(self, turn: Turn) -> Iterator[Turn]:
-        for other in self.queue:
-            if other is turn:
-                return
-            yield other
-
 
 @final
 class Turn:
-    """A request's place in the queue of a variable.
-
-    Attributes:
-        stored: The variable.
-        writes: Whether the request changes the variable.
-        number: What a lane counts once a worker has copied the variable, if it copies from where it lies.
-    """
+    """A request's place in the queue of a variable, which it may write."""
 
     __slots__ = ("number", "stored", "writes")
 
     def __init__(self, stored: Stored, writes: bool) -> None:
         self.stored, self.writes = stored, writes
-        self.number: int | None = None
+        self.number: int | None = None  # that a lane counts once a worker has copied the variable from where it lies
 
 
 @final
@@ -92,7 +78,6 @@ class Store:
     """Variables by key, and the rules that workers have named.
 
     Attributes:
-        variables: The variables.
         made: How many changes of each call of a coordinator's were made.
         under_way: The calls of which a change is being made.
     """
@@ -103,20 +88,8 @@ class Store:
         self.under_way: set[int] = set()
         self._rules: list[Rule] = []
 
-    @property
-    def nbytes(self) -> int:
-        """How much memory the variables take, without what rules keep."""
-        return sum(stored.value.nbytes for stored in self.variables.values())
-
     def allocate(self, key: int, value: Array, memory: Array | None = None, place: int = NO_PLACE) -> None:
-        """Make a variable with an initial value, which is copied.
-
-        Args:
-            key: The variable.
-            value: The initial value.
-            memory: As many bytes for it; by default new memory.
-            place: Where those lie in shared memory.
-        """
+        """Make a variable with an initial value, which is copied: into `memory`, at `place` of what the node shares."""
         if memory is None:
             self.variables[key] = Stored(np.array(value, order="C"))
             return
@@ -125,11 +98,7 @@ class Store:
         self.variables[key] = Stored(own, place)
 
     def number_of_rule(self, name: str) -> int:
-        """Return the number of a rule.
-
-        Raises:
-            ValueError: If there is no such rule here.
-        """
+        """Return the number of a rule. Raises `ValueError` if there is no such rule here."""
         for number, rule in enumerate(self._rules):
             if rule.name == name:
                 return number

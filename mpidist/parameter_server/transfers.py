@@ -26,16 +26,9 @@ Steps = Generator[bool, None, None]
 
 @final
 class VariableList:
-    """Variables that a worker reads and changes together.
+    """Variables that a worker reads and changes together, their sizes in bytes, and in what messages they are read.
 
-    Args:
-        variables: The variables. Also an attribute.
-        is_near: Whether the worker is one of this node, which shares memory with the server. Also an attribute.
-
-    Attributes:
-        sizes: The bytes of each.
-        total: Their sum.
-        reads: In what messages they are read.
+    `is_near` is whether the worker is one of this node, which shares memory with the server.
     """
 
     def __init__(self, variables: Sequence[Stored], is_near: bool) -> None:
@@ -89,11 +82,7 @@ def send_variables(connection: Connection, wanted: VariableList) -> Steps:
 
 @final
 class _Turns:
-    """The turns of one read.
-
-    Attributes:
-        held: Those that have not ended.
-    """
+    """The turns of one read; `held` are those that have not ended."""
 
     def __init__(self, lane: Lane | None) -> None:
         self._lane = lane
@@ -138,14 +127,8 @@ class Changing:
 
     What fits into a message changes its variable in one step. The chunks of a larger array are added one by one, while
     the next ones arrive, and nobody else has a turn of the variable before the last one. Where the cluster goes on
-    without workers that are lost, a server first collects all data of a request, so that it makes all changes or none.
-    For rules that need the whole array, it collects that array.
-
-    Args:
-        connection: Where the data comes from.
-        store: What the variables are in.
-        header: The request.
-        may_be_lost: Whether the cluster goes on if the worker is lost.
+    without workers that are lost (`may_be_lost`), a server first collects all data of a request, so that it makes all
+    changes or none. For rules that need the whole array, it collects that array.
     """
 
     def __init__(self, connection: Connection, store: Store, header: Header, may_be_lost: bool) -> None:
@@ -205,10 +188,8 @@ class Changing:
         """Change a variable by data that is all there."""
         if whole.size > CHUNK_BYTES or stored.queue:
             return self._change_in_turn(stored, whole)
-        self._store.begin(
-            stored, self._header.change
-        )  # in one step, as most: they are small, and nobody else has a turn
-        self._change(stored, 0, whole)
+        self._store.begin(stored, self._header.change)
+        self._change(stored, 0, whole)  # in one step, as most: they are small, and nobody else has a turn
         return ()
 
     def _change_in_turn(self, stored: Stored, whole: Array) -> Steps:
@@ -256,12 +237,9 @@ class Changing:
 
 
 def change_rows(store: Store, header: Header, data: Array) -> Steps:
-    """Change some rows of variables, each variable in one step.
+    """Change some rows of variables, `header.rows` many, each variable in one step.
 
-    Args:
-        store: What the variables are in.
-        header: The request; `rows` is the number of variables.
-        data: The keys of the variables, then how many rows of each, then the indices and the values of each.
+    `data` has their keys, then how many rows of each, then the indices and the values of each.
     """
     at = 16 * header.rows
     changes = []

@@ -156,7 +156,7 @@ FAULTS = [
     ),
     Fault(
         "store.py",
-        "return not any(other.writes for other in self._before(turn))",
+        "return not any(other.writes for other in takewhile(lambda other: other is not turn, self.queue))",
         "return True",
         "a read sees half a change",
     ),
