@@ -8,8 +8,8 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, final
 
 import numpy as np
@@ -140,20 +140,21 @@ class Caller:
             self.servers.begin_call(number, oldest)
             name, arguments = decode(message)
             args, kwargs = decode(arguments, self._datasets.value_of)
-            with self._named(name):
+            outer, self.servers.function = self.servers.function, name  # calls of all workers are refused
+            try:
                 value = function_named(name)(*args, **kwargs)
+            finally:
+                self.servers.function = outer
             self._require_rank(name)
             self.servers.flush()
             return encode((True, value), f"the result of {name!r}", advice=ADVICE)
-        except Exception as error:  # of any kind: the chief raises it
+        except (Exception, SystemExit) as error:  # of any kind: the chief raises it
             if os.getpid() != self._pid:
                 raise
-            return self._failed(name, error, text_of(error))
-        except SystemExit as error:
-            if os.getpid() != self._pid:
-                raise
-            code = "" if error.code is None else repr(error.code)
-            text = f"it called sys.exit({code}), which would end this worker; return from the function"
+            text = text_of(error)
+            if isinstance(error, SystemExit):
+                code = "" if error.code is None else repr(error.code)
+                text = f"it called sys.exit({code}), which would end this worker; return from the function"
             return self._failed(name, error, text)
 
     def _require_rank(self, name: str) -> None:
@@ -162,15 +163,6 @@ class Caller:
             raise RuntimeError(
                 f"{name!r} has returned in a process that it has forked on {self._who}: end the process with os._exit()"
             )
-
-    @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        """Let calls of all workers be refused, as this worker alone would make them."""
-        outer, self.servers.function = self.servers.function, name
-        try:
-            yield
-        finally:
-            self.servers.function = outer
 
     def _failed(self, name: str, error: BaseException, text: str) -> Array:
         with suppress(Exception):  # of this function's changes: the next function would raise it

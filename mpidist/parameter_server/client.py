@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.errors import InvalidArgumentError
-from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
+from mpidist.parameter_server.messages.ends import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.locations import Location, Push, RowsChange, by_server
 from mpidist.parameter_server.messages.protocol import Change, Header, Op, Step, from_json, to_json
 from mpidist.parameter_server.rules import Rule

@@ -16,7 +16,7 @@ from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.parameter_server.client import LocalChannel, ParameterClient, require_unused
 from mpidist.parameter_server.membership import Membership
-from mpidist.parameter_server.messages.channel import Channel
+from mpidist.parameter_server.messages.ends import Channel
 from mpidist.parameter_server.messages.lane import lanes_to
 from mpidist.parameter_server.placement import PLACEMENTS
 from mpidist.parameter_server.server import ParameterServer

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
-from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.ends import Connection
 from mpidist.parameter_server.messages.protocol import Outcome
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.text import name_ranks

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.parameter_server.membership import Membership
-from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.ends import Connection
 from mpidist.parameter_server.messages.lane import Lane
 from mpidist.parameter_server.messages.protocol import (
     HEADER_BYTES,

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.ends import Connection
 from mpidist.parameter_server.messages.lane import Lane
 from mpidist.parameter_server.messages.protocol import CHUNK_BYTES, Header, Piece, is_read_in_place, plan_messages
 from mpidist.parameter_server.store import Store, Stored, Turn

@@ -12,7 +12,7 @@ from parameter_server.clusters import PATIENT, meet, on_workers, set_deadline_of
 from mpidist import Variable
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy, server_rules
-from mpidist.parameter_server.messages.channel import Channel
+from mpidist.parameter_server.messages.ends import Channel
 from mpidist.parameter_server.messages.protocol import Op, Step
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from mpidist.parameter_server import rules
 from mpidist.parameter_server.membership import Membership
-from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.ends import Connection
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane
 from mpidist.parameter_server.messages.protocol import CHUNK_BYTES, Change, Header, Op, plan_messages
 from mpidist.parameter_server.store import Store, Stored

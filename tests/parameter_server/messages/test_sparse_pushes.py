@@ -10,7 +10,7 @@ from parameter_server.clusters import on_workers
 
 from mpidist import IndexedSlices, Variable
 from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
-from mpidist.parameter_server.messages.channel import Channel
+from mpidist.parameter_server.messages.ends import Channel
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

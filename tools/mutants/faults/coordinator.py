@@ -24,8 +24,8 @@ FAULTS = [
     ),
     Fault(
         "worker.py",
-        "return self._failed(name, error, text)\n",
-        "raise\n",
+        "except (Exception, SystemExit) as error:",
+        "except Exception as error:",
         "sys.exit in a function ends the worker",
     ),
     Fault(
