@@ -8,9 +8,8 @@ from typing import Any, final
 
 from mpidist import nest
 from mpidist.context_stack import parts_of
-from mpidist.coordinator.crew import Crew
+from mpidist.coordinator.crew import Crew, RemoteValue
 from mpidist.coordinator.functions import PerWorkerDataset, PerWorkerDatasets, handle_of, name_of
-from mpidist.coordinator.remote_value import RemoteValue
 from mpidist.coordinator.worker import ADVICE, Caller, Mail, Work, result_of
 from mpidist.datasets.input_options import InputContext
 from mpidist.nest.encoding import encode

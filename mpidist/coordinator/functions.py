@@ -81,19 +81,19 @@ class PerWorkerDataset:
     """A data set of each worker: an argument of functions that are scheduled. `iter` of it is one, too.
 
     Args:
-        number: The number of the data set. Also an attribute.
+        number: The number of the data set.
     """
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.handle: Handle = (number, -1)
         self._num_iterators = 0
 
     def __iter__(self) -> PerWorkerIterator:
         self._num_iterators += 1
-        return PerWorkerIterator(self.number, self._num_iterators - 1)
+        return PerWorkerIterator(self.handle[0], self._num_iterators - 1)
 
     def __repr__(self) -> str:
-        return f"<PerWorkerDataset {self.number}>"
+        return f"<PerWorkerDataset {self.handle[0]}>"
 
 
 @final
@@ -167,6 +167,4 @@ def _require_dataset(needed: str, dataset: Any) -> None:
 
 def handle_of(item: Any) -> Handle | None:
     """Return the handle of what each worker has its own of; `None` for anything else."""
-    if isinstance(item, PerWorkerDataset):
-        return item.number, -1
-    return item.handle if isinstance(item, PerWorkerIterator) else None
+    return item.handle if isinstance(item, (PerWorkerDataset, PerWorkerIterator)) else None

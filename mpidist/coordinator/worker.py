@@ -184,12 +184,7 @@ class Work:
         self._has_left = False
 
     def serve(self) -> None:
-        """Call functions until the chief ends.
-
-        Raises:
-            PeerFailedError: If the chief is lost.
-            RuntimeError: In a function that the chief has scheduled.
-        """
+        """Call functions until the chief ends."""
         self._caller.servers.require_no_function("serve() of a coordinator")
         while not self._has_chief_ended:
             kind, number, oldest, data = self._next_letter("serve() of the coordinator")

@@ -5,29 +5,32 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from threading import get_ident
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist.errors import InvalidArgumentError
 from mpidist.parameter_server.messages.ends import GRACE_SECONDS, Channel
-from mpidist.parameter_server.messages.locations import Location, Push, RowsChange, by_server
 from mpidist.parameter_server.messages.protocol import Change, Header, Op, Step, from_json, to_json
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
 from mpidist.parameter_server.transfers import change_rows
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_errors import mark_left, mark_shared
 from mpidist.transport.text import name_ranks, text_of
 
-__all__ = ["LocalChannel", "ParameterClient", "require_unused"]
+__all__ = ["LocalChannel", "Location", "ParameterClient", "Push", "RowsChange", "require_unused"]
 
 logger = logging.getLogger("mpidist.parameter_server")
 
 Array = np.ndarray[Any, Any]
 
+_SUM: Final = Reduction("sum")
 _MAX_LISTS: Final = 64  # that a server remembers of a worker
 
 # The groups of clients, their servers as numbered in the whole job, and their threads: a server serves one strategy at
@@ -36,10 +39,9 @@ _uses: Final[list[tuple[ServiceGroup, frozenset[int], int]]] = []
 
 
 def require_unused(call: str, ranks: frozenset[int]) -> None:
-    """Require that no rank serves a strategy that this thread uses. `ranks`: as numbered in the whole job. Local.
+    """Require that no rank serves a strategy that this thread uses: it would wait for ever. Local.
 
-    Raises:
-        RuntimeError: If one does: the server is in `serve()` of that strategy, and this worker would wait for ever.
+    `ranks` are as numbered in the whole job.
     """
     for group, servers, thread in _uses:
         busy = ranks & servers
@@ -48,6 +50,80 @@ def require_unused(call: str, ranks: frozenset[int]) -> None:
                 f"{call} would wait for {name_ranks(busy)} of the job, in serve() of another ParameterServerStrategy "
                 "until this worker has closed that one: call its close() first, or use it as `with strategy:`"
             )
+
+
+@final
+@dataclass(frozen=True)
+class Location:
+    """Where an array lives: on which server, and under which key, a number among all arrays of all servers."""
+
+    server: int
+    key: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    name: str
+
+    @cached_property
+    def read_call(self) -> str:
+        """What reading it is called, for people."""
+        return f"read of {self.name!r}"
+
+    @cached_property
+    def change_call(self) -> str:
+        """What changing it is called, for people."""
+        return f"change of {self.name!r}"
+
+    def empty(self) -> Array:
+        """Return a new array that takes the values."""
+        return np.empty(self.shape, self.dtype)
+
+
+@final
+class RowsChange(NamedTuple):
+    """What changes some rows of an array."""
+
+    location: Location
+    indices: Array  # [k] int64, the numbers of the rows, which exist
+    values: Array  # [k, ...] contiguous, of the array's dtype
+
+    @classmethod
+    def none(cls, location: Location) -> RowsChange:
+        """Change no row."""
+        return cls(location, np.empty(0, np.int64), np.empty((0, *location.shape[1:]), location.dtype))
+
+    @classmethod
+    def joined(cls, changes: Sequence[RowsChange]) -> RowsChange:
+        """Change what some changes of one array do, in their order. Copies."""
+        arrays = ([change.indices for change in changes], [change.values for change in changes])
+        return cls(changes[0].location, *map(np.concatenate, arrays))
+
+
+@final
+class Push(NamedTuple):
+    """What a worker pushes at once."""
+
+    locations: Sequence[Location]  # of the arrays that are changed as a whole
+    values: Sequence[Array]  # contiguous, of the same shapes and dtypes
+    rows: Sequence[RowsChange]  # also what has no rows on this worker
+    how: Any  # a `Change`, or a rule
+    update: str  # the same for people, and for other workers
+
+    def has_form_of(self, other: Push) -> bool:
+        """Whether another push changes the same arrays, in the same way."""
+        rows, others = ([change.location for change in push.rows] for push in (self, other))
+        return self.update == other.update and list(self.locations) == list(other.locations) and rows == others
+
+    @classmethod
+    def sum_of(cls, pushes: Sequence[Push]) -> Push:
+        """Add what the replicas of a worker push, to the same arrays, and join their rows, in their order."""
+        first = pushes[0]
+        if not all(push.has_form_of(first) for push in pushes):
+            raise InvalidArgumentError("push(): the replicas of a worker differ in the variables, or in the update")
+        sums = [np.empty_like(value) for value in first.values]
+        for at, total in enumerate(sums):
+            _SUM.combine([push.values[at].reshape(-1) for push in pushes], total.reshape(-1))
+        rows = [RowsChange.joined(changes) for changes in zip(*(push.rows for push in pushes), strict=True)]
+        return first._replace(values=sums, rows=rows)
 
 
 @final
@@ -171,7 +247,7 @@ class ParameterClient:
             self._channels[location.server].start(location.read_call, Op.READ, location.key)
             self._finish_read(location.server, arrays)
             return arrays
-        parts = by_server(locations)
+        parts = _by_server(locations)
         lists = self._lists_of(locations, parts)
         for server, places in parts.items():
             self._channels[server].start(f"read of {len(places)} variables", Op.READ, lists[server][0])
@@ -205,7 +281,7 @@ class ParameterClient:
             call = location.change_call
             self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
             return
-        parts = by_server(locations)
+        parts = _by_server(locations)
         lists = self._lists_of(locations, parts)
         for server, places in parts.items():
             change, numbers = self._code(server, how)
@@ -216,7 +292,7 @@ class ParameterClient:
         """Change some rows of arrays, with one request to each server."""
         if self._has_bound:
             self._count_pushes(change.location for change in changes)
-        parts = by_server([change.location for change in changes])
+        parts = _by_server([change.location for change in changes])
         for server in parts:
             self._channels[server].finish()  # errors come before anything is sent
         for server, places in parts.items():
@@ -236,13 +312,9 @@ class ParameterClient:
             self.change_rows(rows, push.how)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
-        """Wait until all workers, or those and the chief, make the same call with equal fields.
+        """Wait until all workers make the same call, with equal fields; with `chief`, worker 0 must be one of them.
 
-        `error` is what is wrong on this worker; it is raised here, and told to the others.
-
-        Raises:
-            InvalidArgumentError: If workers differ, or one has an error. On every worker.
-            DeadlineExceededError: If not all workers come in time. On those that came.
+        `error` is what is wrong on this worker; it is raised here, and on the others as an `InvalidArgumentError`.
         """
         self.require_no_function(call)
         if self._group is None:
@@ -373,7 +445,7 @@ class ParameterClient:
     ) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Return each server's list, once nothing is under way: errors come before anything is requested."""
         lists = {
-            server: self._list_of(server, tuple(locations[place].key for place in places))
+            server: self._list_of(server, tuple([locations[place].key for place in places]))
             for server, places in parts.items()
         }
         for server in parts:
@@ -416,3 +488,11 @@ class ParameterClient:
             channel.finish()
             number = self._rules[server][how.name] = channel.number
         return Change.RULE + 8 * number + len(how.numbers), how.numbers
+
+
+def _by_server(locations: Sequence[Location]) -> dict[int, list[int]]:
+    """Return the places in a list of locations, by server."""
+    parts: dict[int, list[int]] = {}
+    for place, location in enumerate(locations):
+        parts.setdefault(location.server, []).append(place)
+    return parts

@@ -91,7 +91,21 @@ class Wanted(NamedTuple):
                 f"of communication_options a ParameterServerStrategy takes timeout_seconds alone, got {self.options}: "
                 "its workers reduce nothing over ranks; leave the others out"
             )
-        _check_counts(self.num_ps, self.ps_ranks)
+        self._check_servers()
+
+    def _check_servers(self) -> None:
+        num_ps, ps_ranks = self.num_ps, self.ps_ranks
+        if num_ps is not None and ps_ranks is not None:
+            raise ValueError(f"got num_ps={num_ps} and ps_ranks={ps_ranks!r}; leave one of the two out")
+        if num_ps is not None:
+            whole_number("num_ps, the number of servers,", num_ps, 1)
+        if ps_ranks is not None:
+            if isinstance(ps_ranks, str) or not isinstance(ps_ranks, (Sequence, range)):
+                raise TypeError(f"ps_ranks must be a list of ranks, got {ps_ranks!r}")
+            for rank in ps_ranks:
+                whole_number("a rank of ps_ranks", rank)
+            if not ps_ranks or len(set(ps_ranks)) < len(ps_ranks):
+                raise ValueError(f"ps_ranks must name at least one ps, and each rank once; got {list(ps_ranks)}")
 
     def fields(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, as all of them can read it: no number of a class of the user's."""
@@ -237,7 +251,7 @@ class Role(Service):
         except BaseException:
             group.abandon()
             raise
-        if server.has_lost_workers:
+        if server.workers.left:
             group.abandon(has_ended=True)
         else:
             group.free()
@@ -351,21 +365,6 @@ def _roles_of_tasks(tasks: Sequence[Task | None]) -> Roles | None:
     of_job = {job: [ranks[key] for key in sorted(ranks) if key[0] == job] for job in _KNOWN}
     workers = (*of_job["chief"], *of_job["worker"])
     return Roles(workers, tuple(of_job["ps"]), tuple(of_job["evaluator"]))
-
-
-def _check_counts(num_ps: Any, ps_ranks: Any) -> None:
-    """Check the arguments that choose servers by rank. Local."""
-    if num_ps is not None and ps_ranks is not None:
-        raise ValueError(f"got num_ps={num_ps} and ps_ranks={ps_ranks!r}; leave one of the two out")
-    if num_ps is not None:
-        whole_number("num_ps, the number of servers,", num_ps, 1)
-    if ps_ranks is not None:
-        if isinstance(ps_ranks, str) or not isinstance(ps_ranks, (Sequence, range)):
-            raise TypeError(f"ps_ranks must be a list of ranks, got {ps_ranks!r}")
-        for rank in ps_ranks:
-            whole_number("a rank of ps_ranks", rank)
-        if not ps_ranks or len(set(ps_ranks)) < len(ps_ranks):
-            raise ValueError(f"ps_ranks must name at least one ps, and each rank once; got {list(ps_ranks)}")
 
 
 def _roles_by_rank(size: int, num_ps: int | None, ps_ranks: Sequence[int] | None) -> Roles:

@@ -173,14 +173,27 @@ class Membership:
         return [worker for worker in sorted(self.live) if worker not in waiting and worker not in self.resting]
 
     def _compare(self, meeting: _Meeting) -> Answer:
+        """Answer what workers did not pass alike, a line for each field: the value of each rank.
+
+        If a worker passes an "error", that is what differs, and nothing else is said; nor if calls differ.
+        """
         everyone = {self.ranks[worker]: meeting.arrived[worker] for worker in sorted(meeting.arrived)}
-        lines = _differences_of(everyone)
+        names = list(dict.fromkeys(name for fields in everyone.values() for name in fields))
+        head = "the workers did not make the same calls in the same order, with the same arguments"
+        if "error" in names:
+            names, head = ["error"], "an error on a worker"
+        elif len({fields["call"] for fields in everyone.values()}) > 1:
+            names = ["call"]
+        lines = []
+        for name in names:
+            groups: dict[str, list[int]] = {}
+            for rank, fields in everyone.items():
+                groups.setdefault(fields.get(name, "none"), []).append(rank)
+            if len(groups) > 1 or name == "error":
+                lines += [f"  {name}: {value} on {name_ranks(ranks)}" for value, ranks in groups.items()]
         if not lines:
             return Outcome.OK, ""
         call = next(iter(everyone.values()))["call"]
-        head = "the workers did not make the same calls in the same order, with the same arguments"
-        if any("error" in fields for fields in everyone.values()):
-            head = "an error on a worker"
         return Outcome.REFUSED, "\n".join([f"{call}: {head}", *lines])
 
     def _deadline(self) -> float:
@@ -200,23 +213,3 @@ class _Meeting:
         self.arrived: dict[int, dict[str, Any]] = {}  # what each worker passes
         self.answer: Answer | None = None
         self.warn_at = 0.0  # when to warn of the workers that are late; 0 before the first worker has come
-
-
-def _differences_of(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Say what ranks did not pass alike, a line for each field: by rank, what the rank passes, by name.
-
-    If a rank passes an "error", that is what differs, and nothing else is said; nor if calls differ.
-    """
-    names = list(dict.fromkeys(name for fields in everyone.values() for name in fields))
-    if "error" in names:
-        names = ["error"]
-    elif len({fields.get("call") for fields in everyone.values()}) > 1:
-        names = ["call"]
-    lines = []
-    for name in names:
-        groups: dict[str, list[int]] = {}
-        for rank, fields in everyone.items():
-            groups.setdefault(fields.get(name, "none"), []).append(rank)
-        if len(groups) > 1 or name == "error":
-            lines += [f"  {name}: {value} on {name_ranks(ranks)}" for value, ranks in groups.items()]
-    return lines

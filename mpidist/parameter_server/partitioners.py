@@ -105,11 +105,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def num_shards_of(partitioner: Callable[..., Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Ask a partitioner for the number of shards of a variable, and check the answer.
-
-    Raises:
-        ValueError: If the answer is no list of a number for each axis, of which only the first is more than 1.
-    """
+    """Ask a partitioner for the number of shards of a variable, and check the answer."""
     if partitioner is None or not shape:
         return 1
     counts = partitioner(shape=shape, dtype=dtype)

@@ -10,8 +10,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.context_stack import CurrentStrategy
-from mpidist.parameter_server.client import ParameterClient
-from mpidist.parameter_server.messages.locations import Location
+from mpidist.parameter_server.client import Location, ParameterClient
 from mpidist.parameter_server.partitioners import num_shards_of
 from mpidist.parameter_server.variable import ServerVariable, ShardedVariable
 from mpidist.transport import arrays

@@ -216,11 +216,7 @@ def register(name: str) -> Callable[[OwnRule], OwnRule]:
 
 
 def rule_named(name: str) -> Rule:
-    """Return the rule of a name, for a server.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the rule of a name, for a server."""
     made = _BUILT_IN.get(name)
     return Registered(name) if made is None else made
 

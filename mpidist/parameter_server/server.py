@@ -59,7 +59,7 @@ class ParameterServer:
     ) -> None:
         self.store = Store()
         self.num_requests = 0
-        self._group, self._workers, self._name = group, membership, name
+        self._group, self.workers, self._name = group, membership, name
         self._connections = [
             Connection(group.comm, rank, worker, (lanes or {}).get(rank))
             for worker, rank in enumerate(membership.ranks)
@@ -87,24 +87,14 @@ class ParameterServer:
         """Whether all workers have ended their parts."""
         return not self._open
 
-    @property
-    def has_lost_workers(self) -> bool:
-        """Whether a worker has left because of an error."""
-        return bool(self._workers.left)
-
     def serve(self) -> None:
-        """Answer requests until all workers have ended their parts. Naps while there are none.
-
-        Raises:
-            PeerFailedError: If a worker has left because of an error, where the cluster does not go on without it, or
-                if a worker's process is gone.
-        """
+        """Answer requests until all workers have ended their parts. Naps while there are none."""
         if self.has_ended:
             return
         self._group.enter(SERVE_CALL)
         if self._group.watchdog.broken is not None:
             raise repeat_of(self._group.watchdog.broken)
-        ranks = self._workers.live_ranks
+        ranks = self.workers.live_ranks
         self._group.begin_wait(f"{SERVE_CALL} of {self._name}", ranks, math.inf)  # an idle server is no stall
         next_check, recorder = 0.0, self._group.recorder
         recorder.begin(0, SERVE_CALL, self._name)
@@ -125,7 +115,7 @@ class ParameterServer:
     def _check_peers(self) -> None:
         self._group.watchdog.check_peers()
         self._record(time.monotonic())
-        self._workers.drop_lost(self._connections, self._advance)
+        self.workers.drop_lost(self._connections, self._advance)
         self._forget_ended()
 
     def _forget_ended(self) -> None:
@@ -161,7 +151,7 @@ class ParameterServer:
                 if not self._group.shows_loss(error, connection.rank):
                     raise
                 self._group.lose(connection.rank)
-                self._workers.drop(connection)
+                self.workers.drop(connection)
                 self._forget_ended()
         return got_on or self.has_ended
 
@@ -195,7 +185,7 @@ class ParameterServer:
             except Exception as error:  # of any kind: a worker's mistake must not end the server
                 connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
             return True
-        if op == Op.READ and not nbytes and self._workers.may_read(connection.worker):
+        if op == Op.READ and not nbytes and self.workers.may_read(connection.worker):
             connection.answer(Outcome.OK, stored.bytes)
             return True
         return False
@@ -240,7 +230,7 @@ class ParameterServer:
         return found
 
     def _read(self, connection: Connection, header: Header) -> Steps:
-        late = yield from self._workers.wait_to_read(connection.worker)
+        late = yield from self.workers.wait_to_read(connection.worker)
         if late is not None:
             connection.answer_text(*late)
             return
@@ -258,7 +248,7 @@ class ParameterServer:
 
     def _read_rows(self, connection: Connection, header: Header) -> Steps:
         request = yield from connection.receive_all()
-        late = yield from self._workers.wait_to_read(connection.worker)
+        late = yield from self.workers.wait_to_read(connection.worker)
         if late is not None:
             connection.answer_text(*late)
             return
@@ -306,12 +296,12 @@ class ParameterServer:
 
     def _meet(self, connection: Connection, header: Header) -> Steps:
         fields = from_json((yield from connection.receive_all()))
-        answer = yield from self._workers.meet(connection.worker, fields.pop("call"), fields, bool(header.rows))
+        answer = yield from self.workers.meet(connection.worker, fields.pop("call"), fields, bool(header.rows))
         connection.answer_text(*answer)
 
     def _step(self, connection: Connection, header: Header) -> None:
         """Count a step; or note that the worker waits for others, or has done so: see `Step`."""
-        worker, workers = connection.worker, self._workers
+        worker, workers = connection.worker, self.workers
         if header.rows == Step.DONE:
             workers.steps[worker] += 1
         elif header.rows == Step.WAITS:
@@ -332,7 +322,7 @@ class ParameterServer:
     def _end(self, connection: Connection, header: Header) -> Steps:
         """End a worker's part; with `DONE`, tell it once all workers have ended theirs whether they have ended well."""
         data = yield from connection.receive_all()
-        worker, workers = connection.worker, self._workers
+        worker, workers = connection.worker, self.workers
         if header.op == Op.LEAVE:
             why = str(from_json(data))
             workers.end(worker, why)

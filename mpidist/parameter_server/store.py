@@ -107,14 +107,18 @@ class Store:
 
     def is_elementwise(self, change: int) -> bool:
         """Whether parts of an array can be changed one by one."""
-        return change < Change.RULE or self._rules[(change - Change.RULE) >> 3].is_elementwise
+        return change < Change.RULE or self._rule_of(change)[0].is_elementwise
+
+    def _rule_of(self, change: int) -> tuple[Rule, int]:
+        """Return the rule of a change, and how many numbers it gets."""
+        number, count = divmod(change - Change.RULE, 8)
+        return self._rules[number], count
 
     def begin(self, stored: Stored, change: int) -> None:
         """Note that a change begins, which may come in parts."""
         if change >= Change.RULE:
-            rule = self._rules[(change - Change.RULE) >> 3]
-            memory = stored.memories.setdefault(rule.name, Memory())
-            rule.begin(memory)
+            rule, _ = self._rule_of(change)
+            rule.begin(stored.memories.setdefault(rule.name, Memory()))
 
     def change(self, stored: Stored, change: int, start: int, delta: Array, numbers: tuple[float, ...]) -> None:
         """Change some elements of a variable, from element `start` on. `delta` may be overwritten."""
@@ -126,8 +130,7 @@ class Store:
         elif change == Change.ASSIGN:
             part[...] = delta
         else:
-            number, count = divmod(change - Change.RULE, 8)
-            rule = self._rules[number]
+            rule, count = self._rule_of(change)
             memory = stored.memories[rule.name]
             if not rule.is_elementwise:
                 part, delta = stored.value, delta.reshape(stored.value.shape)
@@ -142,8 +145,7 @@ class Store:
         if change < Change.RULE:
             change_rows(_SCATTER[change], stored.value, indices, values)
             return
-        number, count = divmod(change - Change.RULE, 8)
-        rule = self._rules[number]
+        rule, count = self._rule_of(change)
         memory = stored.memories[rule.name]
         rows, places = np.unique(indices, return_inverse=True)
         if not rule.is_elementwise:

@@ -44,10 +44,7 @@ class VariableList:
 
     def bytes_of(self, pieces: Sequence[Piece]) -> list[Any]:
         """Return the bytes of pieces."""
-        if len(pieces) == 1:
-            item, start, stop = pieces[0]
-            return [self.variables[item].bytes[start:stop]]
-        return [self.variables[item].bytes for item, _, _ in pieces]
+        return [self.variables[item].bytes[start:stop] for item, start, stop in pieces]
 
 
 def send_variables(connection: Connection, wanted: VariableList) -> Steps:

@@ -12,8 +12,7 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.options import ReduceOp
-from mpidist.parameter_server.client import ParameterClient
-from mpidist.parameter_server.messages.locations import Location, RowsChange
+from mpidist.parameter_server.client import Location, ParameterClient, RowsChange
 from mpidist.parameter_server.messages.protocol import SCATTERS, Change
 from mpidist.values import Contributions, DistributedValues, IndexedSlices, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
@@ -111,12 +110,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         return _cast(self, value)
 
     def row_changes(self, value: Any) -> list[RowsChange]:
-        """Return what `IndexedSlices` change: nothing, if they have no rows.
-
-        Raises:
-            TypeError: If the value is of another type, or the indices are no integers.
-            ValueError: If a row does not exist, or a shape or the kind of number differs.
-        """
+        """Return what `IndexedSlices` change: nothing, if they have no rows."""
         return self.changes_of_rows(*checked_rows(value, self._like, self._what))
 
     def changes_of_rows(self, indices: Array, values: Any) -> list[RowsChange]:
@@ -214,11 +208,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         self.servers.change_rows(self.changes_of_rows(indices, values), how)
 
     def require_current(self, call: str) -> None:
-        """Check that a call of the variable can be made now: its strategy is open, and no other one is current. Local.
-
-        Raises:
-            RuntimeError: If it cannot.
-        """
+        """Require that the strategy is open, and no other one is current. Local."""
         entry = context_stack.innermost()
         if entry is None or entry.strategy is not self._strategy:
             parts_of(self._strategy).group.require_open(call)
@@ -376,12 +366,7 @@ def _cast(variable: ServerVariable | ShardedVariable, value: Any) -> Array:
 
 
 def _row_numbers(what: str, indices: Any, shape: Sequence[int]) -> Array:
-    """Return the rows of a variable that a user asks for, int64[k]. Local.
-
-    Raises:
-        TypeError: If the indices are no integers, or the variable has no rows.
-        IndexError: If there is no such row.
-    """
+    """Return the rows of a variable that a user asks for, int64[k]. Local."""
     wanted = np.atleast_1d(host_indices(indices))
     is_whole = wanted.dtype.kind in "iu" or not wanted.size  # NumPy makes floats of an empty list
     if not is_whole or wanted.ndim != 1 or not shape:

@@ -18,9 +18,8 @@ from mpidist.coordinator.cluster_coordinator import ClusterCoordinator
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.options import CommunicationOptions
 from mpidist.package_names import explain_absent_members
-from mpidist.parameter_server.client import ParameterClient
+from mpidist.parameter_server.client import Location, ParameterClient, Push, RowsChange
 from mpidist.parameter_server.cluster import Role, Wanted
-from mpidist.parameter_server.messages.locations import Location, Push, RowsChange
 from mpidist.parameter_server.messages.protocol import Change
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule

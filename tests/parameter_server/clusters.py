@@ -67,7 +67,7 @@ def set_deadline_of_meetings(strategy: ParameterServerStrategy, variable: Any, s
 
 @server_rules.register("tests: deadline of meetings")
 def _set_deadline(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
-    workers: Any = vars(_ROLES[0].server)["_workers"]
+    workers: Any = vars(_ROLES[0].server)["workers"]
     workers._timeout = float(gradient)
 
 

@@ -123,17 +123,10 @@ class Channel:
             raise
 
     def finish(self, more_seconds: float = 0.0) -> None:
-        """Wait for the answer of the request that was started last, unless it was read already.
+        """Wait for the answer of the request that was started last, unless it was read already, and raise its error.
 
-        Args:
-            more_seconds: How much longer than its deadline the answer may take: `GRACE_SECONDS` where the server itself
-                notices that other workers are late.
-
-        Raises:
-            UnavailableError: If the server does not answer, or is lost.
-            InvalidArgumentError: If the workers passed different things.
-            DeadlineExceededError: If other workers did not come in time.
-            RuntimeError: If the server could not do what was asked.
+        `more_seconds` is how much longer than its deadline the answer may take: `GRACE_SECONDS` where the server itself
+        notices that other workers are late.
         """
         self._group.enter(self._what)
         if self.broken is not None:

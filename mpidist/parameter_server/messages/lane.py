@@ -27,11 +27,8 @@ class Lane:
     A request goes one way and its answer the other, so both use the same slots. Each end counts what it has sent, and
     what it has taken: so a lane needs no lock, and an end that is lost leaves nothing locked.
 
-    Args:
-        memory: `LANE_BYTES` of shared memory, zero at first.
-        end: 0 for the worker's end, 1 for the server's.
-        server_memory: The server's part of the node's memory, in which places are counted.
-        fence: The function that orders loads and stores, if one is needed.
+    `memory` is `LANE_BYTES`, zero at first; `end` is 0 for the worker's end, 1 for the server's; places are counted in
+    `server_memory`, the server's part of the node's memory; `fence` orders loads and stores, if that is needed.
     """
 
     def __init__(self, memory: Array, end: int, server_memory: Array, fence: Callable[[], None] | None) -> None:

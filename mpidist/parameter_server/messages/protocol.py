@@ -114,26 +114,17 @@ SCATTERS: Final = {
 
 @final
 class Header(NamedTuple):
-    """The header of a request, or of an answer.
+    """The header of a request, or of an answer."""
 
-    Attributes:
-        op: An `Op`; of an answer an `Outcome`.
-        sequence: The number of the worker's request at this server.
-        variables: The key of a variable, or the number of a list of them, below 0.
-        rows: How many rows, or of how many variables; of an answer to DONE, whether all workers have ended well; of an
-            answer to READ, where the first variable lies in shared memory.
-        change: A `Change`, or `Change.RULE` plus 8 times the number of a rule plus how many numbers it gets.
-        nbytes: How many bytes of data belong to the request.
-        numbers: What a rule needs: a learning rate, say.
-    """
-
-    op: int
-    sequence: int
-    variables: int
+    op: int  # an `Op`; of an answer an `Outcome`
+    sequence: int  # the number of the worker's request at this server
+    variables: int  # the key of a variable, or the number of a list of them, below 0
+    # How many rows, or of how many variables; of an answer to DONE, whether all workers have ended well;
+    # of an answer to READ, where the first variable lies in shared memory.
     rows: int
-    change: int
-    nbytes: int
-    numbers: tuple[float, ...]
+    change: int  # a `Change`, or `Change.RULE` plus 8 times the number of a rule plus how many numbers it gets
+    nbytes: int  # of data that belongs to the request
+    numbers: tuple[float, ...]  # what a rule needs: a learning rate, say
 
     @classmethod
     def read(cls, message: Any) -> Header:

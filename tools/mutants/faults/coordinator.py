@@ -35,13 +35,13 @@ FAULTS = [
         "a barrier in a scheduled function waits for ever",
     ),
     Fault(
-        "remote_value.py",
+        "crew.py",
         "        if self._error is not None:\n            raise self._error\n        return self._value",
         "        return self._value",
         "fetch of a function that failed returns an object",
     ),
     Fault(
-        "remote_value.py",
+        "crew.py",
         "self.set(None, CancelledError(",
         "self.set(_NOTHING, CancelledError(",
         "a fetch waits for ever for a function that was cancelled",
@@ -114,8 +114,8 @@ FAULTS = [
     ),
     Fault(
         "functions.py",
-        "        return PerWorkerIterator(self.number, self._num_iterators - 1)",
-        "        return PerWorkerIterator(self.number, 0)",
+        "        return PerWorkerIterator(self.handle[0], self._num_iterators - 1)",
+        "        return PerWorkerIterator(self.handle[0], 0)",
         "a second iterator of a data set goes on where the first one is",
     ),
     Fault(

@@ -209,7 +209,7 @@ FAULTS = [
         "of many lists of variables two share a number",
     ),
     Fault(
-        "messages/locations.py",
+        "client.py",
         "rows = [RowsChange.joined(changes) for changes in zip(*(push.rows for push in pushes), strict=True)]",
         "rows = first.rows",
         "rows that other replicas push are lost",
