@@ -217,8 +217,9 @@ class Crew:
         if kind == Kind.LEFT:
             self._lose(rank, data.tobytes().decode(errors="replace"))
             return
+        call = self._calls.pop(rank)  # first: the worker is free, whatever it has sent
         value, error = result_of(data)
-        self._calls.pop(rank).set(value, error)
+        call.set(value, error)
         if error is not None:
             self._fail(error, "another function had failed")
 

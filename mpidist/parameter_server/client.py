@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -135,7 +135,7 @@ class LocalChannel:
     def __init__(self) -> None:
         self._store = Store()
         self._lists: dict[int, list[int]] = {}
-        self._values: list[Array] = []  # that were read last
+        self._read = local()  # its `values`: what this thread has read last
 
     def start(
         self,
@@ -152,7 +152,7 @@ class LocalChannel:
         if op == Op.ALLOCATE:
             store.allocate(variables, data[1])
         elif op == Op.NAME_LIST:
-            self._lists[variables], self._values = data[0].tolist(), [np.full(data[0].size, -1)]
+            self._lists[variables], self._read.values = data[0].tolist(), [np.full(data[0].size, -1)]
         elif op == Op.NAME_RULE:
             self.number = store.number_of_rule(from_json(data[0]))
         elif op == Op.CHANGE_ROWS:
@@ -166,14 +166,15 @@ class LocalChannel:
                     store.begin(stored, change)
                     store.change(stored, change, 0, value.reshape(-1).copy(), numbers)
             else:
-                self._values = [stored.value[data[0]] if data else stored.value for stored in found]
+                self._read.values = [stored.value[data[0]] if data else stored.value for stored in found]
 
     def finish(self, more_seconds: float = 0.0) -> None:
         """Do nothing: the request is carried out."""
 
     def data(self, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
         """Put what was read into arrays."""
-        for array, value in zip(arrays, self._values, strict=True):
+        values, self._read.values = self._read.values, []  # else they would keep memory
+        for array, value in zip(arrays, values, strict=True):
             array[...] = value
 
     def leave(self, why: str) -> bool:

@@ -43,7 +43,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         strategy: The strategy.
         servers: The servers, as this worker uses them. Also an attribute.
         location: Where the array lives. Also an attribute.
-        trainable: As in `Variable`, like all others.
+        trainable, synchronization, aggregation: As in `Variable`.
     """
 
     def __init__(

@@ -262,16 +262,17 @@ class Watchdog:
     def _is_any_gone(self, now: float) -> bool:
         """Whether the process of an awaited rank is gone, and was for long enough that no message is under way."""
         gone: tuple[int, ...] = self._board.found_gone()
-        lost = self._awaited.go_on_without(gone)
-        if lost:
-            self._tell_lost(lost)
+        self.go_on_without(gone)
         gone = tuple(rank for rank in gone if rank in self._awaited.ranks)
         if gone != self._gone:
             self._gone, self._gone_since = gone, now
         return bool(gone) and now - self._gone_since >= _LAST_MESSAGE_SECONDS
 
-    def _tell_lost(self, ranks: Collection[int]) -> None:
-        """Tell the other nodes which processes are gone, if the group goes on without them. Local."""
+    def go_on_without(self, gone: Collection[int]) -> None:
+        """Await processes that are gone no longer, where the group can, and tell the other nodes of them. Local."""
+        ranks = self._awaited.go_on_without(gone)
+        if not ranks:
+            return
         own = self._board.status(self._rank)
         note = FailureNote(LOST, self._awaited.sequence, "", False, tuple(ranks), self._board.ranks, (own,))
         self._notes.send(note, range(self._size))

@@ -35,7 +35,7 @@ from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi, ranks_in_world
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.settings import Settings
-from mpidist.transport.shared_errors import following_of, is_shared_by
+from mpidist.transport.shared_errors import following_of, is_shared_by, repeat_of
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
@@ -339,9 +339,10 @@ class ServiceGroup(OpenGroup):
             PeerFailedError: If the group does not go on without the rank.
         """
         if rank in self.awaited.dispensable:
-            self.awaited.lost.setdefault(rank, "MPI has found that its process has failed")
-            self.awaited.end(rank)
-        elif self.watchdog.broken is None:
+            self.watchdog.go_on_without((rank,))
+        elif self.watchdog.broken is not None:
+            raise repeat_of(self.watchdog.broken)
+        else:
             self.watchdog.give_up(f"MPI has found that the process of rank {rank} has failed")
 
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
