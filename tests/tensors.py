@@ -1,7 +1,5 @@
 """A pretended array library, which speaks DLPack and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,21 +1,15 @@
 """TF_CONFIG with tasks that do not train: their ranks make the strategy with the others, and have no replica."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy
 from mpidist.errors import TopologyError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
 
 pytestmark = pytest.mark.ranks(1, 3)
 

@@ -1,7 +1,5 @@
 """Calls in the wrong context are refused, and those in the right one work: any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

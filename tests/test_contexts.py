@@ -1,7 +1,5 @@
 """Which strategy is current, on which side of it, and what is refused where: any number of ranks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,27 +1,23 @@
 """`Strategy.check_equal`, and `MPIDIST_CHECK_VALUES`: values that should be equal on all ranks."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 import zlib
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tensors
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import Mirrored, MultiWorkerMirroredStrategy, PerReplica, Variable
 from mpidist.checksums import checksum
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

@@ -1,7 +1,5 @@
 """`import mpidist`: quick, without MPI and CUDA, and with all the names that programs of tf.distribute look for."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,23 +1,19 @@
 """Leaving a strategy: by an exception of one rank or of all, in a `finally` clause, and by its deadline."""
 
-from __future__ import annotations
-
 import gc
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
 
 from mpidist import CollectiveAllReduce, CommunicationOptions, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["clock"]
 

@@ -1,7 +1,5 @@
 """What a caller may ask for: reductions, and how they shall travel."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle

@@ -1,17 +1,13 @@
 """Random numbers of replicas: they follow from seed, key and replica alone."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, get_replica_context
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 MASKS = {  # SHA-256 of dropout masks of 8 replicas, by step
     0: "fcfc34f299ba11cacfd3bdc25bb8040c4d9caf83b0cd3dcedaa85b5ea0689a31",

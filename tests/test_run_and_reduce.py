@@ -1,7 +1,5 @@
 """Steps on every rank, and what they bring together: `run`, `merge_call`, `reduce`, `all_reduce`, training."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -1,24 +1,20 @@
 """Steps that an exception leaves: on one rank, so that the ranks are in different steps, or on all ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist import Strategy, Variable, VariableSynchronization, get_replica_context
 from mpidist.checkpoint import Checkpoint
 from mpidist.errors import InvalidArgumentError, PeerFailedError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 several = pytest.mark.ranks(min=2)

@@ -1,7 +1,5 @@
 """`PerReplica`, `Mirrored`: values with a component on each replica, of which a rank holds its own."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

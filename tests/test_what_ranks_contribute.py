@@ -1,22 +1,18 @@
 """What counts of a value in calls that join ranks: this rank's own copy; and nothing, where all have the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import CollectiveAllReduce, Mirrored, OneDeviceStrategy, PerReplica, Variable
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

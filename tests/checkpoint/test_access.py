@@ -1,7 +1,5 @@
 """Who may read the files of a checkpoint, and what is said if the system refuses one."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -9,17 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy
 from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

@@ -1,10 +1,8 @@
 """Checkpoints: what they hold, what is restored on how many ranks, replicas and servers, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,15 +11,13 @@ import tensors
 from parameter_server.clusters import on_workers
 from safetensors.numpy import load_file
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import MirroredStrategy, MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import CentralStorageStrategy, partitioners
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

@@ -1,7 +1,5 @@
 """Who writes to a folder of checkpoints: one job at a time; the lock of a job that is gone is taken over."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -11,19 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from jobs.failing import PROJECT, Job, clean_environment, job  # noqa: F401
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.checkpoint import saving as saving_module
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

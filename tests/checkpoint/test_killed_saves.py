@@ -1,7 +1,5 @@
 """Saves that are killed at any change of the file system which they make: a whole checkpoint stays, and no litter."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

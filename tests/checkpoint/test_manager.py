@@ -1,7 +1,5 @@
 """Numbered checkpoints: which is restored, which are kept, files that are damaged, writing in the background."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -9,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from jobs.failing import SIGNS, Job, job  # noqa: F401
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
@@ -23,9 +22,6 @@ from mpidist.checkpoint import parts as parts_module
 from mpidist.checkpoint import saving as saving_module
 from mpidist.checkpoint.parts import part_of_rank
 from mpidist.errors import DataLossError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

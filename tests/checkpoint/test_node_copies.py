@@ -1,23 +1,18 @@
 """Copies of the newest checkpoint in the memory of nodes: who has which, and when they are restored."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from threading import enumerate as enumerate_threads
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager, node_copies
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

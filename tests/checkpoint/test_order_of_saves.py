@@ -1,20 +1,16 @@
 """Which checkpoint is the newest: the one that was saved last, whatever its number."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mpidist.checkpoint import Checkpoint, CheckpointManager
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

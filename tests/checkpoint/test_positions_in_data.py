@@ -1,26 +1,22 @@
 """Checkpoints of positions in data: programs go on with other ranks and batches; every sample is seen once an epoch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from jobs.faults import environment
 from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import Batches, InputOptions, MultiWorkerMirroredStrategy
 from mpidist.checkpoint import Checkpoint
 from mpidist.experimental import ParameterServerStrategy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

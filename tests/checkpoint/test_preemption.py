@@ -1,24 +1,19 @@
 """Jobs that are to be preempted: real ranks, real signals; all save the same step, and end with "try again"."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from jobs.failing import PROJECT, Job, job  # noqa: F401
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.context_stack import parts_of
 from mpidist.experimental import PreemptionCheckpointHandler
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 EXAMPLE = Path(PROJECT) / "docs/examples/preemptible.py"
 HEAD = """

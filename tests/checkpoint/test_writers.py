@@ -1,26 +1,22 @@
 """Which ranks write what is equal on all of them, and that any number of ranks restores it."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.checkpoint.dealing import deal
 from mpidist.context_stack import parts_of
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,7 +1,5 @@
 """`python -m mpidist sbatch`: which job script it takes, and with what; stand-ins answer for Slurm."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`python -m mpidist checkpoint`: which checkpoints are whole, and in which leaves two differ."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

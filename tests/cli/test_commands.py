@@ -1,24 +1,20 @@
 """The command line as a whole, alone and on several ranks: what is wrong is said once, and without tracebacks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from jobs.failing import PROJECT, Ended, end_of
 from mpi_session.launch import Launcher
+from support.ranks import Intracomm
 
 from mpidist.__main__ import run_command
 from mpidist.cli import tune
 from mpidist.cli.measure_costs import measure_cost_model
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 
 def command(ranks: int, *arguments: str, **variables: str) -> Ended:

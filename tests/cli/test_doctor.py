@@ -1,7 +1,5 @@
 """`python -m mpidist doctor`: what it prints with one process and several, with GPUs and without."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,12 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from host_cuda.emulated import Emulated
 from host_cuda.gpus import emulated, gpus
 from mpi_session import clean_environment
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist.__main__ import run_command
@@ -26,9 +25,6 @@ from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.mpi.library import load_mpi
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["emulated", "gpus"]  # fixtures
 

@@ -1,7 +1,5 @@
 """`python -m mpidist flight`: which ranks diverged, told from files with known answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What `doctor` lists as left by ended jobs, and removes: never what a process uses, nor what only looks alike."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`mpidist run --max-restarts`: which ends of a job are followed by another start, and with how many ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

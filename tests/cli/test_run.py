@@ -1,7 +1,5 @@
 """`mpidist run` starts ranks with the launcher of the MPI that this Python's mpi4py loads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

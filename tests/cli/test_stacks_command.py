@@ -1,7 +1,5 @@
 """`python -m mpidist stacks`: where the ranks of a running job are in their programs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

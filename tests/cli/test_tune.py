@@ -1,7 +1,5 @@
 """`python -m mpidist tune`: what it measures is kept, found again, and never in the way."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

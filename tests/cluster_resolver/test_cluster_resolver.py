@@ -1,7 +1,5 @@
 """Environments in, addresses and numbers out."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What FluxClusterResolver reads: the environment, and what `flux job taskmap --to=hosts` prints. No MPI needed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Slurm's short forms, written out."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpidist.cluster_resolver.host_list import expand_host_list, expand_tasks_per_node

@@ -1,17 +1,11 @@
 """A cluster made of the ranks of an MPI communicator; any number of ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.errors import TopologyError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 
 @pytest.mark.ranks(3)

@@ -1,7 +1,5 @@
 """Environments of Slurm steps in, addresses, ranks and GPUs out."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from typing import Any

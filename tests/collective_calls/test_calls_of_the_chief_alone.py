@@ -1,23 +1,19 @@
 """Collective calls that rank 0 alone makes: errors name the call as the user does, and say what to do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import Batches, Files, Strategy, Variable, VariableSynchronization, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.errors import InvalidArgumentError, PeerFailedError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
 

@@ -1,17 +1,16 @@
 """`Strategy.barrier`, `broadcast`, `broadcast_object` and `gather_object`."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from transport.failures.clocks import Clock, clock
 
 import mpidist
@@ -20,9 +19,6 @@ from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["clock"]
 

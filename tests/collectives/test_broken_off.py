@@ -1,18 +1,17 @@
 """A rank that fails in the middle of a call: nobody gets wrong numbers, and nobody waits."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.alarms import RangError, alarm
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 import mpidist
@@ -24,9 +23,6 @@ from mpidist.transport.host_memory.result_memory import RecycledResults, ResultM
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.barrier import NodeBarrier
 from mpidist.transport.shared_memory.two_shot import TwoShot
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

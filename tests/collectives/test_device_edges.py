@@ -1,10 +1,8 @@
 """Where the parts for GPUs meet each other, and what other libraries and odd arrays bring to them."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from host_cuda import are_emulated
 from host_cuda.emulated import Emulated
 from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, group, require_gpus, up
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context
 from mpidist.collectives.reduce_scatter import reduce_scatter
@@ -23,9 +22,6 @@ from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays, cuda
 from mpidist.transport.group.sync_group import SyncGroup
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
 __all__ = ["compiler", "emulated", "gpus", "group"]  # fixtures
 
 
@@ -36,7 +32,7 @@ class Tensor:
         self.array, self.stream = array, stream
 
     @classmethod
-    def of(cls, numbers: Any) -> Tensor:
+    def of(cls, numbers: Any) -> "Tensor":
         with cuda.current().cupy.cuda.Stream(non_blocking=True) as stream:
             return cls(up(numbers), stream)
 

@@ -1,18 +1,17 @@
 """What goes wrong with calls that were started on GPUs: a rank that is missing, NCCL, an interrupt, a reset."""
 
-from __future__ import annotations
-
 import _thread
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.emulated import UNDER_WAY, Emulated
 from host_cuda.gpus import busy, connected, emulated, gpus, group, is_total, mine, opened, up
+from support.ranks import Intracomm
 
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
@@ -21,9 +20,6 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl.launch_queue import DeviceQueue
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 

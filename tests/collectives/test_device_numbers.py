@@ -1,7 +1,5 @@
 """What a program does with device memory: right numbers, a late rank, nothing that grows."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -9,7 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,13 +15,11 @@ import pytest
 from host_cuda import are_emulated
 from host_cuda.gpus import down, gpus, grown_by, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, contribution
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import CommunicationOptions as Options
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["gpus"]
 

@@ -1,13 +1,11 @@
 """Calls on GPUs that run ahead of the host: packs of one call, and calls that were started."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +25,7 @@ from host_cuda.gpus import (
     up,
 )
 from support.contributions import reduction_of
+from support.ranks import Intracomm
 
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
@@ -38,9 +37,6 @@ from mpidist.transport.group import levels
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.nccl.launch_queue import DeviceQueue
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
 

@@ -1,7 +1,5 @@
 """`Strategy.gather` and `ReplicaContext.all_gather`: arrays of all ranks, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,15 +1,14 @@
 """Results in the caller's own arrays: `out=`. Layouts and dtypes of outs are rows of test_reductions."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.reductions import LARGE, LAYOUTS, all_reduce, numbers, total
 from tensors import Tensor
 
@@ -17,9 +16,6 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.half import bfloat16
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

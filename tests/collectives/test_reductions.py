@@ -1,16 +1,15 @@
 """Reductions as one table: each pair of values of two axes, on each placement, compared with NumPy."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
 from support.contributions import HALVES, UFUNCS, bits, contribution, in_rank_order
+from support.ranks import Intracomm
 from support.reductions import LARGE, LAYOUTS
 from support.transports import TRANSPORTS, set_sizes
 
@@ -18,9 +17,6 @@ import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,18 +1,17 @@
 """Calls of one array, again and again: what is known of the first one serves the others, and hides no mistake."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.reductions import LARGE, all_reduce, are_repeated
 
 import mpidist
@@ -23,9 +22,6 @@ from mpidist.errors import DeadlineExceededError
 from mpidist.transport.agreement.agreement import Progress
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.native.loading import native
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,15 +1,14 @@
 """What comes back from a reduction: new arrays, or the caller's own; and what the arguments look like afterwards."""
 
-from __future__ import annotations
-
 import logging
 import tracemalloc
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 import mpidist
@@ -17,9 +16,6 @@ from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.transport.text import count_text
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,18 +1,17 @@
 """Reductions that are started, and waited for later."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.deadlines import recorded_seconds
 from support.everywhere import raises_everywhere
 from support.placements import PLACEMENTS
+from support.ranks import Intracomm
 from support.transports import TRANSPORTS
 from transport.failures.clocks import LONG_SECONDS, Clock, clock
 
@@ -23,9 +22,6 @@ from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.transport.mpi.communicator import MpiCommunicator
 
 __all__ = ["clock"]
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

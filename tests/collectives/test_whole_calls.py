@@ -3,18 +3,17 @@
 Mistakes in them, and ranks whose arrays lie differently, are in test_repeated_calls.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 import mpidist
@@ -25,9 +24,6 @@ from mpidist.transport.agreement.agreement import Progress
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.failures.flight_recorder import MAX_CALLS, entries_in
 from mpidist.transport.native.loading import native
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [
     pytest.mark.ranks(2, 3),

@@ -1,11 +1,9 @@
 """Every all-reduce algorithm on every placement of ranks: right, the same bits everywhere, and of the stated cost."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from support.contributions import (
 )
 from support.everywhere import same_everywhere
 from support.placements import PLACEMENTS
+from support.ranks import Intracomm
 from support.transports import TRANSPORTS, set_sizes
 
 from mpidist import (
@@ -36,9 +35,6 @@ from mpidist.context_stack import parts_of
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.shared_memory.schedule import chunk_bounds
 from mpidist.transport.topology import Topology
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,18 +1,17 @@
 """Reduce, batch-reduce and broadcast: what goes where, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import (
@@ -31,9 +30,6 @@ from mpidist.context_stack import parts_of
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.transport.group.sync_group import SyncGroup
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,21 +1,17 @@
 """float8 of `ml_dtypes`: reduced in float32 over ranks and nodes, moved as it is, and shown by its name."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 DTYPES = [np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")]
 

@@ -1,7 +1,5 @@
 """`reduce(..., axis=k)`: along axes on every rank, and over ranks, where ranks may have unlike numbers of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,21 +1,17 @@
 """`Strategy.reduce("mean", x, weight=n)`: sums of values times weights over sums of weights."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist import PerReplica
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

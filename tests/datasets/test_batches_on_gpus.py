@@ -1,20 +1,16 @@
 """Batches that are put on GPUs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.gpus import gpus, one_node, require_gpus
+from support.ranks import Intracomm
 
 from mpidist import InputOptions, MirroredStrategy, Variable
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.context_stack import parts_of
 from mpidist.transport import arrays
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["gpus", "one_node"]
 

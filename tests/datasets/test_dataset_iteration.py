@@ -1,7 +1,5 @@
 """Iterating over data sets: twice, at once, to the end, and into an error; what the function and the options say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

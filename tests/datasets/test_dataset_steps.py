@@ -1,22 +1,18 @@
 """Ranks that step data sets differently are told, on all ranks and at once; and reading ahead of the program."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import Batches, InputOptions, InputReplicationMode
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.ranks(1, 3)
 

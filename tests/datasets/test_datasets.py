@@ -1,15 +1,14 @@
 """Data sets: every replica its part of each global batch, or batches of its own pipeline, and all the same steps."""
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.replicas import ids_here, local, shared_ranks
 
 import mpidist
@@ -17,9 +16,6 @@ from mpidist import InputContext, InputOptions, MirroredStrategy, get_replica_co
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, OutOfRangeError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.ranks(1, 3)
 

@@ -1,7 +1,5 @@
 """Programs that end while a thread reads ahead: at once, with their own exit code, and without a word of the thread."""
 
-from __future__ import annotations
-
 import pytest
 from jobs.failing import LONG_SECONDS, Job, job
 

@@ -1,24 +1,20 @@
 """Batches of files: dealt out to ranks and replicas as the `AutoShardPolicy` says, each of them once an epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import Files, InputContext, InputOptions
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.checkpoint import Checkpoint
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import AutoShardPolicy, ParameterServerStrategy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

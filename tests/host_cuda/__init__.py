@@ -1,7 +1,5 @@
 """CUDA emulated on the host, for the real CuPy, in a virtual environment that build.py has been run in."""
 
-from __future__ import annotations
-
 import os
 
 __all__ = ["are_emulated"]

@@ -6,8 +6,6 @@ Each process of this environment imports `preload.py` when it starts, by a `.pth
 TEST_GPUS says how many GPUs there shall be. Needs g++ and binutils, on x86-64.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

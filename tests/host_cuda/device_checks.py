@@ -1,7 +1,5 @@
 """What every communicator of device memory must do, whoever carries it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial

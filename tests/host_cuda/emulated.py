@@ -1,7 +1,5 @@
 """What tests see of the emulated CUDA, and what they let go wrong there."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Iterator

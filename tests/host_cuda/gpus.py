@@ -1,7 +1,5 @@
 """What tests of device memory share: CuPy and NCCL, on GPUs that are real or emulated, and arrays that go there."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
@@ -10,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import pytest
 from support.contributions import contribution, reduction_of
+from support.ranks import Intracomm
 
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
@@ -24,9 +23,6 @@ from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = [
     "Compiler",

@@ -1,7 +1,5 @@
 """Give this process the emulated CUDA, before it imports CuPy. See build.py, which lets processes run this."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap

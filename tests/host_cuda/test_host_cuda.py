@@ -1,7 +1,5 @@
 """The emulated CUDA: it does what kernels ask for, late, and does not forgive what a GPU would not."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

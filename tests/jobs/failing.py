@@ -1,7 +1,5 @@
 """Jobs of real ranks that an error ends: what they wrote, and with which exit status."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Jobs of real ranks in which something goes wrong on purpose, and what became of them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Whether hosts can be made out of namespaces here."""
 
-from __future__ import annotations
-
 import pytest
 from hosts import Hosts
 

@@ -1,7 +1,5 @@
 """Jobs in which MPI itself says that a process has failed, and the other ranks go on: ULFM of Open MPI."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Final
 

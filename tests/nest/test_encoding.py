@@ -1,7 +1,5 @@
 """Nests as bytes: what comes back is what was written, and anything else is refused."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any, NamedTuple
 

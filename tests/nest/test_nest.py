@@ -1,7 +1,5 @@
 """Nested lists, tuples, dicts and objects: to a flat list, and back; where a leaf is, in words."""
 
-from __future__ import annotations
-
 import enum
 import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple

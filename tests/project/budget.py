@@ -1,7 +1,5 @@
 """Counts what budget.cfg limits."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

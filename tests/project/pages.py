@@ -7,8 +7,6 @@
 A block of commands without a mark is run as it stands, and what it prints is compared with the block.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Callable, Iterable

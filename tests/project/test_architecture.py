@@ -3,8 +3,6 @@
 How large the project may be as a whole, budget.cfg says: code belongs where it fits, not where there is room.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """The project stays as small as budget.cfg says."""
 
-from __future__ import annotations
-
 from configparser import ConfigParser
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pages: programs run and print what the pages show, links lead somewhere, and words stay within their budget."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

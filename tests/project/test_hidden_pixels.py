@@ -1,7 +1,5 @@
 """The example with parameter servers: each of its ways learns, on any number of ranks; wrong numbers are refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

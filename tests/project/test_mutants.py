@@ -1,7 +1,5 @@
 """The tables of seeded faults fit the sources: what `make mutants` replaces is there once, and makes valid Python."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The examples that choose a number of replicas give the same weights, bit for bit, on any number of ranks."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

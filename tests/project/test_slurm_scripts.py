@@ -1,7 +1,5 @@
 """The job scripts: which ranks they start, and how they are written. A stand-in answers for srun."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

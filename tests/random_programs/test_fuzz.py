@@ -6,27 +6,23 @@ strategy unusable. `TEST_FUZZ_EXAMPLES` says how many examples.
 All ranks draw the same examples: nothing is random, and they agree on the outcome of each.
 """
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.random_calls import BFLOAT16, Numbers
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import CommunicationOptions, Mirrored, PerReplica, ReduceOp, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 Array = np.ndarray[Any, Any]
 

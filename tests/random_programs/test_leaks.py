@@ -3,22 +3,18 @@
 `TEST_LEAK_CALLS` says how many calls; 2,000 in `make test-all`, else fewer. With 100,000, add `--timeout 1200`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.used import Used
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [
     pytest.mark.ranks(3),

@@ -1,20 +1,16 @@
 """A soak: a training is preempted, or loses ranks, twenty times, and goes on with other numbers of ranks."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pytest
 from jobs.failing import Job, job
 from mpi_session import HANG_SECONDS, clean_environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["job"]
 

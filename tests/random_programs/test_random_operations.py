@@ -8,24 +8,20 @@ A variable has rows of equal numbers, so that the model needs one number for a r
 no snapshot.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
 from parameter_server.clusters import num_workers
+from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, ShardedVariable, Variable
 from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
 NUM_PROGRAMS: Final = int(os.environ.get("TEST_FUZZ_EXAMPLES", "6"))

@@ -5,8 +5,6 @@ rank knows what must come of them. `TEST_SOAK_CALLS` says how many calls, `TEST_
 add `--timeout 3600`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -15,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -33,14 +31,12 @@ from support.random_calls import (
     precision_of,
     result_dtype,
 )
+from support.ranks import Intracomm
 from support.used import Used
 
 import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 NUM_CALLS: Final = int(os.environ.get("TEST_SOAK_CALLS", "100"))
 SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))

@@ -3,24 +3,20 @@
 `TEST_SOAK_CALLS` says how many requests.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 from mpi_session import HANG_SECONDS
 from parameter_server.clusters import num_workers, on_workers
+from support.ranks import Intracomm
 from support.used import Used
 
 from mpidist import IndexedSlices, Variable
 from mpidist.experimental import ParameterServerStrategy, server_rules
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 NUM_REQUESTS: Final = int(os.environ.get("TEST_SOAK_CALLS", "100000"))
 NOISE_BYTES: Final = 3 << 20  # what the allocator may keep

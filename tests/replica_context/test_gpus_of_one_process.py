@@ -1,18 +1,17 @@
 """Replicas of one rank on a GPU each: NCCL moves their arrays, kernels add them in the order of the tree."""
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda.emulated import Emulated
 from host_cuda.gpus import down, emulated, gpus, one_node, require_gpus, up
+from support.ranks import Intracomm
 
 from mpidist import CommunicationOptions, MirroredStrategy, Variable, get_replica_context
 from mpidist.context_stack import parts_of
@@ -21,9 +20,6 @@ from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.values import PerReplica
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["emulated", "gpus", "one_node"]
 

@@ -1,18 +1,14 @@
 """Random programs of reductions and assignments: the same bits as a plain loop over the replicas, on any ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.contributions import in_tree_order
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, Variable, get_replica_context
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 RULES = ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE", "ON_READ SUM", "ON_READ MEAN")
 SHAPE = (7,)

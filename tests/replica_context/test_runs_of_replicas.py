@@ -1,13 +1,12 @@
 """`Strategy.run` where the number of replicas was chosen: what each replica is, sees, passes and gets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.replicas import context, local, replica_id
 
 from mpidist import (
@@ -21,9 +20,6 @@ from mpidist import (
     get_strategy,
 )
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 

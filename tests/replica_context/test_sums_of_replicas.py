@@ -1,25 +1,21 @@
 """Sums over a chosen number of replicas: the same bits on any number of ranks, nodes and transports."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context
 from mpidist.context_stack import parts_of
 from mpidist.options import CommunicationOptions
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 SLOW = [HealthCheck.too_slow]  # on a busy machine
 UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}

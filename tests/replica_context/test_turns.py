@@ -1,7 +1,5 @@
 """Replicas of one rank take turns between the calls in which they meet."""
 
-from __future__ import annotations
-
 import decimal
 from collections.abc import Callable, Sequence
 from typing import Any

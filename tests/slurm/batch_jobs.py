@@ -1,7 +1,5 @@
 """Batch jobs of an emulated cluster: submitted with sbatch, as a user would, and what became of them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time

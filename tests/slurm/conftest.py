@@ -1,7 +1,5 @@
 """The cluster of all tests in this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

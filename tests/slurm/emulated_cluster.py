@@ -5,8 +5,6 @@ the machine's. All daemons and all that they run are in one PID namespace, whose
 standard input: whatever becomes of the program that has the cluster, the kernel ends every process of it.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -141,7 +139,7 @@ class EmulatedCluster:
         """The variables with which commands of Slurm reach the cluster."""
         return {"SLURM_CONF": str(self._folder / "slurm.conf"), "TMPDIR": str(self._folder / "tmp")}
 
-    def __enter__(self) -> EmulatedCluster:
+    def __enter__(self) -> "EmulatedCluster":
         # Not where TMPDIR points: sockets lie below it, and their paths must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         try:

@@ -1,7 +1,5 @@
 """The job scripts of the project, submitted to a real Slurm of several nodes, with each MPI library."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Training that is disturbed in a real Slurm: it is requeued, goes on, and ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

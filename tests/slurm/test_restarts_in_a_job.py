@@ -1,7 +1,5 @@
 """`mpidist run --max-restarts` in a job of a real Slurm that loses a node: the job goes on without it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Job scripts for GPUs, chains, sweeps, containers, scaling and checks, submitted to a real Slurm."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re

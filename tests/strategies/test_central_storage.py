@@ -1,16 +1,15 @@
 """CentralStorageStrategy: one copy of each variable in the memory of the node, which all replicas read."""
 
-from __future__ import annotations
-
 import gc
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.gpus import down, gpus, one_node, up
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import CollectiveAllReduce, IndexedSlices, PerReplica, Variable
@@ -18,9 +17,6 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, TopologyError
 from mpidist.experimental import CentralStorageStrategy
 from mpidist.transport import arrays
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["gpus", "one_node"]  # fixtures, which pytest finds by their names here
 

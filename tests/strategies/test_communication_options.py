@@ -1,14 +1,13 @@
 """Options of all calls of a strategy: every strategy keeps them, and a call's own win."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import (
@@ -20,9 +19,6 @@ from mpidist import (
     Strategy,
 )
 from mpidist.errors import DeadlineExceededError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 SOON = CommunicationOptions(timeout_seconds=0.3)
 MAKE: dict[str, Callable[..., Strategy]] = {

@@ -1,19 +1,14 @@
 """The example learns on a GPU, which the ranks share, what it learns on the CPU."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from host_cuda import are_emulated
 from host_cuda.gpus import gpus
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from support.ranks import Intracomm
 
 __all__ = ["gpus"]  # fixtures
 

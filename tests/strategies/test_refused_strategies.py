@@ -1,7 +1,5 @@
 """Strategies that must not be made: they are refused on every rank, and leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator

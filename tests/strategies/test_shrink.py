@@ -1,7 +1,5 @@
 """Jobs that lose ranks and go on with the others in the same processes, by `shrink`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

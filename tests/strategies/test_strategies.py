@@ -1,7 +1,5 @@
 """The strategies: their ranks, nodes and devices, and their end."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

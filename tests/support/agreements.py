@@ -1,19 +1,15 @@
 """Agreements over messages, outside of a strategy."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
+
+import pytest
 
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.status_board import StatusBoard
 from mpidist.transport.topology import Topology
-
-if TYPE_CHECKING:
-    import pytest
-    from mpi4py.MPI import Intracomm
+from support.ranks import Intracomm
 
 __all__ = ["make_agreement", "warnings_of"]
 

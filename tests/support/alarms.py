@@ -1,7 +1,5 @@
 """Signal handlers that raise, wherever a program then is."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

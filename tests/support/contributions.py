@@ -4,8 +4,6 @@ The numbers are small and whole, and powers of two where they are multiplied: ev
 dtype and in any order of adding, so results are compared with `==`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,14 +1,9 @@
 """Calls with a deadline, and how long they take by the library's own record."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from mpidist import CommunicationOptions
+from mpidist import CommunicationOptions, Strategy
 from mpidist.context_stack import parts_of
-
-if TYPE_CHECKING:
-    from mpidist import Strategy
 
 __all__ = ["options", "recorded_seconds"]
 

@@ -1,16 +1,12 @@
 """What must be the same on all ranks: errors, and bits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from support.contributions import bits
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from support.ranks import Intracomm
 
 __all__ = ["raises_everywhere", "same_everywhere"]
 

@@ -1,7 +1,5 @@
 """Sums in half precision: the dtypes, and how far off a result may be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Pretended nodes: the same ranks, placed on nodes in every way that has ever broken a hierarchy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,15 +1,12 @@
 """A process group of torch.distributed over the ranks of the session."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from support.ranks import Intracomm
 
 __all__ = ["open_process_group"]
 

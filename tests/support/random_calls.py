@@ -3,8 +3,6 @@
 Making a value is cutting it out of an array that was filled once, so that a soak spends its time in the library.
 """
 
-from __future__ import annotations
-
 import random
 from collections import namedtuple
 from collections.abc import Callable

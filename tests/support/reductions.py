@@ -1,7 +1,5 @@
 """An all-reduce inside a replica, which calls are repeated ones, and what to reduce: numbers of each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

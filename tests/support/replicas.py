@@ -1,20 +1,15 @@
 """Numbers of replicas: not chosen, as many as ranks, and so many that ranks carry different numbers of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mpidist
+from mpidist import Strategy, Variable
 from mpidist.context_stack import parts_of
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
-    from mpidist import Strategy, Variable
+from support.ranks import Intracomm
 
 __all__ = ["context", "ids_here", "local", "make_variable", "replica_id", "replicas", "shared_ranks"]
 

@@ -1,7 +1,5 @@
 """What viewers of the Trace Event Format need of a file, and do not say if it lacks it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

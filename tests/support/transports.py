@@ -1,27 +1,18 @@
 """How ranks reach each other in a test: the transport, and sizes that the cost model would not choose."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from mpidist import Strategy
 from mpidist.context_stack import parts_of
 from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.shared_memory import schedule
 
-if TYPE_CHECKING:
-    from mpidist import Strategy
-
 __all__ = [
-    "TRANSPORTS",
-    "WAYS_TO_WRITE",
-    "force_way_to_write",
-    "pytest_generate_tests",
-    "set_sizes",
-    "transport",
+    "TRANSPORTS", "WAYS_TO_WRITE", "force_way_to_write", "pytest_generate_tests", "set_sizes", "transport",
     "transport_of_case",
-]
+]  # fmt: skip
 
 TRANSPORTS = ["mpi", "shared_memory"]
 # How compiled code writes memory that other ranks read: in the way that takes less, or always in one of the two.

@@ -1,7 +1,5 @@
 """What a process has: files, shared windows, objects and memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource
@@ -26,7 +24,7 @@ class Used(NamedTuple):
     resident: int
 
     @classmethod
-    def now(cls) -> Used:
+    def now(cls) -> "Used":
         gc.collect()
         return cls(
             len(os.listdir("/proc/self/fd")),

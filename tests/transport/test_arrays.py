@@ -1,7 +1,5 @@
 """Values of any library, as native arrays and back."""
 
-from __future__ import annotations
-
 import enum
 from fractions import Fraction
 from types import SimpleNamespace

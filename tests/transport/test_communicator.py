@@ -1,10 +1,8 @@
 """One suite for every communicator: alone, over MPI, and in shared memory; in one piece, and in many chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +22,7 @@ from support.contributions import (
     unlike_numbers,
 )
 from support.everywhere import same_everywhere
+from support.ranks import Intracomm
 
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
@@ -33,9 +32,6 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.topology import Topology
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,7 +1,5 @@
 """Device strings, and which GPU a rank takes."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arithmetic whose floating-point errors nobody hears of."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Half precision, widened and rounded by bits: what NumPy's `astype` makes, bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any

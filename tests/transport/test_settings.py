@@ -1,7 +1,5 @@
 """The `MPIDIST_` variables of the environment."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

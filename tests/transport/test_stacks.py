@@ -1,7 +1,5 @@
 """Stacks of other processes of the machine: read while these compute, wait or sleep, and no process is harmed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

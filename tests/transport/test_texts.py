@@ -1,7 +1,5 @@
 """Sizes and errors in few words."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpidist.transport.text import first_line, size_text, text_of

@@ -1,7 +1,5 @@
 """Ranks on nodes, from a label for each rank."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 from typing import Any

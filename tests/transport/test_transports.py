@@ -3,16 +3,15 @@
 See `tests/support/transports.py` for the modules that are run on both.
 """
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.contributions import HALVES, REALS, bits
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import TRANSPORTS
 
@@ -23,9 +22,6 @@ from mpidist.errors import TopologyError
 from mpidist.transport.communicator import SoloCommunicator
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

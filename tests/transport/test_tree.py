@@ -1,7 +1,5 @@
 """The tree over replicas: rows, folds, and the same bits however replicas are spread."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Waits: how often a rank looks, and what it leaves of its core to others."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,22 +1,18 @@
 """`scatter_add` and its like: some rows of a variable, changed across replicas, in a replica, and by all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, OneDeviceStrategy, Variable
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 METHODS = [f"scatter_{name}" for name in ("add", "sub", "mul", "div", "max", "min", "update")]
 ADDITIVE = METHODS[:4]

@@ -1,7 +1,5 @@
 """What a variable is, and computing with it as with an array: no matter on how many ranks."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle

@@ -1,7 +1,5 @@
 """Making variables: of equal values, names and rules on all ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,26 +1,22 @@
 """Assigning to variables and reading them: synchronization x aggregation x operation x number of replicas."""
 
-from __future__ import annotations
-
 import operator
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 from support.replicas import context, ids_here, local, replica_id
 from support.replicas import make_variable as make
 
 from mpidist import Mirrored, OneDeviceStrategy, PerReplica, Variable
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.ranks(1, 3)
 

@@ -1,23 +1,19 @@
 """What is special where a rank carries several replicas: what each of them writes by itself, and what they share."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 from support.replicas import context, ids_here, local, replica_id, shared_ranks
 from support.replicas import make_variable as make
 
 from mpidist import IndexedSlices, MirroredStrategy, Variable
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.ranks(1, 3)
 

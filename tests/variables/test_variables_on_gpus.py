@@ -1,16 +1,15 @@
 """Variables and symmetric arrays in device memory: where they lie, and how they are read and written there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.gpus import down, gpus, one_node, require_gpus, up
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable
 from mpidist import get_replica_context as context
@@ -19,9 +18,6 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
 from mpidist.transport import arrays
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["gpus", "one_node"]  # fixtures
 

@@ -1,7 +1,5 @@
 """`python -m mpidist trace merge`: who waited for whom, told from files with known answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

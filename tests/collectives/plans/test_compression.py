@@ -1,11 +1,9 @@
 """Numbers that travel in half precision: right within the stated error, the same everywhere, and half the bytes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from host_cuda.gpus import Memory, memory
 from support.everywhere import same_everywhere
 from support.half_precision import HALF, NUMPY, ROUNDOFF, allowed, each_half, normal
 from support.placements import PLACEMENTS
+from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist import (
@@ -28,9 +27,6 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.reduction import narrow, widen
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["memory"]  # a fixture
 

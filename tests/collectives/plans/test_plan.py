@@ -1,7 +1,5 @@
 """Which arrays go in which pack and message, told from shapes and dtypes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product

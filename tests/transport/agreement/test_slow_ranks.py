@@ -1,23 +1,19 @@
 """A rank for which the others wait in most calls is named in the log, once in an interval and on rank 0 alone."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.agreements import warnings_of
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport.agreement.slow_ranks import SlowRanks, WaitReport
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightRecorder
 from mpidist.transport.topology import Topology
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 several = pytest.mark.ranks(3)
 

@@ -1,7 +1,5 @@
 """For which processor the numbers of a file hold."""
 
-from __future__ import annotations
-
 import platform
 
 import pytest

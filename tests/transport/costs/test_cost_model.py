@@ -1,7 +1,5 @@
 """What an all-reduce costs, by formula: sane for any machine and placement, and alike on all ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

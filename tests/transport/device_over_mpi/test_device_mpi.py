@@ -1,26 +1,22 @@
 """Whether MPI may have device memory: what MPI says, what a child process proves, and what the user's word does."""
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated
 from host_cuda.gpus import emulated, gpus, is_total, mine, opened
+from support.ranks import Intracomm
 
 from mpidist.cli.cuda_aware_mpi import Answer, child_command, child_environment, hint, prove, takes_device_memory
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.transport import cuda
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["emulated", "gpus"]  # a fixture
 

@@ -1,14 +1,12 @@
 """Device memory through the host."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from host_cuda.device_checks import CHECKS, CHUNK
 from host_cuda.emulated import Emulated
 from host_cuda.gpus import down, emulated, gpus, grown_by, is_total, mine, opened, up
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 from mpidist.cli.cuda_aware_mpi import hint
 from mpidist.cross_device_ops.bound_ops import BoundOps
@@ -37,9 +36,6 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["emulated", "gpus"]  # fixtures
 

@@ -1,20 +1,16 @@
 """The time that mpidist sees, which a test may put forward: deadlines pass at once, however slow the machine is."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.transport import waiting
 from mpidist.transport.failures import watchdog
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["LONG_SECONDS", "Clock", "clock", "come_late", "let_time_pass", "wait_for_late_rank"]
 

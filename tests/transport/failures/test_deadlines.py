@@ -1,7 +1,5 @@
 """Nobody waits for ever for a rank that does not come."""
 
-from __future__ import annotations
-
 import gc
 import re
 import signal
@@ -9,13 +7,14 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.agreements import make_agreement
 from support.alarms import RangError, alarm
 from support.deadlines import options, recorded_seconds
+from support.ranks import Intracomm
 from transport.failures.clocks import LONG_SECONDS, Clock, clock, come_late, let_time_pass, wait_for_late_rank
 
 import mpidist
@@ -29,9 +28,6 @@ from mpidist.transport.failures import watchdog
 from mpidist.transport.text import name_ranks
 
 __all__ = ["clock"]
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,7 +1,5 @@
 """How jobs end: by errors of all ranks, in good order, and with children. For errors of one rank see test_faults."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

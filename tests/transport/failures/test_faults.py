@@ -1,7 +1,5 @@
 """Faults that end a job: the others say which rank it was, and nothing of the job is left."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Networks and whole hosts fail: real ones but for the machine below them, of two and three hosts that speak TCP."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Faults after which a program may go on: the rank is named, and the next call works."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

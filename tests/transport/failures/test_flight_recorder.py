@@ -1,25 +1,20 @@
 """The flight recorder: what a rank called last, for its neighbours, for files, and for `python -m mpidist flight`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from jobs.failing import SIGNS, Job, job
+from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
 from mpidist.transport.failures.status_board import StatusBoard
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["job"]
 

@@ -1,7 +1,5 @@
 """Hosts out of namespaces: they are apart but for their network, it can be cut, and nothing of them is left."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import os

@@ -1,7 +1,5 @@
 """Nodes of many ranks: what a wait and a failure cost there."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

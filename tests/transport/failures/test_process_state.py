@@ -1,7 +1,5 @@
 """What is read of a process: whether it is alive, and the one that was meant."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

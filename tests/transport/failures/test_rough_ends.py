@@ -1,7 +1,5 @@
 """Jobs that fail where saying so is hard: each ends soon, with a code that is not 0, and says what it can."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Errors and warnings that name late ranks say where each of these is in its program."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

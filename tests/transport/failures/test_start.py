@@ -1,7 +1,5 @@
 """Jobs in which a rank does not come to start MPI: none waits in silence, or for ever where a deadline is set."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,17 +1,16 @@
 """What ranks notice while they wait: long waits, calls that make no progress, resets that not all make."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.agreements import warnings_of
 from support.deadlines import options
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 from transport.failures.clocks import Clock, clock, come_late, let_time_pass, wait_for_late_rank
 
@@ -28,9 +27,6 @@ from mpidist.transport.shared_memory.two_shot import TwoShot
 from mpidist.transport.text import name_ranks
 
 __all__ = ["clock"]
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,7 +1,5 @@
 """What a job prints when it fails: tracebacks of the program's own lines, crashes, and where to read more."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

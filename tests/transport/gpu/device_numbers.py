@@ -1,7 +1,5 @@
 """What the tests of kernels share: numbers of every dtype, odd ones too, and what it means that two are the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

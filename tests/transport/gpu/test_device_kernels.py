@@ -1,7 +1,5 @@
 """Kernels that pack arrays of device memory into one, and bring them back: as they are, cast and divided."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from itertools import product

@@ -1,7 +1,5 @@
 """Kernels that join pieces of device memory, bit by bit as the host does it."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

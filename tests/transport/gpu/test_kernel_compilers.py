@@ -1,7 +1,5 @@
 """How kernels are compiled: when they are needed, for old GPUs and drivers, and by CUDA's own compilers."""
 
-from __future__ import annotations
-
 import configparser
 import contextlib
 import ctypes

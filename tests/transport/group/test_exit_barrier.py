@@ -1,16 +1,11 @@
 """How ranks wait for each other at the end of their programs, where some may be lost."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
 
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.transport.group.exit_barrier import ExitBarrier
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
 

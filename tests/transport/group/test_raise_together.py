@@ -1,21 +1,16 @@
 """One rank's exception is everybody's, where the program wants it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["clock"]
 

@@ -1,11 +1,9 @@
 """Rows of any replica tree, all-reduced over any transport: the bits of the tree on any number of ranks."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +17,13 @@ from support.contributions import (
     unlike_numbers,
 )
 from support.placements import one_and_two_nodes
+from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.row_reduction import all_reduce_rows
 from mpidist.transport.topology import Topology
 from mpidist.transport.tree import ReplicaTree
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core]
 

@@ -1,22 +1,18 @@
 """Threads: a strategy for each works, one strategy for two is refused, and MPI may allow less than any thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from jobs.failing import LONG_SECONDS, Job, job
 from support.placements import one_and_two_nodes
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["job"]
 

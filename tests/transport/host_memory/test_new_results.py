@@ -1,23 +1,19 @@
 """New results lie in memory of results that the program has let go: numbers, what is kept, and what it costs."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

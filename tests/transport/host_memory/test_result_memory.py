@@ -1,7 +1,5 @@
 """Memory of results that were let go: what is used again, what is never, and how much is kept."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,19 +1,13 @@
 """An error of MPI in a message, which comes when the process of another rank is gone."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.errors import PeerFailedError
 from mpidist.transport.mpi import communicator as module
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.waiting import poll
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 
 # Not in the core, which runs with Open MPI: that cuts a message which does not fit, and says nothing.

@@ -1,19 +1,15 @@
 """Arrays of more than 2^31 elements: more than an MPI call counts, and than Open MPI sends in one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(2), pytest.mark.long]
 

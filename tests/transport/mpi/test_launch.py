@@ -1,7 +1,5 @@
 """One world of N ranks, or N worlds of one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pathlib

@@ -1,7 +1,5 @@
 """What is read from the variables of launchers."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpidist.transport.mpi.launcher_variables import launcher_text, numbers_of, rank_from_environment

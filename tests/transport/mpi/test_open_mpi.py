@@ -1,21 +1,17 @@
 """Messages that Open MPI sends over TCP without being asked: how long they are, and arrays that are cut into them."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.transport.mpi import open_mpi
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.mpi.open_mpi import eager_limit_bytes
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 IS_OPEN_MPI = "Open MPI"
 

@@ -1,21 +1,17 @@
 """Rows of a replica tree as messages: how many bytes they are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.contributions import bits, in_tree_order, replica_tree, rows_of_this_rank, unlike_numbers
+from support.ranks import Intracomm
 
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.topology import Topology
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 Messages = Sequence[tuple[Any, int]]
 

@@ -1,7 +1,5 @@
 """The files in which MPI shares memory: no job leaves one, however it ends."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Communicators of NCCL, made without a group."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from support.ranks import Intracomm
 
 from mpidist.transport import cuda
 from mpidist.transport.gpu.kernels import DeviceKernels
@@ -10,9 +8,6 @@ from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["connect", "make_handle"]
 

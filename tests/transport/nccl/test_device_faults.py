@@ -1,7 +1,5 @@
 """Ranks that are lost while GPUs wait for them: on emulated GPUs, in jobs of their own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

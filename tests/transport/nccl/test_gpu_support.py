@@ -1,7 +1,5 @@
 """What is found of CuPy and NCCL, and whether ranks can use them together: tables, and no MPI."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

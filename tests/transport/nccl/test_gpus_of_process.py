@@ -1,7 +1,5 @@
 """The GPUs of one process: added in the order of a tree, and copied to each other, by NCCL."""
 
-from __future__ import annotations
-
 import _thread
 import gc
 import os

@@ -1,13 +1,11 @@
 """The NCCL transport."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from host_cuda.emulated import Emulated
 from host_cuda.gpus import down, emulated, gpus, is_working, opened, up, use_own_settings
 from support.contributions import COMPLEX, HALVES, UFUNCS
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from transport.nccl.made_communicators import connect
 
 from mpidist.cross_device_ops.bound_ops import BoundOps
@@ -32,9 +31,6 @@ from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.tree import Fold
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["emulated", "gpus"]  # fixtures
 

@@ -1,7 +1,5 @@
 """How a process ends whose NCCL has not: in processes of their own, with emulated GPUs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,29 +1,25 @@
 """The NCCL transport, where a rank, NCCL or a call of it fails: errors, aborts, and what begins anew."""
 
-from __future__ import annotations
-
 import _thread
 import gc
 import threading
 import time
 import weakref
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 from host_cuda.emulated import HANGS, Emulated
 from host_cuda.gpus import connected, emulated, gpus, is_working, opened, up
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from transport.nccl.made_communicators import connect, make_handle
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.reduction import Reduction
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["connected", "emulated", "gpus"]  # fixtures
 

@@ -1,23 +1,19 @@
 """Memory that the ranks of a node take bit by bit."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.node_memory import arena as arena_module
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.result_block import ResultBlock
 from mpidist.transport.node_memory.window import LINE_BYTES
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

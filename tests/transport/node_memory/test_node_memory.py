@@ -1,7 +1,5 @@
 """Memory that the ranks of a node share: that all reach it, that it is gone afterwards, and the barrier in it."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import logging
@@ -15,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from mpi_session import OPEN_MPI, clean_environment
 from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -32,9 +31,6 @@ from mpidist.transport.node_memory import barrier as barrier_module
 from mpidist.transport.node_memory import window as window_module
 from mpidist.transport.node_memory.barrier import Fence, NodeBarrier
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow, part_stride
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

@@ -1,7 +1,5 @@
 """Arrays in memory that all ranks of a node reach: one for each rank, or one for the node."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap

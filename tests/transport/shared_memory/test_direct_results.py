@@ -1,19 +1,18 @@
 """New results in shared memory, which the rank that adds writes: numbers, whose memory it is, and when it is used."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.contributions import bits, in_rank_order
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
@@ -22,9 +21,6 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.barrier import NodeBarrier
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [
     pytest.mark.ranks(min=2),

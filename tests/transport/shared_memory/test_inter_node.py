@@ -1,19 +1,15 @@
 """Shards across nodes: the same sums in messages of any length."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 COUNTS = (1, 15, 16, 1000, 4099)
 

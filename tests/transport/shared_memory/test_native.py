@@ -1,14 +1,13 @@
 """The compiled part of the library: the same bits as NumPy, on ranks with and without it, and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.contributions import bits, in_rank_order
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
@@ -20,9 +19,6 @@ from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory import barrier
 from mpidist.transport.reduction import UFUNCS, Reduction
 from mpidist.transport.shared_memory import in_place, two_shot
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.skipif(
     native is None, reason="the compiled part is left out: MPIDIST_NATIVE=0, or no compiler"

@@ -1,10 +1,8 @@
 """Where every rank and node has one row of the replica tree, reductions of a node give the bits of the tree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from support.contributions import (
     rows_of_this_rank,
     unlike_numbers,
 )
+from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -28,9 +27,6 @@ from mpidist.transport.shared_memory.two_shot import FusedArrays
 from mpidist.transport.topology import Topology
 from mpidist.transport.tree import ReplicaTree
 from mpidist.transport.waiting import complete
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
 

@@ -1,7 +1,5 @@
 """How lists of arrays are cut into chunks, and chunks into shards: every element once, and where it is said to be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from random import Random

@@ -4,20 +4,19 @@ Such arrays are added where they lie, by whichever rank has its turn. So every t
 as a call returns: no other rank may still read them.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from support.contributions import HALVES, REALS, bits, in_rank_order
 from support.placements import one_and_two_nodes
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import set_sizes
 from tensors import Tensor
@@ -27,9 +26,6 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError
 from mpidist.transport.node_memory.symmetric import places_digest
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 

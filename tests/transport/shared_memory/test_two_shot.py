@@ -3,13 +3,11 @@
 Chunks have 128 bytes, so that a few hundred numbers take all slots in turn, several times.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from support.contributions import (
     reduction_of,
 )
 from support.placements import one_and_two_nodes
+from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -31,9 +30,6 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.two_shot import FusedArrays
 from mpidist.transport.waiting import complete
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
 

@@ -1,16 +1,11 @@
 """Clocks of hosts, compared by messages: ranks of one machine with clocks that go wrong on purpose."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
 
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.transport.trace.clocks import compare_clocks, name_clock
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 SECOND = 1_000_000_000
 

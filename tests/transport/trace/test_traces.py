@@ -1,18 +1,17 @@
 """Traces: what ranks record of their calls, and what is left of it when a job ends otherwise than in order."""
 
-from __future__ import annotations
-
 import json
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from jobs.failing import Job, job
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
+from support.ranks import Intracomm
 from support.trace_events import Event, process_of, read_events
 from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
 
@@ -21,9 +20,6 @@ from mpidist.__main__ import run_command
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from mpidist.transport.agreement.agreement import SoloAgreement
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["clock", "job"]
 
