@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
-from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
 
 from mpidist import CollectiveAllReduce, CommunicationOptions, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-
-__all__ = ["clock"]
 
 several = pytest.mark.ranks(3)
 placed = pytest.mark.parametrize("placement", ["one node", "cyclic"], indirect=True)

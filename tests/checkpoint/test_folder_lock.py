@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.failing import PROJECT, Job, clean_environment, job  # noqa: F401
+from jobs.failing import PROJECT, Job, clean_environment
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
@@ -103,7 +103,7 @@ def leave_lock(folder: Path, comm: Intracomm, **changes: Any) -> Path:
 
 
 @pytest.mark.no_mpi
-def test_save_of_a_second_job_raises_until_the_first_one_is_killed(job: Job, tmp_path: Path) -> None:  # noqa: F811
+def test_save_of_a_second_job_raises_until_the_first_one_is_killed(job: Job, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     with other_job(folder) as (step, process):
         assert step("save") == "ckpt-1"

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from jobs.failing import Job, clean_environment, job
+from jobs.failing import Job, clean_environment
 from mpi_session import HANG_SECONDS
-
-__all__ = ["job"]
 
 pytestmark = pytest.mark.no_mpi
 

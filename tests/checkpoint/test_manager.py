@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.failing import SIGNS, Job, job  # noqa: F401
+from jobs.failing import SIGNS, Job
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
@@ -498,14 +498,14 @@ def test_write_to_the_place_of_a_background_save_leaves_its_files(
 
 
 @pytest.mark.no_mpi
-def test_background_writes_what_a_program_saved_last_also_after_its_end(job: Job, tmp_path: Path) -> None:  # noqa: F811
+def test_background_writes_what_a_program_saved_last_also_after_its_end(job: Job, tmp_path: Path) -> None:
     ended = job("", ranks=2, head=ENDS_EARLY)
     assert (ended.status, ended.err) == (0, "")
     assert (tmp_path / "program.py.saved/ckpt-1/manifest.json").exists()
 
 
 @pytest.mark.no_mpi
-def test_background_save_is_finished_before_an_error_ends_the_job(job: Job, tmp_path: Path) -> None:  # noqa: F811
+def test_background_save_is_finished_before_an_error_ends_the_job(job: Job, tmp_path: Path) -> None:
     program = RAISES_AFTER_A_SAVE.format(awaited="raises", grace=300, rank=0)
     ended = job("", ranks=2, head=SIGNS + program)
     assert ended.status == 1, ended.err
@@ -514,7 +514,7 @@ def test_background_save_is_finished_before_an_error_ends_the_job(job: Job, tmp_
 
 
 @pytest.mark.no_mpi
-def test_background_save_that_hangs_keeps_the_job_for_the_grace_alone(job: Job, tmp_path: Path) -> None:  # noqa: F811
+def test_background_save_that_hangs_keeps_the_job_for_the_grace_alone(job: Job, tmp_path: Path) -> None:
     program = RAISES_AFTER_A_SAVE.format(awaited="never", grace=2, rank=1)
     ended = job("", ranks=2, head=SIGNS + program)
     assert ended.status == 1, ended.err

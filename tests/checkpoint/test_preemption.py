@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs.failing import PROJECT, Job, job  # noqa: F401
+from jobs.failing import PROJECT, Job
 from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, Variable
@@ -81,7 +81,7 @@ SIGNALS = {
 @pytest.mark.no_mpi
 @pytest.mark.core
 @pytest.mark.parametrize("when", SIGNALS)
-def test_all_ranks_save_one_step_and_leave(job: Job, tmp_path: Path, when: str) -> None:  # noqa: F811
+def test_all_ranks_save_one_step_and_leave(job: Job, tmp_path: Path, when: str) -> None:
     """The exit code is written for a script whose launcher ends the others as soon as the first one has left."""
     body, step = SIGNALS[when]
     variables = {"over messages": {"MPIDIST_TRANSPORT": "mpi"}, "not compared": {"MPIDIST_CHECK": "0"}}.get(when, {})
@@ -98,13 +98,13 @@ def test_all_ranks_save_one_step_and_leave(job: Job, tmp_path: Path, when: str) 
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-def test_in_the_last_step_the_program_ends(job: Job) -> None:  # noqa: F811
+def test_in_the_last_step_the_program_ends(job: Job) -> None:
     ended = job("train(before_call=lambda step: step == 5 and send())", ranks=2, head=HEAD)
     assert (ended.status, "ended at 6" in ended.out) == (0, True), ended.err
 
 
 @pytest.mark.no_mpi
-def test_users_handler_is_called_and_another_code_is_taken(job: Job) -> None:  # noqa: F811
+def test_users_handler_is_called_and_another_code_is_taken(job: Job) -> None:
     body = """
 import atexit
 atexit.register(lambda: sys.stdout.write(f"rank {rank} heard {heard}\\n"))
@@ -116,7 +116,7 @@ train(before_call=lambda step: rank == 0 and step == 1 and send(signal.SIGUSR1),
 
 
 @pytest.mark.no_mpi
-def test_signal_of_the_flight_recorder_is_a_setting(job: Job) -> None:  # noqa: F811
+def test_signal_of_the_flight_recorder_is_a_setting(job: Job) -> None:
     body = """
 handlers = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
 sys.stdout.write(f"{[handler is signal.SIG_DFL for handler in handlers]}\\n")
@@ -128,7 +128,7 @@ sys.stdout.write(f"{[handler is signal.SIG_DFL for handler in handlers]}\\n")
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-def test_example_ends_with_the_same_bits_as_without_preemption(job: Job, tmp_path: Path) -> None:  # noqa: F811
+def test_example_ends_with_the_same_bits_as_without_preemption(job: Job, tmp_path: Path) -> None:
     def run(folder: str, *arguments: str, signalled: str = "") -> object:
         body = f"import runpy\nsys.argv[1:] = {[str(tmp_path / folder), *arguments]}\n{signalled}\n"
         body += f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
-from transport.failures.clocks import Clock, clock
+from transport.failures.clocks import Clock
 
 import mpidist
 from mpidist import CommunicationOptions, OneDeviceStrategy
@@ -19,8 +19,6 @@ from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
-
-__all__ = ["clock"]
 
 pytestmark = pytest.mark.core
 

@@ -13,15 +13,13 @@ from support.everywhere import raises_everywhere
 from support.placements import PLACEMENTS
 from support.ranks import Intracomm
 from support.transports import TRANSPORTS
-from transport.failures.clocks import LONG_SECONDS, Clock, clock
+from transport.failures.clocks import LONG_SECONDS, Clock
 
 import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.transport.mpi.communicator import MpiCommunicator
-
-__all__ = ["clock"]
 
 pytestmark = pytest.mark.core
 

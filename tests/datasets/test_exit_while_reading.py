@@ -1,9 +1,7 @@
 """Programs that end while a thread reads ahead: at once, with their own exit code, and without a word of the thread."""
 
 import pytest
-from jobs.failing import LONG_SECONDS, Job, job
-
-__all__ = ["job"]
+from jobs.failing import LONG_SECONDS, Job
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 

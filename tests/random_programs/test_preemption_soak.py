@@ -9,10 +9,8 @@ from typing import Final
 
 import numpy as np
 import pytest
-from jobs.failing import Job, job
+from jobs.failing import Job
 from mpi_session import HANG_SECONDS, clean_environment
-
-__all__ = ["job"]
 
 NUM_DISTURBANCES: Final = 20
 NUM_SAMPLES, NUM_EPOCHS = 96, 20

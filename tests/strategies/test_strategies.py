@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support.placements import one_and_two_nodes
-from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
 
 import mpidist
 from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, TopologyError, UnavailableError
 from mpidist.strategies.default import DefaultStrategy
-
-__all__ = ["clock"]
 
 WORLD = MPI.COMM_WORLD
 KINDS: dict[str, Callable[[], Strategy]] = {

@@ -15,7 +15,7 @@ from support.agreements import make_agreement
 from support.alarms import RangError, alarm
 from support.deadlines import options, recorded_seconds
 from support.ranks import Intracomm
-from transport.failures.clocks import LONG_SECONDS, Clock, clock, come_late, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import LONG_SECONDS, Clock, come_late, let_time_pass, wait_for_late_rank
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -26,8 +26,6 @@ from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.comparison_rounds import MpiRounds
 from mpidist.transport.failures import watchdog
 from mpidist.transport.text import name_ranks
-
-__all__ = ["clock"]
 
 pytestmark = pytest.mark.core
 

@@ -6,13 +6,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from jobs.failing import SIGNS, Job, end_of, job
+from jobs.failing import SIGNS, Job, end_of
 from mpi4py import MPI
 from mpi_session.launch import OPEN_MPI, Launcher
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
-__all__ = ["job"]
 
 IS_MPICH = "MPICH" in MPI.Get_library_version()
 

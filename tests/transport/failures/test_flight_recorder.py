@@ -8,15 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs.failing import SIGNS, Job, job
+from jobs.failing import SIGNS, Job
 from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
 from mpidist.transport.failures.status_board import StatusBoard
-
-__all__ = ["job"]
 
 TEXTS = 256  # that a recorder keeps
 

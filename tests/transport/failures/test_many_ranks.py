@@ -3,9 +3,7 @@
 import re
 
 import pytest
-from jobs.failing import Job, job
-
-__all__ = ["job"]
+from jobs.failing import Job
 
 pytestmark = pytest.mark.no_mpi
 

@@ -3,9 +3,7 @@
 import re
 
 import pytest
-from jobs.failing import LONG_SECONDS, SIGNS, Job, job
-
-__all__ = ["job"]
+from jobs.failing import LONG_SECONDS, SIGNS, Job
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 

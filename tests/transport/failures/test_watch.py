@@ -12,7 +12,7 @@ from support.agreements import warnings_of
 from support.deadlines import options
 from support.ranks import Intracomm
 from support.reductions import all_reduce
-from transport.failures.clocks import Clock, clock, come_late, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import Clock, come_late, let_time_pass, wait_for_late_rank
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -25,8 +25,6 @@ from mpidist.transport.failures.status_board import StatusBoard
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.shared_memory.two_shot import TwoShot
 from mpidist.transport.text import name_ranks
-
-__all__ = ["clock"]
 
 pytestmark = pytest.mark.core
 

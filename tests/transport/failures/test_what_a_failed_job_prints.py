@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs.failing import PROJECT, Ended, Job, job
+from jobs.failing import PROJECT, Ended, Job
 from mpi_session import clean_environment
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
-__all__ = ["job"]
 
 STEP = """
 import ctypes

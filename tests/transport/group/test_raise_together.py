@@ -6,13 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.ranks import Intracomm
-from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-
-__all__ = ["clock"]
 
 pytestmark = pytest.mark.core
 

@@ -6,15 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.failing import LONG_SECONDS, Job, job
+from jobs.failing import LONG_SECONDS, Job
 from support.placements import one_and_two_nodes
 from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-
-__all__ = ["job"]
 
 pytestmark = pytest.mark.core
 

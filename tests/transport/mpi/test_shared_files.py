@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs.failing import Ended, Job, job
+from jobs.failing import Ended, Job
 
 from mpidist.cli.leftovers import find_leftovers, remove
-
-__all__ = ["job"]
 
 Run = Callable[..., tuple[Ended, list[str]]]
 

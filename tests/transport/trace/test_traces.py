@@ -8,20 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.failing import Job, job
+from jobs.failing import Job
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
 from support.ranks import Intracomm
 from support.trace_events import Event, process_of, read_events
-from transport.failures.clocks import Clock, clock, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
 
 from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mpidist.__main__ import run_command
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from mpidist.transport.agreement.agreement import SoloAgreement
-
-__all__ = ["clock", "job"]
 
 
 @pytest.fixture
