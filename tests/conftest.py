@@ -6,7 +6,7 @@ from jobs.failing import job
 from mpi_session.plugin import comm, pytest_addoption, pytest_configure, pytest_pycollect_makeitem
 from support.placements import placement
 from support.reductions import repeated
-from support.replicas import replicas
+from support.replicas import replicas, strategy
 from support.transports import pytest_generate_tests, transport, transport_of_case
 from transport.failures.clocks import clock
 
@@ -15,5 +15,5 @@ os.environ.setdefault("MPIDIST_STRAGGLER", "0")  # a busy machine makes ranks sl
 
 __all__ = [
     "clock", "comm", "job", "placement", "pytest_addoption", "pytest_configure", "pytest_generate_tests",
-    "pytest_pycollect_makeitem", "repeated", "replicas", "transport", "transport_of_case",
+    "pytest_pycollect_makeitem", "repeated", "replicas", "strategy", "transport", "transport_of_case",
 ]  # fmt: skip

@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
+from mpidist import OneDeviceStrategy, Strategy
 
 pytestmark = pytest.mark.ranks(1, 3)
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
-        yield made
 
 
 @pytest.fixture

@@ -10,18 +10,12 @@ import pytest
 from support.alarms import RangError, alarm
 
 import mpidist
-from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy, context_stack
+from mpidist import OneDeviceStrategy, Strategy, context_stack
 from mpidist.transport.failures import open_groups
 
 State = tuple[Any, Any, bool, bool]
 
 pytestmark = pytest.mark.ranks(1, 3)
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
-        yield made
 
 
 @pytest.fixture

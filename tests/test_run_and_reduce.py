@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
+from support.reductions import all_reduce
+from support.replicas import context, inside
 
 import mpidist
 from mpidist import Mirrored, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, PerReplica, Strategy
@@ -25,24 +27,8 @@ class Point(NamedTuple):
     y: Any
 
 
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
-        yield made
-
-
-def context() -> mpidist.ReplicaContext:
-    current = mpidist.get_replica_context()
-    assert current is not None
-    return current
-
-
-def all_reduce(strategy: Strategy, op: str, value: Any) -> Any:
-    return strategy.run(lambda: context().all_reduce(op, value))
-
-
 def merge(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-    return strategy.run(lambda: context().merge_call(*args, **kwargs))
+    return inside(strategy, "merge_call", *args, **kwargs)
 
 
 @pytest.mark.ranks(1, 3)

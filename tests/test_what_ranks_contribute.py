@@ -1,6 +1,6 @@
 """What counts of a value in calls that join ranks: this rank's own copy; and nothing, where all have the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -15,12 +15,6 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.core
-
-
-@pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
 
 
 def in_run(strategy: Strategy, call: str, *args: Any, **named: Any) -> Any:

@@ -1,6 +1,6 @@
 """`Strategy.gather` and `ReplicaContext.all_gather`: arrays of all ranks, one after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere, same_everywhere
+from support.replicas import inside
 
-import mpidist
 from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, PerReplica, Strategy
 from mpidist.errors import InvalidArgumentError
 
@@ -19,24 +19,12 @@ RANK, SIZE = WORLD.rank, WORLD.size
 Gather = Callable[..., Any]
 
 
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
-        yield made
-
-
 @pytest.fixture(params=["gather", "all_gather"])
 def gather(request: pytest.FixtureRequest, strategy: Strategy) -> Gather:
     """In cross-replica and in replica context, with the same results."""
     if request.param == "gather":
         return strategy.gather
-
-    def step(*args: Any) -> Any:
-        context = mpidist.get_replica_context()
-        assert context is not None
-        return context.all_gather(*args)
-
-    return lambda value, axis: strategy.run(step, (value, axis))
+    return lambda value, axis: inside(strategy, "all_gather", value, axis)
 
 
 def part(rank: int, axis: int = 0) -> Any:
@@ -178,12 +166,6 @@ def test_gather_on_one_rank_and_reduce_on_others_is_an_error_on_all(strategy: St
 @pytest.mark.ranks(1, 3)
 def test_options_are_options(strategy: Strategy) -> None:
     options = CommunicationOptions(timeout_seconds=600)
-
-    def step(options: Any) -> Any:
-        context = mpidist.get_replica_context()
-        assert context is not None
-        return context.all_gather(np.ones(1), 0, options)
-
-    assert strategy.run(step, (options,)).shape == (SIZE,)
+    assert inside(strategy, "all_gather", np.ones(1), 0, options).shape == (SIZE,)
     with pytest.raises(TypeError, match="options must be"):
-        strategy.run(step, ("fast",))
+        inside(strategy, "all_gather", np.ones(1), 0, "fast")

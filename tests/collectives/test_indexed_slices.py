@@ -1,6 +1,5 @@
 """Reductions of `IndexedSlices`: rows of all ranks, in rank order, those of one index added."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,6 @@ from mpidist.errors import InvalidArgumentError
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 SHAPE = (9, 2)
-
-
-@pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
 
 
 def slices(rank: int, dtype: Any = np.float64) -> IndexedSlices:

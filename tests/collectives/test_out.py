@@ -21,12 +21,6 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
-
-
-@pytest.fixture
 def placed(comm: Intracomm, placement: tuple[int, ...]) -> Iterator[Strategy]:
     """A strategy on pretended nodes."""
     with Strategy(comm=comm) as made:

@@ -8,6 +8,7 @@ import pytest
 from support.contributions import HALVES, bits
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
+from support.replicas import inside
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -16,10 +17,6 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.core
-
-
-def scattered(strategy: Strategy, *arguments: Any, **named: Any) -> Any:
-    return strategy.run(lambda: mpidist.get_replica_context().reduce_scatter(*arguments, **named))
 
 
 def part(strategy: Strategy, whole: Any, axis: int) -> Any:
@@ -35,20 +32,20 @@ def test_each_rank_gets_its_part_of_the_all_reduce(comm: Intracomm, placement: t
             value.flags.writeable = False
             whole = strategy.reduce(op, value)
             for axis in (0, 1, -1):
-                got, want = scattered(strategy, op, value, axis=axis), part(strategy, whole, axis)
+                got, want = inside(strategy, "reduce_scatter", op, value, axis=axis), part(strategy, whole, axis)
                 assert got.dtype == want.dtype
                 assert got.shape == want.shape
                 # halves are rounded once per phase
                 assert np.allclose(got.astype(float), want.astype(float), rtol=1e-2), (dtype, op, axis)
         # fewer rows than ranks, and large arrays
         value = {"one": np.full(1, comm.rank + 1.0), "large": np.arange(700_003, dtype=np.float32), "none": np.ones(0)}
-        got = scattered(strategy, "SUM", value)
+        got = inside(strategy, "reduce_scatter", "SUM", value)
         for name, array in value.items():
             assert np.array_equal(got[name], part(strategy, strategy.reduce("SUM", array), 0)), name
         options = CommunicationOptions(reproducible=True)
         value = np.random.default_rng(comm.rank).standard_normal(5000)
         whole = strategy.reduce("SUM", value, options=options)
-        assert bits(scattered(strategy, "SUM", value, options=options)) == bits(part(strategy, whole, 0))
+        assert bits(inside(strategy, "reduce_scatter", "SUM", value, options=options)) == bits(part(strategy, whole, 0))
 
 
 @pytest.mark.ranks(2, 3)
@@ -63,11 +60,11 @@ def test_mistakes_are_every_ranks_error(comm: Intracomm) -> None:
         for odd, usual, text in mistakes:
             value, axis = odd if comm.rank == 0 else usual
             with pytest.raises(InvalidArgumentError, match=text):
-                scattered(strategy, "SUM", value, axis=axis)
+                inside(strategy, "reduce_scatter", "SUM", value, axis=axis)
             assert strategy.reduce("SUM", 1.0) == comm.size
         for wrong in (True, 0.0, None, "0", (0,), object()):
             with raises_everywhere(comm, TypeError, "axis must be a whole number, got"):
-                scattered(strategy, "SUM", np.ones((4, 4)), axis=wrong)
+                inside(strategy, "reduce_scatter", "SUM", np.ones((4, 4)), axis=wrong)
             assert strategy.reduce("SUM", 1.0) == comm.size
 
 
@@ -89,7 +86,7 @@ def test_nodes_exchange_no_more_than_they_must(comm: Intracomm, nodes: str, monk
         levels.world.traffic.clear()
         levels.across_nodes.traffic.clear()
         value = np.arange(8000.0) + comm.rank
-        got = scattered(strategy, "SUM", value)
+        got = inside(strategy, "reduce_scatter", "SUM", value)
         assert np.array_equal(got, part(strategy, 4 * np.arange(8000.0) + 6, 0))
         assert levels.across_nodes.traffic.nbytes == {"reduce_scatter": value.nbytes // 4}
         assert not levels.world.traffic.nbytes

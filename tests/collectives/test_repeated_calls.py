@@ -5,7 +5,7 @@ import sys
 import time
 import weakref
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,6 @@ from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.native.loading import native
 
 pytestmark = pytest.mark.core
-
-
-@pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
 
 
 def total(comm: Intracomm) -> int:

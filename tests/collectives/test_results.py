@@ -2,7 +2,7 @@
 
 import logging
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,6 @@ from mpidist.context_stack import parts_of
 from mpidist.transport.text import count_text
 
 pytestmark = pytest.mark.core
-
-
-@pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
 
 
 @pytest.mark.parametrize("kib", [16, 32, 64, 128])

@@ -1,6 +1,5 @@
 """`reduce(..., axis=k)`: along axes on every rank, and over ranks, where ranks may have unlike numbers of rows."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -15,12 +14,6 @@ from mpidist.errors import InvalidArgumentError
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
-        yield made
 
 
 def rows(rank: int, count: int, dtype: Any) -> Any:

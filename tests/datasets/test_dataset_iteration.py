@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
 
-from mpidist import InputContext, InputOptions, InputReplicationMode, MultiWorkerMirroredStrategy, Strategy
+from mpidist import InputContext, InputOptions, InputReplicationMode, Strategy
 from mpidist.errors import InvalidArgumentError, PeerFailedError
 
 WORLD = MPI.COMM_WORLD
@@ -17,12 +17,6 @@ RANK, SIZE = WORLD.rank, WORLD.size
 pytestmark = pytest.mark.ranks(1, 3)
 
 BATCHES = [np.arange(4), np.arange(4, 8), np.arange(8, 10)]
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
-        yield made
 
 
 def lists(dataset: Iterable[Any]) -> list[list[Any]]:

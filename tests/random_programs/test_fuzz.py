@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.random_calls import BFLOAT16, Numbers
 from support.ranks import Intracomm
+from support.replicas import inside
 
 import mpidist
 from mpidist import CommunicationOptions, Mirrored, PerReplica, ReduceOp, nest
@@ -204,11 +205,6 @@ def examples() -> st.SearchStrategy[tuple[Call, Call | None, int]]:
     return calls().flatmap(
         lambda usual: st.tuples(st.just(usual), st.one_of(st.none(), deviating(usual)), st.integers(0, 11))
     )
-
-
-def inside(strategy: Strategy, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the replica context."""
-    return strategy.run(lambda: getattr(mpidist.get_replica_context(), method)(*args, **kwargs))
 
 
 def make_out(kind: str, value: Any) -> Any:

@@ -10,6 +10,8 @@ import pytest
 from host_cuda.gpus import down, gpus, one_node, up
 from support.everywhere import raises_everywhere, same_everywhere
 from support.ranks import Intracomm
+from support.replicas import make_variable as make
+from support.replicas import replica_id
 
 import mpidist
 from mpidist import CollectiveAllReduce, IndexedSlices, PerReplica, Variable
@@ -29,17 +31,6 @@ every_number = pytest.mark.parametrize("number", NUM_DEVICES)
 def strategy_of(comm: Intracomm, number: str = "default") -> CentralStorageStrategy:
     count = NUM_DEVICES[number](comm.size)
     return CentralStorageStrategy(None if count is None else [CPU] * count, comm=comm)
-
-
-def make(strategy: CentralStorageStrategy, value: Any, **named: Any) -> Variable:
-    with strategy.scope():
-        return Variable(value, **named)
-
-
-def replica_id() -> int:
-    context = mpidist.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 @every_number
@@ -63,7 +54,7 @@ def test_rules_of_assigning_in_run(comm: Intracomm, number: str) -> None:
     with strategy_of(comm, number) as strategy:
         total = strategy.num_replicas_in_sync
         for method, aggregation in product(methods, aggregations):
-            variable = make(strategy, 10.0, aggregation=aggregation)
+            variable = make(strategy, 10.0, aggregation)
             assign = getattr(variable, method)
             if aggregation == "NONE" and total > 1:
                 with raises_everywhere(comm, ValueError, "aggregation NONE and is one for all ranks of a node"):
@@ -81,7 +72,7 @@ def test_rules_of_assigning_in_run(comm: Intracomm, number: str) -> None:
 @every_number
 def test_variables_are_read_without_a_copy_and_written_once(comm: Intracomm, number: str) -> None:
     with strategy_of(comm, number) as strategy:
-        weights = make(strategy, np.arange(6.0).reshape(2, 3), aggregation="MEAN")
+        weights = make(strategy, np.arange(6.0).reshape(2, 3), "MEAN")
         view = weights.local_value()
         seen = strategy.run(lambda: np.shares_memory(weights.local_value(), view))
         assert list(strategy.experimental_local_results(seen)) == [True] * parts_of(strategy).replicas.num_here
@@ -107,10 +98,10 @@ def test_program_trains(comm: Intracomm, number: str) -> None:
 
     with strategy_of(comm, number) as strategy:
         total = strategy.num_replicas_in_sync
-        weights = make(strategy, np.array([1.0, 2.0]), aggregation="MEAN")
-        table = make(strategy, np.zeros((total, 2)), aggregation="SUM")
-        seen = make(strategy, 0, synchronization="ON_READ", aggregation="SUM")
-        steps = make(strategy, 0, aggregation="ONLY_FIRST_REPLICA")
+        weights = make(strategy, np.array([1.0, 2.0]), "MEAN")
+        table = make(strategy, np.zeros((total, 2)), "SUM")
+        seen = make(strategy, 0, "SUM", "ON_READ")
+        steps = make(strategy, 0, "ONLY_FIRST_REPLICA")
         xs = strategy.experimental_distribute_values_from_function(
             lambda c: np.array([1.0, c.replica_id_in_sync_group])
         )
@@ -165,7 +156,7 @@ def test_ranks_of_several_nodes_are_refused(comm: Intracomm, monkeypatch: pytest
 @pytest.mark.ranks(2)
 def test_what_one_rank_cannot_assign_is_everyones_error(comm: Intracomm) -> None:
     with strategy_of(comm) as strategy:
-        count = make(strategy, np.zeros(2, np.int64), aggregation="SUM")
+        count = make(strategy, np.zeros(2, np.int64), "SUM")
         wrong = np.full(2, 0.5) if comm.rank == comm.size - 1 else np.ones(2, np.int64)
         for assign in (count.assign, lambda x: strategy.run(count.assign, (x,))):
             with raises_everywhere(comm, InvalidArgumentError, f"rank {comm.size - 1}: .*another kind of number"):
@@ -180,7 +171,7 @@ def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, number: str) -> 
     count = NUM_DEVICES[number](comm.size)
     with CentralStorageStrategy(["GPU:0"] * count if count else "GPU:0", comm=comm) as strategy:
         total = strategy.num_replicas_in_sync
-        weights = make(strategy, lambda: up(np.array([1.0, 2.0])), aggregation="SUM")
+        weights = make(strategy, lambda: up(np.array([1.0, 2.0])), "SUM")
         assert arrays.is_device(weights.local_value()) == (total == 1)
         strategy.run(lambda: weights.assign_add(up(np.ones(2))))
         held = weights.local_value()
@@ -197,7 +188,7 @@ def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, number: str) -> 
 @pytest.mark.ranks(2)
 def test_per_replica_value_is_assigned_in_run(comm: Intracomm) -> None:
     with strategy_of(comm, "2P") as strategy:
-        variable = make(strategy, 0.0, aggregation="SUM")
+        variable = make(strategy, 0.0, "SUM")
         ids = PerReplica(tuple(np.float64(at) for at in parts_of(strategy).replicas.ids_here))
         with raises_everywhere(comm, (ValueError, InvalidArgumentError), "reduce the PerReplica first"):
             variable.assign(ids)

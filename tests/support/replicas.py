@@ -1,17 +1,27 @@
 """Numbers of replicas: not chosen, as many as ranks, and so many that ranks carry different numbers of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpidist
-from mpidist import Strategy, Variable
+from mpidist import MultiWorkerMirroredStrategy, Strategy, Variable
 from mpidist.context_stack import parts_of
 from support.ranks import Intracomm
 
-__all__ = ["context", "ids_here", "local", "make_variable", "replica_id", "replicas", "shared_ranks"]
+__all__ = [
+    "context",
+    "ids_here",
+    "inside",
+    "local",
+    "make_variable",
+    "replica_id",
+    "replicas",
+    "shared_ranks",
+    "strategy",
+]
 
 NUMBERS: dict[str, Callable[[int], int | None]] = {
     "None": lambda size: None,
@@ -29,10 +39,22 @@ def replicas(request: pytest.FixtureRequest, comm: Intracomm) -> int | None:
     return NUMBERS[request.param](comm.size)
 
 
+@pytest.fixture
+def strategy(comm: Intracomm) -> Iterator[Strategy]:
+    """Make a strategy of all ranks, for this test alone."""
+    with MultiWorkerMirroredStrategy(comm=comm) as made:
+        yield made
+
+
 def context() -> mpidist.ReplicaContext:
     found = mpidist.get_replica_context()
     assert found is not None
     return found
+
+
+def inside(strategy: Strategy, method: str, *args: Any, **named: Any) -> Any:
+    """Call a method of the replica context in `run`."""
+    return strategy.run(lambda: getattr(context(), method)(*args, **named))
 
 
 def replica_id() -> int:

@@ -22,12 +22,6 @@ every_synchronization = pytest.mark.parametrize("synchronization", ["ON_WRITE", 
 
 
 @pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
-        yield made
-
-
-@pytest.fixture
 def _in_scope(strategy: Strategy) -> Iterator[None]:
     with strategy.scope():
         yield

@@ -10,6 +10,7 @@ import pytest
 from support.agreements import make_agreement
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
+from support.replicas import inside
 
 import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
@@ -26,21 +27,10 @@ Caller = Callable[[Strategy, Any], Any]
 
 
 @pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
-
-
-@pytest.fixture
 def agreement(comm: Intracomm) -> Iterator[MpiAgreement]:
     made = make_agreement(comm)
     yield made
     made.free()
-
-
-def inside(strategy: Strategy, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the replica context."""
-    return strategy.run(lambda: getattr(mpidist.get_replica_context(), method)(*args, **kwargs))
 
 
 def options(**fields: Any) -> CommunicationOptions:

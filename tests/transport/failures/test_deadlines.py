@@ -15,9 +15,9 @@ from support.agreements import make_agreement
 from support.alarms import RangError, alarm
 from support.deadlines import options, recorded_seconds
 from support.ranks import Intracomm
+from support.replicas import inside
 from transport.failures.clocks import LONG_SECONDS, Clock, come_late, let_time_pass, wait_for_late_rank
 
-import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -28,11 +28,6 @@ from mpidist.transport.failures import watchdog
 from mpidist.transport.text import name_ranks
 
 pytestmark = pytest.mark.core
-
-
-def inside(strategy: Strategy, method: str, *args: Any) -> Any:
-    """Call a method of the replica context."""
-    return strategy.run(lambda: getattr(mpidist.get_replica_context(), method)(*args))
 
 
 def late(*ranks: int, size: int) -> str:

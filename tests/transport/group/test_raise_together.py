@@ -1,7 +1,6 @@
 """One rank's exception is everybody's, where the program wants it."""
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -26,12 +25,6 @@ class Awkward(Exception):
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
-
-
-@pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
 
 
 @pytest.mark.ranks(2)

@@ -1,11 +1,9 @@
 """Arrays of more than 2^31 elements: more than an MPI call counts, and than Open MPI sends in one."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import Intracomm
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -15,12 +13,6 @@ pytestmark = [pytest.mark.core, pytest.mark.ranks(2), pytest.mark.long]
 
 COUNT = 2**31 + 9
 MARKS = [0, 2**30 - 1, 2**30, 2**31 - 1, 2**31, COUNT - 1]  # ends of messages, and of the numbers of 32 bits
-
-
-@pytest.fixture
-def strategy(comm: Intracomm) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import gc
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
+from support.reductions import all_reduce
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, Strategy
@@ -22,16 +22,6 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, UnavailableError
 
 WORLD = MPI.COMM_WORLD
-
-
-@pytest.fixture
-def strategy() -> Iterator[Strategy]:
-    with MultiWorkerMirroredStrategy() as made:
-        yield made
-
-
-def all_reduce(strategy: Strategy, value: Any, out: Any) -> Any:
-    return strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value, out=out))
 
 
 @pytest.mark.ranks(2)
@@ -98,7 +88,7 @@ def test_want_of_memory_on_one_node_is_the_error_of_all(
                     allocate(what)
             array, out = (strategy.symmetric_empty(1000, np.float64, per_node=per_node) for per_node in (False, True))
             array[...] = 1
-            assert (all_reduce(strategy, array, out) == WORLD.size).all()
+            assert (all_reduce(strategy, "SUM", array, out=out) == WORLD.size).all()
             assert strategy.reduce("SUM", 1) == WORLD.size
 
 
@@ -112,7 +102,7 @@ def test_nest_of_arrays_keeps_its_form(strategy: Strategy) -> None:
         assert [(array.shape, array.dtype) for array in made["n"]] == [((), np.int64), ((), np.float64)]
         assert isinstance(made["b"], list)
         assert isinstance(made["n"], tuple)
-        assert all_reduce(strategy, like, made) is made
+        assert all_reduce(strategy, "SUM", like, out=made) is made
         assert (made["b"][0] == WORLD.size * np.arange(4)).all()
     foreign = np.arange(3).astype(np.dtype(np.int32).newbyteorder("S"))
     array = strategy.symmetric_empty_like(mpidist.PerReplica((foreign,)))
@@ -190,8 +180,8 @@ def test_memory_of_reduced_arrays_is_given_back_with_them(strategy: Strategy) ->
                 shared = strategy.symmetric_empty_like(values, per_node=per_node)
                 seen = weakref.ref(shared[0] if isinstance(shared, list) else shared)
                 for _ in range(2):
-                    all_reduce(strategy, shared if is_value else values, values if is_value else shared)
-                    all_reduce(strategy, shared, shared)
+                    all_reduce(strategy, "SUM", shared if is_value else values, out=values if is_value else shared)
+                    all_reduce(strategy, "SUM", shared, out=shared)
                 del shared
                 assert seen() is None
             for value in own:
@@ -233,12 +223,12 @@ def test_ranks_may_let_go_of_arrays_at_other_times(strategy: Strategy) -> None:
         value = strategy.symmetric_empty(count, np.float32)
         out = strategy.symmetric_empty(count, np.float32, per_node=per_node)
         value[...] = WORLD.rank + step
-        all_reduce(strategy, value, out)
+        all_reduce(strategy, "SUM", value, out=out)
         assert (out == sum(range(WORLD.size)) + step * WORLD.size).all()
         WORLD.Barrier()
         if WORLD.rank % 2 == 0:
             kept += [value, out]
     del value, out
     private = np.ones(count, np.float32)
-    all_reduce(strategy, private, private)
+    all_reduce(strategy, "SUM", private, out=private)
     assert (private == WORLD.size).all()
