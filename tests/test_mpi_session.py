@@ -40,12 +40,7 @@ def write(folder, source):
 class Result:
     def __init__(self, folder, *arguments, **variables):
         done = subprocess.run(
-            command(*arguments),
-            cwd=folder,
-            env=environment(**variables),
-            capture_output=True,
-            text=True,
-            check=False,
+            command(*arguments), cwd=folder, env=environment(**variables), capture_output=True, text=True, check=False
         )
         self.status, self.text = done.returncode, done.stdout + done.stderr
 

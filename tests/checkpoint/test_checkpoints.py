@@ -187,10 +187,7 @@ CHIEFS: list[tuple[Callable[[Checkpoint, Path], Any], str]] = [  # what the chie
 
 @pytest.mark.ranks(3)
 def test_save_or_restore_by_the_chief_alone_is_named(comm: Intracomm, folder: Path) -> None:
-    last = {
-        "save": "save, and each writes a share",
-        "restore": "restore, and each reads a share",
-    }
+    last = {"save": "save, and each writes a share", "restore": "restore, and each reads a share"}
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         with strategy.scope():
             checkpoint = Checkpoint(v=Variable(np.zeros(3)))

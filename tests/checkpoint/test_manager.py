@@ -292,10 +292,7 @@ def test_error_of_a_checksum_is_the_error_of_the_save(
         raise MemoryError("no room for a checksum")
 
     monkeypatch.setattr(saving_module if comm.size > 1 else parts_module, "checksum", fail)
-    with (
-        MultiWorkerMirroredStrategy(comm=comm) as strategy,
-        pytest.raises(MemoryError, match="no room for a checksum"),
-    ):
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, pytest.raises(MemoryError, match="no room for a checksum"):
         CheckpointManager(made(strategy, comm.rank), folder).save(1)
 
 

@@ -65,14 +65,8 @@ SIGNALS = {
         "train(before_call=lambda step: step >= 1 and rank == 0 and (send(), send(signal.SIGUSR1)))",
         2,
     ),
-    "before the first step": (
-        "train(before_call=lambda step: step == 0 and rank == 0 and send())",
-        1,
-    ),
-    "while it saves": (
-        WHILE_SAVING,
-        3,
-    ),
+    "before the first step": ("train(before_call=lambda step: step == 0 and rank == 0 and send())", 1),
+    "while it saves": (WHILE_SAVING, 3),
     "at the end of its time": ("train(time_limit_seconds=0.0 if rank == 1 else None)", 1),
     "in another scope": ("with strategy:\n    train(before_call=lambda step: rank == 1 and step == 2 and send())", 3),
 }

@@ -116,11 +116,7 @@ def test_it_tells_ranks_apart_and_nodes(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("works", [True, False])
 def test_it_proves_whether_mpi_takes_device_memory_where_mpi_says_so(
-    emulated: Emulated,
-    comm: Intracomm,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    works: bool,
+    emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     tries: list[int] = []
 

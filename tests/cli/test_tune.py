@@ -91,8 +91,7 @@ def test_wrong_arguments_are_said(arguments: list[str], complaint: str, capfd: p
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize(
-    ("name", "example"),
-    [("tune", "mpirun -n 4 python -m mpidist tune"), ("flight", "python -m mpidist flight mpi")],
+    ("name", "example"), [("tune", "mpirun -n 4 python -m mpidist tune"), ("flight", "python -m mpidist flight mpi")]
 )
 def test_help_of_a_command_starts_no_mpi(name: str, example: str) -> None:
     program = (
@@ -102,11 +101,7 @@ def test_help_of_a_command_starts_no_mpi(name: str, example: str) -> None:
         "assert 'mpi4py.MPI' not in sys.modules\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", program], env=clean_environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert example in done.stdout
@@ -114,9 +109,7 @@ def test_help_of_a_command_starts_no_mpi(name: str, example: str) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
-    ("placement", "transport"),
-    [("one node", "auto"), ("cyclic", "auto"), ("growing", "mpi")],
-    indirect=["placement"],
+    ("placement", "transport"), [("one node", "auto"), ("cyclic", "auto"), ("growing", "mpi")], indirect=["placement"]
 )
 def test_ranks_measure_together_and_alike(
     placement: tuple[int, ...], transport: str, monkeypatch: pytest.MonkeyPatch

@@ -58,12 +58,7 @@ def test_malformed_host_list_is_refused_with_its_place(text: str, place: str, wh
 
 @pytest.mark.parametrize(
     ("text", "counts"),
-    [
-        ("2", [2]),
-        ("2,1,3", [2, 1, 3]),
-        ("3(x2),2,11(x4)", [3, 3, 2, 11, 11, 11, 11]),
-        ("13(x10)", [13] * 10),
-    ],
+    [("2", [2]), ("2,1,3", [2, 1, 3]), ("3(x2),2,11(x4)", [3, 3, 2, 11, 11, 11, 11]), ("13(x10)", [13] * 10)],
 )
 def test_tasks_per_node_are_written_out(text: str, counts: list[int]) -> None:
     assert expand_tasks_per_node(text) == counts

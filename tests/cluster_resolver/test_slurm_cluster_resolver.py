@@ -272,16 +272,8 @@ def test_what_slurm_has_said_is_not_compared_by_hosts() -> None:
         ("block", {"SLURM_PROCID": "1", "SLURM_NODEID": "1"}, "SLURM_NODEID would be '0' and is '1'"),
         ("cyclic", {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, "SLURM_LOCALID would be '0' and is '1'"),
         ("block", {"SLURM_PROCID": "0", "SLURM_GTIDS": "0,2"}, "SLURM_GTIDS would be '0,1' and is '0,2'"),
-        (
-            "block",
-            {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1"},
-            "SLURMD_NODENAME would be 'n2' and is 'n1'",
-        ),
-        (
-            None,
-            {"SLURM_PROCID": "1", "SLURM_NODEID": "2"},
-            "would be '0' and is '2' or SLURM_NODEID would be '1'",
-        ),
+        ("block", {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1"}, "SLURMD_NODENAME would be 'n2' and is 'n1'"),
+        (None, {"SLURM_PROCID": "1", "SLURM_NODEID": "2"}, "would be '0' and is '2' or SLURM_NODEID would be '1'"),
     ],
 )
 def test_layout_that_this_tasks_place_contradicts_is_refused(
@@ -380,19 +372,11 @@ def test_gpus_of_a_node_are_divided_among_its_tasks(
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        (
-            {"gpus_per_task": 3},
-            {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
-            r"3 for 2 task\(s\) on a node, but 4 are",
-        ),
+        ({"gpus_per_task": 3}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, r"3 for 2 task\(s\) on a node, but 4 are"),
         ({"gpus_per_task": 1}, {}, "but 0 are"),
         ({"gpus_per_node": 2}, {"CUDA_VISIBLE_DEVICES": ""}, "gpus_per_node=2, but 0 are"),
         ({"gpus_per_node": 8}, {"SLURM_GPUS_ON_NODE": "4"}, "gpus_per_node=8, but 4 are"),
-        (
-            {"gpus_per_task": 2},
-            {"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "4"},
-            r"2 for 1 task\(s\)",
-        ),
+        ({"gpus_per_task": 2}, {"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "4"}, r"2 for 1 task\(s\)"),
     ],
 )
 def test_more_gpus_than_visible_are_refused(arguments: dict[str, int], variables: dict[str, str], message: str) -> None:

@@ -75,13 +75,7 @@ Job = Callable[..., Ended]
 def job(tmp_path: Path) -> Job:
     """Run a program on 3 ranks of the MPI library that these tests run with."""
 
-    def run(
-        body: str,
-        ranks: int = 3,
-        head: str = HEAD,
-        before: Sequence[str] = (),
-        **variables: str,
-    ) -> Ended:
+    def run(body: str, ranks: int = 3, head: str = HEAD, before: Sequence[str] = (), **variables: str) -> Ended:
         script = tmp_path / "program.py"
         script.write_text(head + body)
         command = [*Launcher.find(None).command, "-n", str(ranks), *before, sys.executable, str(script)]

@@ -25,11 +25,7 @@ MAX_MODULES = 16  # in a folder, besides its `__init__`
 # May be imported inside functions: they start MPI or CUDA, take long, or are needed by one function alone.
 GUARDED = ("mpi4py", "cupy", "ml_dtypes", "optax")
 WHERE_GUARDED = {
-    "mpi4py": (
-        "mpidist.transport.mpi.library",
-        "mpidist.transport.mpi.communicator",
-        "mpidist.cluster_resolver.",
-    ),
+    "mpi4py": ("mpidist.transport.mpi.library", "mpidist.transport.mpi.communicator", "mpidist.cluster_resolver."),
     "cupy": ("mpidist.transport.cuda",),
     "ml_dtypes": ("mpidist.transport.half",),
     "optax": ("mpidist.jax",),

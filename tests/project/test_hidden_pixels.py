@@ -25,12 +25,7 @@ def run(folder: Path, ranks: int, *arguments: str, **variables: str) -> subproce
     program = [sys.executable, str(ROOT / "docs" / "examples" / "hidden_pixels.py"), *arguments]
     command = [*Launcher.find(None).command, "-n", str(ranks), *program] if ranks else program
     return subprocess.run(
-        command,
-        env={**environment(), **variables},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, env={**environment(), **variables}, cwd=folder, capture_output=True, text=True, check=False
     )
 
 

@@ -41,10 +41,7 @@ def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, st
     command = ["bash", str(SCRIPT), "train.py", "--name", "two words"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1:] == [
-        said,
-        f"{started} --kill-on-bad-exit=1 python train.py --name two words",
-    ]
+    assert done.stdout.splitlines()[1:] == [said, f"{started} --kill-on-bad-exit=1 python train.py --name two words"]
 
 
 @pytest.mark.parametrize(

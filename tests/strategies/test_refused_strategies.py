@@ -10,12 +10,7 @@ from mpi4py import MPI
 from support.everywhere import raises_everywhere
 
 import mpidist
-from mpidist import (
-    CommunicationOptions,
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    Strategy,
-)
+from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
 from mpidist.cluster_resolver import ClusterSpec, MPIClusterResolver, SimpleClusterResolver
 from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError

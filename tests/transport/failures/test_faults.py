@@ -177,11 +177,7 @@ error = attempt("error", lambda: reduce(DEADLINE))
 
 @pytest.mark.parametrize(
     ("death", "placement", "is_caught"),
-    [
-        ("os._exit", TWO, True),
-        ("SIGTERM", UNEVEN, False),
-        ("SIGKILL", BLOCKS, True),
-    ],
+    [("os._exit", TWO, True), ("SIGTERM", UNEVEN, False), ("SIGKILL", BLOCKS, True)],
     ids=str,
 )
 def test_death_is_seen_by_all_without_a_deadline(job: Job, death: str, placement: Placement, is_caught: bool) -> None:

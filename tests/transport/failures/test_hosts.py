@@ -104,12 +104,7 @@ def test_hosts_run_ranks_and_a_killed_one_loses_its_processes_alone(hosts: Hosts
     program = "import sys; from mpi4py.MPI import *; sys.stdout.write(f'{Get_processor_name()} {COMM_WORLD.size}\\n')"
     command = [*hosts.mpiexec(Path(sys.executable), 3), sys.executable, "-c", program]
     done = subprocess.run(
-        command,
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, env=clean_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     assert sorted(done.stdout.splitlines()) == ["h1 3", "h1 3", "h2 3"], done.stderr
     with pytest.raises(HostsError, match="5 ranks cannot run on 2 hosts with 2 slots each"):

@@ -32,9 +32,7 @@ WARNING = "starting MPI on rank 0 has waited"
 
 
 @pytest.mark.parametrize(
-    ("fault", "status", "ranks"),
-    [("raise KeyError('mine')", 1, 3), ("sys.exit(3)", 3, 2)],
-    ids=["exception", "exit"],
+    ("fault", "status", "ranks"), [("raise KeyError('mine')", 1, 3), ("sys.exit(3)", 3, 2)], ids=["exception", "exit"]
 )
 def test_rank_that_fails_before_its_first_strategy_ends_the_job(job: Job, fault: str, status: int, ranks: int) -> None:
     """Whether the other ranks wait in MPI_Init for the rank, or do not come there for long."""

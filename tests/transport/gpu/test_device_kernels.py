@@ -293,8 +293,7 @@ def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(gpus: cuda.Cuda)
 
 
 @pytest.mark.parametrize(
-    "keeps",
-    ["nothing", "an array", "a view", "a pointer", "memory", "memory of its own", "a capsule", "a shape"],
+    "keeps", ["nothing", "an array", "a view", "a pointer", "memory", "memory of its own", "a capsule", "a shape"]
 )
 def test_arrays_serve_again_when_a_program_has_let_go_of_all(gpus: cuda.Cuda, keeps: str) -> None:
     """Also of what CuPy and other libraries make of them. Whoever changes a shape has changed it for no later call."""

@@ -130,10 +130,7 @@ def test_without_nccl_arrays_are_staged_and_the_reason_is_said(
 
 @pytest.mark.ranks(3)
 def test_more_ranks_than_gpus_are_staged(
-    gpus: cuda.Cuda,
-    comm: Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_own_settings(monkeypatch)
     for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):

@@ -6,14 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contributions import (
-    UFUNCS,
-    bits,
-    flat_trees,
-    in_tree_order,
-    rows_of_this_rank,
-    unlike_numbers,
-)
+from support.contributions import UFUNCS, bits, flat_trees, in_tree_order, rows_of_this_rank, unlike_numbers
 from support.ranks import Intracomm
 from support.transports import set_sizes
 

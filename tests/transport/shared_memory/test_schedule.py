@@ -9,13 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpidist.transport.shared_memory.schedule import (
-    Move,
-    Schedule,
-    chunk_bounds,
-    fused_schedule,
-    scatter_schedule,
-)
+from mpidist.transport.shared_memory.schedule import Move, Schedule, chunk_bounds, fused_schedule, scatter_schedule
 
 pytestmark = pytest.mark.no_mpi
 

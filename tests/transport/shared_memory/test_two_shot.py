@@ -11,14 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contributions import (
-    COMPLEX,
-    HALVES,
-    INTEGERS,
-    REALS,
-    contribution,
-    reduction_of,
-)
+from support.contributions import COMPLEX, HALVES, INTEGERS, REALS, contribution, reduction_of
 from support.placements import one_and_two_nodes
 from support.ranks import Intracomm
 from support.transports import set_sizes
