@@ -1,6 +1,5 @@
 """Checkpoints: what they hold, what is restored on how many ranks, replicas and servers, and what is refused."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,30 +173,6 @@ def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm: Intracomm, fold
             with raises_everywhere(two, ValueError, "sum has one copy for each replica .* synchronization .* servers"):
                 Checkpoint(sum=Variable(0)).restore(path, partial=True)
     comm.Barrier()
-
-
-CHIEFS: list[tuple[Callable[[Checkpoint, Path], Any], str]] = [  # what the chief calls alone, and its name in the error
-    (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).save(), "save"),
-    (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).save(3), "save"),
-    (lambda checkpoint, folder: checkpoint.write(folder / "one"), "save"),
-    (lambda checkpoint, folder: checkpoint.restore(folder / "one"), "restore"),
-    (lambda checkpoint, folder: CheckpointManager(checkpoint, folder).restore_or_initialize(), "restore"),
-]
-
-
-@pytest.mark.ranks(3)
-def test_save_or_restore_by_the_chief_alone_is_named(comm: Intracomm, folder: Path) -> None:
-    last = {"save": "save, and each writes a share", "restore": "restore, and each reads a share"}
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        with strategy.scope():
-            checkpoint = Checkpoint(v=Variable(np.zeros(3)))
-        for call, name in CHIEFS:
-            text = rf"rank 0: {name} of a checkpoint; .*reduce\n  line: .*\n  all ranks call {last[name]}$"
-            with raises_everywhere(comm, InvalidArgumentError, text):
-                if comm.rank == 0:
-                    call(checkpoint, folder)
-                strategy.reduce("sum", 1.0)
-        assert list(folder.iterdir()) == []
 
 
 @pytest.mark.ranks(3)

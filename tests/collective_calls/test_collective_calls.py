@@ -11,13 +11,12 @@ import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
-from transport.failures.clocks import Clock
 
 import mpidist
-from mpidist import CommunicationOptions, OneDeviceStrategy
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist import OneDeviceStrategy
 from mpidist.context_stack import parts_of
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
 
 pytestmark = pytest.mark.core
@@ -44,26 +43,6 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(
                 f"{late}-{rank}" for rank in range(comm.size)
             }
             strategy.barrier()
-
-
-@pytest.mark.ranks(2, 3)
-def test_barrier_is_compared_and_has_a_deadline(comm: Intracomm, clock: Clock) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, InvalidArgumentError, r"barrier\(\)"):
-            strategy.barrier() if comm.rank else strategy.reduce("sum", 1)
-        strategy.barrier()
-    strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=600), comm=comm)
-    if comm.rank:
-        clock.go_on_in_wait()
-        with pytest.raises(DeadlineExceededError, match=r"barrier\(\)"):
-            strategy.barrier()
-    comm.Barrier()
-    if comm.rank == 0:
-        with pytest.raises(DeadlineExceededError):
-            strategy.barrier()
-    strategy.reset()
-    strategy.barrier()
-    strategy.close()
 
 
 # --- broadcast ---
@@ -257,44 +236,6 @@ def test_calls_of_objects_that_differ_are_refused(comm: Intracomm) -> None:
         assert strategy.gather_object(comm.rank) == list(range(comm.size))
 
 
-@pytest.mark.ranks(3)
-def test_calls_of_objects_have_deadlines(comm: Intracomm, clock: Clock) -> None:
-    strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=600), comm=comm)
-    if comm.rank:
-        clock.go_on_in_wait()
-        with pytest.raises(DeadlineExceededError, match="gather_object"):
-            strategy.gather_object(1)
-    comm.Barrier()
-    if comm.rank == 0:
-        with pytest.raises(DeadlineExceededError):
-            strategy.broadcast_object(1)
-    strategy.reset()
-    assert strategy.broadcast_object(comm.rank, 1) == 1
-    strategy.close()
-
-
-# --- where they may be called ---
-
-CALLS = {
-    "barrier": lambda strategy: strategy.barrier(),
-    "broadcast": lambda strategy: strategy.broadcast(1.0),
-    "broadcast_object": lambda strategy: strategy.broadcast_object(1),
-    "gather_object": lambda strategy: strategy.gather_object(1),
-}
-
-
-@pytest.mark.ranks(1, 3)
-def test_calls_are_for_cross_replica_context(comm: Intracomm) -> None:
-    for name, call in CALLS.items():
-        with MultiWorker(comm=comm) as strategy:
-            with pytest.raises(RuntimeError, match=f"{name}.* requires being in cross-replica context"):
-                strategy.run(call, args=(strategy,))
-            with strategy.scope():
-                call(strategy)
-        with pytest.raises(RuntimeError, match=f"{name}.*closed"):
-            call(strategy)
-
-
 @pytest.mark.no_mpi
 def test_one_process_calls_them_too() -> None:
     with OneDeviceStrategy() as strategy:
@@ -315,7 +256,7 @@ def test_replicas_of_a_rank_make_one_call(comm: Intracomm) -> None:
 @pytest.mark.ranks(1)
 def test_workers_of_parameter_servers_are_not_in_step() -> None:
     with ParameterServerStrategy(comm=MPI.COMM_SELF) as strategy:
-        for name in CALLS.keys() - {"barrier"}:
+        for name in ("broadcast", "broadcast_object", "gather_object"):
             with pytest.raises(RuntimeError, match=f"{name} of a ParameterServerStrategy: its workers are not in step"):
-                CALLS[name](strategy)
+                getattr(strategy, name)(1)
         strategy.barrier()

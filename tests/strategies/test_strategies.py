@@ -3,17 +3,16 @@
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.calls import calls_of_strategy
 from support.placements import one_and_two_nodes
-from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
 
 import mpidist
-from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, TopologyError, UnavailableError
+from mpidist import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
+from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError, UnavailableError
 from mpidist.strategies.default import DefaultStrategy
 
 WORLD = MPI.COMM_WORLD
@@ -47,20 +46,6 @@ def test_group_is_all_ranks_or_this_one(kind: str) -> None:
                 copies(strategy)
 
 
-USES: list[Callable[[Strategy], Any]] = [
-    lambda s: s.scope(),
-    lambda s: s.run(lambda: None),
-    lambda s: s.reduce("SUM", 1.0),
-    lambda s: s.reduce("SUM", np.ones(2), axis=0),
-    lambda s: s.gather(np.ones(2), axis=0),
-    lambda s: s.extended.reduce_to("SUM", 1.0, "all"),
-    lambda s: s.extended.broadcast_to(1.0, "all"),
-    lambda s: s.symmetric_empty(3, np.float32),
-    lambda s: s.reset(),
-    lambda s: list(s.experimental_distribute_dataset([np.ones(2)])),
-]
-
-
 @every_kind
 def test_use_after_close_is_refused(kind: str) -> None:
     """Also by a variable and a data set; closing twice is fine."""
@@ -72,9 +57,12 @@ def test_use_after_close_is_refused(kind: str) -> None:
             with pytest.raises(RuntimeError, match="closed strategy"):
                 mpidist.Variable(1.0)
     strategy.close()
-    for use in (*USES, lambda _: metric.read_value(), lambda _: next(steps)):
+    calls = {"scope": strategy.scope, "reset": strategy.reset, "read": metric.read_value, "next": lambda: next(steps)}
+    for call in (calls | calls_of_strategy(strategy)).values():
         with pytest.raises(RuntimeError, match="closed strategy"):
-            use(strategy)
+            call()
+    with pytest.raises(RuntimeError, match="closed strategy"):
+        list(strategy.experimental_distribute_dataset([np.ones(2)]))
 
 
 @pytest.mark.ranks(3)
@@ -228,56 +216,3 @@ def test_reset_of_a_working_strategy_leaves_it_working() -> None:
         for _ in range(2):
             strategy.reset()
             assert strategy.reduce("SUM", variable.local_value()) == WORLD.size
-
-
-LATE: list[Callable[[Strategy, Any], Any]] = [
-    lambda s, steps: s.reduce("SUM", 1.0),
-    lambda s, steps: s.reduce("MEAN", np.ones(2), axis=0),
-    lambda s, steps: s.gather(np.ones(2), 0),
-    lambda s, steps: s.gather_object("a"),
-    lambda s, steps: s.barrier(),
-    lambda s, steps: s.broadcast(1.0),
-    lambda s, steps: s.extended.broadcast_to(1.0, "all"),
-    lambda s, steps: s.run(lambda: mpidist.get_replica_context().merge_call(lambda strategy: None)),
-    lambda s, steps: s.run(lambda: mpidist.Variable(0.0)),
-    lambda s, steps: next(steps),
-    lambda s, steps: s.symmetric_empty(1, np.float32),
-]
-
-
-@pytest.mark.ranks(3)
-def test_deadline_of_the_options_counts_for_every_collective(comm: MPI.Intracomm, clock: Clock) -> None:
-    """After `reset()` the strategy works again."""
-    options = CommunicationOptions(timeout_seconds=600)
-    late = WORLD.size - 1
-    with MultiWorkerMirroredStrategy(communication_options=options) as strategy:
-        for call in LATE:
-            steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
-            told = comm.Dup()  # is not freed: a rank that hears of the deadline from another leaves a message in it
-            if WORLD.rank == late:
-                let_time_pass(told)
-                WORLD.Barrier()
-            else:
-                wait_for_late_rank(clock, told, late, lambda: False)
-            first = f"waited 600 s, and rank {late} of {WORLD.size} ranks did not join it"
-            with pytest.raises(DeadlineExceededError, match=f"{first}|had given up waiting"):
-                call(strategy, steps)
-            clock.in_wait = lambda: None
-            if WORLD.rank != late:
-                WORLD.Barrier()
-            with pytest.raises(DeadlineExceededError, match="an earlier call failed"):  # at once
-                strategy.reduce("SUM", 1.0)
-            WORLD.Barrier()
-            strategy.reset()
-            assert strategy.reduce("SUM", 1.0) == WORLD.size
-
-
-@pytest.mark.ranks(2)
-def test_call_of_a_strategy_that_a_rank_has_closed_fails_elsewhere() -> None:
-    strategy = MultiWorkerMirroredStrategy()
-    if WORLD.rank == 0:
-        strategy.close()
-        return
-    with pytest.raises(PeerFailedError, match="rank 0 closed the strategy"):
-        strategy.reduce("SUM", 1.0)
-    strategy.close()

@@ -5,17 +5,16 @@ import re
 import signal
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.agreements import make_agreement
 from support.alarms import RangError, alarm
+from support.calls import every_call
 from support.deadlines import options, recorded_seconds
 from support.ranks import Intracomm
-from support.replicas import inside
 from transport.failures.clocks import LONG_SECONDS, Clock, come_late, let_time_pass, wait_for_late_rank
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -127,29 +126,16 @@ def test_late_ranks_are_named_across_nodes_and_over_messages(
     strategy.close()
 
 
-WAITS: dict[str, Callable[[Strategy], Any]] = {
-    "reduce": lambda s: s.reduce("SUM", 1.0),
-    "reduce along an axis": lambda s: s.reduce("SUM", np.ones(2), axis=0),
-    "reduce_to": lambda s: s.extended.reduce_to("SUM", 1.0, 0),
-    "batch_reduce_to": lambda s: s.extended.batch_reduce_to("SUM", []),
-    "broadcast_to": lambda s: s.extended.broadcast_to(1.0, 0),
-    "gather": lambda s: s.gather(np.ones(1), 0),
-    "all_reduce": lambda s: inside(s, "all_reduce", "SUM", 1.0),
-    "all_gather": lambda s: inside(s, "all_gather", np.ones(1), 0),
-    "merge_call": lambda s: inside(s, "merge_call", str),
-    "symmetric_empty": lambda s: s.symmetric_empty(3, "f4"),
-}
-
-
 @pytest.mark.ranks(3)
-def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Clock) -> None:
-    strategy = Strategy(None, options(600), comm=comm)
+def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Clock, tmp_path: Path) -> None:
+    strategy, folder = Strategy(None, options(600), comm=comm), Path(comm.bcast(str(tmp_path)))
     pattern = rf"\(call \d+\) on rank 0 waited 600 s, and {late(*range(1, comm.size), size=comm.size)}"
-    for name, call in WAITS.items():
+    for name in every_call(strategy, folder):
+        call = every_call(strategy, folder)[name]
         if comm.rank == 0:
             clock.go_on_in_wait()
-            with pytest.raises(DeadlineExceededError, match=pattern):
-                call(strategy)
+            with pytest.raises(DeadlineExceededError, match=f"^{name} {pattern}"):
+                call()
         comm.Barrier()
         strategy.reset()
         assert strategy.reduce("SUM", 1.0) == comm.size, name
