@@ -83,14 +83,6 @@ def test_outs_that_share_bounds_and_no_memory_are_no_overlap(strategy: Strategy)
     assert np.delete(memory, places).tolist() == [0] * 9
 
 
-@pytest.mark.ranks(3)
-def test_means_of_integers_go_into_floats(strategy: Strategy) -> None:
-    value, out = np.full(3, 3, np.int64), np.zeros(3)
-    assert (all_reduce(strategy, "MEAN", value, out=out) == 3).all()
-    assert (all_reduce(strategy, "MEAN", 4, out=out[0:1].reshape(())) == 4).all()
-    assert out.tolist() == [4, 3, 3]
-
-
 @pytest.mark.parametrize("shape", [(4, 6), LARGE])
 def test_arrays_of_other_libraries_take_the_result(strategy: Strategy, shape: tuple[int, ...]) -> None:
     """Those that can be written through DLPack: new ones, arguments themselves, and beside others."""

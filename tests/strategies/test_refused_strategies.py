@@ -32,36 +32,47 @@ def loggers() -> Iterator[None]:
 @pytest.mark.ranks(1, 2)
 def test_variable_that_is_not_understood_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is set on one rank alone."""
-    for name, value, kind in (
-        ("MPIDIST_CHECK", "yes", ValueError),
-        ("MPIDIST_TIMEOUT_SECONDS", "-1", ValueError),
-        ("MPIDIST_PRETEND_NODES", "0,a", ValueError),
-        ("MPIDIST_PRETEND_NODES", ",".join("0" * (WORLD.size + 1)), TopologyError),
+    last, is_wrong, transports = WORLD.size - 1, "is not understood", "; it is one of auto, mpi, shared_memory"
+    for name, value, text in (
+        ("MPIDIST_CHECK", "yes", is_wrong),
+        ("MPIDIST_TIMEOUT_SECONDS", "-1", is_wrong),
+        ("MPIDIST_TRANSPORT", "nonsense", is_wrong + transports),
+        ("MPIDIST_TRANSPORT", "MPI", is_wrong + transports),
+        ("MPIDIST_PRETEND_NODES", "0,a", is_wrong),
+        ("MPIDIST_PRETEND_NODES", ",".join("0" * (WORLD.size + 1)), ""),
     ):
+        kind, wrong = (ValueError, f"{name}='{value}' {text}") if text else (TopologyError, name)
         monkeypatch.setenv(name, value)
-        with pytest.raises(kind, match=name):
+        with raises_everywhere(WORLD, kind, f"^rank 0: {wrong}" if text else f"^{wrong} names the nodes of"):
             MultiWorkerMirroredStrategy()
-        if WORLD.rank < WORLD.size - 1:
+        if WORLD.rank < last:
             monkeypatch.delenv(name)
-        with pytest.raises((kind, TopologyError), match=name):
+        with raises_everywhere(WORLD, kind, f"^rank {last}: {wrong}" if text else wrong):
             MultiWorkerMirroredStrategy()
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.usefixtures("loggers")
 def test_variable_that_differs_between_ranks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = "rank 0" if WORLD.size == 2 else f"ranks 0-{WORLD.size - 2}"
     for name, value, another in (
         ("MPIDIST_CHECK", "0", "1"),
+        ("MPIDIST_CHECK", "", "1"),
         ("MPIDIST_STALL_SECONDS", "10", "20"),
         ("MPIDIST_TIMEOUT_SECONDS", "100", "200"),
+        ("MPIDIST_TIMEOUT_SECONDS", "", "1"),
+        ("MPIDIST_TRANSPORT", "", "mpi"),
         ("MPIDIST_ON_ERROR", "raise", "abort"),
         ("MPIDIST_LOG", "ERROR", "CRITICAL"),
         ("MPIDIST_PRETEND_NODES", ",".join("0" * WORLD.size), ",".join("1" * WORLD.size)),
     ):
         with monkeypatch.context() as patch:
-            patch.setenv(name, another if WORLD.rank == WORLD.size - 1 else value)
-            with pytest.raises(TopologyError, match=rf"{name} must be the same.*rank {WORLD.size - 1}: .{another}."):
+            own = another if WORLD.rank == WORLD.size - 1 else value
+            patch.setenv(name, own) if own else patch.delenv(name, raising=False)
+            has = f"'{value}'" if value else "not set"
+            text = f"^the environment variable {name} must be the same on all ranks: {others}: {has}; rank"
+            with raises_everywhere(WORLD, TopologyError, f"{text} {WORLD.size - 1}: '{another}'; set it"):
                 MultiWorkerMirroredStrategy()
 
 

@@ -5,20 +5,15 @@ See `tests/support/transports.py` for the modules that are run on both.
 
 import gc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.contributions import HALVES, REALS, bits
-from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import TRANSPORTS
 
-from mpidist import CommunicationOptions, HierarchicalCopyAllReduce
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.errors import TopologyError
 from mpidist.transport.communicator import SoloCommunicator
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
@@ -61,47 +56,6 @@ def test_messages_need_no_shared_memory(comm: Intracomm, monkeypatch: pytest.Mon
         array[...] = comm.rank
         assert (all_reduce(strategy, "SUM", array, out=together) == sum(range(comm.size))).all()
         assert (all_reduce(strategy, "SUM", array, out=array) == sum(range(comm.size))).all()
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_transport_that_there_is_not_is_every_ranks_error(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where only one rank asks for it."""
-    for name in ("nonsense", "MPI"):
-        pattern = f"MPIDIST_TRANSPORT='{name}' is not understood; it is one of auto, mpi, shared_memory"
-        last = comm.size - 1
-        monkeypatch.delenv("MPIDIST_TRANSPORT", raising=False)
-        if comm.rank == last:
-            monkeypatch.setenv("MPIDIST_TRANSPORT", name)
-        with raises_everywhere(comm, ValueError, f"rank {last}: {pattern}"):
-            Strategy(comm=comm)
-        monkeypatch.setenv("MPIDIST_TRANSPORT", name)
-        with raises_everywhere(comm, ValueError, f"rank 0: {pattern}"):
-            Strategy(comm=comm)
-
-
-@pytest.mark.ranks(2)
-def test_ranks_must_ask_for_one_transport(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or some would wait for a message, and some in shared memory."""
-    if comm.rank == 0:
-        monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
-    with raises_everywhere(comm, TopologyError, "MPIDIST_TRANSPORT must be the same on all ranks: rank 0: 'mpi'; rank"):
-        Strategy(comm=comm)
-
-
-@pytest.mark.ranks(min=2)
-def test_results_in_rank_order_do_not_depend_on_the_transport(
-    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit by bit, small and in several chunks."""
-    options = CommunicationOptions(reproducible=True)
-    random = np.random.default_rng(comm.rank)
-    value = [random.standard_normal(count).astype(dtype) for dtype in (*REALS, *HALVES) for count in (3, 4000, 150_000)]
-    results: list[list[Any]] = []
-    for transport in TRANSPORTS:
-        monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
-        with Strategy(None, options, cross_device_ops=HierarchicalCopyAllReduce(), comm=comm) as strategy:
-            results.append(strategy.reduce("SUM", value) + strategy.reduce("MEAN", value))
-    assert all(bits(one) == bits(other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.ranks(2)

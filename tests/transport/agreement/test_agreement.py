@@ -16,7 +16,7 @@ import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError
+from mpidist.errors import InvalidArgumentError, PeerFailedError
 from mpidist.transport.agreement.agreement import Call, SoloAgreement
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
@@ -285,16 +285,3 @@ def test_errors_of_several_kinds_are_one_error_that_names_each(comm: Intracomm) 
         with raises_everywhere(comm, InvalidArgumentError, "error: rank 0: KeyError: .*; ranks? .*: ValueError: no v"):
             parts_of(strategy).agree("call", {}, error)
         assert strategy.reduce("SUM", 1) == comm.size
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("name", ["MPIDIST_CHECK", "MPIDIST_TIMEOUT_SECONDS"])
-def test_variables_must_agree(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if comm.rank == 0:
-        monkeypatch.setenv(name, "1")
-    with raises_everywhere(
-        comm,
-        TopologyError,
-        f"^the environment variable {name} must be the same on all ranks: rank 0: '1'; ranks? .*: not set; set it",
-    ):
-        Strategy(comm=comm)

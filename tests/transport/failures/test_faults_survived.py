@@ -165,6 +165,7 @@ def test_late_rank_is_named_in_a_warning_where_there_is_no_deadline(job: Job, pl
 
 NO_SPACE = """
 attempt("sum", lambda: strategy.reduce("SUM", np.full(300_000, rank + 1.0)).sum())
+attempt("left", lambda: [name for name in os.listdir("/dev/shm") if name.startswith("mpidist-")])
 """
 SMALL = "4600k"  # enough for MPICH to start three ranks, too little for the slots of mpidist
 
@@ -187,6 +188,7 @@ def test_no_space_in_shared_memory_is_told_once_and_ranks_send_messages(job: Job
     total = placement.size * (placement.size + 1) / 2
     texts = [note.text for note in ended.of("sum").values()]
     assert texts == [f"np.float64({300_000 * total})"] * placement.size
+    assert {note.text for note in ended.of("left").values()} == {"[]"}
     reason = r"ranks of a node send messages .*iB cannot be had in /dev/shm \(No space left on device\); ask for less"
     assert len([line for line in ended.err.splitlines() if re.search(reason, line)]) == 1  # MPI may add its own
 

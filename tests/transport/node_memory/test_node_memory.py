@@ -7,9 +7,6 @@ import mmap
 import os
 import random
 import secrets
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mpi_session import OPEN_MPI, clean_environment
-from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
 from support.ranks import Intracomm
@@ -369,46 +364,3 @@ def test_the_fence_is_before_the_arrival_and_after_the_passing(comm: Intracomm) 
         assert not barrier.has_passed()
         assert seen == [3]
     comm.Barrier()
-
-
-# A node with very little of it
-
-PROGRAM = """
-import logging, os
-import numpy as np
-logging.basicConfig(format="%(levelname)s %(message)s")
-from mpi4py import MPI
-import mpidist
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-strategy = mpidist.MultiWorkerMirroredStrategy()
-for count in (1, 1000, 300_000):
-    assert (strategy.reduce("SUM", np.full(count, rank + 1.0)) == size * (size + 1) / 2).all()
-left = [name for name in os.listdir("/dev/shm") if name.startswith("mpidist-")]
-print(f"rank {rank}: right, left behind: {left}", flush=True)
-strategy.close()
-"""
-SMALL = "mount -t tmpfs -o size=3800k tmpfs /dev/shm"  # enough for MPICH to start two ranks, too little for our slots
-
-
-@pytest.mark.no_mpi
-def test_a_node_with_little_shared_memory_falls_back_to_messages(tmp_path: Path) -> None:
-    """Docker gives containers 64 MiB by default: here in a mount namespace."""
-    unshare = [shutil.which("unshare") or "unshare", "-m" if os.getuid() == 0 else "-rm", "sh", "-c"]
-    try:
-        subprocess.run([*unshare, SMALL], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs a mount namespace, and cannot have one: {error}")
-    program = [*Launcher.find(None).command, "-n", "2", sys.executable, "-c", PROGRAM]
-    done = subprocess.run(
-        [*unshare, f'{SMALL} && exec "$@"', "sh", *program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=clean_environment() | OPEN_MPI | {"PYTHONPATH": PROJECT, "MPIDIST_TUNE_DIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    text = done.stdout + done.stderr
-    assert "rank 0: right, left behind: []" in text
-    assert "rank 1: right, left behind: []" in text
-    assert text.count("WARNING ranks of a node send messages") == 1
-    assert "iB cannot be had in /dev/shm (No space left on device); ask for less, or give containers more of it" in text
