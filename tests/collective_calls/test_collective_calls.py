@@ -123,15 +123,9 @@ def test_wrong_broadcasts_are_refused(comm: Intracomm) -> None:
 @pytest.mark.ranks(2, 3)
 def test_broadcasts_that_differ_are_refused(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, InvalidArgumentError, r"root: rank 0: 0; ranks? 1[-\d]*: 1"):
-            strategy.broadcast(1.0, root=min(comm.rank, 1))
-        with raises_everywhere(comm, InvalidArgumentError, r"f64\[3\]"):
-            strategy.broadcast(np.ones(2 + (comm.rank == 1)))
         per_node = strategy.symmetric_empty(2, np.float64, per_node=True)
         with raises_everywhere(comm, InvalidArgumentError, "outs that are per-node arrays"):
             strategy.broadcast(np.ones(2), out=np.zeros(2) if comm.rank == 1 else per_node)
-        with raises_everywhere(comm, InvalidArgumentError, "root 999"):
-            strategy.broadcast(1.0, root=999 if comm.rank == 1 else 0)
         assert strategy.broadcast(comm.rank, root=1) == 1
 
 
@@ -224,15 +218,8 @@ def test_other_objects_are_pickled_if_the_program_says_so(comm: Intracomm) -> No
 @pytest.mark.ranks(2, 3)
 def test_calls_of_objects_that_differ_are_refused(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
-        for send in (strategy.broadcast_object, strategy.gather_object):
-            with raises_everywhere(comm, InvalidArgumentError, "_object with pickle"):
-                send(1, pickle=comm.rank == 1)
         with raises_everywhere(comm, InvalidArgumentError, "has an item of type Point"):
             strategy.gather_object(Point(1) if comm.rank == 1 else 1)
-        with raises_everywhere(comm, InvalidArgumentError, r"root: rank 0: 0; ranks? 1[-\d]*: 1"):
-            strategy.broadcast_object(1, root=min(comm.rank, 1))
-        with raises_everywhere(comm, InvalidArgumentError, "gather_object"):
-            strategy.gather_object(1) if comm.rank else strategy.broadcast_object(1)
         assert strategy.gather_object(comm.rank) == list(range(comm.size))
 
 

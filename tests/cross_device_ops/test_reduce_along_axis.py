@@ -162,27 +162,6 @@ def test_axis_or_value_that_cannot_be_is_refused(strategy: Strategy) -> None:
             assert strategy.reduce("SUM", 1) == SIZE
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-def test_difference_between_ranks_is_an_error_on_all(strategy: Strategy, op: str) -> None:
-    different: list[tuple[tuple[Any, Any], tuple[Any, Any], str]] = [
-        ((np.ones((3, 3)), 0), (np.ones((3, 3)), 1), "axis"),
-        ((np.ones((3, 3)), 0), (np.ones((3, 2)), 0), "rank 0"),
-        ((np.ones(3), 0), (np.ones(3, np.float32), 0), "rank 0"),
-        (([np.ones(3)], 0), ({"a": np.ones(3)}, 0), "form of the nest"),
-        ((np.ones(3), None), (np.ones(3), 0), "reduce"),
-        ((np.ones(3), 5), (np.ones(3), 0), "axis 5"),
-        ((np.ones((3, 3)), (0, 1)), (np.ones((3, 3)), (1, 0)), r"axes \(0, 1\)"),
-    ]
-    for mine, theirs, text in different:
-        value, axis = mine if RANK == 0 else theirs
-        with pytest.raises(InvalidArgumentError, match=text):
-            strategy.reduce(op, value, axis=axis)
-        assert strategy.reduce("SUM", 1) == SIZE
-    with pytest.raises(InvalidArgumentError):
-        strategy.reduce("SUM" if RANK == 0 else "MEAN", np.ones(3), axis=0)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
 def test_means_of_small_integers_do_not_wrap_however_long_the_axis(strategy: Strategy, dtype: Any) -> None:

@@ -11,6 +11,7 @@ from support.agreements import make_agreement
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 from support.replicas import inside
+from support.transports import TRANSPORTS
 
 import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
@@ -41,6 +42,10 @@ def scoped(strategy: Strategy, ops: Any) -> Any:
     """Use an algorithm that the strategy knows nothing of."""
     with strategy.scope():
         return ops.reduce("SUM", np.ones(4), "all")
+
+
+def scatter(strategy: Strategy, value: Any, axis: int = 0) -> Any:
+    return inside(strategy, "reduce_scatter", "SUM", value, axis)
 
 
 def lookup(key: str) -> Iterator[Any]:
@@ -136,25 +141,75 @@ DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
     "failing broadcast": (lambda s, x: s.extended.broadcast_to(lazy(x), 0), True, False, "error", "OSError: no f", "-"),
     "failing gather": (lambda s, x: s.gather(lazy(x), 0), True, False, "error", "OSError: no file", "-"),
     "failing axis": (lambda s, x: s.reduce("SUM", lazy(x), axis=0), True, False, "error", "OSError: no file", "-"),
+    # Calls that have their own rules.
+    "axes off the axis": (
+        lambda s, x: s.gather(np.ones(x), 0), (1, 2, 1), (1, 2), "array 0 (Shape mismatch off the axis)",
+        "float64[*,2,1]", "float64[*,2]",
+    ),
+    "dtype to gather": (lambda s, x: s.gather(np.ones(2, x), 0), "f4", "f8", "array 0", "float32[*]", "float64[*]"),
+    "nest to gather": (lambda s, x: s.gather(x, 0), (np.ones(2),), [np.ones(2)], "form of the nest", "(*)", "[*]"),
+    "arrays to gather": (lambda s, x: s.gather([np.ones(2)] * x, 0), 2, 1, "form of the nest", "[*, *]", "[*]"),
+    "op along an axis": (lambda s, x: s.reduce(x, np.ones(3), axis=0), "MEAN", "SUM", "number of arrays", "2", "1"),
+    "type to allocate": (lambda s, x: s.symmetric_empty(2, x), "f8", "f4", "array 0", "<f8[2]", "<f4[2]"),
+    "place to allocate": (lambda s, x: s.symmetric_empty(2, "f4", per_node=x), True, False, "per_node", "Tr", "False"),
+    "no shape": (lambda s, x: s.symmetric_empty(x, "f4"), -1, 2, "error", "InvalidArgumentError: the lengths in", "-"),
+    "length to scatter": (lambda s, x: scatter(s, np.ones(x)), 4, 3, "array 0", "f64[4]", "f64[3]"),
+    "axis to scatter": (lambda s, x: scatter(s, np.ones((2, 2)), x), 1, 0, "axis", "1", "0"),
+    "scalar to scatter": (lambda s, x: scatter(s, x), 1.0, np.ones(2), "error", "InvalidArgumentError: a scalar", "-"),
+    "bool to scatter": (
+        lambda s, x: scatter(s, np.ones(2, x)), bool, float, "error", "InvalidArgumentError: SUM needs numbers", "-",
+    ),
+    "root": (lambda s, x: s.broadcast(1.0, root=x), 1, 0, "root", "1", "0"),
+    "no root": (lambda s, x: s.broadcast(1.0, root=x), 999, 0, "error", "ValueError: root 999 is not one of the", "-"),
+    "length to broadcast": (lambda s, x: s.broadcast(np.ones(x)), 3, 2, "array 0", "f64[3]", "f64[2]"),
+    "root of an object": (lambda s, x: s.broadcast_object(1, root=x), 1, 0, "root", "1", "0"),
+    "pickle to broadcast": (
+        lambda s, x: s.broadcast_object(1, pickle=x), True, False, "call", "broadcast_object with pickle", "broadcast_",
+    ),
+    "pickle to gather": (
+        lambda s, x: s.gather_object(1, pickle=x), True, False, "call", "gather_object with pickle", "gather_object",
+    ),
+    "call of objects": (
+        lambda s, x: s.gather_object(1) if x else s.broadcast_object(1), True, False, "call", "gather_o", "broadcast_o",
+    ),
+    **{
+        f"{name} of a {op} along an axis": (
+            lambda s, x, op=op: s.reduce(op, x[0], axis=x[1]), odd, usual, field, odd_text, usual_text
+        )
+        for op in ("SUM", "MEAN")
+        for name, odd, usual, field, odd_text, usual_text in (
+            ("shape", (np.ones((3, 2)), 0), (np.ones((3, 3)), 0), "array", "f64[2]", "f64[3]"),
+            ("dtype", (np.ones(3, "f4"), 0), (np.ones(3), 0), "array", "f32[]", "f64[]"),
+            ("nest", ({"a": np.ones(3)}, 0), ([np.ones(3)], 0), "form of the nest", "", ""),
+            ("axis", (np.ones((3, 3)), 0), (np.ones((3, 3)), 1), "call", "reduce along axis 0", "reduce along axis 1"),
+            ("lack", (np.ones(3), 0), (np.ones(3), None), "call", "reduce along axis 0", "reduce"),
+            ("axes", (np.ones((3, 3)), (1, 0)), (np.ones((3, 3)), (0, 1)), "call", "reduce along axes (1", "reduce "),
+            ("wrong", (np.ones(3), 5), (np.ones(3), 0), "error", "InvalidArgumentError: an array of shape", "-"),
+        )
+    },
 }  # fmt: skip
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_a_difference_is_every_ranks_error(comm: Intracomm, name: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
+@pytest.mark.usefixtures("transport")
+def test_a_difference_is_every_ranks_error(comm: Intracomm) -> None:
     """At once, on all ranks, with both sides; and the next call works.
 
     The deadline is for the day on which one of them hangs instead.
     """
-    call, odd, usual, field, odd_text, usual_text = DIFFERENCES[name]
     last = comm.size - 1
     others = "rank 0" if last == 1 else f"ranks 0-{last - 1}"
-    pattern = rf"\n  {re.escape(field)}.*: {others}: {re.escape(usual_text)}.*; rank {last}: {re.escape(odd_text)}"
-    with Strategy(None, None if name == "deadline" else options(timeout_seconds=600), comm=comm) as strategy:
-        for _ in range(2):
-            with raises_everywhere(comm, InvalidArgumentError, pattern):
-                call(strategy, odd if comm.rank == last else usual)
-            assert strategy.reduce("SUM", 1.0) == comm.size
+    with Strategy(None, options(timeout_seconds=600), comm=comm) as patient, Strategy(comm=comm) as plain:
+        for name, (call, odd, usual, field, odd_text, usual_text) in DIFFERENCES.items():
+            strategy = plain if name == "deadline" else patient
+            pattern = (
+                rf"\n  {re.escape(field)}.*: {others}: {re.escape(usual_text)}.*; rank {last}: {re.escape(odd_text)}"
+            )
+            for _ in range(2):
+                with raises_everywhere(comm, InvalidArgumentError, pattern):
+                    call(strategy, odd if comm.rank == last else usual)
+                assert strategy.reduce("SUM", 1.0) == comm.size, name
 
 
 @pytest.mark.ranks(3)
