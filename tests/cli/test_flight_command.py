@@ -116,23 +116,14 @@ def test_flight_says_where_ranks_were_in_their_programs(tmp_path: Path, capsys: 
 
 
 class Case(NamedTuple):
-    """What each rank of a strategy called, and what is to be told of it.
+    """What each rank of a strategy called, and what is to be told of it."""
 
-    Attributes:
-        calls: Of each rank; `None` where a rank has no file.
-        status: The exit status.
-        said: Texts that are printed.
-        unsaid: Texts that are not.
-        process: A rank whose process does not run, and its state.
-        time: When files were written, by rank, if not now.
-    """
-
-    calls: list[list[Row] | None]
-    status: int
-    said: list[str]
-    unsaid: Sequence[str] = ()
-    process: tuple[int, str] = (-1, "")
-    time: dict[int, float] | None = None
+    calls: list[list[Row] | None]  # of each rank; `None` where a rank has no file
+    status: int  # the exit status
+    said: list[str]  # texts that are printed
+    unsaid: Sequence[str] = ()  # texts that are not
+    process: tuple[int, str] = (-1, "")  # a rank whose process does not run, and its state
+    time: dict[int, float] | None = None  # when files were written, by rank, if not now
 
 
 def last_calls(*last: Row | None) -> list[list[Row] | None]:

@@ -23,7 +23,6 @@ KEY = TuningKey((2, 2), "MPICH", "A processor")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for what is measured."""
     monkeypatch.setenv("MPIDIST_TUNE_DIR", str(tmp_path))
     return tmp_path
 

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture
 def placed(comm: Intracomm, placement: tuple[int, ...]) -> Iterator[Strategy]:
-    """A strategy on pretended nodes."""
     with Strategy(comm=comm) as made:
         yield made
 

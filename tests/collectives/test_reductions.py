@@ -93,7 +93,6 @@ def laid_out(strategy: Strategy, layout: str, shape: tuple[int, ...], dtype: Any
 
 
 def given(row: Row, rank: int, size: int) -> Any:
-    """Return the numbers of a rank."""
     numbers = contribution("sum" if row.op == "MEAN" else row.op.lower(), rank, int(np.prod(row.shape)), row.dtype)
     if row.op == "MEAN" and row.dtype in HALVES:
         numbers = numbers * row.dtype.type(size)  # a mean of halves that rounds nowhere, in any order

@@ -73,11 +73,9 @@ class Emulated:
         return [its for its in self._calls if its[0] in names]
 
     def nbytes(self, name: str) -> int:
-        """Add up the bytes of the calls of a name."""
         return sum(number for _, number in self.calls(name))
 
     def forget(self) -> None:
-        """Forget the calls so far."""
         self.calls()
         self._calls.clear()
 
@@ -86,7 +84,6 @@ class Emulated:
         return self.calls("abort", "destroy")
 
     def wait_for_end(self) -> None:
-        """Wait until a communicator was ended."""
         while not self.ended():
             time.sleep(0.01)
 

@@ -39,7 +39,6 @@ def await_signs(*names):  # the test's limit ends a wait in vain
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of a job's ranks."""
     return {
         **clean_environment(),
         "PYTHONPATH": PROJECT,

@@ -180,29 +180,20 @@ class Ended(EndedJob):
         return {note.rank: note for note in self.notes if note.what == what}
 
 
+# Called with the launcher's process, and the file of the notes, once all ranks are ready.
 Interfere = Callable[["subprocess.Popen[bytes]", Path], None]
 
 
 def run_job(
-    folder: Path,
-    body: str,
-    placement: Placement,
-    is_blind: bool = False,
-    before: Sequence[str] = (),
+    folder: Path,  # for its files
+    body: str,  # what follows on HEAD
+    placement: Placement,  # where the ranks are, and which has the fault
+    is_blind: bool = False,  # whether the launcher shall not notice that a rank dies
+    before: Sequence[str] = (),  # words in front of the command
     interfere: Interfere | None = None,
-    **variables: str,
+    **variables: str,  # more of the environment
 ) -> Ended:
-    """Run a program on ranks of the MPI library that these tests run with, and require that all of it ends.
-
-    Args:
-        folder: For its files.
-        body: What follows on HEAD.
-        placement: Where the ranks are, and which has the fault.
-        is_blind: Whether the launcher shall not notice that a rank dies.
-        before: Words in front of the command.
-        interfere: Called with the launcher's process, and the file of the notes, once all ranks are ready.
-        variables: More of the environment.
-    """
+    """Run a program on ranks of the MPI library that these tests run with, and require that all of it ends."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     script = folder / "program.py"
     script.write_text(HEAD + body)
@@ -233,16 +224,11 @@ def run_command(
     command: Sequence[str],
     ranks: int,
     interfere: Interfere | None = None,
-    may_stay: str | None = None,
-    seconds: float = _JOB_SECONDS,
+    may_stay: str | None = None,  # what the commands look like that may be left, as a pattern; by default none may
+    seconds: float = _JOB_SECONDS,  # how long it may take
     **variables: str,
 ) -> Ended:
-    """Run a command that starts ranks of a program with HEAD; see `run_job`.
-
-    Args:
-        seconds: How long it may take.
-        may_stay: What the commands look like that may be left, as a pattern; by default none may.
-    """
+    """Run a command that starts ranks of a program with HEAD; see `run_job`."""
     notes, mark = folder / "notes", uuid.uuid4().hex
     notes.touch()
     with (

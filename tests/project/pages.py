@@ -34,21 +34,14 @@ _MAX_BREAKS = 8  # of one line that was printed, in a block
 
 
 class Command(NamedTuple):
-    """A line of a block that begins with `$`, and the lines below it.
+    """A line of a block that begins with `$`, and the lines below it."""
 
-    Attributes:
-        line: What is typed.
-        shown: What it prints.
-        status: Its exit status, if the block shows it by `echo $?`.
-    """
-
-    line: str
-    shown: tuple[str, ...] = ()
-    status: int | None = None
+    line: str  # what is typed
+    shown: tuple[str, ...] = ()  # what it prints
+    status: int | None = None  # its exit status, if the block shows it by `echo $?`
 
     @property
     def is_safe(self) -> bool:
-        """Whether a test may run it."""
         return _SAFE.fullmatch(self.line) is not None
 
     @property
@@ -58,7 +51,6 @@ class Command(NamedTuple):
 
     @property
     def shows_failure(self) -> bool:
-        """Whether the block shows a traceback."""
         return any(line.endswith(_TRACEBACK) for line in self.shown)
 
     def ends_with(self, status: int) -> bool:
@@ -68,25 +60,15 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page.
+    """A block of a page."""
 
-    Attributes:
-        page: The file.
-        number: Of the line where the block begins.
-        kind: Its language: `python`, `console`, `text`.
-        mark: `run`, `not run` or nothing.
-        word: What the mark says: a program's name, or why it is not run.
-        needs: A module without which it is not run.
-        text: What is between the fences.
-    """
-
-    page: Path
-    number: int
-    kind: str
-    mark: str
-    word: str
-    needs: str
-    text: str
+    page: Path  # the file
+    number: int  # of the line where the block begins
+    kind: str  # its language: `python`, `console`, `text`
+    mark: str  # `run`, `not run` or nothing
+    word: str  # what the mark says: a program's name, or why it is not run
+    needs: str  # a module without which it is not run
+    text: str  # what is between the fences
 
     @cached_property
     def commands(self) -> list[Command]:

@@ -37,21 +37,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module.
+    """One imported module."""
 
-    Attributes:
-        target: The module.
-        source: Where its name is taken from: the module itself, or the folder whose `__init__` has the name.
-        line: Where the import is.
-        in_function: Whether a function imports.
-        only_typing: Whether the import is there for types alone.
-    """
-
-    target: str
-    source: str
-    line: int
-    in_function: bool
-    only_typing: bool
+    target: str  # the module
+    source: str  # where its name is taken from: the module itself, or the folder whose `__init__` has the name
+    line: int  # where the import is
+    in_function: bool  # whether a function imports
+    only_typing: bool  # whether the import is there for types alone
 
 
 @dataclass(frozen=True)

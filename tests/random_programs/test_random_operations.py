@@ -39,7 +39,6 @@ def mix(value: Array, gradient: Array, memory: Any) -> None:
 
 @server_rules.register("random operations: fail")
 def fail(value: Array, gradient: Array, memory: Any) -> None:
-    """Change something, and fail."""
     value += 1
     raise ValueError("no such gradient")
 
@@ -63,23 +62,14 @@ class Operation(NamedTuple):
 
 @dataclass
 class Event:
-    """What happened to one array on a server: one variable, or one shard.
+    """What happened to one array on a server: one variable, or one shard."""
 
-    Attributes:
-        worker: Who did it.
-        method: What was done; `read` looks at `rows`.
-        rows: Which rows; `None` for all.
-        numbers: What was given for each row, or what was read.
-        begun: When it began, in seconds of the clock of the node.
-        ended: When it was known to be done.
-    """
-
-    worker: int
-    method: str
-    rows: tuple[int, ...] | None
-    numbers: Array
-    begun: float
-    ended: float = float("inf")
+    worker: int  # who did it
+    method: str  # what was done; `read` looks at `rows`
+    rows: tuple[int, ...] | None  # which rows; `None` for all
+    numbers: Array  # what was given for each row, or what was read
+    begun: float  # when it began, in seconds of the clock of the node
+    ended: float = float("inf")  # when it was known to be done
 
 
 RULES: Final[dict[str, server_rules.Rule]] = {
@@ -93,7 +83,6 @@ SPARSE = ("scatter_update", "scatter_add", "scatter_sub", "scatter_mul", "scatte
 
 
 def draw_kinds(draw: random.Random) -> list[Kind]:
-    """Draw the variables: small ones, some of a few KiB, and one of several messages."""
     widths = [1, draw.choice([1, 40]), draw.choice([1, 900]), draw.choice([200_000, 120_000])]
     return [Kind(draw.choice(["f8", "f8", "f4", "i8"]), width, draw.random() < 0.4) for width in widths]
 
@@ -123,18 +112,13 @@ def draw_operation(draw: random.Random, kinds: list[Kind]) -> Operation:
 
 @dataclass
 class Worker:
-    """One worker's part of a program, with what it saw.
-
-    Attributes:
-        events: What happened, for each array.
-        torn: Reads that were no snapshots.
-    """
+    """One worker's part of a program, with what it saw."""
 
     strategy: ParameterServerStrategy
     variables: list[Any]
     kinds: list[Kind]
-    events: dict[str, list[Event]] = field(default_factory=dict)
-    torn: list[str] = field(default_factory=list)
+    events: dict[str, list[Event]] = field(default_factory=dict)  # what happened, for each array
+    torn: list[str] = field(default_factory=list)  # reads that were no snapshots
     _open: list[tuple[int, Event]] = field(default_factory=list)
 
     def make(self, operation: Operation) -> None:
@@ -238,7 +222,6 @@ class Worker:
 
 
 def shards_of(variable: Any) -> list[Any]:
-    """List what lies on servers."""
     return variable.variables if isinstance(variable, ShardedVariable) else [variable]
 
 

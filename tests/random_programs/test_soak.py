@@ -48,31 +48,19 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Soak:
-    """The state of a soak.
+    """The state of a soak."""
 
-    Attributes:
-        strategy: What is soaked.
-        numbers: What the ranks give.
-        draw: Draws the calls, alike on all ranks.
-        own: Draws what is this rank's own affair.
-        step: Number of the call.
-        what: The call, for errors.
-        bits: A checksum of results that must be the same on all ranks.
-        pending: Checks of reductions that were started.
-        symmetric: Arrays that the ranks of a node reach: of a dtype, and whether there is one per node.
-        variables: By aggregation.
-    """
-
-    strategy: Strategy
-    numbers: Numbers
-    draw: random.Random
-    own: random.Random
-    step: int = 0
-    what: tuple[Any, ...] = ()
-    bits: int = 0
-    pending: list[Callable[[], None]] = field(default_factory=list)
+    strategy: Strategy  # what is soaked
+    numbers: Numbers  # what the ranks give
+    draw: random.Random  # draws the calls, alike on all ranks
+    own: random.Random  # draws what is this rank's own affair
+    step: int = 0  # number of the call
+    what: tuple[Any, ...] = ()  # the call, for errors
+    bits: int = 0  # a checksum of results that must be the same on all ranks
+    pending: list[Callable[[], None]] = field(default_factory=list)  # checks of reductions that were started
+    # arrays that the ranks of a node reach: of a dtype, and whether there is one per node
     symmetric: dict[tuple[Any, bool], Array] = field(default_factory=dict)
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, Any] = field(default_factory=dict)  # by aggregation
 
     @property
     def rank(self) -> int:

@@ -29,7 +29,6 @@ Array = np.ndarray[Any, Any]
 
 @server_rules.register("soak: measure")
 def measure(value: Array, gradient: Array, memory: Any) -> None:
-    """Write down what the process of the server has."""
     value[...] = Used.now()
 
 

@@ -16,17 +16,11 @@ SLOW = [HealthCheck.too_slow]  # on a busy machine
 
 
 class Step(NamedTuple):
-    """One step of a program: what every replica does.
+    """One step of a program: what every replica does."""
 
-    Attributes:
-        kind: `"reduce"`, `"assign"`, `"assign_add"` or `"assign_sub"`.
-        variable: Which variable takes part.
-        seed: Of the numbers.
-    """
-
-    kind: str
-    variable: int
-    seed: int
+    kind: str  # `"reduce"`, `"assign"`, `"assign_add"` or `"assign_sub"`
+    variable: int  # which variable takes part
+    seed: int  # of the numbers
 
 
 PROGRAMS = st.lists(

@@ -18,8 +18,6 @@ pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
 
 class Log:
-    """Calls that replicas made together."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 

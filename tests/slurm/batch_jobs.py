@@ -26,17 +26,11 @@ _BEFORE_THE_END: Final = {"CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "SU
 @final
 @dataclass(frozen=True)
 class Ended:
-    """A job that has come to its end.
+    """A job that has come to its end."""
 
-    Attributes:
-        state: What Slurm says of it, such as COMPLETED.
-        code: The exit code that Slurm has of it.
-        output: What it wrote.
-    """
-
-    state: str
-    code: int
-    output: str
+    state: str  # what Slurm says of it, such as COMPLETED
+    code: int  # the exit code that Slurm has of it
+    output: str  # what it wrote
 
     def __str__(self) -> str:
         return f"{self.state} with {self.code}; it wrote:\n{self.output}"
@@ -45,24 +39,16 @@ class Ended:
 @final
 @dataclass
 class BatchJob:
-    """A job that was submitted.
+    """A job that was submitted."""
 
-    Attributes:
-        cluster: Where.
-        number: Slurm's number; of a heterogeneous job, that of the first component.
-        folder: Where it was submitted, and writes its output.
-    """
-
-    cluster: EmulatedCluster
-    number: str
-    folder: Path
+    cluster: EmulatedCluster  # where
+    number: str  # Slurm's number; of a heterogeneous job, that of the first component
+    folder: Path  # where it was submitted, and writes its output
 
     def wait_for_output(self, text: str) -> None:
-        """Wait until the job has written something."""
         self._wait_until(lambda: text in self._output(), f"did not write {text!r}")
 
     def wait_for_file(self, pattern: str) -> None:
-        """Wait until the job has made such a file or folder."""
         self._wait_until(lambda: any(self.folder.glob(pattern)), f"did not make {pattern}")
 
     def start_again(self, attempt: int, time_limit: str) -> None:
@@ -85,7 +71,6 @@ class BatchJob:
         self._wait_until(has_started, f"did not start for attempt {attempt}")
 
     def restarts(self) -> int:
-        """Return how often the job was requeued."""
         number = re.search(r"Restarts=(\d+)", self._show())
         assert number
         return int(number[1])
@@ -111,7 +96,6 @@ class BatchJob:
         return {task: int(code) for task, code in tasks}
 
     def processes(self) -> list[str]:
-        """Return the commands of all processes of the job, on all nodes."""
         own = {f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}"}
         commands = []
         for path in Path("/proc").glob("[0-9]*"):
@@ -146,28 +130,16 @@ class BatchJob:
 
 def submit(
     cluster: EmulatedCluster,
-    folder: Path,
-    library: str,
-    script: str | Path,
-    program: str,
-    *options: str,
-    arguments: tuple[str, ...] = (),
-    program_name: str | None = "program.py",
-    **variables: str,
+    folder: Path,  # for the program and the job's output
+    library: str,  # one of LIBRARIES: the environment with it is the job's
+    script: str | Path,  # the name of the project's job script, or the path of another one
+    program: str,  # the text of the program; "" writes none
+    *options: str,  # of sbatch
+    arguments: tuple[str, ...] = (),  # of the program
+    program_name: str | None = "program.py",  # what the job script gets before them; None for nothing
+    **variables: str,  # more of the environment
 ) -> BatchJob:
-    """Submit a job script, with a program for its ranks.
-
-    Args:
-        cluster: Where.
-        folder: For the program and the job's output.
-        library: One of LIBRARIES: the environment with it is the job's.
-        script: The name of the project's job script, or the path of another one.
-        program: The text of the program; "" writes none.
-        options: Of sbatch.
-        arguments: Of the program.
-        program_name: What the job script gets before them; None for nothing.
-        variables: More of the environment.
-    """
+    """Submit a job script, with a program for its ranks."""
     if program:
         (folder / "program.py").write_text(program)
     words = [*([] if program_name is None else [program_name]), *arguments]

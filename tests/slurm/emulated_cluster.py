@@ -102,12 +102,7 @@ class ClusterError(RuntimeError):
 
 @final
 class EmulatedCluster:
-    """Nodes `n1`, `n2`, ... under Slurm, from `with` to its end. Needs root.
-
-    Args:
-        num_nodes: How many.
-        cpus_per_node: What each node claims to have.
-    """
+    """Nodes `n1`, `n2`, ... under Slurm, from `with` to its end. Needs root. Each node claims `cpus_per_node`."""
 
     def __init__(self, num_nodes: int = 3, cpus_per_node: int = 4) -> None:
         self.nodes: Final = tuple(f"n{number}" for number in range(1, num_nodes + 1))

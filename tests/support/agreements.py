@@ -24,5 +24,4 @@ def make_agreement(comm: Intracomm, timeout_seconds: float | None = None) -> Mpi
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return what this rank was warned of."""
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

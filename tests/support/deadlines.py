@@ -13,7 +13,6 @@ def options(timeout_seconds: float | None) -> CommunicationOptions:
 
 
 def recorded_seconds(strategy: Strategy) -> float:
-    """Return how long the last call of this rank took, by its flight recorder."""
     parts: Any = parts_of(strategy)
     last = (parts.group.membership if parts.service is None else parts.service.group).recorder.last()
     assert last is not None

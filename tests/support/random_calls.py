@@ -78,21 +78,15 @@ def draw_shape(draw: random.Random, large: float = 0.01) -> tuple[int, ...]:
 
 
 def result_dtype(op: str, dtype: DType) -> DType:
-    """Say which dtype a reduction gives."""
     if op != "MEAN" or dtype.kind not in "iu":
         return dtype
     return np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)
 
 
 class Numbers:
-    """What each rank gives in each call. All may be read only: the library must not write its arguments.
+    """What each rank gives in each call. All may be read only: the library must not write its arguments."""
 
-    Args:
-        seed: The same on every rank.
-        size: Number of ranks.
-    """
-
-    def __init__(self, seed: int, size: int) -> None:
+    def __init__(self, seed: int, size: int) -> None:  # the seed is the same on every rank; size: how many they are
         self.size = size
         fill = np.random.default_rng(seed)
         whole = fill.integers(1, 8, MOST + _SPAN)
@@ -137,15 +131,7 @@ def precision_of(dtype: DType, options: CommunicationOptions | None) -> DType:
 
 
 def near(got: Any, want: Array, dtype: DType, scale: int, precision: DType | None = None) -> bool:
-    """Whether a result has this dtype and shape, and is the reference but for rounding.
-
-    Args:
-        got: The result.
-        want: The reference.
-        dtype: What the result must have.
-        scale: Number of contributions.
-        precision: In which dtype they may have been rounded; by default `dtype`.
-    """
+    """Whether a result has this dtype and shape, and is the reference but for the rounding of `scale` contributions."""
     got = np.asarray(got)
     if got.dtype != dtype or got.shape != want.shape:
         return False

@@ -62,7 +62,6 @@ def replica_id() -> int:
 
 
 def ids_here(strategy: Strategy) -> tuple[int, ...]:
-    """Return the ids of this rank's replicas."""
     return tuple(parts_of(strategy).replicas.ids_here)
 
 

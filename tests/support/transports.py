@@ -69,22 +69,14 @@ def force_way_to_write(strategy: Strategy, way: str) -> None:
 
 def set_sizes(
     monkeypatch: pytest.MonkeyPatch,
-    chunk_bytes: int | None = None,
-    least_bytes: int | None = None,
-    one_shot_bytes: int | None = None,
-    depth: int | None = None,
-    fine_count: int | None = None,
+    chunk_bytes: int | None = None,  # size of a chunk of fused arrays
+    least_bytes: int | None = None,  # size from which on arrays are fused across nodes
+    one_shot_bytes: int | None = None,  # size up to which all ranks of one node add everything themselves
+    depth: int | None = None,  # number of shards under way between nodes
+    fine_count: int
+    | None = None,  # number of elements of an average piece from which on pieces are added where they lie
 ) -> None:
-    """Let the cost model choose these sizes, for strategies that the test builds.
-
-    Args:
-        monkeypatch: Puts everything back.
-        chunk_bytes: Size of a chunk of fused arrays.
-        least_bytes: Size from which on arrays are fused across nodes.
-        one_shot_bytes: Size up to which all ranks of one node add everything themselves.
-        depth: Number of shards under way between nodes.
-        fine_count: Number of elements of an average piece from which on pieces are added where they lie.
-    """
+    """Let the cost model choose these sizes, for strategies that the test builds."""
     if fine_count is not None:
         monkeypatch.setattr(schedule, "FINE_COUNT", fine_count)
     for name, value in (("chunk_bytes", chunk_bytes), ("one_shot_bytes", one_shot_bytes)):

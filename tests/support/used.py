@@ -9,19 +9,12 @@ from typing import NamedTuple
 
 
 class Used(NamedTuple):
-    """What this process has.
+    """What this process has."""
 
-    Attributes:
-        files: Number of open files.
-        mapped: Number of shared windows.
-        blocks: Number of Python's objects, about.
-        resident: Bytes of memory.
-    """
-
-    files: int
-    mapped: int
-    blocks: int
-    resident: int
+    files: int  # number of open files
+    mapped: int  # number of shared windows
+    blocks: int  # number of Python's objects, about
+    resident: int  # bytes of memory
 
     @classmethod
     def now(cls) -> "Used":

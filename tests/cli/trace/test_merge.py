@@ -58,7 +58,6 @@ def merge(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> 
 
 
 def slices(folder: Path, name: str, rank: int) -> list[tuple[float, float]]:
-    """Return begin and length of what a rank did, in milliseconds after the beginning."""
     events = read_events(folder / "trace.json")
     return [
         (event["ts"] / 1000, event["dur"] / 1000)

@@ -37,14 +37,12 @@ class Clock:
                 patch.setattr(module, "_now", self.now_ns)
 
     def go_on(self, seconds: float = LONG_SECONDS) -> None:
-        """Put the clock forward."""
         self._ahead += seconds
 
     def go_on_in_wait(self, then: Callable[[], None] = lambda: None) -> None:
-        """Put the clock forward once, when this rank next waits for others.
+        """Put the clock forward once, when this rank next waits for others; `then` is called when it looks at it again.
 
-        Args:
-            then: Called when this rank looks at the time again, and has checked its deadline meanwhile.
+        It has checked its deadline meanwhile.
         """
         self.do_in_wait(self.go_on, then)
 
@@ -82,11 +80,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def wait_for_late_rank(clock: Clock, comm: Intracomm, late: int, has_told: Callable[[], bool]) -> None:
     """Let time pass in the next wait once all other ranks wait, too, and let the late rank come once this one has told.
 
-    Args:
-        clock: This rank's clock.
-        comm: The ranks. The late one calls `come_late` or `let_time_pass`, all others call this.
-        late: The late rank.
-        has_told: Whether this rank has told what it is to tell.
+    The late rank calls `come_late` or `let_time_pass`, all others call this.
     """
 
     def steps() -> Iterator[None]:

@@ -74,23 +74,15 @@ LEFT = r"PeerFailedError: .* rank \d left because of an exception: KeyError: 'mi
 
 
 class Failure(NamedTuple):
-    """A program whose faulty rank fails, and the end of the job.
-
-    Attributes:
-        status: The exit status of the job.
-        last: The last line of the rank that tells of it.
-        others: The line of each other rank, as a pattern; without one, they print nothing.
-        tells: The rank that tells of it.
-        num_tracebacks: How many of them the job prints.
-    """
+    """A program whose faulty rank fails, and the end of the job."""
 
     placement: Placement
     program: str
-    status: int
-    last: str
-    others: str = ""
-    tells: int = 1
-    num_tracebacks: int = 1
+    status: int  # the exit status of the job
+    last: str  # the last line of the rank that tells of it
+    others: str = ""  # the line of each other rank, as a pattern; without one, they print nothing
+    tells: int = 1  # the rank that tells of it
+    num_tracebacks: int = 1  # how many of them the job prints
 
 
 def failing(how: str, others: str) -> str:

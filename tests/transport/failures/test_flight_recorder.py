@@ -103,7 +103,6 @@ strategy.close()
 
 
 def flight(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run the command that merges the files."""
     command = [sys.executable, "-m", "mpidist", "flight", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""

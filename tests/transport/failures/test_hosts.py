@@ -53,12 +53,10 @@ def said(hosts: Hosts, host: str, *argv: str) -> str:
 
 
 def reach(hosts: Hosts, host: str, other: int) -> str:
-    """Return what becomes of a connection to a port of another host where nobody listens."""
     return said(hosts, host, sys.executable, "-c", REACH, hosts.addresses[other])
 
 
 def wait_until_reached(hosts: Hosts, host: str, other: int) -> None:
-    """Wait until a host answers; the kernel may need a second to ask for its address again."""
     while reach(hosts, host, other) != "ConnectionRefusedError":
         pass
 

@@ -140,7 +140,6 @@ def await_others(comm: Intracomm) -> None:
 
 
 def once(function: Callable[..., None], *given: Any) -> Callable[[], None]:
-    """Return what calls a function the first time, and does nothing later."""
     left = iter([partial(function, *given)])
     return lambda: next(left, lambda: None)()
 

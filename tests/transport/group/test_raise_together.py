@@ -15,7 +15,6 @@ pytestmark = pytest.mark.core
 
 
 def fail(error: Exception, if_: bool) -> None:
-    """Raise an error on some ranks."""
     if if_:
         raise error
 

@@ -59,7 +59,6 @@ def trees(topology: Topology) -> Iterator[ReplicaTree]:
 
 
 def reduced(levels: Levels, tree: ReplicaTree, op: str, numbers: list[Any], in_place: bool = False) -> Any:
-    """Add the numbers of all replicas. Collective."""
     rows = rows_of_this_rank(tree, UFUNCS[op], numbers)
     out = rows[0] if in_place else np.empty_like(rows[0])
     all_reduce_rows(levels, tree, UFUNCS[op], rows, out)

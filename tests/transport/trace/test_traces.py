@@ -24,12 +24,10 @@ from mpidist.transport.agreement.agreement import SoloAgreement
 
 @pytest.fixture
 def folder(comm: Intracomm, tmp_path: Path) -> Path:
-    """A folder that all ranks have."""
     return Path(comm.bcast(str(tmp_path), 0))
 
 
 def pieces_in(folder: Path) -> dict[int, list[Event]]:
-    """Return what each rank has written in the only trace in a folder."""
     paths = sorted(folder.glob("*/rank-*.jsonl"))
     return {int(path.name.split("-")[1]): [*map(json.loads, path.read_text().splitlines())] for path in paths}
 
