@@ -37,18 +37,17 @@ def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
-    """A strategy on pretended nodes, with chunks of 128 bytes."""
+def on_one_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+    """A strategy with chunks of 128 bytes."""
     use_small_chunks(monkeypatch)
     with Strategy(comm=comm) as made:
         yield made
 
 
 @pytest.fixture
-def on_one_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
-    use_small_chunks(monkeypatch)
-    with Strategy(comm=comm) as made:
-        yield made
+def strategy(placement: tuple[int, ...], on_one_node: Strategy) -> Strategy:
+    """The same on pretended nodes."""
+    return on_one_node
 
 
 def numbers(rank: int, step: int, count: int) -> Any:
@@ -72,6 +71,13 @@ def steps(strategy: Strategy, number: int = 4) -> Iterator[int]:
 def fill(strategy: Strategy, array: Any, step: int) -> Any:
     array[...] = numbers(strategy.topology.rank, step, array.size).reshape(array.shape)
     return array
+
+
+def check_sum(strategy: Strategy, value: Any, step: int, out: Any = None) -> None:
+    """Fill a value, add it, and look at the result."""
+    result = all_reduce(strategy, "SUM", fill(strategy, value, step), out=out)
+    assert out is None or result is out
+    assert (result == total(strategy, step, value.size)).all()
 
 
 @pytest.mark.parametrize("check", ["0", "1"])
@@ -215,9 +221,7 @@ def test_one_rank_passes_a_private_array(
             for step in steps(strategy):
                 value = private if comm.rank == step % comm.size else symmetric
                 for out in (None, value, other, np.zeros(count), together):
-                    fill(strategy, value, step)
-                    result = all_reduce(strategy, "SUM", value, out=out)
-                    assert (result == total(strategy, step, count)).all()
+                    check_sum(strategy, value, step, out)
                     value[...] = -1
 
 
@@ -228,10 +232,8 @@ def test_one_rank_takes_the_result_elsewhere(strategy: Strategy) -> None:
         value, others = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
         for step in steps(strategy, 4):
             for odd in (np.zeros(count), value, value[::-1], others[::-1]):
-                fill(strategy, value, step)
-                out = odd if strategy.topology.rank == step % strategy.topology.size else others
-                assert all_reduce(strategy, "SUM", value, out=out) is out
-                assert (out == total(strategy, step, count)).all()
+                is_odd = strategy.topology.rank == step % strategy.topology.size
+                check_sum(strategy, value, step, odd if is_odd else others)
 
 
 @one_and_two_nodes
@@ -242,12 +244,8 @@ def test_ranks_pass_other_parts_of_one_array(strategy: Strategy) -> None:
         base = strategy.symmetric_empty(count + 100, np.float64)
         for step in steps(strategy):
             value, out = base[rank : rank + count], base[50 - rank : 50 - rank + count]
-            fill(strategy, value, step)
-            all_reduce(strategy, "SUM", value, out=out)
-            assert (out == total(strategy, step, count)).all()
-            fill(strategy, value, step)
-            all_reduce(strategy, "SUM", value, out=value)
-            assert (value == total(strategy, step, count)).all()
+            check_sum(strategy, value, step, out)
+            check_sum(strategy, value, step, value)
 
 
 # Parts of arrays
@@ -324,9 +322,7 @@ def test_arrays_that_come_and_go(strategy: Strategy) -> None:
         arrays = [np.zeros(count), strategy.symmetric_empty(count, np.float64)]
         base = strategy.symmetric_empty(2 * count, np.float64)
         for value in (arrays[step // 2 % 2], arrays.pop(), base[:count], base[count:], arrays.pop()):
-            fill(strategy, value, step)
-            all_reduce(strategy, "SUM", value, out=value)
-            assert (value == total(strategy, step, count)).all()
+            check_sum(strategy, value, step, value)
             del value
         gc.collect(0)
 
@@ -352,9 +348,7 @@ def test_arrays_outlive_their_strategy(comm: Intracomm, placement: tuple[int, ..
     gc.collect()
     with Strategy(comm=comm) as strategy:
         assert (array == right).all()
-        fill(strategy, array, 3)
-        all_reduce(strategy, "SUM", array, out=array)
-        assert (array == total(strategy, 3, count)).all()
+        check_sum(strategy, array, 3, array)
 
 
 @one_and_two_nodes
@@ -363,8 +357,7 @@ def test_arrays_outlive_a_reset(strategy: Strategy) -> None:
         array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
         for step in steps(strategy, 3):
             for target in (array, out, None):
-                fill(strategy, array, step)
-                assert (all_reduce(strategy, "SUM", array, out=target) == total(strategy, step, count)).all()
+                check_sum(strategy, array, step, target)
             strategy.reset()
 
 
@@ -396,9 +389,7 @@ def test_arrays_of_megabytes(comm: Intracomm, placement: tuple[int, ...]) -> Non
         array = strategy.symmetric_empty(count, np.float32)
         for out in (array, strategy.symmetric_empty(count, np.float32, per_node=True)):
             for step in steps(strategy, 2):
-                fill(strategy, array, step)
-                all_reduce(strategy, "SUM", array, out=out)
-                assert (out == total(strategy, step, count)).all()
+                check_sum(strategy, array, step, out)
 
 
 def some(random_: random.Random, whole: list[Any]) -> list[int]:
@@ -510,9 +501,7 @@ def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             array.dtype = dtype
-        fill(on_one_node, array, 3)
-        all_reduce(on_one_node, "SUM", array, out=array)
-        assert (array == total(on_one_node, 3, LARGE)).all()
+        check_sum(on_one_node, array, 3, array)
 
 
 @pytest.mark.ranks(3)
