@@ -33,7 +33,7 @@ def start(strategy: MultiWorker, count: int) -> Any:
 @placed
 @pytest.mark.parametrize("how", ["with", "finally", "bound"])
 def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
-    comm: Intracomm, placement: tuple[int, ...], how: str
+    comm: Intracomm, placement: object, how: str
 ) -> None:
     """Also where that rank catches it outside, and goes on."""
 
@@ -73,7 +73,7 @@ def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
 @placed
 @pytest.mark.parametrize(("counts", "timeout"), [([2_000_000], None), ([20_000, 10, 300_000], 600.0)], ids=str)
 def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_started(
-    comm: Intracomm, placement: tuple[int, ...], counts: list[int], timeout: float | None
+    comm: Intracomm, placement: object, counts: list[int], timeout: float | None
 ) -> None:
     """A rank that has started a call has not done its part of the call."""
 
@@ -101,9 +101,7 @@ def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_starte
 
 @several
 @placed
-def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(
-    comm: Intracomm, placement: tuple[int, ...]
-) -> None:
+def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(comm: Intracomm, placement: object) -> None:
     """A slow rank still has the result that a fast one waited for, who left with another reduction under way."""
 
     def train(slow: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from jobs.failing import Job, clean_environment
+from jobs.failing import Job, clean_environment, ran
 from mpi_session import HANG_SECONDS
 
 pytestmark = pytest.mark.no_mpi
@@ -130,12 +130,9 @@ def test_one_process_that_is_killed_at_any_change(tmp_path: Path, killer: str, b
     folder, log = tmp_path / "saved", tmp_path / "log"
     folder.mkdir()
     program = ATTEMPT.format(folder=f"{folder}", log=f"{log}", background=background, ranks=1)
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-c", program + ONE_RANK.format(most=MOST_CHANGES, loses=int(loses))],
         env={**clean_environment(), "LD_PRELOAD": killer, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert log.read_text().endswith("done\n")

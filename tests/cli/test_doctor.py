@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from host_cuda.emulated import Emulated
 from host_cuda.gpus import emulated, gpus
+from jobs.failing import ran
 from mpi_session import clean_environment
 from support.ranks import Intracomm
 
@@ -53,7 +53,7 @@ def row(text: str, title: str) -> str:
 @pytest.mark.no_mpi
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mpidist", "doctor"]
-    done = subprocess.run(command, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = ran(command, env=clean_environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for text in ("1 rank on 1 node.", "  launcher  none: this process was started alone", "  tuned ", "GPUs "):
         assert text in done.stdout
@@ -139,12 +139,9 @@ def test_it_proves_whether_mpi_takes_device_memory_where_mpi_says_so(
 @pytest.mark.no_mpi
 def test_a_reader_that_has_enough_is_no_error() -> None:
     command = f"{sys.executable} -m mpidist doctor | true"  # which is over before there is something to read
-    done = subprocess.run(
+    done = ran(
         ["bash", "-c", f"set -o pipefail; {command}; exit ${{PIPESTATUS[0]}}"],
         env={**clean_environment(), "PYTHONUNBUFFERED": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.stderr == ""
     assert done.returncode in (0, 141)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs.failing import ran
 from jobs.faults import THREE, Job, environment, job
 
 __all__ = ["job"]
@@ -23,7 +24,7 @@ reduce()
 
 def stacks(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mpidist", "stacks", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    return ran(command, env=environment())
 
 
 @pytest.mark.core

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi_session import HANG_SECONDS, OPEN_MPI, clean_environment
@@ -83,13 +84,18 @@ def job(tmp_path: Path) -> Job:
     return run
 
 
+def ran(command: Sequence[str], **how: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end, whatever that is, and keep what it writes."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+
+
 def end_of(command: list[str], **variables: str) -> Ended:
     """Run a command to its end, with temporary files of its own: a killed launcher leaves some, by its number."""
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary:
         its = {**environment(), "TMPDIR": temporary, **variables}
         limit = 0.8 * HANG_SECONDS  # before the test's own, so that what the job wrote is shown
         try:
-            done = subprocess.run(command, env=its, capture_output=True, text=True, timeout=limit, check=False)
+            done = ran(command, env=its, timeout=limit)
         except subprocess.TimeoutExpired as error:
             pytest.fail(f"the job did not end; it wrote {error.stdout!r} and {error.stderr!r}")
     return Ended(done.returncode, done.stdout, done.stderr)

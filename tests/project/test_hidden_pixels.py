@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from jobs.failing import ran
 from jobs.faults import environment
 from mpi_session.launch import Launcher
 
@@ -24,9 +25,7 @@ ROW = re.compile(r"^(in step|at most 8 steps ahead|free) +(?:0|8|None) +(\d+) +[
 def run(folder: Path, ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, str(ROOT / "docs" / "examples" / "hidden_pixels.py"), *arguments]
     command = [*Launcher.find(None).command, "-n", str(ranks), *program] if ranks else program
-    return subprocess.run(
-        command, env={**environment(), **variables}, cwd=folder, capture_output=True, text=True, check=False
-    )
+    return ran(command, env={**environment(), **variables}, cwd=folder)
 
 
 @pytest.mark.core
@@ -70,6 +69,6 @@ def test_wrong_numbers_are_refused(tmp_path: Path, ranks: int, arguments: list[s
 def test_make_refuses_a_number_of_ranks_that_is_none(ranks: str) -> None:
     """The launcher would start nothing, say nothing, and end with 0."""
     command = ["make", "--dry-run", "train-ps", f"RANKS={ranks}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=dict(os.environ))
+    done = ran(command, cwd=ROOT, env=dict(os.environ))
     assert done.returncode == 2
     assert f"RANKS={ranks} is no number of ranks" in done.stderr

@@ -1,11 +1,11 @@
 """The examples that choose a number of replicas give the same weights, bit for bit, on any number of ranks."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from jobs.failing import ran
 from jobs.faults import environment
 from mpi_session.launch import HANG_SECONDS, Launcher
 
@@ -21,13 +21,7 @@ def weights(example: str, ranks: int, *arguments: object, nodes: str = "") -> st
     """Run an example, and return the digest of its weights."""
     command = [*Launcher.find(None).command, "-n", str(ranks), sys.executable, str(EXAMPLES / example)]
     variables = {"MPIDIST_PRETEND_NODES": nodes} if nodes else {}
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        env={**environment(), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran([*command, *map(str, arguments)], env={**environment(), **variables})
     found = re.search(r"^weights ([0-9a-f]{16})", done.stdout, re.MULTILINE)
     assert found is not None, (done.stdout, done.stderr)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from jobs.failing import ran
 
 pytestmark = pytest.mark.no_mpi
 
@@ -39,7 +40,7 @@ def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, st
     stand_in(tmp_path, "scontrol", "")
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
     command = ["bash", str(SCRIPT), "train.py", "--name", "two words"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = ran(command, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:] == [said, f"{started} --kill-on-bad-exit=1 python train.py --name two words"]
 
@@ -77,14 +78,14 @@ def requeue(folder: Path, srun: str, variables: dict[str, str]) -> subprocess.Co
         stand_in(folder, name, body)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", **JOB, "SLURM_NTASKS": "4", **variables}
     command = ["bash", str(SCRIPT.with_name("requeue.sbatch")), "train.py"]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    return ran(command, env=environment, cwd=folder)
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sbatch")), ids=lambda script: script.name)
 def test_scripts_that_are_not_submitted_say_so(tmp_path: Path, script: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "JOB_ENV": JOB["JOB_ENV"], "IMAGE": "image.sif"}
     command = ["bash", str(script), "train.py"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = ran(command, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{script} is for sbatch, and this is no job of Slurm: sbatch {script} ...\n"
 

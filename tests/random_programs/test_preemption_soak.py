@@ -1,7 +1,6 @@
 """A soak: a training is preempted, or loses ranks, twenty times, and goes on with other numbers of ranks."""
 
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Final
 
 import numpy as np
 import pytest
-from jobs.failing import Job
+from jobs.failing import Job, ran
 from mpi_session import HANG_SECONDS, clean_environment
 
 NUM_DISTURBANCES: Final = 20
@@ -139,13 +138,10 @@ def test_training_that_loses_ranks_has_the_weights_and_the_samples_of_one_that_d
     body = training(tmp_path / "lost")
     body = body.replace("        handler.save_checkpoint_if_preempted()", "        num_steps % 2 or manager.save()")
     (tmp_path / "train.py").write_text(HEAD + LOSSES.format(losses=NUM_DISTURBANCES) + body)
-    ended = subprocess.run(
+    ended = ran(
         [sys.executable, "-m", "mpidist", "run", "-n", "4", "--max-restarts", "40", "--min-ranks", "3", "train.py"],
         cwd=tmp_path,
         env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith(undisturbed.out), ended.stderr  # launchers print to it, too

@@ -4,12 +4,12 @@ import csv
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from jobs.failing import ran
 from mpi_session import HANG_SECONDS
 from slurm.batch_jobs import LIBRARIES, PROJECT, job_environment, submit
 from slurm.emulated_cluster import EmulatedCluster
@@ -199,15 +199,7 @@ def test_interactive_allocation(cluster: EmulatedCluster, tmp_path: Path) -> Non
     (tmp_path / "program.py").write_text(ADD)
     shell = ["bash", str(SCRIPTS / "interactive.sh"), "--quiet", *TWO_NODES]
     for command, typed in (([*shell, "--", "program.py"], ""), (shell, "run_ranks python program.py\nexit\n")):
-        done = subprocess.run(
-            command,
-            env=job_environment(cluster, MPICH),
-            cwd=tmp_path,
-            input=typed,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = ran(command, env=job_environment(cluster, MPICH), cwd=tmp_path, input=typed)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[1:] == ["the sum is 3"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hosts import HEAD, Hosts, HostsError, bits_per_second
+from jobs.failing import ran
 from jobs.hosts import need_hosts
 from mpi_session import clean_environment
 
@@ -47,7 +48,7 @@ def hosts() -> Iterator[Hosts]:
 
 def said(hosts: Hosts, host: str, *argv: str) -> str:
     """Run a command on a host, and return what it prints."""
-    done = subprocess.run(hosts.command(host, argv), capture_output=True, text=True, check=False)
+    done = ran(hosts.command(host, argv))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -101,9 +102,7 @@ def test_hosts_are_apart_but_for_a_network_that_can_be_cut(hosts: Hosts, tmp_pat
 def test_hosts_run_ranks_and_a_killed_one_loses_its_processes_alone(hosts: Hosts) -> None:
     program = "import sys; from mpi4py.MPI import *; sys.stdout.write(f'{Get_processor_name()} {COMM_WORLD.size}\\n')"
     command = [*hosts.mpiexec(Path(sys.executable), 3), sys.executable, "-c", program]
-    done = subprocess.run(
-        command, env=clean_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    done = ran(command, env=clean_environment(), stdin=subprocess.DEVNULL)
     assert sorted(done.stdout.splitlines()) == ["h1 3", "h1 3", "h2 3"], done.stderr
     with pytest.raises(HostsError, match="5 ranks cannot run on 2 hosts with 2 slots each"):
         hosts.mpiexec(Path(sys.executable), 5)
@@ -169,13 +168,7 @@ def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -
         "0.1",
     ]
     command += [f"--env={name}={tmp_path / 'none'}" for name in ("openmpi", "gloo")]
-    done = subprocess.run(
-        [*command, "--env", f"mpich={sys.executable}", "--out", str(tmp_path)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran([*command, "--env", f"mpich={sys.executable}", "--out", str(tmp_path)], env=clean_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gloo: not installed: no environment" in done.stdout
     assert "sent / least" in done.stdout

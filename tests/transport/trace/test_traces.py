@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mpidist.__main__ import run_command
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from mpidist.transport.agreement.agreement import SoloAgreement
+from mpidist.transport.trace.clocks import compare_clocks, name_clock
 
 
 @pytest.fixture
@@ -397,3 +399,34 @@ def test_requests_to_parameter_servers_are_traced(job: Job, tmp_path: Path, caps
     assert [calls.count((process_of(rank), "read of 'table'")) for rank in range(3)] == [20, 20, 0], calls
     assert (process_of(2), "serve()") in calls
     assert "exchange" in text
+
+
+SECOND = 1_000_000_000
+
+
+def ahead_of(host: int) -> int:
+    """By how much the clock of a pretended host is ahead of the machine's, in nanoseconds."""
+    return (0, -7 * SECOND, 90_000 * SECOND, SECOND // 3)[host]
+
+
+@pytest.mark.core
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("ranks_of_a_host", [1, 2])
+def test_difference_of_clocks_is_found_within_the_error(comm: Intracomm, ranks_of_a_host: int) -> None:
+    host = comm.rank // ranks_of_a_host
+    num_hosts = (comm.size - 1) // ranks_of_a_host + 1
+    samples = compare_clocks(comm, f"host{host}", lambda: time.monotonic_ns() + ahead_of(host))
+    assert comm.allgather(samples) == [samples] * comm.size
+    assert [sample.clock for sample in samples] == [f"host{one}" for one in range(num_hosts)]
+    assert samples[0][2:] == (0, 0)
+    for one, sample in enumerate(samples):
+        assert abs(sample.offset + ahead_of(one)) <= sample.error
+        assert sample.error < 60 * SECOND  # of messages on a busy machine
+        assert abs(sample.time - ahead_of(one) - time.monotonic_ns()) < 100 * SECOND
+
+
+@pytest.mark.ranks(2)
+def test_ranks_of_a_host_have_one_clock(comm: Intracomm) -> None:
+    (sample,) = compare_clocks(comm, name_clock())
+    assert sample == (name_clock(), sample.time, 0, 0)
+    assert compare_clocks(None, "alone")[0][2:] == (0, 0)

@@ -7,7 +7,6 @@ TESTS = [
     "tests/test_step_exits.py",
     "tests/test_cluster_tasks.py",
     "tests/test_contexts.py",
-    "tests/test_context_misuse.py",
     "tests/strategies/test_refused_strategies.py",
     "tests/variables",
 ]

@@ -2,7 +2,7 @@
 
 from fault import Fault
 
-TESTS = ["tests/replica_context", "tests/test_replica_rng.py", "tests/test_context_misuse.py"]
+TESTS = ["tests/replica_context", "tests/test_replica_rng.py", "tests/test_contexts.py"]
 FAULTS = [
     Fault(
         "joint_calls.py",

@@ -1,0 +1,221 @@
+"""Messages of MPI: how long they may be, of how many bytes rows of a replica tree are, and errors in them."""
+
+import ctypes
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.contributions import bits, in_tree_order, replica_tree, rows_of_this_rank, unlike_numbers
+from support.ranks import Intracomm
+
+from mpidist.errors import PeerFailedError
+from mpidist.transport.mpi import communicator as module
+from mpidist.transport.mpi import open_mpi
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.mpi.open_mpi import eager_limit_bytes
+from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.topology import Topology
+from mpidist.transport.waiting import poll
+
+IS_OPEN_MPI = "Open MPI"
+
+
+class Tools:
+    """MPI's interface for tools: what it tells, and what is left open."""
+
+    def __init__(self, settings: dict[str, int]) -> None:
+        self.names, self.numbers, self.open = list(settings), list(settings.values()), 0
+
+    @property
+    def library(self) -> SimpleNamespace:
+        """Its functions, as ctypes calls them."""
+        return SimpleNamespace(
+            MPI_T_init_thread=self.start,
+            MPI_T_finalize=self.end,
+            MPI_T_cvar_get_index=self.find,
+            MPI_T_cvar_handle_alloc=self.take,
+            MPI_T_cvar_read=self.read,
+            MPI_T_cvar_handle_free=self.let_go,
+        )
+
+    def start(self, _required: int, _provided: Any) -> int:
+        self.open += 1
+        return 0
+
+    def end(self) -> int:
+        self.open -= 1
+        return 0
+
+    def find(self, name: bytes, index: Any) -> int:
+        if name.decode() not in self.names:
+            return 73
+        ctypes.cast(index, ctypes.POINTER(ctypes.c_int))[0] = self.names.index(name.decode())
+        return 0
+
+    def take(self, index: ctypes.c_int, _object: None, handle: Any, _count: Any) -> int:
+        self.open += 1
+        ctypes.cast(handle, ctypes.POINTER(ctypes.c_size_t))[0] = 1 + index.value
+        return 0
+
+    def read(self, handle: ctypes.c_void_p, value: Any) -> int:
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_size_t))[0] = self.numbers[(handle.value or 0) - 1]
+        return 0
+
+    def let_go(self, _handle: Any) -> int:
+        self.open -= 1
+        return 0
+
+
+@pytest.mark.ranks(2)
+def test_only_open_mpi_is_asked_and_it_may_be_asked_again(comm: Intracomm) -> None:
+    said = [eager_limit_bytes() for _ in range(3)]
+    assert said[0] == said[1] == said[2]
+    if load_mpi().get_vendor()[0] != IS_OPEN_MPI:
+        assert said[0] is None
+    comm.Barrier()  # MPI is as it was
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.core
+def test_asking_leaves_the_level_of_threads_as_it_is(comm: Intracomm) -> None:
+    """Open MPI takes what its interface for tools is started with as that of the whole process."""
+    before = load_mpi().Query_thread()
+    eager_limit_bytes()
+    assert load_mpi().Query_thread() == before == load_mpi().THREAD_MULTIPLE
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("file", ["/no/such/library.so", None])
+def test_a_library_that_hides_its_settings_says_nothing(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi = SimpleNamespace(get_vendor=lambda: (IS_OPEN_MPI, (5, 0, 11)), __file__=file, Query_thread=lambda: 3)
+    monkeypatch.setattr(open_mpi, "load_mpi", lambda: mpi)
+    assert eager_limit_bytes() is None
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"pml_ob1_priority": 20, "btl_tcp_eager_limit": 65536}, 65536 - 256),
+        ({"pml_ob1_priority": 20, "btl_tcp_eager_limit": 300}, 16 << 10),  # a header and little more
+        ({"pml_ob1_priority": 20}, None),  # no TCP
+        ({"pml_ucx_priority": 51, "btl_tcp_eager_limit": 65536}, None),  # UCX carries the messages
+    ],
+)
+def test_the_limit_counts_only_where_tcp_carries_messages(
+    settings: dict[str, int], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpi = SimpleNamespace(get_vendor=lambda: (IS_OPEN_MPI, (5, 0, 11)), __file__="mpi.so", Query_thread=lambda: 3)
+    tools = Tools(settings)
+    monkeypatch.setattr(open_mpi, "load_mpi", lambda: mpi)
+    monkeypatch.setattr(open_mpi.ctypes, "CDLL", lambda _: tools.library)
+    assert eager_limit_bytes() == expected
+    assert tools.open == 0
+
+
+@pytest.mark.ranks(3)
+def test_arrays_arrive_whole_in_short_messages(comm: Intracomm) -> None:
+    for nbytes in (0, 1, 999, 1000, 1001, 5000, 64_000):
+        communicator = MpiCommunicator(comm.Dup(), "all", message_bytes=1000)
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        numbers = np.random.default_rng(nbytes).integers(0, 256, (comm.size, nbytes), np.uint8)
+        incoming = np.zeros(nbytes, np.uint8)
+        requests = communicator.receive(incoming, before, 1) + communicator.send(numbers[comm.rank], after, 1)
+        assert len(requests) == 2 * max(1, -(-nbytes // 1000))
+        while not communicator.test_all(requests):
+            pass
+        assert incoming.tobytes() == numbers[before].tobytes()
+        communicator.free()
+
+
+# Not in the core, which runs with Open MPI: that cuts a message which does not fit, and says nothing.
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("is_told", [True, False], ids=["others tell the rank", "nobody knows"])
+def test_error_of_mpi_becomes_the_loss_of_a_rank(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """MPI finds the loss in a message before the rank looks at the processes of others, and names no rank."""
+    monkeypatch.setattr(module, "NEWS_SECONDS", 60.0 if is_told else 0.01)
+    own = comm.Split(comm.rank)
+    communicator, number_of_looks = MpiCommunicator(own, "across_nodes"), 0
+
+    def look() -> None:
+        nonlocal number_of_looks
+        number_of_looks += 1
+        if is_told and number_of_looks == 3:
+            raise PeerFailedError("rank 1 is gone")
+
+    communicator.set_wait_hook(look)
+    large, small = np.zeros(2), np.zeros(1)
+    requests = communicator.receive(small, 0, 5) + communicator.send(large, 0, 5)  # an error, as it does not fit
+    unknown = r"MPI cannot complete the messages of across_nodes on rank 0 \(.*was probably killed"
+    with pytest.raises(PeerFailedError, match="rank 1 is gone" if is_told else unknown):
+        poll(lambda: communicator.test_all(requests), lambda: None)
+    communicator.free()
+
+
+@pytest.mark.ranks(2)
+def test_the_only_other_rank_is_named(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one of two nodes has a single rank, and that is killed."""
+    monkeypatch.setattr(module, "NEWS_SECONDS", 0.01)
+    communicator = MpiCommunicator(comm.Dup(), "across_nodes")
+    large, small = np.zeros(2), np.zeros(1)
+    requests = communicator.receive(small, comm.rank, 5) + communicator.send(large, comm.rank, 5)
+    with pytest.raises(PeerFailedError, match=rf"rank {1 - comm.rank} of the job, to which they go, was probably kil"):
+        poll(lambda: communicator.test_all(requests), lambda: None)
+    communicator.free()
+
+
+Messages = Sequence[tuple[Any, int]]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("limit", [1 << 30, 300])
+def test_as_many_bytes_move_as_are_counted(comm: Intracomm, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = Topology.from_labels(comm.rank, [0] * comm.size, ["host"] * comm.size)
+    communicator = MpiCommunicator(comm.Dup(), "all", limit)
+    moved = [0, 0]
+    transfer = MpiCommunicator.transfer
+
+    def counting(self: MpiCommunicator, sends: Messages, receives: Messages) -> None:
+        for at, messages in enumerate((sends, receives)):
+            moved[at] += sum(part.nbytes for part, _ in messages)
+        transfer(self, sends, receives)
+
+    monkeypatch.setattr(MpiCommunicator, "transfer", counting)
+    for total in (comm.size, 8, 13):
+        tree = replica_tree(total, topology)
+        count = 600  # whole shards, of every chunk too
+        numbers = unlike_numbers(total, count, np.float32)
+        (out, *_) = rows = rows_of_this_rank(tree, np.add, numbers)
+        moved[:] = 0, 0
+        communicator.traffic.clear()
+        all_reduce_rows(communicator, tree.world, tree.num_rows, np.add, rows, out)
+        assert bits(out) == bits(in_tree_order(np.add, numbers))
+        nbytes, own = count * 4, count * 4 // comm.size
+        if limit > nbytes:
+            assert tuple(moved) == row_traffic(tree.num_rows, comm.rank, nbytes, own), total
+            assert communicator.traffic.nbytes == {"all_reduce": max(moved)}
+        assert communicator.traffic.calls == {"all_reduce": 1}
+        if tree.num_rows == (1,) * comm.size:
+            counted = communicator.traffic.nbytes["all_reduce"]
+            communicator.traffic.clear()
+            communicator.all_reduce(out, Reduction(in_rank_order=True))
+            assert communicator.traffic.nbytes == {"all_reduce": counted}
+    communicator.free()
+
+
+@pytest.mark.no_mpi
+def test_other_numbers_of_ranks_than_divisors_of_the_replicas_cost_more_rows() -> None:
+    """8 replicas on 4 ranks: 2 S (P - 1) / P. On 3: 5 / 3 of the reduce-scatter half, 4 / 3 in all."""
+    assert {row_traffic((1, 1, 1, 1), rank, 1200, 300) for rank in range(4)} == {(1800, 1800)}
+    tree = replica_tree(8, Topology.from_labels(0, [0, 0, 0], ["host"] * 3))
+    sent, received = zip(*(row_traffic(tree.num_rows, rank, 900, 300) for rank in range(3)), strict=True)
+    in_rank_order = 3 * 2 * 900 * 2 // 3
+    assert sum(sent) == sum(received) == in_rank_order * 4 // 3
+    half = 3 * 900 * 2 // 3
+    assert sum(sent) - half == half * 5 // 3
