@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
-from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import Clock, given_up
 
 from mpidist import CollectiveAllReduce, CommunicationOptions, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
@@ -132,19 +132,9 @@ def test_close_keeps_the_deadline_of_every_call(
         monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     options = CommunicationOptions(timeout_seconds=600) if how == "option" else None
     strategy = MultiWorker(None, options, comm=comm)
-    if comm.rank == 0:
-        let_time_pass(comm)
-        comm.Barrier()
-    else:
-        wait_for_late_rank(clock, comm, 0, lambda: False)
-    with pytest.raises(DeadlineExceededError, match=r"close\(\)") as caught:
+    with given_up(clock, comm, 0), pytest.raises(DeadlineExceededError, match=r"close\(\)") as caught:
         strategy.close()
-    clock.in_wait = lambda: None
-    if comm.rank:
-        comm.Barrier()
-        assert "rank 0 of" in str(caught.value)
-    else:
-        assert "given up waiting" in str(caught.value)
+    assert ("rank 0 of" if comm.rank else "given up waiting") in str(caught.value)
     strategy.close()
     comm.Barrier()
 

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ GRADIENTS = "SUM of 161 x float32, 97.5 MiB, hierarchical, 3 packs"
 RESET = 1 << 40
 
 Row = list[Any]
+Flight = Callable[..., str]
 
 
 def row(sequence: int, call: str, state: str, began: float, details: str = "", took: float = 0.01) -> Row:
@@ -53,12 +54,17 @@ def write(folder: Path, rank: int, *groups: dict[str, Any], **other: Any) -> Pat
     return path
 
 
-def flight(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[int, str]:
-    """Return the exit status, and what was printed, with every sentence on one line."""
-    status = run_command(["flight", str(folder), *arguments])
-    out, err = capsys.readouterr()
-    assert all(len(line) <= max(100, len(str(folder)) + 4) for line in out.splitlines())
-    return status, " ".join((out + err).split())
+@pytest.fixture
+def flight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Flight:
+    """Run the command, look at its exit status, and return what it prints, with every sentence on one line."""
+
+    def run(*arguments: str, status: int | None = None) -> str:
+        assert run_command(["flight", str(tmp_path), *arguments]) == status or status is None
+        out, err = capsys.readouterr()
+        assert all(len(line) <= max(100, len(str(tmp_path)) + 4) for line in out.splitlines())
+        return " ".join((out + err).split())
+
+    return run
 
 
 def calls_before(sequence: int, ended: float) -> list[Row]:
@@ -66,31 +72,30 @@ def calls_before(sequence: int, ended: float) -> list[Row]:
     return [row(sequence - 2, "gather", "done", ended + 1), row(sequence - 1, "reduce", "done", ended + 0.01)]
 
 
-def test_rank_behind_is_found_by_all_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_behind_is_found_by_all_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flight: Flight
+) -> None:
     stuck = [*calls_before(1041, 20), row(1041, "all_reduce", "moving", 12.0, GRADIENTS)]
     others = [*calls_before(1041, 20), row(1041, "all_reduce", "done", 12.0, GRADIENTS, took=0.8)]
     for rank in range(8):
         calls = stuck if rank == 5 else [*others, row(1042, "reduce", "waiting", 11.2)]
         write(tmp_path, rank, group(rank, 8, calls))
-    status, text = flight(capsys, tmp_path)
-    assert status == 1
+    text = flight(status=1)
     assert f"rank 5 is in call 1041, all_reduce ({GRADIENTS}), for 12.0 s: moving data " in text
     assert "ranks 0-4, 6-7 wait in call 1042, reduce, for 11.2 s " in text
     assert "=> rank 5 is behind: ranks 0-4, 6-7 went on 11.2 s ago, as far as call 1042, reduce Why" in text
     assert text.count("=>") == 1
     assert "8 files, of all ranks; written " in text
     assert "Strategy a1b2, 8 ranks " in text
-    text = flight(capsys, tmp_path, "--calls", "2")[1]
+    text = flight("--calls", "2")
     assert "reduce [waiting] [not yet: rank 5] Why" in text
     assert text.count("not yet") == 1
-    status, text = flight(capsys, tmp_path, "--rank", "5")
-    assert status == 1
+    text = flight("--rank", "5", status=1)
     assert "Strategy a1b2, rank 5 of 8, running" in text
     assert "1040 " in text
     assert f"5.0 ms - moving all_reduce: {GRADIENTS}" in text
     assert "1042" not in text
-    status, text = flight(capsys, tmp_path, "--rank", "9")
-    assert (status, "has no file of rank 9; it has ranks 0-7" in text) == (2, True)
+    assert "has no file of rank 9; it has ranks 0-7" in flight("--rank", "9", status=2)
     assert run_command(["flight", str(tmp_path), "--json"]) == 1
     (strategy,) = json.loads(capsys.readouterr().out)["strategies"]
     assert strategy["diverged"] is True
@@ -99,19 +104,19 @@ def test_rank_behind_is_found_by_all_options(tmp_path: Path, capsys: pytest.Capt
     assert strategy["verdict"][0].startswith("rank 5 is behind")
 
 
-def test_flight_says_where_ranks_were_in_their_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flight_says_where_ranks_were_in_their_programs(tmp_path: Path, flight: Flight) -> None:
     for rank in range(4):
         frames = [["data.py", 12, "read"]] * (rank == 1) + [["train.py", 41, "step"], ["train.py", 90, "<module>"]]
         stack = [[], "it is gone"] if rank == 2 else [frames, ""]
         write(tmp_path, rank, group(rank, 4, calls_before(8, 30)), stack=stack)
-    _, text = flight(capsys, tmp_path)
+    text = flight()
     title = "Where the ranks were in their programs (the whole stack: --rank R):"
     assert f" {title} ranks 0, 3: train.py:41 in step rank 1: data.py:12 in read Why the files" in text
-    _, text = flight(capsys, tmp_path, "--rank", "1")
+    text = flight("--rank", "1")
     assert text.endswith(
         "Where it was, innermost first: data.py:12 in read train.py:41 in step train.py:90 in <module>"
     )
-    _, text = flight(capsys, tmp_path, "--rank", "2")
+    text = flight("--rank", "2")
     assert "Where it was" not in text
 
 
@@ -141,16 +146,14 @@ ASKS = row(0, "read of 'w'", "waiting", 100, SERVER)
 SERVES = row(0, "serve()", "moving", 10, f"{SERVER}: 12 requests, the last one of worker 1, rank 1")
 CASES = {
     "started, and does not wait": Case(
-        last_calls(STARTED["moving"], STARTED["started"], STARTED["moving"], STARTED["moving"]),
-        1,
+        last_calls(STARTED["moving"], STARTED["started"], STARTED["moving"], STARTED["moving"]), 1,
         [
             "rank 1 started call 8, start_all_reduce, and did not wait for it or make another call for 29.0 s",
             "=> rank 1 is behind: ranks 0, 2-3 went on",
         ],
     ),
     "computes": Case(
-        last_calls(WAITS, None, WAITS, WAITS),
-        1,
+        last_calls(WAITS, None, WAITS, WAITS), 1,
         [
             "rank 1 finished call 7, reduce, and made no call for 30.0 s",
             "=> rank 1 is behind: ranks 0, 2-3 went on 29.0 s ago, as far as call 8, reduce Why",
@@ -160,27 +163,23 @@ CASES = {
         [
             calls_before(8, 30),
             *(
-                [row(8, "gather", "done", 20.0 + rank), row(9, "gather", "done", 10), row(10, "reduce", "moving", 5)]
-                for rank in (1, 2)
+                [
+                    row(8, "gather", "done", 20.0 + rank), row(9, "gather", "done", 10), row(10, "reduce", "moving", 5),
+                ] for rank in (1, 2)
             ),
-        ],
-        1,
-        ["rank 0 is behind: ranks 1-2 went on 22.0 s ago, as far as call 10"],
+        ], 1, ["rank 0 is behind: ranks 1-2 went on 22.0 s ago, as far as call 10"],
     ),
     "stopped just now": Case(
-        [calls_before(8, 1), [*calls_before(8, 1), row(8, "reduce", "waiting", 0.05)]],
-        1,
+        [calls_before(8, 1), [*calls_before(8, 1), row(8, "reduce", "waiting", 0.05)]], 1,
         ["=> rank 0 is stopped, by a signal or a debugger => rank 0 is behind: rank 1 went on 50 ms ago"],
         process=(0, "stopped"),
     ),
     "stuck where others are done": Case(
-        last_calls(*(row(8, "reduce", state, 5, took=1.0) for state in ("done", "done", "moving"))),
-        1,
+        last_calls(*(row(8, "reduce", state, 5, took=1.0) for state in ("done", "done", "moving"))), 1,
         ["=> rank 2 is behind: ranks 0-1 went on 4.0 s ago, within call 8, reduce"],
     ),
     "another call": Case(
-        [[row(57, "all_reduce", "failed", 3.1, GRADIENTS)]] * 3 + [[row(57, "gather", "failed", 3.0)]],
-        1,
+        [[row(57, "all_reduce", "failed", 3.1, GRADIENTS)]] * 3 + [[row(57, "gather", "failed", 3.0)]], 1,
         [
             f"=> at call 57 ranks 0-2 called all_reduce ({GRADIENTS}), rank 3 called gather ",
             f"ranks 0-2 failed in call 57, all_reduce ({GRADIENTS}), 3.1 s ago",
@@ -198,14 +197,10 @@ CASES = {
         [
             [row(4, "reduce", "done", 9), row(5, name, "failed", 8), row(6, other, "waiting", 7)]
             for name, other in (("reduce", "gather"), ("gather", "reduce"), ("reduce", "gather"))
-        ],
-        1,
-        ["=> at call 5 ranks 0, 2 called reduce, rank 1 called gather"],
-        ["at call 6"],
+        ], 1, ["=> at call 5 ranks 0, 2 called reduce, rank 1 called gather"], ["at call 6"],
     ),
     "other details": Case(
-        [[row(9, "reduce", "failed", 3, details)] for details in ("8 KiB", "4 KiB", "4 KiB")],
-        1,
+        [[row(9, "reduce", "failed", 3, details)] for details in ("8 KiB", "4 KiB", "4 KiB")], 1,
         [
             "=> at call 9 rank 0 called reduce (8 KiB), ranks 1-2 called reduce (4 KiB)",
             "rank 0 failed in call 9, reduce (8 KiB), 3.0 s ago ranks 1-2 failed in call 9",
@@ -217,28 +212,23 @@ CASES = {
         ["=> nobody diverged: all 3 ranks finished call 3, gather", "ranks 0-2 finished call 3, gather (0 KiB)"],
     ),
     "a text that a recorder lost": Case(
-        [[row(3, name, "done", 5), row(4, "gather", "done", 4)] for name in ("a call", "reduce")],
-        0,
+        [[row(3, name, "done", 5), row(4, "gather", "done", 4)] for name in ("a call", "reduce")], 0,
         ["=> nobody diverged"],
     ),
     "no file": Case(
-        [*last_calls(WAITS, WAITS, WAITS), None, *last_calls(WAITS)],
-        1,
+        [*last_calls(WAITS, WAITS, WAITS), None, *last_calls(WAITS)], 1,
         [
             "4 files, 1 rank without one; written",
             "=> no file tells of rank 3: gone, or stuck with nobody on the node to write one",
         ],
     ),
     "gone": Case(
-        last_calls(*[MOVES] * 4),
-        1,
-        ["rank 2 (gone) was in call 8, reduce, begun 9.0 s ago: moving", "=> rank 2 is gone: the process"],
-        ["behind"],
+        last_calls(*[MOVES] * 4), 1,
+        ["rank 2 (gone) was in call 8, reduce, begun 9.0 s ago: moving", "=> rank 2 is gone: the process"], ["behind"],
         process=(2, "gone"),
     ),
     "came when others had given up": Case(
-        [[row(4, "reduce", "failed", began, took=took)] for began, took in ((10.0, 1.0), (7.0, 0.1), (10.0, 1.0))],
-        1,
+        [[row(4, "reduce", "failed", began, took=took)] for began, took in ((10.0, 1.0), (7.0, 0.1), (10.0, 1.0))], 1,
         ["=> rank 1 came when others had given up, 3.0 s after the first rank"],
         time={0: NOW - 9, 1: NOW - 6.9, 2: NOW - 9},
     ),
@@ -246,8 +236,7 @@ CASES = {
         [[[4, "reduce", "", "failed", at, at + 1, at + 2]] for at in (NOW - 9, NOW - 4)], 0, []
     ),
     "failure of some": Case(
-        [[row(4, "reduce", state, 7.0)] for state in ("failed", "moving", "moving")],
-        1,
+        [[row(4, "reduce", state, 7.0)] for state in ("failed", "moving", "moving")], 1,
         ["=> rank 0 failed, the others did not"],
     ),
     "all done": Case([[row(4, "reduce", "done", 5)]] * 3, 0, ["diverged: all 3 ranks finished call 4, reduce Why"]),
@@ -264,8 +253,7 @@ CASES = {
     ),
     "no calls": Case([[], []], 0, ["=> nobody diverged: all 2 ranks made no call"]),
     "no calls of one": Case(
-        [[], [row(1, "MirroredStrategy", "waiting", 5)]],
-        1,
+        [[], [row(1, "MirroredStrategy", "waiting", 5)]], 1,
         [
             "rank 0 made no call rank 1 waits in call 1, MirroredStrategy, for 5.0 s",
             "=> rank 0 is behind: rank 1 went on 5.0 s ago",
@@ -281,30 +269,25 @@ CASES = {
         ],
     ),
     "a server that is stopped": Case(
-        [[ASKED, ASKS], [ASKED], [SERVES]],
-        1,
-        ["=> rank 2 is stopped, by a signal or a debugger"],
+        [[ASKED, ASKS], [ASKED], [SERVES]], 1, ["=> rank 2 is stopped, by a signal or a debugger"],
         process=(2, "stopped"),
     ),
     "more places than fit a screen": Case(
-        [[row(rank + 1, "reduce", "moving", 50 - rank)] for rank in range(30)],
-        1,
+        [[row(rank + 1, "reduce", "moving", 50 - rank)] for rank in range(30)], 1,
         [
             "rank 7 is in call 8, reduce, for 43.0 s: moving data and 21 more places rank 29 is in call 30",
             "=> rank 3 is behind: rank 29 went on 21.0 s ago, as far as call 30, reduce => and 25 places",
         ],
     ),
     "a reset after calls": Case(
-        [[FAILED, RESETS], [FAILED, RESETS], [FAILED]],
-        1,
+        [[FAILED, RESETS], [FAILED, RESETS], [FAILED]], 1,
         [
             "ranks 0-1 wait in reset(), for 15.0 s",
             "=> rank 2 is behind: ranks 0-1 went on 15.0 s ago, as far as reset()",
         ],
     ),
     "a reset before calls": Case(
-        [[FAILED, HAS_RESET], [FAILED, HAS_RESET, row(5, "gather", "waiting", 14)]],
-        1,
+        [[FAILED, HAS_RESET], [FAILED, HAS_RESET, row(5, "gather", "waiting", 14)]], 1,
         [
             "rank 0 finished reset(), and made no call for 15.0 s",
             "=> rank 0 is behind: rank 1 went on 14.0 s ago, as far as call 5, gather",
@@ -314,36 +297,32 @@ CASES = {
         [
             [row(5, "reduce", "done", 30), row(6, "reduce", "failed", 25)],
             [row(5, "reduce", "failed", 29), HAS_RESET, row(7, "gather", "waiting", 14)],
-        ],
-        1,
-        ["rank 0 is behind: rank 1 went on 15.0 s ago, as far as call 7, gather"],
+        ], 1, ["rank 0 is behind: rank 1 went on 15.0 s ago, as far as call 7, gather"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_flight_tells_who_diverged(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flight_tells_who_diverged(name: str, tmp_path: Path, flight: Flight) -> None:
     case = CASES[name]
     for rank, calls in enumerate(case.calls):
         if calls is not None:
             its = group(rank, len(case.calls), calls, case.process[1] if rank == case.process[0] else "running")
             write(tmp_path, rank, its, time=(case.time or {}).get(rank, NOW))
-    status, text = flight(capsys, tmp_path)
-    assert status == case.status
+    text = flight(status=case.status)
     for wanted in case.said:
         assert wanted in text
     for unwanted in case.unsaid:
         assert unwanted not in text
 
 
-def test_strategies_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strategies_are_told_apart(tmp_path: Path, flight: Flight) -> None:
     for rank in range(4):
         whole = group(rank, 4, [row(3, "reduce", "done", 5)], token="whole")
         calls = [row(70, "gather", "done", 9)] + [row(71, "reduce", "waiting", 8)] * (rank == 2)
         half = group(rank % 2, 2, calls, token=f"half{rank // 2}")
         write(tmp_path, rank, whole, half)
-    status, text = flight(capsys, tmp_path)
-    assert status == 1
+    text = flight(status=1)
     assert "Strategy whole, 4 ranks ranks 0-3 finished call 3, reduce, and made no call for 5.0 s => nobody" in text
     assert "Strategy half0, 2 ranks ranks 0-1 finished call 70, gather" in text
     assert "Strategy half1, 2 ranks; ranks 0-1 here are ranks 2-3 of the job rank 1 finished call 70" in text
@@ -351,7 +330,7 @@ def test_strategies_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "4 files, of all ranks" in text
 
 
-def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path: Path, flight: Flight) -> None:
     for rank in range(4):
         calls = {
             token: [row(6, "gather", "done", 9)]
@@ -359,31 +338,28 @@ def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path: Path, capsys
             for token in ("first", "second")
         }
         write(tmp_path, rank, *(group(rank, 4, its, token=token) for token, its in calls.items()))
-    status, text = flight(capsys, tmp_path)
-    assert status == 1
+    text = flight(status=1)
     assert "=> rank 3 is behind: ranks 0-2 went on 8.0 s ago, as far as call 7, reduce Strategy second" in text
     assert "rank 3 waits in call 7, reduce, for 8.0 s => ranks 0-2 are behind: rank 3 went on 8.0 s ago" in text
 
 
-def test_job_without_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_without_strategies(tmp_path: Path, flight: Flight) -> None:
     write(tmp_path, 0)
-    status, text = flight(capsys, tmp_path)
-    assert status == 0
-    assert "No strategy was in use." in text
+    assert "No strategy was in use." in flight(status=0)
 
 
-def test_reasons_are_grouped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasons_are_grouped(tmp_path: Path, flight: Flight) -> None:
     for rank in range(9):
         reason = "SIGUSR1" if rank < 3 else f"ValueError: {rank}"
         write(tmp_path, rank, group(rank, 9, [row(1, "reduce", "done", 5)]), reason=reason)
-    text = flight(capsys, tmp_path)[1]
+    text = flight()
     assert text.endswith(
         "Why the files were written: ranks 0-2: SIGUSR1 rank 3: ValueError: 3 rank 4: ValueError: 4 "
         "rank 5: ValueError: 5 and 3 other reasons"
     )
 
 
-def test_last_calls_name_the_straggler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_calls_name_the_straggler(tmp_path: Path, flight: Flight) -> None:
     for rank in range(3):
         skew = rank * 100.0  # a clock of its own does not make a straggler
         late = 0.025 * (rank == 1)
@@ -391,16 +367,16 @@ def test_last_calls_name_the_straggler(tmp_path: Path, capsys: pytest.CaptureFix
         done = [7, "all_reduce", GRADIENTS, "done", begun, agreed, agreed + 0.004 + late]
         calls = [row(6, "gather", "done", 20), done, row(8, "reduce", "waiting" if rank else "failed", 5)]
         write(tmp_path, rank, group(rank, 3, calls), time=NOW + skew)
-    text = flight(capsys, tmp_path, "--calls", "2")[1]
+    text = flight("--calls", "2")
     assert f"rank 1 +25 ms 29 ms all_reduce: {GRADIENTS}" in text
     assert "reduce [failed rank 0 | waiting ranks 1-2]" in text
     assert "gather" not in text
     assert "within 3 min 20 s" in text
 
 
-def test_writer_for_another_rank_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writer_for_another_rank_is_told(tmp_path: Path, flight: Flight) -> None:
     write(tmp_path, 0, group(0, 1, []), written_by=3)
-    assert "by rank 3, because it could not itself: SIGUSR1" in flight(capsys, tmp_path, "--rank", "0")[1]
+    assert "by rank 3, because it could not itself: SIGUSR1" in flight("--rank", "0")
 
 
 @pytest.mark.parametrize("calls", ["0", "all"])
@@ -420,13 +396,12 @@ def test_json_has_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert strategy["difference"] == {"sequence": 5, "sides": sides}
 
 
-def test_newest_of_several_jobs_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_of_several_jobs_is_taken(tmp_path: Path, flight: Flight) -> None:
     old = write(tmp_path / "job2", 0, group(0, 1, [row(1, "gather", "done", 5)]))
     os.utime(old, (1000, 1000))
     write(tmp_path / "job1", 0, group(0, 1, [row(2, "reduce", "done", 5)]))
     (tmp_path / "job3").mkdir()
-    status, text = flight(capsys, tmp_path)
-    assert status == 0
+    text = flight(status=0)
     assert text.startswith(f"The newest job in {tmp_path} is job1. {tmp_path / 'job1'}: 1 file,")
     assert "=> nobody diverged: the only rank finished call 2, reduce" in text
 
@@ -445,10 +420,9 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert run_command(["flight"]) == 0
 
 
-def test_folder_without_files_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_files_is_said(tmp_path: Path, flight: Flight) -> None:
     (tmp_path / "rank-0.1234").write_text("{")
-    status, text = flight(capsys, tmp_path)
-    assert status == 2
+    text = flight(status=2)
     assert f"{tmp_path} has no files rank-N.json" in text
 
 
@@ -473,41 +447,33 @@ BAD_TIME = group(0, 1, [[1, "reduce", "", "done", 1.0, "soon", 1.0]])
     ],
 )
 def test_file_that_cannot_be_understood_is_said(
-    content: dict[str, Any] | bytes, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: dict[str, Any] | bytes, complaint: str, tmp_path: Path, flight: Flight
 ) -> None:
     if isinstance(content, bytes):
         path = tmp_path / "rank-0.json"
         path.write_bytes(content)
     else:
         path = write(tmp_path, 0, **content)
-    status, text = flight(capsys, tmp_path)
-    assert status == 2
+    text = flight(status=2)
     assert f"{path} cannot be understood: {complaint}" in text
 
 
-def test_files_that_contradict_each_other_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_contradict_each_other_are_said(tmp_path: Path, flight: Flight) -> None:
     write(tmp_path, 0, group(0, 2, []))
     path = write(tmp_path, 1, group(0, 2, []))
-    assert (
-        f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too"
-        in flight(capsys, tmp_path)[1]
-    )
+    assert f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too" in flight()
     write(tmp_path, 1, group(1, 3, []))
-    assert (
-        f"{path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files"
-        in flight(capsys, tmp_path)[1]
-    )
+    assert f"{path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files" in flight()
 
 
-def test_files_of_the_recorder_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_the_recorder_are_read(tmp_path: Path, flight: Flight) -> None:
     now = time.monotonic_ns()
     entries = [
         FlightEntry(1, "MirroredStrategy", "", now - 9 * 10**9, now - 8 * 10**9, now - 7 * 10**9),
         FlightEntry(2, "reduce", GRADIENTS, now - 5 * 10**9, 0, -now + 4 * 10**9),
     ]
     write_flight(tmp_path, 0, "ValueError", [GroupFlight("a1b2", 0, 1, "", 0, entries)], Stack(), 0)
-    status, text = flight(capsys, tmp_path)
-    assert status == 0
+    text = flight(status=0)
     found = re.search(rf"rank 0 failed in call 2, reduce \({re.escape(GRADIENTS)}\), (\d+\.\d) s ago", text)
     assert found
     assert float(found[1]) >= 4

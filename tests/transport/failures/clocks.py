@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.ranks import Intracomm
 from mpidist.transport import waiting
 from mpidist.transport.failures import watchdog
 
-__all__ = ["LONG_SECONDS", "Clock", "clock", "come_late", "let_time_pass", "wait_for_late_rank"]
+__all__ = ["LONG_SECONDS", "Clock", "clock", "come_late", "given_up", "let_time_pass", "wait_for_late_rank"]
 
 LONG_SECONDS = 1000.0  # longer than any deadline of a test that has a clock
 
@@ -80,7 +81,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def wait_for_late_rank(clock: Clock, comm: Intracomm, late: int, has_told: Callable[[], bool]) -> None:
     """Let time pass in the next wait once all other ranks wait, too, and let the late rank come once this one has told.
 
-    The late rank calls `come_late` or `let_time_pass`, all others call this.
+    The late rank calls `let_time_pass`, all others call this.
     """
 
     def steps() -> Iterator[None]:
@@ -109,9 +110,26 @@ def let_time_pass(comm: Intracomm) -> None:
         comm.send(None, other)
 
 
-def come_late(comm: Intracomm) -> None:
-    """Return once all other ranks have waited for this one for long, and have told it."""
+def come_late(clock: Clock, comm: Intracomm, late: int, has_told: Callable[[], bool] = lambda: True) -> None:
+    """Let a rank come to the next call once all others have waited for it for long, and have told it."""
+    if comm.rank != late:
+        wait_for_late_rank(clock, comm, late, has_told)
+        return
     let_time_pass(comm)
     for other in range(comm.size):
         if other != comm.rank:
             comm.recv(source=other)
+
+
+@contextmanager
+def given_up(clock: Clock, comm: Intracomm, late: int) -> Iterator[None]:
+    """Let a rank come to the call in the body once all others have given it up."""
+    if comm.rank == late:
+        let_time_pass(comm)
+        comm.Barrier()
+    else:
+        wait_for_late_rank(clock, comm, late, lambda: False)
+    yield
+    clock.in_wait = lambda: None  # else it goes on in the waits that follow, on a machine so busy that they come late
+    if comm.rank != late:
+        comm.Barrier()

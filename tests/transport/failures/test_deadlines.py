@@ -15,7 +15,7 @@ from support.alarms import RangError, alarm
 from support.calls import every_call
 from support.deadlines import options, recorded_seconds
 from support.ranks import Intracomm
-from transport.failures.clocks import LONG_SECONDS, Clock, come_late, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import LONG_SECONDS, Clock, come_late, given_up
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
@@ -81,20 +81,12 @@ def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int, clock: Clo
     """And no other, wherever its lateness is found out first."""
     strategy = Strategy(None, options(600), comm=comm)
     odd = number % comm.size
-    if comm.rank == odd:
-        let_time_pass(comm)
-        comm.Barrier()
-    else:
-        wait_for_late_rank(clock, comm, odd, lambda: False)
-    with pytest.raises(DeadlineExceededError) as caught:
+    with given_up(clock, comm, odd), pytest.raises(DeadlineExceededError) as caught:
         strategy.reduce("SUM", 1.0)
-    if comm.rank != odd:
-        comm.Barrier()
     waited = rf"on rank {comm.rank} waited 600 s, and {late(odd, size=comm.size)}"
     told = rf"on rank {comm.rank} cannot complete: .* had given up waiting"
     assert re.search(told if comm.rank == odd else f"{waited}|{told}", str(caught.value))
     assert any(comm.allgather(" waited 600 s" in str(caught.value)))
-    clock.in_wait = lambda: None  # else it goes on in the waits that follow, on a machine so busy that they come late
     strategy.reset()
     assert strategy.reduce("SUM", 1.0) == comm.size
     strategy.close()
@@ -147,10 +139,7 @@ def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Cl
 def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None, clock: Clock) -> None:
     """0 and None are no deadline; 0 switches off the strategy's own."""
     with Strategy(None, options(600) if given is not None else None, comm=comm) as strategy:
-        if comm.rank == comm.size - 1:
-            come_late(comm)
-        else:
-            wait_for_late_rank(clock, comm, comm.size - 1, lambda: True)
+        come_late(clock, comm, comm.size - 1)
         assert strategy.reduce("SUM", 1.0, options=options(given)) == comm.size
 
 
@@ -213,10 +202,7 @@ def test_end_of_the_program_waits_for_slow_ranks(
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     strategy = Strategy(comm=comm)
     world = parts_of(strategy).group.levels.world
-    if comm.rank == comm.size - 1:
-        come_late(comm)
-    else:
-        wait_for_late_rank(clock, comm, comm.size - 1, lambda: True)
+    come_late(clock, comm, comm.size - 1)
     parts_of(strategy).group.end_with_program()
     assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
 

@@ -12,7 +12,7 @@ from support.agreements import warnings_of
 from support.deadlines import options
 from support.ranks import Intracomm
 from support.reductions import all_reduce
-from transport.failures.clocks import Clock, come_late, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import Clock, come_late, given_up, let_time_pass, wait_for_late_rank
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -40,10 +40,7 @@ def test_a_long_wait_is_told_once_by_one_rank_of_each_node(
     strategy = Strategy(comm=comm)
     topology, last = strategy.topology, comm.size - 1
     speakers = {ranks[0] for ranks in topology.nodes if ranks != (last,)}
-    if comm.rank == last:
-        come_late(comm)
-    else:
-        wait_for_late_rank(clock, comm, last, lambda: comm.rank not in speakers or bool(warnings_of(caplog)))
+    come_late(clock, comm, last, lambda: comm.rank not in speakers or bool(warnings_of(caplog)))
     assert strategy.reduce("SUM", 1.0) == comm.size
     told = warnings_of(caplog)
     assert len(told) == (comm.rank in speakers)
@@ -75,16 +72,8 @@ def test_rank_that_has_started_a_call_and_waits_nowhere_is_named(comm: Intracomm
     strategy = Strategy(None, options(600), comm=comm)
     handle = strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("sum", np.ones(2_000_000)))
     comm.Barrier()
-    if comm.rank == away:
-        let_time_pass(comm)
-        comm.Barrier()  # work of its own
-    else:
-        wait_for_late_rank(clock, comm, away, lambda: False)
-    with pytest.raises(DeadlineExceededError) as caught:
+    with given_up(clock, comm, away), pytest.raises(DeadlineExceededError) as caught:
         handle.wait()
-    clock.in_wait = lambda: None
-    if comm.rank != away:
-        comm.Barrier()
     texts = comm.allgather(str(caught.value))
     found = [re.search(f"(?s)waited 600 s, and {started_by(away, comm.size)}", text) is not None for text in texts]
     assert not found[away]
@@ -106,10 +95,7 @@ def test_long_wait_for_a_rank_that_has_started_the_call_is_told(
         value = np.ones(2_000_000)
         handle = strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("sum", value))
         comm.Barrier()
-        if comm.rank == away:
-            come_late(comm)
-        else:
-            wait_for_late_rank(clock, comm, away, lambda: comm.rank != speaker or bool(warnings_of(caplog)))
+        come_late(clock, comm, away, lambda: comm.rank != speaker or bool(warnings_of(caplog)))
         assert handle.wait()[-1] == comm.size
     told = [line for line in warnings_of(caplog) if "start_all_reduce" in line.split(" on rank")[0]]
     assert len(told) == (comm.rank == speaker)
@@ -121,10 +107,7 @@ def test_building_a_strategy_waits_for_all_but_not_in_silence(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "600")
-    if comm.rank == comm.size - 1:
-        come_late(comm)
-    else:
-        wait_for_late_rank(clock, comm, comm.size - 1, lambda: True)
+    come_late(clock, comm, comm.size - 1)
     Strategy(comm=comm).close()
     told = warnings_of(caplog)
     counts = comm.allgather(len(told))
@@ -339,17 +322,9 @@ def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,0,1")
     strategy = Strategy(comm=comm)
     comm.Barrier()
-    if comm.rank == 3:
-        let_time_pass(comm)
-        for other in range(3):
-            comm.recv(source=other)
-    else:
-        wait_for_late_rank(clock, comm, 3, lambda: False)
-    with pytest.raises(DeadlineExceededError, match=r"rank 3 of 4 ranks did not join it|had given up"):
+    pattern = r"rank 3 of 4 ranks did not join it|had given up"
+    with given_up(clock, comm, 3), pytest.raises(DeadlineExceededError, match=pattern):
         strategy.reduce("SUM", 1.0, options=options(600))
-    clock.in_wait = lambda: None
-    if comm.rank < 3:
-        comm.send(None, 3)
     watchdog: Any = parts_of(strategy).group._watchdog
     sent = comm.allgather(watchdog._notes.sent)
     assert sum(sent[0]) > 0
