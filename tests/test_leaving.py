@@ -15,7 +15,8 @@ from mpidist import CollectiveAllReduce, CommunicationOptions, get_replica_conte
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
 
-several = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(3)
+
 placed = pytest.mark.parametrize("placement", ["one node", "cyclic"], indirect=True)
 LEFT = "rank 0 left because of an exception: KeyError: 'labels'"
 
@@ -29,7 +30,6 @@ def start(strategy: MultiWorker, count: int) -> Any:
 
 
 @pytest.mark.core
-@several
 @placed
 @pytest.mark.parametrize("how", ["with", "finally", "bound"])
 def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
@@ -69,7 +69,6 @@ def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
 
 
 @pytest.mark.core
-@several
 @placed
 @pytest.mark.parametrize(("counts", "timeout"), [([2_000_000], None), ([20_000, 10, 300_000], 600.0)], ids=str)
 def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_started(
@@ -99,7 +98,6 @@ def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_starte
         assert again.reduce("sum", 1) == comm.size
 
 
-@several
 @placed
 def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(comm: Intracomm, placement: object) -> None:
     """A slow rank still has the result that a fast one waited for, who left with another reduction under way."""
@@ -123,7 +121,6 @@ def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(comm: In
         assert strategy.reduce("sum", 1) == comm.size
 
 
-@several
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_close_keeps_the_deadline_of_every_call(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock, how: str
@@ -140,7 +137,6 @@ def test_close_keeps_the_deadline_of_every_call(
 
 
 @pytest.mark.core
-@pytest.mark.ranks(3)
 def test_error_of_some_ranks_reaches_the_others_of_a_larger_group_at_once(comm: Intracomm) -> None:
     """What a group of their own refused is nothing that all ranks of the larger group know."""
     part = comm.Split(int(comm.rank < 2))
@@ -157,7 +153,6 @@ def test_error_of_some_ranks_reaches_the_others_of_a_larger_group_at_once(comm: 
 
 
 @pytest.mark.core
-@several
 @pytest.mark.parametrize("timeout", [None, 600.0])
 def test_reset_says_at_once_that_a_rank_has_left_for_good(comm: Intracomm, timeout: float | None) -> None:
     """And nothing advises to reset: a new strategy works."""
@@ -179,7 +174,6 @@ def test_reset_says_at_once_that_a_rank_has_left_for_good(comm: Intracomm, timeo
         assert again.reduce("sum", 1) == comm.size
 
 
-@several
 def test_exception_that_was_handled_during_a_call_is_not_the_end_of_a_strategy(comm: Intracomm) -> None:
     """A function that closes what it used, called again by a handler."""
     strategy = MultiWorker(comm=comm)
@@ -199,7 +193,6 @@ def test_exception_that_was_handled_during_a_call_is_not_the_end_of_a_strategy(c
     assert result == comm.size + 1
 
 
-@several
 def test_ranks_that_leave_say_why_where_one_rank_handles_what_all_have(comm: Intracomm) -> None:
     def work() -> None:
         with MultiWorker(comm=comm) as strategy:
@@ -215,7 +208,6 @@ def test_ranks_that_leave_say_why_where_one_rank_handles_what_all_have(comm: Int
     assert comm.rank or "closed the strategy, because of an exception: mpidist.errors.Invalid" in str(caught.value)
 
 
-@several
 def test_call_of_a_finally_clause_that_no_other_rank_makes_names_the_exception(comm: Intracomm) -> None:
     def fail() -> None:
         try:
@@ -229,7 +221,6 @@ def test_call_of_a_finally_clause_that_no_other_rank_makes_names_the_exception(c
         assert strategy.reduce("sum", 1) == comm.size
 
 
-@several
 def test_strategy_that_an_exception_ended_gives_its_memory_back(comm: Intracomm) -> None:
     def shared_kib() -> int:
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem")]
