@@ -80,18 +80,6 @@ def test_every_tree_gives_its_bits(levels: Levels, topology: Topology) -> None:
 
 
 @one_and_two_nodes
-def test_large_arrays_are_added(comm: Intracomm, topology: Topology) -> None:
-    """In chunks of the size that the cost model gives."""
-    levels = Levels.from_mpi(comm, topology) if comm.size > 1 else Levels.solo()
-    for total in (5, 8):
-        tree = replica_tree(total, topology)
-        numbers = unlike_numbers(tree.total, 300_001, np.float32)
-        assert bits(reduced(levels, tree, "sum", numbers)) == bits(in_tree_order(np.add, numbers)), tree
-    comm.Barrier()
-    levels.free()
-
-
-@one_and_two_nodes
 def test_rows_that_do_not_fit_into_slots_are_sent(
     comm: Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,15 +207,3 @@ def test_as_many_bytes_move_as_are_counted(comm: Intracomm, limit: int, monkeypa
             communicator.all_reduce(out, Reduction(in_rank_order=True))
             assert communicator.traffic.nbytes == {"all_reduce": counted}
     communicator.free()
-
-
-@pytest.mark.no_mpi
-def test_other_numbers_of_ranks_than_divisors_of_the_replicas_cost_more_rows() -> None:
-    """8 replicas on 4 ranks: 2 S (P - 1) / P. On 3: 5 / 3 of the reduce-scatter half, 4 / 3 in all."""
-    assert {row_traffic((1, 1, 1, 1), rank, 1200, 300) for rank in range(4)} == {(1800, 1800)}
-    tree = replica_tree(8, Topology.from_labels(0, [0, 0, 0], ["host"] * 3))
-    sent, received = zip(*(row_traffic(tree.num_rows, rank, 900, 300) for rank in range(3)), strict=True)
-    in_rank_order = 3 * 2 * 900 * 2 // 3
-    assert sum(sent) == sum(received) == in_rank_order * 4 // 3
-    half = 3 * 900 * 2 // 3
-    assert sum(sent) - half == half * 5 // 3
