@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mpidist
 from mpidist import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.experimental import CollectiveHints
 
@@ -127,9 +126,3 @@ def test_reductions_are_named_in_any_case() -> None:
     for wrong in ("bogus", "", " sum", None, 0, 1.0, CommunicationImplementation.AUTO):
         with pytest.raises(ValueError, match=r"is not a valid ReduceOp.*SUM, MEAN, MIN, MAX, PROD"):
             ReduceOp(wrong)
-
-
-def test_tf_distributes_names_lead_to_the_same_things() -> None:
-    assert mpidist.experimental.CommunicationOptions is CommunicationOptions
-    assert mpidist.experimental.CommunicationImplementation is CommunicationImplementation
-    assert [member.name for member in CommunicationImplementation] == ["AUTO", "RING", "NCCL"]

@@ -153,17 +153,6 @@ def test_ranks_of_several_nodes_are_refused(comm: Intracomm, monkeypatch: pytest
         CentralStorageStrategy(comm=comm)
 
 
-@pytest.mark.ranks(2)
-def test_what_one_rank_cannot_assign_is_everyones_error(comm: Intracomm) -> None:
-    with strategy_of(comm) as strategy:
-        count = make(strategy, np.zeros(2, np.int64), "SUM")
-        wrong = np.full(2, 0.5) if comm.rank == comm.size - 1 else np.ones(2, np.int64)
-        for assign in (count.assign, lambda x: strategy.run(count.assign, (x,))):
-            with raises_everywhere(comm, InvalidArgumentError, f"rank {comm.size - 1}: .*another kind of number"):
-                assign(wrong)
-        assert count.numpy().tolist() == [0, 0]
-
-
 @every_number
 @pytest.mark.usefixtures("gpus", "one_node")
 def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, number: str) -> None:

@@ -53,13 +53,19 @@ def test_training_comes_to_the_same_weights(comm: Intracomm, placement: tuple[in
 
 @pytest.mark.ranks(3)
 def test_what_one_rank_cannot_assign_is_everyones_error(comm: Intracomm) -> None:
-    """Also across replicas and in updates, where all ranks write one memory and wait for each other."""
+    """In `run`, across replicas and in updates, where all ranks write one memory and wait for each other."""
     with Strategy(comm=comm, per_node_variables=True) as strategy:
         count = variable(strategy, np.zeros(2, np.int64), aggregation="SUM")
         wrong = np.full(2, 0.5) if comm.rank == comm.size - 1 else np.ones(2, np.int64)
-        for assign in (count.assign, lambda x: strategy.extended.update(count, lambda var: var.assign_add(x))):
+        ways = (
+            count.assign,
+            lambda x: strategy.extended.update(count, lambda var: var.assign_add(x)),
+            lambda x: strategy.run(count.assign, (x,)),
+        )
+        for assign in ways:
             with raises_everywhere(comm, InvalidArgumentError, f"rank {comm.size - 1}: .*another kind of number"):
                 assign(wrong)
+        assert count.numpy().tolist() == [0, 0]
         assert count.assign(np.ones(2, np.int64)).local_value().tolist() == [1, 1]
         metric = variable(strategy, 0.0, synchronization="ON_READ", aggregation="SUM")
         strategy.run(lambda: metric.assign_add(1.0))
