@@ -128,6 +128,8 @@ def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Cl
             clock.go_on_in_wait()
             with pytest.raises(DeadlineExceededError, match=f"^{name} {pattern}"):
                 call()
+            with pytest.raises(DeadlineExceededError, match="an earlier call failed"):  # at once
+                strategy.reduce("SUM", 1.0)  # which is a repeated one
         comm.Barrier()
         strategy.reset()
         assert strategy.reduce("SUM", 1.0) == comm.size, name
