@@ -6,24 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from backends.torch import Torch
 from harness.work import Way, Work
 from torch import nn
 
 from mpidist.torch import all_reduce_gradients
 
-_LENGTH, _WORDS, _WIDTH, _SENTENCES = 64, 8000, 256, 4  # of the transformer; sentences of a rank in a step
-_GLOO = "DDP over gloo"
+_LENGTH, _WORDS, _WIDTH, _SENTENCES = 64, 2000, 256, 16  # of the transformer; sentences of a rank in a step
 
 
 class _Transformer(nn.Module):
-    """A language model of 4 layers, with 7 million parameters: those of shapes/transformer.json."""
+    """A language model of 8 layers, with 7 million parameters: those of shapes/transformer.json."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(_WORDS, _WIDTH)
         layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
         self.scores = nn.Linear(_WIDTH, _WORDS)
 
     def forward(self) -> torch.Tensor:
@@ -45,23 +45,26 @@ class _List(nn.Module):
 
 def steps(mpi: Torch, work: Work) -> dict[str, Way]:
     """List ways to train, each with its own model and optimizer; the first one reduces nothing."""
+    mebibytes = 4 if work.name == "transformer" else 25  # its second bucket of 25 MiB would be its last
 
     def made(group: Any = None) -> nn.Module:
         torch.manual_seed(0)
         model = _Transformer() if work.name == "transformer" else _List(work.shapes)
-        if group is None:
-            return model
-        return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        options = {"gradient_as_bucket_view": True, "bucket_cap_mb": mebibytes}
+        return nn.parallel.DistributedDataParallel(model, process_group=group, **options) if group else model
+
+    def alone(group: Any) -> Way:
+        buckets = torch.zeros(work.nbytes // 4).split((mebibytes << 20) // 4)
+        return Way([], lambda _: [dist.all_reduce(one, group=group) for one in buckets] and [], "")
 
     found = {"no reduction": _step(made(), baseline="")}
+    found |= {f"reduction alone, {name}": alone(group) for name, group in mpi.groups.items()}
     found |= {f"DDP over {name}": _step(made(group)) for name, group in mpi.groups.items()}
-    model = made()
-    return found | {
-        "all_reduce_gradients": _step(model, lambda: all_reduce_gradients(model, group=mpi.groups["mpidist"]))
-    }
+    model, group = made(), mpi.groups["mpidist"]
+    return found | {"all_reduce_gradients": _step(model, lambda: all_reduce_gradients(model, group=group))}
 
 
-def _step(model: nn.Module, reduce: Callable[[], object] = lambda: None, baseline: str = _GLOO) -> Way:
+def _step(model: nn.Module, reduce: Callable[[], object] = lambda: None, baseline: str = "DDP over gloo") -> Way:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(_: int) -> list[Any]:

@@ -23,7 +23,8 @@ __all__ = ["Pending", "PendingCalls", "Steps", "Workplace", "steps_of"]
 
 Steps = Generator[int, None, Any]
 
-_PAUSE_SECONDS: Final = 0.0001  # between two polls of the background thread
+_PAUSE_SECONDS: Final = 0.0001  # between two polls of the background thread, as long as calls end
+_LONGEST_PAUSE_SECONDS: Final = 0.001  # in a long call: polls take the program's core, and sockets hold enough for it
 _IDLE_STEPS: Final = 4  # after so many steps without progress, `advance` returns
 
 
@@ -318,12 +319,16 @@ class PendingCalls:
                 self._thread.start()
 
     def _run_thread(self) -> None:
+        pause = _PAUSE_SECONDS
         while True:
             self._has_work.wait()
             with self._lock:
                 if self._is_closed:
                     return
+                first = self._calls[0] if self._calls else None
                 self._advance(may_block=True, is_caller=False)
                 if not self._calls or self._calls[0].place not in self._in_thread:
                     self._has_work.clear()
-            time.sleep(_PAUSE_SECONDS)
+                is_same = bool(self._calls) and self._calls[0] is first
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if is_same else _PAUSE_SECONDS
+            time.sleep(pause)
