@@ -262,7 +262,7 @@ class MpiProcessGroup(ProcessGroup):
     def _call(
         self, name: str, opts: Any, error: Exception | None = None, variant: int = 0, **fields: Any
     ) -> Iterator[bool]:
-        """Compare a call and its fields on all ranks; the body moves the data. Collective. Are all variants equal?"""
+        """Compare a call and its fields on all ranks; the body moves the data, and learns if variants are equal."""
         shown = {key: str(value) for key, value in fields.items()}
         fingerprint = fingerprint_of((name, sorted(shown.items())))
         seconds = self._seconds_of(opts)
