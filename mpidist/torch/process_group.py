@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, wraps
-from itertools import product
 from typing import Any, Final, final
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.autograd import profiler
 
+from mpidist.collectives.arguments.out_arrays import copy_overwritten
 from mpidist.collectives.open_call import PendingResult
 from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.cross_device_ops.bound_ops import BoundOps
@@ -70,16 +70,6 @@ def make_process_group(options: Any) -> MpiProcessGroup:
 def _bytes_of(tensor: Any) -> Any:
     """View the memory of a tensor in row-major order as bytes, flat."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-def _overlap(outgoing: Sequence[Any], incoming: Sequence[Any], rank: int) -> bool:
-    """Whether bytes that are received would overwrite some that are sent: but those of a rank to itself."""
-    spans = [[memory_bounds(one) for one in parts if one.size] for parts in (outgoing, incoming)]
-    (low, high), (first, last) = (
-        (min(its, default=(0, 0))[0], max((end for _, end in its), default=0)) for its in spans
-    )
-    pairs = product(range(len(outgoing)), repeat=2) if low < last and first < high else ()
-    return any(np.may_share_memory(outgoing[at], incoming[to]) for at, to in pairs if {at, to} != {rank})
 
 
 def _in_rows(tensor: Any) -> Any:
@@ -538,9 +528,10 @@ class MpiProcessGroup(ProcessGroup):
         with self._call(call, opts, variant=fingerprint_of(splits) | 1, **fields) as are_alike:
             if splits == _GIVEN or not are_alike:
                 self._messages.compare_sizes(call, outgoing, incoming)
-            if _overlap(outgoing, incoming, self._rank):
-                outgoing = [one.copy() for one in outgoing]  # before it is overwritten by what is received
-            self._messages.all_to_all(outgoing, incoming)
+            own, room = outgoing[self._rank], incoming[self._rank]
+            if memory_bounds(own) == memory_bounds(room):  # in place: nothing is copied
+                outgoing[self._rank] = room
+            self._messages.all_to_all(copy_overwritten(outgoing, incoming), incoming)
         for one, rows in zip(received, targets, strict=True):
             if one is not None and rows.data_ptr() != one.data_ptr():
                 one.detach().copy_(rows)

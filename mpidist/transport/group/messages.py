@@ -206,10 +206,11 @@ class Messages:
 
         Args:
             outgoing: For each rank the bytes [n] that it gets.
-            incoming: For each rank the memory for what it sends, of as many bytes, and apart from `outgoing`.
+            incoming: For each rank the memory for what it sends, of as many bytes, and apart from `outgoing`; but this
+                rank's own may be the same array.
         """
         rank, comm = self._group.topology.rank, self._comm
-        if incoming[rank].ctypes.data != outgoing[rank].ctypes.data:
+        if incoming[rank] is not outgoing[rank]:
             incoming[rank][...] = outgoing[rank]
         if comm is None:
             return
