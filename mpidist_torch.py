@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -13,9 +15,23 @@ def register() -> None:
     """Make the backend `mpidist` known to torch. Local, and done once."""
     if dist.is_available() and "mpidist" not in dist.Backend.backend_list:
         dist.Backend.register_backend("mpidist", _make, extended_api=True, devices=["cpu"])
+        _take_rank_from_mpi()
 
 
 def _make(options: Any, backend_options: Any) -> Any:
-    from mpidist.torch.process_group import make_process_group  # takes seconds, which `import torch` must not take
+    from mpidist.torch.process_group import MpiProcessGroup  # takes seconds, which `import torch` must not take
 
-    return make_process_group(options)
+    return MpiProcessGroup(options)
+
+
+def _take_rank_from_mpi() -> None:
+    """Let `init_process_group("mpidist")` import `mpidist.torch` first, as torch needs `RANK` then."""
+    of_torch = dist.init_process_group
+
+    @wraps(of_torch)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if "mpidist" in str(backend).lower():
+            import_module("mpidist.torch")
+        of_torch(backend, *args, **kwargs)
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group

@@ -31,7 +31,7 @@ import torch_faults  # noqa: E402
 from harness import record  # noqa: E402
 from harness.bounds import Bound, Link, Prediction  # noqa: E402
 from harness.cases import CASES, works_of  # noqa: E402
-from harness.environments import FOLDERS, PEERS, ROOT, TUNED, Peer, missing, python_of  # noqa: E402
+from harness.environments import FOLDERS, PEERS, ROOT, TUNED, Peer, missing, peers_of, python_of  # noqa: E402
 from harness.group import Group, GroupError  # noqa: E402
 from harness.measuring import fitting, measure  # noqa: E402
 from harness.tables import lines_of, row_of  # noqa: E402
@@ -82,10 +82,10 @@ def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> ar
     if given.name == "servers":
         given.ranks = given.workers + given.servers
     given.peers = given.peers.split(",") if given.peers else list(case.peers)
-    peers, environments = [peer.name for peer in (*PEERS, *TUNED)], [text.partition("=")[0] for text in given.env]
-    for kind, names, known in (("library", given.peers, peers), ("environment", environments, list(FOLDERS))):
+    kind, environments = f"library of {given.name}", [text.partition("=")[0] for text in given.env]
+    for what, names, known in ((kind, given.peers, peers_of(case.peers)), ("environment", environments, [*FOLDERS])):
         if unknown := set(names) - set(known):
-            parser.error(f"{', '.join(sorted(unknown))} is no {kind}: there are {', '.join(known)}")
+            parser.error(f"{', '.join(sorted(unknown))} is no {what}: there are {', '.join(known)}")
     if (given.hosts or given.name == "model") and (given.hosts < 2 or given.ranks % given.hosts):
         parser.error(f"{given.ranks} ranks on {given.hosts} hosts: give 2 hosts or more, and as many ranks for each")
     if min(given.ranks, given.workers, given.servers) < 1:

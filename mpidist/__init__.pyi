@@ -41,12 +41,12 @@ from mpidist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from mpidist.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from mpidist.strategies.parameter_server import Server as Server
 from mpidist.strategy import Strategy as Strategy
-from mpidist.strategy import ValueContext as ValueContext
 from mpidist.strategy_extended import StrategyExtended as StrategyExtended
 from mpidist.values import DistributedValues as DistributedValues
 from mpidist.values import IndexedSlices as IndexedSlices
 from mpidist.values import Mirrored as Mirrored
 from mpidist.values import PerReplica as PerReplica
+from mpidist.values import ValueContext as ValueContext
 from mpidist.variables.rules import VariableAggregation as VariableAggregation
 from mpidist.variables.rules import VariableSynchronization as VariableSynchronization
 from mpidist.variables.variable import Variable as Variable

@@ -7,12 +7,13 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from typing import Final, NoReturn
 
 import mpidist
+from mpidist.cli.launching import RefusedError
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport.mpi.launched_rank import let_first_rank_end
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
@@ -46,20 +47,17 @@ def main() -> NoReturn:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run a command.
-
-    Args:
-        arguments: The command's name and arguments.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command of these arguments, and return the exit status."""
     is_first = not rank_from_environment(os.environ)
-    with nullcontext() if is_first else _silence():
+    out, err = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())  # the first prints the same
+    with redirect_stdout(out), redirect_stderr(err):
         chosen = _parse(arguments)
     warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # an error says more of it
     try:
         status: int = chosen.run(chosen)
+    except RefusedError as error:
+        print(f"mpidist {chosen.command}: {error}", file=sys.stderr)
+        return 2
     except (TopologyError, UnavailableError, ValueError) as error:
         if isinstance(error, ValueError) and not is_shared(error):
             raise
@@ -70,13 +68,6 @@ def run_command(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the exit status of a shell for a program that SIGPIPE ended
     return status
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Print nothing in the body: another process prints the same."""
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -37,10 +37,7 @@ _MAX_GROUPS: Final = 4  # of ranks with one checksum, in a line
 def checksum(state: Any, copy: np.ndarray[Any, Any] | None = None, begin: int = 0) -> int:
     """Return the CRC-32 of a host array's bytes, or of what JSON can hold. Local; reads all bytes once.
 
-    Args:
-        state: The array, or what JSON can hold.
-        copy: Takes as many elements of the array, in row-major order, as it has; `None` for none.
-        begin: The first of them.
+    `copy` takes as many elements of the array, in row-major order, as it has, from number `begin` on.
     """
     if not isinstance(state, np.ndarray):
         return zlib.crc32(json.dumps(state, sort_keys=True).encode())
@@ -66,17 +63,10 @@ def differences(
     checksums: Mapping[str, int],
     error: Exception | None = None,
 ) -> dict[str, list[int]]:
-    """Compare checksums of all ranks. Collective: one small round, and two messages more if any checksum differs.
+    """Return the checksums of all ranks, in rank order, of each name that all have if they differ. Collective.
 
-    Args:
-        parts: The parts of the strategy.
-        call: The name of the call.
-        fields: What must be equal on all ranks, by name: else all ranks raise an error.
-        checksums: This rank's checksums, by name.
-        error: What is wrong with this rank's arguments; raised on all ranks.
-
-    Returns:
-        The checksums of all ranks, in rank order, of each name that all ranks have and whose checksums differ.
+    One small round, and two messages more if any checksum differs. `fields` must be equal on all ranks, and an `error`
+    of a rank's arguments is raised on all.
     """
     variant = fingerprint_of(sorted(checksums.items())) | 1  # never 0, so that ranks always compare
     if parts.agree(call, fields, error, variant):
@@ -92,12 +82,7 @@ def difference_error(
 ) -> InvalidArgumentError:
     """Make the error that all ranks raise because values differ: it names the values and the ranks. Local.
 
-    Args:
-        parts: The parts of the strategy.
-        call: The name of the call.
-        what: What happened.
-        found: What `differences` returned, by names for people.
-        advice: What people can do about it.
+    `found` is what `differences` returned, by names for people.
     """
     agreement = parts.group.agreement
     error = InvalidArgumentError(f"{call} (call {agreement.sequence}): {what}\n{difference_text(found)}\n  {advice}")
@@ -165,23 +150,11 @@ def _form_and_checksum(name: str, leaf: Any, group: Any) -> tuple[str, int]:
 
 @final
 class CheckedVariables:
-    """The mirrored variables of a strategy, which are compared over ranks now and then: `MPIDIST_CHECK_VALUES`.
-
-    Args:
-        parts: The parts of the strategy.
-        period: In which runs the variables are compared: in each so many-th.
-    """
+    """The mirrored variables of a strategy, compared over ranks in each so many-th run: `MPIDIST_CHECK_VALUES`."""
 
     def __init__(self, parts: StrategyParts, period: int) -> None:
         self._parts, self._period = parts, period
         self._num_runs = 0
-
-    @classmethod
-    def of_strategy(cls, parts: StrategyParts) -> CheckedVariables | None:
-        """Make one, if the environment asks for it and the ranks are several, in lock step."""
-        period: int = parts.group.settings.check_values
-        is_needed = period and parts.service is None and parts.topology.size > 1
-        return cls(parts, period) if is_needed else None
 
     def count_run(self) -> None:
         """Count a run that is over, and compare the variables if it is time. Collective then.

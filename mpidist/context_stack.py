@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, Protocol, final
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
 
 from mpidist.transport.topology import Topology
 
@@ -17,6 +18,7 @@ __all__ = [
     "CurrentReplica",
     "CurrentStrategy",
     "Entry",
+    "Scope",
     "call",
     "copy_entries",
     "cross_replica_error",
@@ -28,8 +30,6 @@ __all__ = [
     "innermost_of_all_threads",
     "is_default",
     "parts_of",
-    "pop",
-    "push",
     "set_strategy",
     "set_default_factory",
 ]
@@ -51,7 +51,7 @@ _OUT_OF_RUN: Final = "call it outside, or in the function of mpidist.get_replica
 
 
 class CurrentStrategy(Protocol):
-    """The public names of `Strategy` that the modules below it use."""
+    """The public names of `Strategy` that the modules below it use, and programs: `get_replica_context().strategy`."""
 
     @property
     def _parts(self) -> Any:
@@ -86,6 +86,9 @@ class CurrentStrategy(Protocol):
         """See `Strategy.scope`."""
 
 
+_Strategy = TypeVar("_Strategy", bound=CurrentStrategy)
+
+
 class CurrentReplica(Protocol):
     """The public names of `ReplicaContext` that the modules below it use."""
 
@@ -98,21 +101,17 @@ class CurrentReplica(Protocol):
         """The replica's number among all replicas."""
 
     @property
-    def joint_calls(self) -> Any:
-        """The calls that the replicas of a rank make together: `JointCalls`; `None` if each rank is one replica."""
+    def calls(self) -> Any:
+        """Makes the replica's calls: `JointCalls`, or `SoloCalls` if each rank is one replica."""
 
 
 @final
 class Entry(NamedTuple):
-    """One level of the stack: the current strategy and context.
+    """One level of the stack: the current strategy and, in `run`, the replica context.
 
-    Attributes:
-        strategy: The strategy.
-        replica_context: The replica context; `None` in cross-replica context.
-        is_update: Whether `StrategyExtended.update` pushed the entry.
-        is_merge_call: Whether `ReplicaContext.merge_call` pushed the entry.
-        copy_number: Which of this rank's copies of a variable `StrategyExtended.update` changes, counted from 0.
-        is_set_globally: Whether `experimental_set_strategy` pushed the entry, which no `with` statement will pop.
+    `is_update` and `is_merge_call`: which of `StrategyExtended.update` and `ReplicaContext.merge_call` pushed it. Of
+    this rank's copies of a variable `update` changes the one of `copy_number`. `experimental_set_strategy` pushes what
+    `is_set_globally`, and no `with` statement will pop.
     """
 
     strategy: CurrentStrategy
@@ -155,6 +154,26 @@ _stack = _Stack()
 _default = _DefaultStrategy()
 
 
+@final
+class Scope(AbstractContextManager[_Strategy]):
+    """`with strategy.scope():`. One scope may be entered several times, also while it is open."""
+
+    def __init__(self, strategy: _Strategy) -> None:
+        self._strategy = strategy
+        self._entries: list[Entry] = []
+
+    def __enter__(self) -> _Strategy:
+        parts_of(self._strategy).require_cross_replica("scope")  # `scope()` may have been called elsewhere
+        self._entries.append(Entry(self._strategy))
+        _stack.entries.append(self._entries[-1])
+        return self._strategy
+
+    def __exit__(self, *exc: object) -> None:
+        _require_innermost(self._entries[-1])
+        _stack.entries.pop()
+        self._entries.pop()
+
+
 def parts_of(strategy: CurrentStrategy) -> Any:
     """Return the `StrategyParts` of a strategy: what the library needs of it, and programs do not."""
     return strategy._parts
@@ -186,13 +205,9 @@ def current_replica() -> CurrentReplica | None:
 
 
 def set_strategy(strategy: CurrentStrategy | None) -> None:
-    """Make a strategy current until the next call, in place of the strategy of the last call.
+    """Make a strategy current until the next call, in place of that of the last call; `None`: the default strategy.
 
-    Args:
-        strategy: The strategy; `None` makes the default strategy current again.
-
-    Raises:
-        RuntimeError: Inside a strategy's scope, `run`, `merge_call` or `update`.
+    Inside a strategy's scope, `run`, `merge_call` or `update` it is a `RuntimeError`.
     """
     entries = _stack.entries
     if entries and not entries[-1].is_set_globally:
@@ -225,21 +240,6 @@ def innermost_of_all_threads() -> Entry | None:
     return found[0] if len(found) == 1 else None
 
 
-def push(entry: Entry) -> None:
-    """Push an entry."""
-    _stack.entries.append(entry)
-
-
-def pop(entry: Entry) -> None:
-    """Pop the entry that was pushed last.
-
-    Raises:
-        RuntimeError: If `entry` is not the innermost one.
-    """
-    _require_innermost(entry)
-    _stack.entries.pop()
-
-
 def copy_entries() -> list[Entry]:
     """Copy this thread's stack, for a replica that takes turns with others on this thread."""
     return list(_stack.entries)
@@ -252,13 +252,10 @@ def exchange_entries(entries: list[Entry]) -> list[Entry]:
 
 
 def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function with an entry pushed.
+    """Call a function with an entry pushed, and refuse it if it entered a scope and did not leave that scope.
 
     This is no context manager: a signal handler may raise between the steps of a `with` statement, and the entry would
     stay for ever. Here signal handlers run inside the `try` alone.
-
-    Raises:
-        RuntimeError: If the function entered a scope and did not leave that scope.
     """
     entries = _stack.entries
     depth = len(entries)

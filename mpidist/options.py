@@ -11,9 +11,8 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import Any, Final, TypeVar, final
 
-import numpy as np
-
 from mpidist.transport.text import value_text
+from mpidist.whole_number import require_bool, whole_number
 
 __all__ = [
     "CollectiveCommunication",
@@ -123,14 +122,6 @@ class _Unset:
 _UNSET: Final[Any] = _Unset()
 
 
-def _checked_bytes(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"bytes_per_pack is a whole number of bytes, not {value!r}")
-    if value < 0:
-        raise ValueError(f"bytes_per_pack must be >= 0 bytes, got {value}; 0 means automatic")
-    return int(value)
-
-
 def _checked_seconds(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"timeout_seconds is a number of seconds or None, not {value!r}")
@@ -139,19 +130,13 @@ def _checked_seconds(value: Any) -> Any:
     return value
 
 
-def _checked_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is a bool, not {value!r}")
-    return bool(value)
-
-
 _CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "bytes_per_pack": _checked_bytes,
+    "bytes_per_pack": partial(whole_number, "bytes_per_pack, in bytes (0 is automatic),", least=0),
     "timeout_seconds": _checked_seconds,
     "implementation": CommunicationImplementation,
-    "reproducible": partial(_checked_flag, "reproducible"),
+    "reproducible": partial(require_bool, "reproducible"),
     "compression": lambda value: Compression("none" if value is None else value),
-    "compress_everywhere": partial(_checked_flag, "compress_everywhere"),
+    "compress_everywhere": partial(require_bool, "compress_everywhere"),
 }
 
 
@@ -271,9 +256,7 @@ def options_or_hints(
 ) -> CommunicationOptions | Any:
     """Return the options of a call from `options=` or `experimental_hints=`, its name before TensorFlow 2.4.
 
-    Returns:
-        The options. If both arguments were given, a `TypeError`, which `CommunicationOptions.merge` raises later: there
-        all ranks learn of the error.
+    If both were given, a `TypeError`, which `CommunicationOptions.merge` raises later: there all ranks learn of it.
     """
     if experimental_hints is None:
         return options

@@ -6,12 +6,11 @@ Every rank of a job imports mpidist, often from a shared file system: what a pro
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeVar
 
 __all__ = ["define_names", "explain_absent_arguments", "explain_absent_members"]
@@ -91,16 +90,16 @@ _WHY_NO_ARGUMENT: Final[Mapping[str, str]] = {
 }
 
 
-def define_names(package: str, names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
+def define_names(package: str, stub: str = "") -> list[str]:
     """Give a package a `__getattr__` that imports names at their first use, and says why others are absent (PEP 562).
 
-    The function is set at run time, because a type checker accepts any name of a module that defines `__getattr__`.
-
-    Args:
-        package: The package's name. The package calls this while it is imported.
-        names: By each module the names that it defines. Modules of the package are imported without being named.
+    `stub` is the text of the package's stub, whose lines are `from home import name as name`; the names in it are
+    returned. Modules of the package are imported without being named. The function is set at run time, while the
+    package is imported, because a type checker accepts any name of a module that defines `__getattr__`.
     """
-    homes = {name: home for home, its in names.items() for name in its}
+    lines = (line.split() for line in stub.splitlines() if line.startswith("from "))
+    named = {name: home for _, home, _, name, *_ in lines}
+    homes = {name: home for name, home in named.items() if home != package}
     scope = vars(sys.modules[package])
 
     def look_up(name: str) -> Any:
@@ -115,6 +114,7 @@ def define_names(package: str, names: Mapping[str, Sequence[str]] = MappingProxy
 
     scope["__getattr__"] = look_up
     scope["__dir__"] = lambda: sorted({*scope, *homes})
+    return list(named)
 
 
 def explain_absent_members(kind: _Class) -> _Class:

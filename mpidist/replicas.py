@@ -24,17 +24,17 @@ class Replicas:
     """Which replicas of a strategy this rank carries.
 
     Attributes:
-        ids_here: The ids of the replicas that this rank carries.
-        total: Number of replicas on all ranks.
-        tree: The order in which values of replicas are added, if their number was chosen; `None` if each rank is one
-            replica, whose value is bare.
+        tree: The order in which values of replicas are added, if their number was chosen; else `None`.
         devices: The device of each replica that this rank carries, once they are known.
+        are_bare: Whether a value that is not distributed is the value of this rank's one replica: so it is if their
+            number was not chosen, and in `run`.
     """
 
     ids_here: range
     total: int
     tree: ReplicaTree | None = None
     devices: tuple[Device, ...] = ()
+    are_bare: bool = True
 
     @classmethod
     def one_per_rank(cls, topology: Topology) -> Replicas:
@@ -43,16 +43,7 @@ class Replicas:
 
     @classmethod
     def in_blocks(cls, total: int, topology: Topology) -> Replicas:
-        """Lay replicas over the ranks in blocks, whose sizes differ by at most one, larger blocks first.
-
-        Args:
-            total: Number of replicas, at least the number of ranks.
-            topology: The ranks.
-
-        Raises:
-            TypeError: If `total` is no whole number.
-            ValueError: If there are fewer replicas than ranks.
-        """
+        """Lay replicas over the ranks in blocks, whose sizes differ by at most one, larger blocks first."""
         total = whole_number("replicas", total)
         if total < topology.size:
             raise ValueError(
@@ -61,7 +52,7 @@ class Replicas:
             )
         bounds = shard_bounds(total, topology.size)
         ids_here = range(bounds[topology.rank], bounds[topology.rank + 1])
-        return cls(ids_here, total, ReplicaTree(tuple(bounds), topology))
+        return cls(ids_here, total, ReplicaTree(tuple(bounds), topology), are_bare=False)
 
     def __str__(self) -> str:  # ranks compare it
         return "one on each rank" if self.tree is None else f"{self.total}, chosen"
@@ -99,15 +90,8 @@ def devices_on_one_node(
 ) -> tuple[list[Device], Replicas | None]:
     """Choose the devices of this rank's replicas, for a strategy whose ranks share a node. Local.
 
-    Args:
-        strategy: The name of the strategy's class, for errors.
-        topology: The ranks.
-        devices: The device of every replica, in order, or one device string for this rank. By default each rank takes
-            the GPU of its local rank, or the CPU where there is none.
-        total: Number of replicas; `None` for as many as there are devices.
-
-    Returns:
-        The devices, and the replicas that this rank carries; `None` if each rank is one replica.
+    Devices are given for every replica, in order, or as one string for this rank; by default each rank takes the GPU of
+    its local rank, or the CPU where there is none. The replicas are `None` if each rank is one replica.
 
     Raises:
         TopologyError: If the ranks are on several nodes.

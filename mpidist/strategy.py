@@ -8,17 +8,22 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, NoReturn, TypeVar
 
 from mpidist import checksums, context_stack, nest
 from mpidist.cluster_resolver.resolver import ClusterResolver
-from mpidist.collective_calls.collective_calls import CollectiveCalls
-from mpidist.context_stack import parts_of
+from mpidist.collectives.object_calls import broadcast_object, gather_object
+from mpidist.cross_device_ops.axis_reduction import reduce_along_axis
+from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.datasets.distributed_dataset import DistributedDataset
 from mpidist.datasets.input_options import InputContext, InputOptions
+from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.package_names import explain_absent_members
+from mpidist.replica_context.persistent_all_reduce import PersistentAllReduce
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.strategy_parts import StrategyParts
+from mpidist.transport import arrays
+from mpidist.transport.array_libraries.libraries import library_of, writable_like
 from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.group.traced import traced
 from mpidist.transport.text import count_text, value_text
@@ -26,32 +31,20 @@ from mpidist.transport.topology import Topology
 from mpidist.values import (
     DistributedValues,
     PerReplica,
+    ValueContext,
     components_of,
+    contributions,
     has_distributed,
     local_component,
 )
 
-__all__ = ["Strategy", "ValueContext"]
+__all__ = ["Strategy"]
 
 _T = TypeVar("_T", bound="Strategy")
 
 
-@final
-class ValueContext:
-    """The argument of the function of `experimental_distribute_values_from_function`.
-
-    Args:
-        replica_id_in_sync_group: The replica that the function makes a value for.
-        num_replicas_in_sync: Number of replicas.
-    """
-
-    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
-        self.replica_id_in_sync_group = replica_id_in_sync_group
-        self.num_replicas_in_sync = num_replicas_in_sync
-
-
 @explain_absent_members
-class Strategy(CollectiveCalls, ABC):
+class Strategy(ABC):
     """How the ranks of a job train together. One rank is one replica.
 
     Each concrete strategy is a subclass that only chooses parts. Methods that reduce are collective: every rank
@@ -67,11 +60,12 @@ class Strategy(CollectiveCalls, ABC):
     def __init__(self, parts: StrategyParts, cluster_resolver: ClusterResolver | None = None) -> None:
         if type(self) is Strategy:
             raise TypeError("Strategy is abstract: make a MirroredStrategy, a MultiWorkerMirroredStrategy, ...")
-        super().__init__(parts)
+        self._parts = parts
         self._extended = StrategyExtended(parts)
         self._cluster_resolver = cluster_resolver
-        parts.attach_to(self)
-        self._checked_variables = checksums.CheckedVariables.of_strategy(parts)
+        parts.strategy = self
+        period = parts.group.settings.check_values if parts.group.topology.size > 1 else 0
+        self._checked_variables = checksums.CheckedVariables(parts, period) if period else None
 
     @property
     def extended(self) -> StrategyExtended:
@@ -134,8 +128,7 @@ class Strategy(CollectiveCalls, ABC):
     @property
     def is_chief(self) -> bool:
         """Whether this is rank 0, which writes checkpoints, summaries and progress."""
-        service = self._parts.service
-        return self._parts.topology.rank == 0 if service is None else service.is_chief
+        return self._parts.peers.is_chief
 
     def scope(self) -> AbstractContextManager[Strategy]:
         """Make this strategy current in a `with` body: variables created there belong to this strategy.
@@ -146,7 +139,7 @@ class Strategy(CollectiveCalls, ABC):
             RuntimeError: Inside another strategy's scope, or inside `run`.
         """
         self._parts.require_cross_replica("scope")
-        return _Scope(self)
+        return context_stack.Scope(self)
 
     def run(
         self,
@@ -300,6 +293,235 @@ class Strategy(CollectiveCalls, ABC):
         self._parts.require_cross_replica("distribute_datasets_from_function")
         return DistributedDataset.from_function(self._parts, dataset_fn, options)
 
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | tuple[int, ...] | None = None,
+        options: CommunicationOptions | None = None,
+        *,
+        weight: Any = None,
+        out: Any = None,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce a value of every rank, and give every rank the result. Collective.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value: This rank's contribution, or a distributed value, or a nest of them.
+            axis: An axis, or a tuple of axes, to reduce along on every rank, too. A mean is then the sum over all ranks
+                divided by the count over all ranks, so that ranks with more rows weigh more. `()` means `None`.
+            options: Override the strategy's.
+            weight: For means without `axis`: how much this rank's value weighs, as a number >= 0; of several replicas a
+                `PerReplica`. The mean is the sum of values times weights, divided by the sum of weights. A value of
+                weight 0 does not count, whatever it is.
+            out: A nest of arrays like the result, which the result is written to. May be `value` itself.
+            experimental_hints: The old name of `options` (deprecated).
+
+        Returns:
+            `out`, if given; else a nest like `value`, of new arrays without these axes.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced, or all weights are 0. On every
+                rank.
+            ValueError: If `weight` is negative or not finite, or given for another operation or with `axis`. On every
+                rank.
+            RuntimeError: Inside `run`, where `ReplicaContext.all_reduce` takes the place of this method.
+        """
+        self._parts.require_computing("reduce")
+        ops = self._parts.cross_device_ops
+        if experimental_hints is not None:
+            options = options_or_hints(options, experimental_hints)
+        has_axis = axis is not None and not (isinstance(axis, tuple) and not axis)
+        if weight is not None:
+            return weighted_mean(ops, "reduce", reduce_op, value, weight, options, out=out, has_axis=has_axis)
+        if axis is not None and has_axis:
+            return reduce_along_axis(ops, reduce_op, value, axis, options, out)
+        return ops.all_reduce(reduce_op, value, options, out=out, call="reduce")
+
+    def all_reduce_init(
+        self,
+        nest: Any,
+        reduce_op: ReduceOp | str = ReduceOp.SUM,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+    ) -> PersistentAllReduce:
+        """Check an all-reduce of given arrays once, to make it many times. Collective.
+
+        Small arrays of NumPy take less time so, without `replicas=`.
+
+        Args:
+            nest: This rank's arrays. Each call reduces the numbers that they hold then.
+            reduce_op: A `ReduceOp` or its name in any case.
+            options: Override the strategy's.
+            out: A nest of arrays like the result, which each call writes to. May be `nest` itself.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
+            RuntimeError: Inside `run`, where a `PersistentAllReduce` can be called.
+        """
+        return PersistentAllReduce(self, reduce_op, nest, options, out)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate every rank's value along an axis, in rank order, for every rank. Collective.
+
+        Args:
+            value: An array of at least one dimension, a distributed value of one, or a nest. Lengths along `axis` may
+                differ between ranks.
+            axis: The axis; negative counts from the end.
+
+        Returns:
+            A nest like `value`.
+
+        Raises:
+            InvalidArgumentError: If shapes differ along another axis, or a value has no such axis. On every rank.
+            RuntimeError: Inside `run`, where `ReplicaContext.all_gather` takes the place of this method.
+        """
+        self._parts.require_computing("gather")
+        return self._parts.all_gather("gather", value, axis, None)
+
+    def broadcast(self, value: Any, root: int = 0, *, out: Any = None) -> Any:
+        """Give every rank the value of one rank. Collective.
+
+        Args:
+            value: An array, a number, or a nest of them, of the same form, shapes and dtypes on every rank. The numbers
+                of other ranks than the root are ignored.
+            root: The rank whose value is sent.
+            out: A nest of arrays like `value`, which the root's value is written to. May be `value` itself.
+
+        Returns:
+            `out`, if given; else a nest like `value`.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ. On every rank.
+            ValueError: If there is no rank `root`. On every rank.
+            RuntimeError: Inside `run`, and of workers of parameter servers.
+        """
+        self._require_lock_step("broadcast")
+        return self._parts.cross_device_ops.broadcast(value, "all", root=root, out=out)
+
+    def broadcast_object(self, obj: Any, root: int = 0, *, pickle: bool = False) -> Any:
+        """Give every rank an object of one rank. Collective: two broadcasts.
+
+        Args:
+            obj: On the root: `None`, a number, a text, an array, or a list, tuple or dict of them. On other ranks it is
+                ignored.
+            root: The rank whose object is sent.
+            pickle: Send an object of any kind that can be pickled. Unpickling may run any code that the root chose.
+
+        Returns:
+            A copy of the root's object, on the root, too.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ, or the root's object cannot be sent. On every rank.
+            ValueError: If there is no rank `root`. On every rank.
+            Exception: What unpickling raised on the lowest rank where it did. On every rank.
+            RuntimeError: Inside `run`, and of workers of parameter servers.
+        """
+        self._require_lock_step("broadcast_object")
+        return broadcast_object(self._parts.group, obj, root, pickle, self._parts.options)
+
+    def gather_object(self, obj: Any, *, pickle: bool = False) -> list[Any]:
+        """Give every rank the objects of all ranks. Collective: one all-gather.
+
+        Args:
+            obj: This rank's object, as in `broadcast_object`. Objects of ranks may be of different kinds and sizes.
+            pickle: As in `broadcast_object`.
+
+        Returns:
+            Copies of the objects, in rank order.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ, or the object of a rank cannot be sent. On every rank.
+            Exception: What unpickling raised on the lowest rank where it did. On every rank.
+            RuntimeError: Inside `run`, and of workers of parameter servers.
+        """
+        self._require_lock_step("gather_object")
+        return gather_object(self._parts.group, obj, pickle, self._parts.options)
+
+    def barrier(self) -> None:
+        """Wait until all ranks call this method. Collective.
+
+        With parameter servers: until all workers call it, and all their changes are made. On workers.
+
+        Raises:
+            InvalidArgumentError: If other ranks make another call meanwhile.
+            DeadlineExceededError: If not all ranks come within the strategy's `timeout_seconds`.
+            RuntimeError: Inside `run`.
+        """
+        self._parts.group.require_open("barrier()")
+        if self._parts.peers.is_in_lock_step:
+            self._parts.require_cross_replica("barrier()")
+        self._parts.peers.meet_peers("barrier()")
+
+    def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, *, per_node: bool = False) -> Any:
+        """Allocate an array that all ranks of a node can reach. Collective.
+
+        A strategy whose devices the user named as GPUs gives an array in the rank's device memory, unless `per_node`.
+
+        Args:
+            shape: The shape, the same on every rank.
+            dtype: The dtype, the same on every rank.
+            per_node: Make one array for all ranks of a node, which reductions and broadcasts write (`out=`) and all
+                ranks read, instead of one for each rank. Always in host memory, as ranks share no other.
+
+        Returns:
+            An array of uninitialised numbers, which lives until `close`.
+
+        Raises:
+            TypeError: If the shape of a rank does not consist of whole numbers. On every rank.
+        """
+        return self._parts.symmetric_empty([(shape, dtype, False)], per_node)[0]
+
+    def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
+        """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective.
+
+        An array for one in device memory lies there, too, unless `per_node`.
+
+        Returns:
+            A nest like `value`: of tensors for tensors of PyTorch, for example; of arrays of NumPy or CuPy for numbers,
+            and for arrays that cannot be written, as those of JAX.
+        """
+        specs: list[tuple[Any, Any, bool]] = []
+        leaves: list[Any] = []
+        error = None
+        try:
+            leaves, _ = nest.flatten(contributions(value))
+            natives = [library_of(leaf).to_native(leaf) for leaf in leaves]
+            specs = [(one.shape, one.dtype.newbyteorder("="), arrays.is_device(one)) for one in natives]
+        except Exception as problem:  # of any kind: the other ranks must learn of it
+            error = problem
+        allocated = self._parts.symmetric_empty(specs, per_node, error)
+        return nest.rebuild(contributions(value), list(map(writable_like, leaves, allocated)))
+
+    def raise_together(self, what: str = "") -> AbstractContextManager[None]:
+        """Raise an exception of one rank on all ranks, at the end of a block of local work. Collective.
+
+            with strategy.raise_together("reading the shards"):
+                data = read(my_files)
+
+        At the end of the block all ranks wait for each other. If a rank had an exception, all ranks raise that of the
+        lowest such rank: of the same type and text, with that rank's traceback as the cause; or a `PeerFailedError`
+        with the text where the exception cannot be pickled. The strategy stays usable. Cost: one small all-reduce.
+
+        Args:
+            what: What the block does, for errors; equal on all ranks.
+
+        Raises:
+            InvalidArgumentError: If other ranks make another call meanwhile.
+            DeadlineExceededError: If not all ranks reach the end of the block within the strategy's `timeout_seconds`.
+        """
+        return self._parts.raise_together("raise_together", what)
+
+    def _require_lock_step(self, call: str) -> None:
+        self._parts.require_cross_replica(call)
+        if not self._parts.peers.is_in_lock_step:
+            raise RuntimeError(
+                f"{call} of a {type(self).__name__}: its workers are not in step, and make no call together but "
+                "barrier(); let them share what they need in variables"
+            )
+
     def trace(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record what calls in a block wait for: `python -m mpidist trace merge` reads it. Collective at both ends.
 
@@ -310,7 +532,7 @@ class Strategy(CollectiveCalls, ABC):
         """
         parts = self._parts
         parts.require_cross_replica("trace")
-        return traced(parts.group, folder, parts.options.timeout_seconds, parts.service is None)
+        return traced(parts.group, folder, parts.options.timeout_seconds, parts.peers.is_in_lock_step)
 
     def reset(self) -> None:
         """Make the strategy usable again after a deadline or a lost rank. Collective; all ranks must be alive.
@@ -320,8 +542,7 @@ class Strategy(CollectiveCalls, ABC):
             PeerFailedError: If the process of a rank is gone. Then the job has to be started again.
             UnavailableError: If a parameter server is lost. Then as well.
         """
-        if self._parts.service is not None:
-            self._parts.service.reset()
+        self._parts.peers.reset()
         self._parts.group.reset()
         self._parts.group.devices.work_on(self._parts.replicas.devices[0])
 
@@ -369,36 +590,10 @@ class Strategy(CollectiveCalls, ABC):
         if error is None or not ends_normally(error):
             self._parts.close(error)
 
-    def __copy__(self) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError("a strategy cannot be copied or pickled: it is tied to its communicators; make another one")
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__copy__()
-
-    def __reduce__(self) -> NoReturn:
-        self.__copy__()
 
     def __repr__(self) -> str:
         replicas = self._parts.replicas
         chosen = "" if replicas.tree is None else f"{count_text(replicas.total, 'replica')}, "
         return f"<{type(self).__name__}: {chosen}{self.topology}>"
-
-
-@final
-class _Scope(AbstractContextManager[Strategy]):
-    """`with strategy.scope():`. One scope may be entered several times, also while it is open."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._entries: list[context_stack.Entry] = []
-
-    def __enter__(self) -> Strategy:
-        parts_of(self._strategy).require_cross_replica("scope")  # `scope()` may have been called elsewhere
-        entry = context_stack.Entry(self._strategy)
-        context_stack.push(entry)
-        self._entries.append(entry)
-        return self._strategy
-
-    def __exit__(self, *exc: object) -> None:
-        context_stack.pop(self._entries[-1])
-        self._entries.pop()

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-from mpidist import context_stack
+from mpidist import context_stack, nest
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.package_names import explain_absent_members
 from mpidist.strategy_parts import StrategyParts
-from mpidist.values import local_component, local_components
-from mpidist.variables.updating import update_copies
+from mpidist.transport.devices import on_device
+from mpidist.values import PerReplica, join_components, local_component, local_components
 from mpidist.variables.variable import Variable
 
 __all__ = ["StrategyExtended"]
@@ -20,11 +20,7 @@ __all__ = ["StrategyExtended"]
 @final
 @explain_absent_members
 class StrategyExtended:
-    """The methods of a strategy for authors of libraries. Get it with `strategy.extended`.
-
-    Args:
-        parts: The parts of the strategy.
-    """
+    """The methods of a strategy for authors of libraries. Get it with `strategy.extended`."""
 
     def __init__(self, parts: StrategyParts) -> None:
         self._parts = parts
@@ -108,12 +104,30 @@ class StrategyExtended:
         parts.require_not_mixed("update")
         if parts.replicas.tree is not None:
             parts.require_cross_replica("update")
-            result = update_copies(var, fn, args, kwargs or {})
-            return result if group else (result,)
-        entry = context_stack.Entry(parts.strategy, is_update=True)
-        given, named = (local_components(part) for part in (list(args), dict(kwargs or {})))
-        result = context_stack.call(entry, fn, var, *given, **named)
+            result = self._update_copies(var, fn, (list(args), dict(kwargs or {})))
+        else:
+            entry = context_stack.Entry(parts.strategy, is_update=True)
+            given, named = (local_components(part) for part in (list(args), dict(kwargs or {})))
+            result = context_stack.call(entry, fn, var, *given, **named)
         return result if group else (result,)
+
+    def _update_copies(self, var: Variable, fn: Callable[..., Any], given: tuple[list[Any], dict[str, Any]]) -> Any:
+        """Call a function for each copy of a variable on this rank, where the number of replicas was chosen."""
+        parts = self._parts
+        is_one = not parts.peers.is_in_lock_step or var.is_mirrored_over(parts.group)  # else a copy for each
+        if is_one and any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0]):
+            raise ValueError(
+                f"update: variable {var.name!r} has one value for all replicas, and a PerReplica was passed: reduce "
+                "the PerReplica first, as with strategy.extended.reduce_to('mean', value, var)"
+            )
+        num_copies = 1 if is_one else parts.replicas.num_here
+        results = []
+        for at in range(num_copies):
+            entry = context_stack.Entry(var.strategy, is_update=True, copy_number=at)
+            own_args, own_kwargs = local_components(given, at, num_copies)
+            with on_device(parts.replicas.devices, at):
+                results.append(context_stack.call(entry, fn, var, *own_args, **own_kwargs))
+        return results[0] if is_one else join_components(results)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

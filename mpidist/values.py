@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
@@ -26,6 +27,7 @@ __all__ = [
     "IndexedSlices",
     "Mirrored",
     "PerReplica",
+    "ValueContext",
     "components_of",
     "contribution",
     "contributions",
@@ -64,22 +66,14 @@ class DistributedValues(ABC):
 
 
 class _Components(DistributedValues):
-    """A distributed value that is made from its components.
-
-    Args:
-        values: The components of this rank's replicas, a list or tuple: one, unless a rank carries several replicas.
-
-    Raises:
-        TypeError: If `values` is neither a list nor a tuple.
-        ValueError: If `values` is empty.
-    """
+    """A distributed value that is made of this rank's components: one, unless the rank carries several replicas."""
 
     def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
-        kind = type(self).__name__
         if not isinstance(values, (list, tuple)):
+            kind = type(self).__name__
             raise TypeError(f"{kind} takes a tuple of this rank's components, not {type(values).__name__}")
         if not values:
-            raise ValueError(f"{kind} must be given a component for each replica of this rank; got none")
+            raise ValueError(f"{type(self).__name__} must be given a component for each replica of this rank; got none")
         self._values = tuple(values)
 
     @property
@@ -167,28 +161,28 @@ class IndexedSlices:
 
 
 @final
-class Contributions:
-    """What all replicas of this rank contribute to a call that they make together.
+@dataclass(eq=False)
+class ValueContext:
+    """The argument of the function of `experimental_distribute_values_from_function`.
 
     Args:
-        nests: A nest for each replica of this rank, without distributed values.
+        replica_id_in_sync_group: The replica that the function makes a value for.
+        num_replicas_in_sync: Number of replicas.
     """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+@final
+class Contributions:
+    """What all replicas of this rank contribute to a call that they make together: nests without distributed values."""
 
     def __init__(self, nests: Sequence[Any]) -> None:
         self.nests = nests
 
     def flatten(self, replica_ids: Sequence[int]) -> tuple[list[list[Any]], nest.Structure]:
-        """List the leaves of each replica's nest.
-
-        Args:
-            replica_ids: The ids of the replicas, for errors.
-
-        Returns:
-            The leaves of each replica, and the common form of the nests.
-
-        Raises:
-            InvalidArgumentError: If the nests of two replicas have different forms.
-        """
+        """List the leaves of each replica's nest, and their common form; refuse nests of different forms."""
         flattened = [nest.flatten(value) for value in self.nests]
         first = flattened[0][1]
         for replica_id, (_, structure) in zip(replica_ids, flattened, strict=True):
@@ -203,13 +197,7 @@ class Contributions:
 def local_component(value: Any, at: int = 0, num_replicas: int = 1) -> Any:
     """Return a component of a `PerReplica` or `Mirrored`; any other value, a variable too, unchanged.
 
-    Args:
-        value: The value.
-        at: Which replica of this rank, counted from 0.
-        num_replicas: How many replicas this rank carries.
-
-    Raises:
-        ValueError: If the value has not one component for each of these replicas.
+    `at`: which of the `num_replicas` of this rank, counted from 0. A value must have one component for each of them.
     """
     return components_of(value, num_replicas)[at] if isinstance(value, _Components) else value
 
@@ -219,23 +207,12 @@ def contribution(value: Any) -> Any:
 
     That is this rank's component of a distributed value; of a variable this rank's copy, a view to be read at once; any
     other value itself.
-
-    Raises:
-        ValueError: If the value has several components.
     """
     return components_of(value, 1)[0] if isinstance(value, DistributedValues) else value
 
 
 def components_of(value: DistributedValues, num_replicas: int) -> tuple[Any, ...]:
-    """Return the components of a distributed value.
-
-    Args:
-        value: The value.
-        num_replicas: How many replicas this rank carries.
-
-    Raises:
-        ValueError: If there is not one component for each of these replicas.
-    """
+    """Return the components of a distributed value: one for each of this rank's replicas, or it is a `ValueError`."""
     values = value.values
     if len(values) == 1 and not isinstance(value, PerReplica):  # one for all replicas of the rank
         return values * num_replicas
@@ -252,12 +229,14 @@ def join_components(nests: Sequence[Any], keeps_alike: bool = False) -> Any:
     """Join what each replica of this rank returned into one nest, whose leaves are `PerReplica` values.
 
     A leaf that is `None` on all replicas, or one variable on all, is itself. Nests of different forms are joined whole.
-
-    Args:
-        nests: What each replica returned.
-        keeps_alike: Whether any leaf that is the same on all replicas is itself, such as a text; but not arrays and
-            numbers: whether these are the same may depend on how many replicas a rank carries.
+    If `keeps_alike`, any leaf that is the same on all replicas is itself, such as a text; but not arrays and numbers:
+    whether these are the same may depend on how many replicas a rank carries.
     """
+    first = nests[0]
+    if type(first) is np.ndarray and (len(nests) == 1 or set(map(type, nests)) == {np.ndarray}):
+        return PerReplica(tuple(nests))
+    if first is None and all(one is None for one in nests):
+        return None
     flattened = [nest.flatten(value) for value in nests]
     if any(structure != flattened[0][1] for _, structure in flattened):
         return PerReplica(tuple(nests))
@@ -299,7 +278,9 @@ def contributions(value: Any) -> Any:
 
 
 def _map_distributed(value: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    if type(value) is np.ndarray:
+    kind = type(value)
+    leaves = value if kind is list else value.values() if kind is dict else (value,)
+    if set(map(type, leaves)) == {np.ndarray}:  # the most frequent nests, without a walk
         return value
     leaves, _ = nest.flatten(value)
     if not has_distributed(leaves):
@@ -319,17 +300,7 @@ def is_mirrored(value: Any, group: SyncGroup) -> bool:
 
 
 def require_contributions(op: ReduceOp, leaves: Sequence[Any], group: SyncGroup, num_replicas: int) -> None:
-    """Refuse SUM and PROD of values that are mirrored over several replicas: each would count once per replica.
-
-    Args:
-        op: The reduction.
-        leaves: The values.
-        group: The ranks.
-        num_replicas: Number of replicas on all ranks.
-
-    Raises:
-        ValueError: If a leaf is mirrored, and `op` is SUM or PROD.
-    """
+    """Refuse SUM and PROD of values that are mirrored over several replicas: each would count once per replica."""
     if num_replicas == 1 or op not in (ReduceOp.SUM, ReduceOp.PROD) or not has_distributed(leaves):
         return
     for leaf in leaves:

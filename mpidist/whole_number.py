@@ -5,21 +5,16 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import numpy as np
+
 __all__ = ["require_bool", "whole_number"]
 
 
 def whole_number(what: str, value: Any, least: int | None = None, otherwise: str = "") -> int:
-    """Return a whole number as an int. Local.
+    """Return a whole number as an int; a truth value is no number. Local.
 
-    Args:
-        what: What the number is, for errors.
-        value: What a user passed. A truth value is no number.
-        least: The least number that is allowed; any, for `None`.
-        otherwise: What a user can pass besides, for errors, such as "None for all".
-
-    Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is too small.
+    `what` it is, and what a user can pass `otherwise`, such as "None for all", are for the error: a `TypeError`, or a
+    `ValueError` if it is below `least`.
     """
     bound = "" if least is None else f" >= {least}"
     needed = f"{what} must be a whole number{bound}{otherwise and f', or {otherwise}'}"
@@ -31,11 +26,8 @@ def whole_number(what: str, value: Any, least: int | None = None, otherwise: str
     return number
 
 
-def require_bool(what: str, value: Any) -> None:
-    """Refuse what is no truth value, such as the text "no", which Python takes for true. Local.
-
-    Raises:
-        TypeError: If it is none.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{what} must be True or False, got {value!r}")
+def require_bool(what: str, value: Any, otherwise: str = "") -> bool:
+    """Return a truth value as a bool; refuse all else, such as the text "no", which Python takes for true. Local."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{what} must be True or False{otherwise and f', or {otherwise}'}, got {value!r}")
+    return bool(value)

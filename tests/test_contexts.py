@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.alarms import RangError, alarm
+from support.replicas import inside
 
 import mpidist
 from mpidist import OneDeviceStrategy, Strategy, context_stack
@@ -142,7 +143,7 @@ def test_threads_may_be_in_different_scopes_at_once(strategy: Strategy, other: S
         assert (in_run[0], in_run[2], in_run[3]) == (mine, False, True)
 
 
-def test_exceptions_leave_no_context_behind(strategy: Strategy) -> None:
+def test_exceptions_come_out_as_they_are_and_leave_no_context_behind(strategy: Strategy) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("mine")
 
@@ -150,13 +151,16 @@ def test_exceptions_leave_no_context_behind(strategy: Strategy) -> None:
         variable = mpidist.Variable(0.0)
     calls: list[Callable[[], Any]] = [
         lambda: strategy.run(fail),
-        lambda: strategy.run(lambda: mpidist.get_replica_context().merge_call(fail)),
+        lambda: inside(strategy, "merge_call", fail),
+        lambda: inside(strategy, "merge_call", lambda merged: merged.run(fail)),
+        lambda: inside(strategy, "merge_call", lambda merged: inside(merged, "merge_call", fail)),
         lambda: strategy.extended.update(variable, fail),
     ]
     for call in calls:
         with pytest.raises(KeyError, match="mine"):
             call()
         assert state() == DEFAULT
+        assert strategy.reduce("SUM", 1) == strategy.size
     with pytest.raises(KeyError), strategy.scope():
         fail()
 
@@ -306,14 +310,6 @@ def test_cross_replica_methods_are_refused_in_run(strategy: Strategy) -> None:
     strategy.run(step)
 
 
-def test_cross_replica_methods_work_in_merge_call(strategy: Strategy) -> None:
-    def merge(merged: Strategy) -> Any:
-        return [merged.reduce("SUM", 1.0), merged.run(lambda: mpidist.get_replica_context().num_replicas_in_sync)]
-
-    size = strategy.num_replicas_in_sync
-    assert strategy.run(lambda: mpidist.get_replica_context().merge_call(merge)) == [size, size]
-
-
 def test_update_calls_with_the_very_variable_and_argument(strategy: Strategy) -> None:
     with strategy.scope():
         variable = mpidist.Variable(0.0)
@@ -349,11 +345,14 @@ CONTEXT_CALLS: dict[str, Callable[[mpidist.ReplicaContext], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "merge_call"])
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "merge_call"])
 def test_replica_context_is_refused_where_it_is_not_current(strategy: Strategy, other: Strategy, name: str) -> None:
     call = CONTEXT_CALLS[name]
     context = strategy.run(mpidist.get_replica_context)
-    with strategy.scope(), pytest.raises(RuntimeError, match=r"needs to be inside the function of strategy\.run"):
+    with (
+        strategy.scope(),
+        pytest.raises(RuntimeError, match=rf"\.{name} needs to be inside the function of strategy\.run"),
+    ):
         call(context)
     with pytest.raises(RuntimeError, match="mismatching strategies"):
         other.run(call, [context])
@@ -404,9 +403,6 @@ def test_calls_of_a_replica_outside_of_run_are_refused(strategy: Strategy) -> No
 
 def test_calls_of_all_replicas_in_run_name_what_to_do(strategy: Strategy) -> None:
     for call, arguments, text in (
-        ("reduce", ("sum", 1.0), "get_replica_context.* there"),
-        ("barrier", (), "leave it out"),
-        ("broadcast", (1.0,), "outside.*merge_call"),
         ("gather_object", (1.0,), "outside.*merge_call"),
         ("run", (int,), "call the function itself"),
     ):

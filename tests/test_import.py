@@ -46,6 +46,19 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     assert not [name for name in own if name.split(".")[1:2] in (["checkpoint"], ["datasets"], ["parameter_server"])]
 
 
+def test_import_from_a_zip(tmp_path: Path) -> None:
+    shutil.make_archive(str(tmp_path / "packages"), "zip", PROJECT, "mpidist")
+    program = """
+import json, os, sys
+sys.path.insert(0, os.environ["ZIP"])
+import mpidist
+sum = mpidist.OneDeviceStrategy("/cpu:0").reduce("sum", 3.0)
+print(json.dumps([mpidist.__file__, sum, mpidist.ValueContext(1, 2) in {mpidist.ValueContext(1, 2)}]))
+"""
+    file, total, is_equal = python(program, ZIP=str(tmp_path / "packages.zip"))
+    assert (".zip" in file, total, is_equal) == (True, 3.0, False)
+
+
 def test_compiled_part_is_there_where_a_compiler_was() -> None:
     """A compiler that fails is not noticed otherwise: the part is optional."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"

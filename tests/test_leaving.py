@@ -3,15 +3,15 @@
 import gc
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
+from support.replicas import inside
 from transport.failures.clocks import Clock, given_up
 
-from mpidist import CollectiveAllReduce, CommunicationOptions, get_replica_context
+from mpidist import CollectiveAllReduce, CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
 
@@ -23,10 +23,6 @@ LEFT = "rank 0 left because of an exception: KeyError: 'labels'"
 
 class Converged(Exception):
     """What a program may use to leave its loops."""
-
-
-def start(strategy: MultiWorker, count: int) -> Any:
-    return strategy.run(lambda: get_replica_context().start_all_reduce("sum", np.ones(count)))
 
 
 @pytest.mark.core
@@ -77,7 +73,7 @@ def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_starte
     """A rank that has started a call has not done its part of the call."""
 
     def work() -> None:
-        handles = [start(strategy, count) for count in counts]
+        handles = [inside(strategy, "start_all_reduce", "sum", np.ones(count)) for count in counts]
         if comm.rank == 0:
             raise KeyError("labels")
         for handle, count in zip(handles, counts, strict=True):
@@ -105,8 +101,8 @@ def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(comm: In
     def train(slow: int) -> None:
         with MultiWorker(comm=comm) as strategy:
             for step in range(4):
-                first = start(strategy, 200_000)
-                second = start(strategy, 100)
+                first = inside(strategy, "start_all_reduce", "sum", np.ones(200_000))
+                second = inside(strategy, "start_all_reduce", "sum", np.ones(100))
                 if comm.rank == slow:
                     time.sleep(0.003)
                 assert (first.wait() == comm.size).all()

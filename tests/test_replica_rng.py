@@ -51,12 +51,11 @@ def test_ranks_that_are_replicas_have_the_same_numbers(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_numbers_are_those_of_numpys_seed_sequence(comm: Intracomm) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        sequence = np.random.SeedSequence(7, spawn_key=(comm.rank, 5, 2))
-        expected = np.random.Generator(np.random.Philox(sequence)).integers(0, 1 << 62, 4).tolist()
-        assert strategy.run(first, (7, 5, 2)) == expected
-        assert strategy.run(first, (np.int64(7), np.uint8(5), 2)) == expected
+def test_numbers_are_those_of_numpys_seed_sequence(comm: Intracomm, strategy: MultiWorkerMirroredStrategy) -> None:
+    sequence = np.random.SeedSequence(7, spawn_key=(comm.rank, 5, 2))
+    expected = np.random.Generator(np.random.Philox(sequence)).integers(0, 1 << 62, 4).tolist()
+    assert strategy.run(first, (7, 5, 2)) == expected
+    assert strategy.run(first, (np.int64(7), np.uint8(5), 2)) == expected
 
 
 @pytest.mark.no_mpi

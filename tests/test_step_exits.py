@@ -41,93 +41,90 @@ def leave_step(strategy: Strategy, leaves: bool = True) -> None:
 @pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("traced", [False, True])
 def test_step_that_one_rank_leaves_is_an_error_of_all_until_a_reset(
-    comm: Intracomm, tmp_path: Path, traced: bool
+    comm: Intracomm, tmp_path: Path, traced: bool, strategy: MultiWorker
 ) -> None:
     leaver = comm.size - 1
-    with MultiWorker(comm=comm) as strategy:
-        trace = strategy.trace(comm.bcast(str(tmp_path))) if traced else None
-        if trace is not None:
-            trace.__enter__()
+    trace = strategy.trace(comm.bcast(str(tmp_path))) if traced else None
+    if trace is not None:
+        trace.__enter__()
 
-        def step(batch: int) -> Any:
-            if comm.rank == leaver and batch == NUM_STEPS:
-                raise FloatingPointError("loss is NaN")
-            return all_reduce(np.full(3, batch))
+    def step(batch: int) -> Any:
+        if comm.rank == leaver and batch == NUM_STEPS:
+            raise FloatingPointError("loss is NaN")
+        return all_reduce(np.full(3, batch))
 
-        for batch in range(NUM_STEPS):
-            assert (strategy.run(step, args=(batch,)) == batch * comm.size).all()
-        if comm.rank == leaver:
-            with pytest.raises(FloatingPointError):
-                strategy.run(step, args=(NUM_STEPS,))
-        how = r"by FloatingPointError \(loss is NaN\), and then called all_reduce"
-        who = rf"rank {leaver} left step {NUM_STEPS + 1} {how}"
-        for again in ("^call", "^an earlier call failed.*call"):
-            with raises_everywhere(comm, InvalidArgumentError, rf"{again} \d+: {who}; ranks? 0.* left none.*raise_tog"):
-                strategy.run(step, args=(NUM_STEPS + (comm.rank == leaver),))
-        strategy.reset()
-        assert (strategy.run(step, args=(7,)) == 7 * comm.size).all()
+    for batch in range(NUM_STEPS):
+        assert (strategy.run(step, args=(batch,)) == batch * comm.size).all()
+    if comm.rank == leaver:
+        with pytest.raises(FloatingPointError):
+            strategy.run(step, args=(NUM_STEPS,))
+    how = r"by FloatingPointError \(loss is NaN\), and then called all_reduce"
+    who = rf"rank {leaver} left step {NUM_STEPS + 1} {how}"
+    for again in ("^call", "^an earlier call failed.*call"):
+        with raises_everywhere(comm, InvalidArgumentError, rf"{again} \d+: {who}; ranks? 0.* left none.*raise_tog"):
+            strategy.run(step, args=(NUM_STEPS + (comm.rank == leaver),))
+    strategy.reset()
+    assert (strategy.run(step, args=(7,)) == 7 * comm.size).all()
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("placement", ["even"], indirect=True)
 @pytest.mark.usefixtures("placement")
-def test_step_that_one_rank_leaves_is_found_by_every_call(comm: Intracomm, tmp_path: Path) -> None:
+def test_step_that_one_rank_leaves_is_found_by_every_call(
+    comm: Intracomm, tmp_path: Path, strategy: MultiWorker
+) -> None:
     folder = Path(comm.bcast(str(tmp_path)))
-    with MultiWorker(comm=comm) as strategy:
-        for name in every_call(strategy, folder):
-            call = every_call(strategy, folder)[name]
-            if "trace" not in name and "restore" not in name:  # of which the first one has no second one, or no files
-                call()
-            leave_step(strategy, comm.rank == 1)
-            with raises_everywhere(comm, InvalidArgumentError, rf"rank 1 left step \d+ .*, and then called {name}"):
-                call()
-            strategy.reset()
+    for name in every_call(strategy, folder):
+        call = every_call(strategy, folder)[name]
+        if "trace" not in name and "restore" not in name:  # of which the first one has no second one, or no files
+            call()
+        leave_step(strategy, comm.rank == 1)
+        with raises_everywhere(comm, InvalidArgumentError, rf"rank 1 left step \d+ .*, and then called {name}"):
+            call()
+        strategy.reset()
 
 
 @pytest.mark.ranks(3)
-def test_step_that_all_ranks_leave_goes_on(comm: Intracomm) -> None:
+def test_step_that_all_ranks_leave_goes_on(comm: Intracomm, strategy: MultiWorker) -> None:
     def step(is_bad: bool) -> Any:
         started = [get_replica_context().start_all_reduce("sum", np.full(count, 1.0)) for count in (3, 20_000)]
         if is_bad:
             raise ValueError(f"a text of rank {comm.rank}")
         return started[0].wait()
 
-    with MultiWorker(comm=comm) as strategy:
-        for batch in range(6):
-            try:
-                assert (strategy.run(step, args=(batch % 2 == 1,)) == comm.size).all()
-            except ValueError:
-                assert batch % 2
-        assert strategy.reduce("sum", 1.0) == comm.size
+    for batch in range(6):
+        try:
+            assert (strategy.run(step, args=(batch % 2 == 1,)) == comm.size).all()
+        except ValueError:
+            assert batch % 2
+    assert strategy.reduce("sum", 1.0) == comm.size
 
 
 @pytest.mark.ranks(3)
-def test_step_whose_exception_is_caught_or_told_goes_on(comm: Intracomm) -> None:
+def test_step_whose_exception_is_caught_or_told_goes_on(comm: Intracomm, strategy: MultiWorker) -> None:
     def step(how: str) -> Any:
         with strategy.raise_together("a step") if how == "told" else pytest.raises(KeyError):
             if comm.rank == 0 or how != "told":
                 raise KeyError("mine")
         return all_reduce()
 
-    with MultiWorker(comm=comm) as strategy:
-        for _ in range(NUM_STEPS):
-            assert strategy.run(step, args=("caught",)) == comm.size
-            with raises_everywhere(comm, KeyError):
-                strategy.run(step, args=("told",))
-            with raises_everywhere(comm, KeyError), strategy.raise_together("a step without calls"):
-                strategy.run(lambda: {}["mine"] if comm.rank == 1 else None)
-            if strategy.is_chief:  # alone, without a collective call
-                assert strategy.run(lambda: 3) == 3
+    for _ in range(NUM_STEPS):
+        assert strategy.run(step, args=("caught",)) == comm.size
+        with raises_everywhere(comm, KeyError):
+            strategy.run(step, args=("told",))
+        with raises_everywhere(comm, KeyError), strategy.raise_together("a step without calls"):
+            strategy.run(lambda: {}["mine"] if comm.rank == 1 else None)
+        if strategy.is_chief:  # alone, without a collective call
+            assert strategy.run(lambda: 3) == 3
 
 
 @pytest.mark.ranks(2, 3)
-def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm: Intracomm) -> None:
+def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm: Intracomm, strategy: MultiWorker) -> None:
     """One of them made it in a step, and the others outside."""
-    with MultiWorker(comm=comm) as strategy:
-        for _ in range(2):
-            with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
-                strategy.run(all_reduce) if comm.rank else strategy.barrier()
-        assert strategy.reduce("sum", 1.0) == comm.size
+    for _ in range(2):
+        with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
+            strategy.run(all_reduce) if comm.rank else strategy.barrier()
+    assert strategy.reduce("sum", 1.0) == comm.size
 
 
 @pytest.mark.ranks(2, 3)

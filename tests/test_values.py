@@ -34,13 +34,6 @@ def test_values_are_a_tuple_of_this_ranks_component(kind: type[DistributedValues
     assert repr(kind((3, "b"))) == f"{kind.__name__}:{{0: 3, 1: 'b'}}"
 
 
-@both
-@pytest.mark.parametrize("values", [(), []])
-def test_there_is_a_component(kind: type[DistributedValues], values: Any) -> None:
-    with pytest.raises(ValueError, match="a component for each replica of this rank; got none"):
-        kind(values)
-
-
 def test_components_are_as_many_as_replicas() -> None:
     """Else a component would be lost in silence. Of a mirrored value all components are equal."""
     value = PerReplica((1, 2))
@@ -55,10 +48,14 @@ def test_components_are_as_many_as_replicas() -> None:
 
 
 @both
-@pytest.mark.parametrize("values", [1.0, None, "a", np.ones(1), {"a": 1}], ids=repr)
-def test_components_come_in_a_list_or_tuple(kind: type[DistributedValues], values: Any) -> None:
-    with pytest.raises(TypeError, match="takes a tuple"):
-        kind(values)
+def test_components_come_in_a_list_or_tuple_of_at_least_one(kind: type[DistributedValues]) -> None:
+    wrong: list[Any] = [1.0, None, "a", np.ones(1), {"a": 1}]
+    for values in wrong:
+        with pytest.raises(TypeError, match="takes a tuple"):
+            kind(values)
+    for empty in ((), []):
+        with pytest.raises(ValueError, match="a component for each replica of this rank; got none"):
+            kind(empty)
 
 
 def test_distributed_values_itself_is_abstract() -> None:

@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, ReduceOp
-from mpidist.context_stack import parts_of
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.reduction import Reduction
 
@@ -124,6 +123,8 @@ def network(mpi: Mpi, work: Work) -> dict[str, Way]:
 
 def model(mpi: Mpi, work: Work) -> dict[str, Way]:
     """List mpidist as a program calls it, the algorithms alone, and MPI's own; all in place."""
+    from mpidist.context_stack import parts_of  # older commits have none, and measure the other cases
+
     strategy = mpi.strategy(cross_device_ops=HierarchicalCopyAllReduce())
     levels, private = parts_of(strategy).group.levels, [work.empty()]
     node, nodes, fused, total = levels.within_node, levels.across_nodes, levels.fused, Reduction()

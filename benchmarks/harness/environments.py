@@ -85,6 +85,13 @@ _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREAD
 _YIELDING: Final = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 
 
+def peers_of(defaults: Sequence[str]) -> list[str]:
+    """List the libraries that a case can measure: those with a backend of its defaults; torch's is one of MPI, too."""
+    backends = {peer.backend for peer in PEERS if peer.name in defaults}
+    backends |= {"backends.torch:Torch"} if _MPI in backends else set()
+    return [peer.name for peer in (*PEERS, *TUNED) if peer.backend in backends]
+
+
 def python_of(peer: Peer, given: Sequence[str]) -> Path:
     """Return the Python of a library: of `ENVIRONMENT=PYTHON`, or of the folder of its environment."""
     named = dict(text.split("=", 1) for text in given)
@@ -127,10 +134,7 @@ def commands(peer: Peer, python: Path, ranks: int, folder: Path, hosts: Hosts | 
 def environment_of(peer: Peer, ranks: int, link: str = "") -> dict[str, str]:
     """Make the environment variables of all ranks: one thread each, and MPICH's settings where cores are short.
 
-    Args:
-        peer: The library.
-        ranks: How many.
-        link: The network interface that is measured; "" for none.
+    `link` is the network interface that is measured; "" for none.
     """
     environment = {name: text for name, text in os.environ.items() if name not in _YIELDING}
     environment |= dict.fromkeys(_ONE_THREAD, "1")

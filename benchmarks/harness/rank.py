@@ -34,14 +34,9 @@ _SPINS = 2000
 
 
 class Barrier:
-    """A barrier of one machine's ranks in shared memory, the same for all libraries.
+    """A barrier of one machine's ranks in shared memory, the file of `path`; the same for all libraries.
 
     A rank polls, and yields its core now and then: there may be fewer cores than ranks.
-
-    Args:
-        path: A file that all ranks open.
-        rank: This rank.
-        size: Number of ranks.
     """
 
     def __init__(self, path: Path, rank: int, size: int) -> None:

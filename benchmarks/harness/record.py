@@ -52,12 +52,13 @@ def shapes_of_list(name: str) -> list[tuple[int, ...]]:
 
 
 def commit_of(folder: Path) -> str:
-    """Name the commit of the files in a folder, with `-dirty` if they differ from it."""
-    command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty"]
+    """Name the commit of a folder, with `-dirty` if files of the library differ from it."""
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.check_output([*git, "describe", "--always"], stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):  # installed from an archive, or no git here
         return "unknown"
+    return commit + "-dirty" * bool(subprocess.call([*git, "diff", "--quiet", "HEAD", "--", "mpidist"]))
 
 
 def export(root: Path, commit: str, into: Path, pythons: Iterable[Path]) -> Path:
@@ -81,8 +82,7 @@ def export(root: Path, commit: str, into: Path, pythons: Iterable[Path]) -> Path
 
 def machine_type() -> str:
     """Name the type of this machine: its processor and the number of cores."""
-    with open("/proc/cpuinfo") as file:
-        model = next((line.partition(":")[2] for line in file if line.startswith("model name")), "processor")
+    model = next(iter(re.findall(r"(?m)^model name\s*:(.*)", Path("/proc/cpuinfo").read_text())), "processor")
     words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|@.*|Processor|CPU", "", model).lower())
     return "-".join([*words, str(len(os.sched_getaffinity(0))), "cores"])
 

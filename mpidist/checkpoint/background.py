@@ -11,90 +11,80 @@ from typing import Final, final
 
 from mpidist.checkpoint.folder_lock import release_all
 from mpidist.checkpoint.parts import part_of_rank
-from mpidist.checkpoint.record import SaveRecord
-from mpidist.checkpoint.saving import Snapshot, publish_folder, write_parts
+from mpidist.checkpoint.saving import Save, SaveRecord
 from mpidist.transport.failures import open_groups
 from mpidist.transport.text import text_of
 
-__all__ = ["FAILED", "BackgroundWriting"]
+__all__ = ["BackgroundWriting"]
 
 logger = logging.getLogger("mpidist.checkpoint")
 
-FAILED: Final = ".failed"  # how the file ends that tells of a rank's failure
+_FAILED: Final = ".failed"  # how the file ends that tells of a rank's failure
+_POLL_SECONDS: Final = 0.01
 _TELL_SECONDS: Final = 1.0  # of waiting before the job ends, after which a warning says why
 
 
 @final
 class BackgroundWriting(Thread):
-    """Writes a snapshot without MPI: rank 0 waits for the files of the other ranks, and publishes.
+    """Writes a save without MPI: rank 0 waits for the files of the other ranks, and publishes.
 
-    Args:
-        snapshot: What this rank writes.
-        grace_seconds: How long an error that ends the job waits for the writing, at most.
-        keep: Copies what is written to the memory of this node.
-
-    Attributes:
-        snapshot: As given.
-        error: What went wrong, or `None`.
-        record: What the save has cost; `None` until it is over.
-        is_done: Whether it has written or failed; `is_alive` may be wrong after a `join` that was interrupted.
+    An error that ends the job waits `grace_seconds` for it; `keep` then copies the files to this node's memory. `error`
+    is what went wrong, and `record` what the save has cost, once `is_done`: `is_alive` may be wrong after a `join` that
+    was interrupted.
     """
 
-    def __init__(
-        self, snapshot: Snapshot, grace_seconds: float, keep: Callable[[Snapshot], None] | None = None
-    ) -> None:
+    def __init__(self, save: Save, grace_seconds: float, keep: Callable[[Save], None] | None = None) -> None:
         super().__init__(name="mpidist.checkpoint")
         self.error: Exception | None = None
         self.record: SaveRecord | None = None
         self.is_done = False
         self._has_written = Event()
-        self.snapshot, self._grace_seconds, self._keep = snapshot, grace_seconds, keep
-        self._blocked_seconds = time.perf_counter() - snapshot.began
+        self.save, self._grace_seconds, self._keep = save, grace_seconds, keep
+        self._blocked_seconds = time.perf_counter() - save.began
         _under_way.add(self)
 
     def run(self) -> None:
         """Write; see `Thread`."""
-        snapshot = self.snapshot
+        save = self.save
         try:
-            write_parts(snapshot)
+            save.write_part()
             self._has_written.set()
-            _wait_for_parts(snapshot)
-            publish_folder(snapshot)
-            self.record = SaveRecord.of(snapshot, self._blocked_seconds)
+            _wait_for_parts(save)
+            save.publish()
+            self.record = save.record(self._blocked_seconds)
         except Exception as problem:  # of any kind: `CheckpointManager.wait` raises it
             self.error = problem
-            logger.error("mpidist: the checkpoint %s is not written: %s", snapshot.place, text_of(problem))
-            _tell_failure(snapshot, problem)
+            logger.error("mpidist: the checkpoint %s is not written: %s", save.place, text_of(problem))
+            _tell_failure(save, problem)
         finally:
-            snapshot.save_place.release()
-            self.snapshot = snapshot._replace(part=None)  # whose memory is needed no longer
+            save.release()
+            save.part = None  # whose memory is needed no longer
             self.is_done = True
             self._has_written.set()
         if self._keep is not None and self.error is None:
-            self._keep(self.snapshot)
+            until = time.monotonic() + save.limit_seconds
+            while self.is_under_way() and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+            if not save.folder.is_dir():  # else another rank has failed, and the copies from before stay
+                self._keep(save)
 
     def join_in_time(self) -> None:
-        """Wait until this rank's files are written, and raise what went wrong.
-
-        Raises:
-            TimeoutError: If it takes longer than files may.
-            Exception: What went wrong.
-        """
-        limit = self.snapshot.limit_seconds
+        """Wait until this rank's files are written, and raise what went wrong: `TimeoutError` if it took too long."""
+        limit = self.save.limit_seconds
         if self._has_written.wait(limit):
             self.join(2 * limit)  # within the first half rank 0 names the rank whose files are missing
         if self.error is not None:
             raise self.error
         if not self.is_done:
             raise TimeoutError(
-                f"the files of rank {self.snapshot.rank} in {str(self.snapshot.folder)!r} are not written after "
+                f"the files of rank {self.save.rank} in {str(self.save.folder)!r} are not written after "
                 f"{limit:g} s (MPIDIST_IO_TIMEOUT): does the file system answer?"
             )
 
     def is_under_way(self) -> bool:
         """Whether ranks still write, as far as this one sees."""
-        folder = self.snapshot.folder
-        return not self.is_done or (folder.is_dir() and not any(folder.glob(f"*{FAILED}")))
+        folder = self.save.folder
+        return not self.is_done or (folder.is_dir() and not any(folder.glob(f"*{_FAILED}")))
 
     def forget(self) -> None:
         """Note that all ranks have waited for the writing."""
@@ -107,7 +97,7 @@ class BackgroundWriting(Thread):
         while self.is_under_way() and (waited := time.monotonic() - begun) < self._grace_seconds:
             if waited > _TELL_SECONDS and not has_told:
                 has_told = True
-                place, left = self.snapshot.place, self._grace_seconds - waited
+                place, left = self.save.place, self._grace_seconds - waited
                 logger.warning("mpidist: the job ends when %s is written, or in %.0f s", place, left)
             time.sleep(0.05)
 
@@ -125,26 +115,24 @@ def _finish_before_abort() -> None:
 open_groups.call_before_abort(_finish_before_abort)
 
 
-def _wait_for_parts(snapshot: Snapshot) -> None:
+def _wait_for_parts(save: Save) -> None:
     """Wait for the files of all ranks, on rank 0."""
-    if snapshot.rank != 0:
+    if save.rank != 0:
         return
-    until = time.monotonic() + snapshot.limit_seconds
-    for name in snapshot.all_parts:
-        while not (snapshot.folder / f"{name}.json").exists():
-            failed = snapshot.folder / f"{name}{FAILED}"
+    until = time.monotonic() + save.limit_seconds
+    for name in save.all_parts:
+        while not (save.folder / f"{name}.json").exists():
+            failed = save.folder / f"{name}{_FAILED}"
             if failed.exists():
                 raise OSError(f"{name} could not write its part: {failed.read_text()}")
-            if not snapshot.folder.is_dir():
-                raise FileNotFoundError(f"{str(snapshot.folder)!r} was removed while ranks wrote into it")
+            if not save.folder.is_dir():
+                raise FileNotFoundError(f"{str(save.folder)!r} was removed while ranks wrote into it")
             if time.monotonic() > until:
-                raise TimeoutError(
-                    f"the part {name} did not come within {snapshot.limit_seconds:g} s (MPIDIST_IO_TIMEOUT)"
-                )
-            time.sleep(0.01)
+                raise TimeoutError(f"the part {name} did not come within {save.limit_seconds:g} s (MPIDIST_IO_TIMEOUT)")
+            time.sleep(_POLL_SECONDS)
 
 
-def _tell_failure(snapshot: Snapshot, error: Exception) -> None:
+def _tell_failure(save: Save, error: Exception) -> None:
     """Let rank 0 know, which waits for this rank's files."""
     with suppress(OSError):  # then rank 0 waits until its deadline
-        (snapshot.folder / f"{part_of_rank(snapshot.rank)}{FAILED}").write_text(text_of(error))
+        (save.folder / f"{part_of_rank(save.rank)}{_FAILED}").write_text(text_of(error))

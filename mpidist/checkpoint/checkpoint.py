@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from mpidist import context_stack, nest
-from mpidist.checkpoint.places import OnePlace
+from mpidist.checkpoint.folder import CheckpointFolder
+from mpidist.checkpoint.leaves import is_alone, strategy_of
 from mpidist.checkpoint.restoring import restore
-from mpidist.checkpoint.saving import capture, write_together
+from mpidist.checkpoint.saving import Save, capture, write_together
 from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.datasets.distributed_dataset import DistributedDataset
-from mpidist.datasets.distributed_iterator import DistributedIterator
-from mpidist.parameter_server.variable import ServerVariable, ShardedVariable
 from mpidist.transport.failures import open_groups
-from mpidist.variables.variable import Variable
 
 __all__ = ["Checkpoint"]
 
@@ -23,7 +20,6 @@ _ELSEWHERE: Final = {  # names of TensorFlow's Checkpoint
     "save": "write(path) writes one checkpoint, and CheckpointManager(checkpoint, folder).save() numbers them",
     "read": "restore(path) reads one",
 }
-_OF_A_STRATEGY: Final = (Variable, ServerVariable, ShardedVariable, DistributedDataset, DistributedIterator)
 
 
 @final
@@ -111,8 +107,13 @@ class Checkpoint:
             OSError: If a rank cannot write, another job writes there at the same time, or the path is a file or a
                 folder that holds other things. On every rank; what was in the place is there still.
         """
-        snapshot = capture(self.strategy, OnePlace(Path(path)), self._items, None, on_difference, writers)
-        write_together(self.strategy, snapshot)
+
+        def make() -> Save:
+            place = Path(path).resolve()
+            return Save(parts_of(self.strategy), str(Path(path)), CheckpointFolder(place.parent, place.name))
+
+        save = capture(self.strategy, make, self._items, None, on_difference, writers)
+        write_together(self.strategy, save)
         return str(path)
 
     def restore(self, path: str | os.PathLike[str], *, partial: bool = False) -> None:
@@ -144,8 +145,8 @@ class Checkpoint:
 def _strategy_of(items: dict[str, Any]) -> CurrentStrategy:
     """Find the strategy whose ranks save together."""
     leaves = [leaf for value in items.values() for leaf in nest.flatten(value)[0]]
-    found = [leaf.strategy for leaf in leaves if isinstance(leaf, _OF_A_STRATEGY)]
-    spread: list[Any] = [one for one in found if parts_of(one).topology.size > 1 or parts_of(one).service is not None]
+    found = [own for leaf in leaves if (own := strategy_of(leaf)) is not None]
+    spread = [own for own in found if not is_alone(own)]
     if context_stack.current() is not None:
         return spread[0] if spread else context_stack.current_strategy()
     if not found and open_groups.num_open(or_alone=True):

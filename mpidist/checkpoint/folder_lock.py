@@ -15,12 +15,15 @@ import secrets
 import socket
 import time
 from contextlib import suppress
+from functools import cache
+from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import RLock, Thread
 from typing import Final, NamedTuple, final
 
 from mpidist.transport.failures.process_state import GONE, RUNNING, UNKNOWN, Process
+from mpidist.transport.trace.clocks import name_clock
 
 __all__ = ["FolderLock", "release_all"]
 
@@ -35,15 +38,9 @@ _JOBS: Final = {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS", "LSB_JOBID": "LSF",
 
 @final
 class _Owner(NamedTuple):
-    """The process that holds a lock, as the file names it.
+    """The process that holds a lock, as the file names it: `job`, `host` and `since` for people, `token` a random name.
 
-    Attributes:
-        job: The job of a batch system, for people; "" if there is none.
-        host: The name of its machine.
-        boot: The random name that the machine's kernel got when it was started; "" where it is unknown.
-        process: The process.
-        since: When it took the lock, for people.
-        token: A random name of the lock.
+    `boot` is the random name that the machine's kernel got when it was started; `host` where it is unknown.
     """
 
     job: str
@@ -58,7 +55,7 @@ class _Owner(NamedTuple):
         """Describe the calling process."""
         jobs = [f"{system} job {os.environ[name]}" for name, system in _JOBS.items() if os.environ.get(name)]
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls("".join(jobs[:1]), socket.gethostname(), _boot(), Process.own(), since, secrets.token_hex(8))
+        return cls("".join(jobs[:1]), socket.gethostname(), name_clock(), Process.own(), since, secrets.token_hex(8))
 
     @classmethod
     def parse(cls, text: bytes) -> _Owner | None:
@@ -76,21 +73,15 @@ class _Owner(NamedTuple):
     @property
     def state(self) -> str:
         """The state of the process: that of `Process.state`, `UNKNOWN` on other machines."""
-        if not self.boot or self.boot != _boot():
-            return UNKNOWN
-        return self.process.state(Process.own())
+        return self.process.state(Process.own()) if self.boot == name_clock() else UNKNOWN
 
 
 @final
 class FolderLock:
     """A lock of this process. `hold` makes one.
 
-    Attributes:
-        path: The file.
-        last_order: The number in the order of saves of what this process has saved last; 0 before.
-        written: The numbers of the checkpoints that this process has saved.
-        has_warned: Whether this process has warned of a number below those that are there.
-        is_new: Whether this process has not cleaned up yet what earlier owners have left.
+    It remembers what this process saved: the numbers in `written`, the last place in the order of saves, and whether it
+    `has_warned` of lower numbers. `is_new` until leftovers of earlier owners are cleaned up.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,19 +89,14 @@ class FolderLock:
         self.last_order, self.written = 0, set[int]()
         self.has_warned, self.is_new = False, True
         self._owner = _Owner.own()
-        self._handle = -1
+        self._file: FileIO | None = None
         self._num_holders = 0
 
     @classmethod
     def hold(cls, path: Path) -> FolderLock:
-        """Hold a lock until `release`; a process may hold it several times.
-
-        Raises:
-            OSError: If another process holds it, or the file cannot be written.
-        """
+        """Hold a lock until `release`, perhaps several times. An `OSError` says that another process holds it."""
         with _mutex:
-            lock = _held.setdefault(path, cls(path))
-            lock._num_holders += 1
+            lock = _held.setdefault(path, cls(path)).held_again()
         try:
             lock.require()
         except BaseException:
@@ -119,12 +105,14 @@ class FolderLock:
         _start_beating()
         return lock
 
-    def require(self) -> None:
-        """Take the lock, if this process does not have it, or not any more.
+    def held_again(self) -> FolderLock:
+        """Hold a lock that is held until another `release`."""
+        with _mutex:
+            self._num_holders += 1
+        return self
 
-        Raises:
-            OSError: If another process holds it, or the file cannot be written.
-        """
+    def require(self) -> None:
+        """Take the lock, if this process does not have it, or not any more. An `OSError` names another owner."""
         while not self._is_own() and not self._make():
             found = _look(self.path)
             if found is not None and _is_gone(self.path, found):
@@ -142,7 +130,8 @@ class FolderLock:
     def beat(self) -> None:
         """Show that this process lives."""
         with _mutex, suppress(OSError):  # the file was removed on another machine, or its server does not answer
-            os.utime(self._handle)
+            if self._file is not None:
+                os.utime(self._file.fileno())
 
     def remove_leftovers(self) -> None:
         """Remove what processes have left that were killed while they took a lock over."""
@@ -152,20 +141,20 @@ class FolderLock:
 
     def _is_own(self) -> bool:
         found = _look(self.path)
-        return found is not None and found.owner == self._owner
+        return found is not None and found[0] == self._owner
 
     def _make(self) -> bool:
         """Make the file, unless there is one."""
         try:
-            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            file = self.path.open("xb", buffering=0)
         except FileExistsError:
             return False
         with _mutex:
             self._close()
-            self._handle = handle
+            self._file = file
         try:
-            os.write(handle, json.dumps(self._owner._asdict()).encode())
-            os.fsync(handle)
+            file.write(json.dumps(self._owner._asdict()).encode())
+            os.fsync(file)
         except OSError:
             self.path.unlink()
             raise
@@ -179,58 +168,44 @@ class FolderLock:
 
     def _close(self) -> None:
         with _mutex:
-            handle, self._handle = self._handle, -1
-            if handle >= 0:
-                os.close(handle)
+            if self._file is not None:
+                self._file.close()
+            self._file = None
 
 
 _held: Final[dict[Path, FolderLock]] = {}
 _mutex: Final = RLock()
-_beating: Final[list[Thread]] = []  # at most one
 
 
-@final
-class _Found(NamedTuple):
-    """The file of a lock, at one time.
-
-    Attributes:
-        owner: Its owner; `None` if that cannot be told.
-        changed: The time of the file, in nanoseconds of the clock of its file system.
-    """
-
-    owner: _Owner | None
-    changed: int
+# The file of a lock, at one time: its owner, if that can be told, and the time of the file in nanoseconds.
+_Found = tuple[_Owner | None, int]
 
 
 def _look(path: Path) -> _Found | None:
     """Read the file of a lock; `None` if there is none. To open it lets network file systems ask their server."""
     try:
         with path.open("rb") as file:
-            return _Found(_Owner.parse(file.read()), os.fstat(file.fileno()).st_mtime_ns)
+            return _Owner.parse(file.read()), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
 
 
 def _is_gone(path: Path, first: _Found) -> bool:
-    """Whether the owner of a lock is gone. Waits for a sign of life where nothing else can tell.
+    """Whether the owner of a lock is gone, and the file is still the owner's; raises `OSError` if the owner lives.
 
-    Returns:
-        False if the file has another owner meanwhile.
-
-    Raises:
-        OSError: If the owner lives.
+    Waits for a sign of life where nothing else can tell.
     """
-    owner = first.owner
+    owner, changed = first
     state = UNKNOWN if owner is None else owner.state
     limit = _UNNAMED_SECONDS if owner is None else _GONE_SECONDS
-    left = limit - _age(path, first) if state == UNKNOWN else 0.0
+    left = limit - _age(path, changed) if state == UNKNOWN else 0.0
     if owner is not None and left > 0:
         logger.warning("mpidist: waits at most %.0f s for a sign of life of another job (%s)", left, owner)
     until = time.monotonic() + left
     while state == UNKNOWN and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
         found = _look(path)
-        if found is None or found.owner != owner:
+        if found is None or found[0] != owner:
             return False
         state = UNKNOWN if found == first else RUNNING
     if state not in (UNKNOWN, GONE):
@@ -243,10 +218,10 @@ def _is_gone(path: Path, first: _Found) -> bool:
     return True
 
 
-def _age(path: Path, found: _Found) -> float:
+def _age(path: Path, changed: int) -> float:
     """Return how old the file of a lock is, in seconds of the clock of its file system."""
     with TemporaryFile(dir=path.parent) as probe:
-        return (os.fstat(probe.fileno()).st_mtime_ns - found.changed) / 1e9
+        return (os.fstat(probe.fileno()).st_mtime_ns - changed) / 1e9
 
 
 def _take_away(path: Path, found: _Found) -> None:
@@ -257,24 +232,17 @@ def _take_away(path: Path, found: _Found) -> None:
     except FileNotFoundError:  # another process was faster
         return
     moved = _look(aside)
-    if moved is not None and moved.owner != found.owner:  # a lock that another process has made meanwhile
+    if moved is not None and moved[0] != found[0]:  # a lock that another process has made meanwhile
         with suppress(FileNotFoundError):  # then its owner finds that the lock is gone
             aside.rename(path)
     else:
         aside.unlink(missing_ok=True)
 
 
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
+@cache
 def _start_beating() -> None:
-    if not _beating:
-        _beating.append(Thread(target=_beat, name="mpidist.lock", daemon=True))
-        _beating[0].start()
+    """Start the thread that shows that this process lives, once."""
+    Thread(target=_beat, name="mpidist.lock", daemon=True).start()
 
 
 def _beat() -> None:
@@ -294,7 +262,7 @@ def release_all() -> None:
 def _forget() -> None:
     """Leave all locks to the parent of a process that was forked."""
     _held.clear()
-    _beating.clear()
+    _start_beating.cache_clear()
 
 
 os.register_at_fork(after_in_child=_forget)

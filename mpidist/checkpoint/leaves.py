@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
@@ -10,6 +9,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.collectives.arguments.operands import native_dtype
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.datasets.distributed_dataset import DistributedDataset
 from mpidist.datasets.distributed_iterator import DistributedIterator
@@ -23,12 +23,14 @@ from mpidist.variables.rules import VariableAggregation
 from mpidist.variables.sync_on_read import SyncOnReadVariable
 from mpidist.variables.variable import Variable
 
-__all__ = ["Leaf", "Owner", "State", "form_of", "leaf_of"]
+__all__ = ["Leaf", "Owner", "ReplicaLeaf", "State", "form_of", "is_alone", "leaf_of", "strategy_of"]
 
 Array = np.ndarray[Any, Any]
 State = Any  # a NumPy array, or what JSON can hold
 
 _OF_SERVERS: Final = (ServerVariable, ShardedVariable)
+_VARIABLES: Final = (Variable, *_OF_SERVERS)
+_DATA: Final = (DistributedDataset, DistributedIterator)
 _JSON: Final = (bool, int, float, str, type(None))
 
 
@@ -44,48 +46,29 @@ class Owner(Enum):
 class Leaf(ABC):
     """One leaf of what a checkpoint holds.
 
-    Attributes:
-        name: The leaf's name in the checkpoint: `weights['kernel']`.
-        label: The name for people.
-        owner: Whose state it is.
-        form: What a state must be like: `float32[3, 2]`.
-        dtype: The dtype of an array; `None` of what JSON holds.
-        shape: The shape of an array.
-        is_on_servers: Whether one rank puts the state back for all.
-        copies_state: Whether `states` copies the state to other memory.
+    `name` is the leaf's in the checkpoint, `weights['kernel']`, and `label` the one for people. A state must be like
+    `form`, `float32[3, 2]`; `dtype` and `shape` are those of an array. `states` copies the state to other memory if
+    `copies_state`.
     """
 
     owner = Owner.RANK
-    is_on_servers = False
     copies_state = False
 
-    def __init__(self, name: str, value: Any) -> None:
+    def __init__(self, name: str, value: Any, like: Any = None) -> None:
+        like = value if like is None else like  # what states are like
         self.name = self.label = name
-        self.form = form_of(value)
-        is_array = hasattr(value, "shape") and not _is_plain(value)
-        self.dtype: np.dtype[Any] | None = _native(value.dtype) if is_array else None
-        self.shape: tuple[int, ...] = tuple(value.shape) if is_array else ()
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of an array."""
-        return 0 if self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
-
-    def array(self, data: Array) -> Array:
-        """View bytes as an array of the leaf's dtype and shape."""
-        array: Array = data.view(np.dtype(self.dtype)).reshape(self.shape)
-        return array
+        self._value = value
+        self.form = form_of(like)
+        is_array = hasattr(like, "shape") and not _is_plain(like)
+        self.dtype: np.dtype[Any] | None = native_dtype(np.dtype(like.dtype)) if is_array else None
+        self.shape: tuple[int, ...] = tuple(like.shape) if is_array else ()
 
     @abstractmethod
     def states(self) -> list[State]:
         """Return the state; of a replica's leaf, that of each replica of this rank. May be a view of the leaf."""
 
     def require_fitting(self, state: State) -> None:  # noqa: B027
-        """Refuse a state of the leaf's form that the leaf cannot take. Before anything is restored.
-
-        Raises:
-            ValueError: If it cannot.
-        """
+        """Refuse by `ValueError` a state of the leaf's form that the leaf cannot take. Before anything is restored."""
 
     def memory(self) -> Array | None:
         """Return the bytes of an array that are the leaf's state, to be written; `None` if `restore` has to do it."""
@@ -95,62 +78,56 @@ class Leaf(ABC):
     def restore(self, state: State) -> Any:
         """Put a state back that fits, with all ranks. Returns what takes the leaf's place in its nest."""
 
-    def restore_replicas(self, states: Sequence[State]) -> None:
-        """Put back the state of each replica of this rank, of a replica's leaf."""
-        raise NotImplementedError
-
-    def join(self, states: Sequence[State]) -> State:
-        """Return one state for the states of all replicas that saved them, of a replica's leaf."""
-        raise NotImplementedError
-
 
 @final
 class _MirroredLeaf(Leaf):
     """A variable whose copies are equal, or which lives on servers, or belongs to this rank alone."""
 
-    def __init__(self, name: str, variable: Variable | ServerVariable | ShardedVariable, owner: Owner) -> None:
+    def __init__(self, name: str, variable: Any, owner: Owner) -> None:
         super().__init__(name, variable)
-        self._variable, self.owner = variable, owner
+        self.owner = owner
         self.label = f"{name} (variable {variable.name!r})"
-        self.is_on_servers = isinstance(variable, _OF_SERVERS)
-        self.copies_state = isinstance(variable, _OF_SERVERS) or arrays.is_device(variable.local_value())
+        self._is_on_servers = isinstance(variable, _OF_SERVERS)
+        self.copies_state = self._is_on_servers or arrays.is_device(variable.local_value())
 
     def states(self) -> list[State]:
-        variable = self._variable
-        return [variable.numpy() if isinstance(variable, _OF_SERVERS) else _to_host(variable.local_value())]
+        return [self._value.numpy() if self._is_on_servers else _to_host(self._value.local_value())]
 
     def memory(self) -> Array | None:
-        return _memory_of(self._variable.memory()) if isinstance(self._variable, MirroredVariable) else None
+        return _memory_of(self._value.memory()) if isinstance(self._value, MirroredVariable) else None
 
     def restore(self, state: State) -> Any:
-        self._variable.assign(state)
-        return self._variable
+        writes = not self._is_on_servers or self._value.strategy.is_chief
+        return self._value.assign(state) if writes else self._value
 
 
 @final
-class _ReplicaLeaf(Leaf):
+class ReplicaLeaf(Leaf):
     """A variable whose copies may differ."""
 
     owner = Owner.REPLICA
 
     def __init__(self, name: str, variable: SyncOnReadVariable, strategy: Any) -> None:
         super().__init__(name, variable)
-        self._variable, self._strategy = variable, strategy
+        self._strategy = strategy
         self.copies_state = any(map(arrays.is_device, variable.values))
 
     def states(self) -> list[State]:
-        return [_to_host(value) for value in self._variable.values]
+        """See `Leaf`."""
+        return [_to_host(value) for value in self._value.values]
 
     def restore(self, state: State) -> Any:
-        self._variable.assign(state)
-        return self._variable
+        """See `Leaf`."""
+        return self._value.assign(state)
 
     def restore_replicas(self, states: Sequence[State]) -> None:
+        """Put back the state of each replica of this rank."""
         chosen = parts_of(self._strategy).replicas.tree is not None
-        self._strategy.run(self._variable.assign, args=(PerReplica(tuple(states)) if chosen else states[0],))
+        self._strategy.run(self._value.assign, args=(PerReplica(tuple(states)) if chosen else states[0],))
 
     def join(self, states: Sequence[State]) -> State:
-        aggregation = self._variable.aggregation
+        """Return one state for the states of all replicas that saved them."""
+        aggregation = self._value.aggregation
         if aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"{self.name} was saved by {len(states)} replicas, and there are "
@@ -168,9 +145,9 @@ class _ArrayLeaf(Leaf):
     """An array of any library, or a number of NumPy: written in place where the library lets it be."""
 
     def __init__(self, name: str, value: Any) -> None:
-        self._value, self._library = value, library_of(value)
+        self._library = library_of(value)
         native = self._library.to_native(value)
-        super().__init__(name, native)
+        super().__init__(name, value, native)
         self.copies_state = arrays.is_device(native)
         dtype = native.dtype
         if dtype.hasobject or dtype.kind in "USM" or dtype.names:
@@ -196,10 +173,6 @@ class _ArrayLeaf(Leaf):
 class _PlainLeaf(Leaf):
     """A number of Python or NumPy, a text, or `None`: one may be restored to another."""
 
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__(name, value)
-        self._value = value
-
     def states(self) -> list[State]:
         return [_of_python(self._value)]
 
@@ -212,16 +185,13 @@ class _PlainLeaf(Leaf):
 class _GeneratorLeaf(Leaf):
     """A random number generator of NumPy."""
 
-    def __init__(self, name: str, generator: np.random.Generator) -> None:
-        super().__init__(name, generator.bit_generator.state)
-        self._generator, self._source = generator, generator.bit_generator
-
     def states(self) -> list[State]:
-        return [_with_lists(self._source.state)]
+        return [_with_lists(self._value.bit_generator.state)]
 
     def restore(self, state: State) -> Any:
-        self._source.state = _with_arrays(state, self._source.state)
-        return self._generator
+        source = self._value.bit_generator
+        source.state = _with_arrays(state, source.state)
+        return self._value
 
 
 @final
@@ -230,42 +200,55 @@ class _PositionLeaf(Leaf):
 
     owner = Owner.ALL
 
-    def __init__(self, name: str, dataset: DistributedDataset | DistributedIterator) -> None:
-        super().__init__(name, dataset.state_dict())
-        self._dataset = dataset
+    def __init__(self, name: str, dataset: DistributedDataset | DistributedIterator, strategy: CurrentStrategy) -> None:
+        if not parts_of(strategy).peers.is_in_lock_step:
+            raise ValueError(
+                f"{name} is a data set of {strategy}, whose workers do not step together, so that one position does "
+                "not tell what all of them have had: save what each worker has had by itself"
+            )
+        super().__init__(name, dataset, dataset.state_dict())
 
     def states(self) -> list[State]:
-        return [self._dataset.state_dict()]
+        return [self._value.state_dict()]
 
     def require_fitting(self, state: State) -> None:
         try:
-            self._dataset.require_fitting(state)
+            self._value.require_fitting(state)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
     def restore(self, state: State) -> Any:
-        self._dataset.load_state_dict(state)
-        return self._dataset
+        self._value.load_state_dict(state)
+        return self._value
+
+
+def strategy_of(value: Any) -> CurrentStrategy | None:
+    """Return the strategy of a variable or a data set; `None` of other values."""
+    return value.strategy if isinstance(value, (*_VARIABLES, *_DATA)) else None
+
+
+def is_alone(strategy: CurrentStrategy) -> bool:
+    """Whether a strategy has this rank alone, so that its variables are this rank's."""
+    peers = parts_of(strategy).peers
+    return bool(peers.is_in_lock_step and peers.topology.size == 1)
 
 
 def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
-    """Find the kind of a leaf.
-
-    Args:
-        name: The leaf's name.
-        value: The leaf.
-        strategy: The strategy of the checkpoint.
-
-    Raises:
-        TypeError: If a checkpoint cannot hold the value.
-        ValueError: If the value is a variable of another strategy.
-    """
-    if isinstance(value, (Variable, *_OF_SERVERS)):
-        return _leaf_of_variable(name, value, strategy)
+    """Find the kind of a leaf; refuse what a checkpoint cannot hold, and variables of another strategy."""
+    own, is_variable = strategy_of(value), isinstance(value, _VARIABLES)
+    if own is not None and own is not strategy:
+        if is_variable and is_alone(own):
+            return _MirroredLeaf(name, value, Owner.RANK)
+        kind = "variable" if is_variable else "data set"
+        raise ValueError(f"{name} is a {kind} of {own}, and the checkpoint is of {strategy}")
+    if isinstance(value, SyncOnReadVariable):
+        return ReplicaLeaf(name, value, strategy)
+    if is_variable:
+        return _MirroredLeaf(name, value, Owner.ALL)
+    if isinstance(value, _DATA):
+        return _PositionLeaf(name, value, strategy)
     if isinstance(value, np.random.Generator):
-        return _GeneratorLeaf(name, value)
-    if isinstance(value, (DistributedDataset, DistributedIterator)):
-        return _leaf_of_dataset(name, value, strategy)
+        return _GeneratorLeaf(name, value, value.bit_generator.state)
     if _is_plain(value):
         return _PlainLeaf(name, value)
     try:
@@ -275,28 +258,6 @@ def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
             f"{name}: a checkpoint holds variables, arrays, numbers, texts, distributed data sets and random number "
             f"generators of NumPy, in nests, and got {value_text(value)}: {error}"
         ) from None
-
-
-def _leaf_of_variable(name: str, variable: Any, strategy: Any) -> Leaf:
-    own = variable.strategy
-    if own is not strategy:
-        if parts_of(own).topology.size == 1 and parts_of(own).service is None:
-            return _MirroredLeaf(name, variable, Owner.RANK)
-        raise ValueError(f"{name} is a variable of {own}, and the checkpoint is of {strategy}")
-    if isinstance(variable, SyncOnReadVariable):
-        return _ReplicaLeaf(name, variable, strategy)
-    return _MirroredLeaf(name, variable, Owner.ALL)
-
-
-def _leaf_of_dataset(name: str, dataset: DistributedDataset | DistributedIterator, strategy: Any) -> Leaf:
-    if dataset.strategy is not strategy:
-        raise ValueError(f"{name} is a data set of {dataset.strategy}, and the checkpoint is of {strategy}")
-    if parts_of(strategy).service is not None:
-        raise ValueError(
-            f"{name} is a data set of {strategy}, whose workers do not step together, so that one position does not "
-            "tell what all of them have had: save what each worker has had by itself"
-        )
-    return _PositionLeaf(name, dataset)
 
 
 def form_of(value: Any) -> str:
@@ -316,13 +277,7 @@ def _memory_of(array: Any) -> Array | None:
 
 def _to_host(array: Any) -> Array:
     host = arrays.on_host(array)
-    return host.astype(_native(host.dtype), copy=False)
-
-
-def _native(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype in the byte order of the machine, in which files and messages are."""
-    own: np.dtype[Any] = np.dtype(dtype)
-    return own if own.isnative else own.newbyteorder("=")
+    return host.astype(native_dtype(host.dtype), copy=False)
 
 
 def _is_plain(value: Any) -> bool:

@@ -7,7 +7,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -15,17 +15,24 @@ import numpy as np
 
 from mpidist.checkpoint.background import BackgroundWriting
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.dealing import require_writers
+from mpidist.checkpoint.folder import MAX_DIGITS, CheckpointFolder, Retention
 from mpidist.checkpoint.folder_lock import FolderLock
 from mpidist.checkpoint.node_copies import NodeCopies
-from mpidist.checkpoint.numbered import MAX_DIGITS, NumberedCheckpoints, Retention
-from mpidist.checkpoint.places import NumberedPlace
-from mpidist.checkpoint.record import SaveRecord
+from mpidist.checkpoint.parts import require_writers
 from mpidist.checkpoint.restoring import ADVICE, restore
 from mpidist.checkpoint.restoring import CALL as RESTORE
-from mpidist.checkpoint.saving import CALL, CopyMemory, capture, require_on_difference, write_together
+from mpidist.checkpoint.saving import (
+    CALL,
+    CopyMemory,
+    Save,
+    SaveRecord,
+    capture,
+    require_on_difference,
+    write_together,
+)
 from mpidist.context_stack import parts_of
 from mpidist.errors import DataLossError, DeadlineExceededError, PeerFailedError
+from mpidist.strategy_parts import StrategyParts
 from mpidist.transport.text import text_of
 from mpidist.whole_number import require_bool, whole_number
 
@@ -101,11 +108,12 @@ class CheckpointManager:
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"CheckpointManager takes a Checkpoint, got {checkpoint!r}")
-        retention = Retention(max_to_keep, keep_every_n_steps, keep_checkpoint_every_n_hours)
-        _check(retention)
+        self._retention = Retention(max_to_keep, keep_every_n_steps, keep_checkpoint_every_n_hours)
+        self._retention.require_valid()
         require_bool("background", background)
         require_bool("neighbour", neighbour)
-        if neighbour and parts_of(checkpoint.strategy).service is not None:
+        self._parts: StrategyParts = parts_of(checkpoint.strategy)
+        if neighbour and not self._parts.peers.is_in_lock_step:
             raise ValueError("neighbour=True is not for parameter servers, whose chief alone writes checkpoints")
         if not isinstance(checkpoint_name, str):
             raise TypeError(f"checkpoint_name must be a text, got {checkpoint_name!r}")
@@ -118,11 +126,12 @@ class CheckpointManager:
         if not grace_seconds >= 0:
             raise ValueError(f"grace_seconds must be at least 0, got {grace_seconds}")
         self.checkpoint, self.directory = checkpoint, str(directory)
-        self._retention, self._name, self._warns = retention, checkpoint_name, on_error == "warn"
-        self._neighbour = neighbour and "MPIDIST_SAVED_FILE" in os.environ
-        if neighbour and not self._neighbour:
-            logger.info("mpidist: no copies in memory, as `mpidist run --max-restarts` has not started this job")
+        self._name, self._warns = checkpoint_name, on_error == "warn"
         self._on_node: NodeCopies | None = None
+        if neighbour and "MPIDIST_SAVED_FILE" in os.environ:
+            self._on_node = NodeCopies(self._parts, Path(directory).resolve(), checkpoint_name)
+        elif neighbour:
+            logger.info("mpidist: no copies in memory, as `mpidist run --max-restarts` has not started this job")
         self._on_difference, self._writers, self._grace_seconds = on_difference, writers, grace_seconds
         self._copies = CopyMemory() if background else None
         self._writing: BackgroundWriting | None = None
@@ -132,7 +141,7 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """The checkpoints that this rank sees in the folder, that which was saved last at the end. Local."""
-        return [str(self._place(number)) for number in self._numbered().numbers()]
+        return [str(self._place(number)) for number in self._folder().orders()]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -169,32 +178,31 @@ class CheckpointManager:
                 the background. On every rank.
         """
         self.wait()
-        number, error = None, None
-        try:
-            number = None if checkpoint_number is None else _checked(checkpoint_number)
-        except (TypeError, ValueError) as problem:  # the other ranks must learn of it
-            error = problem
         with self._warned_of():
-            return self._save(number, error)
+            return self._save(checkpoint_number)
         return ""
 
-    def _save(self, number: int | None, error: Exception | None) -> str:
-        strategy = self.checkpoint.strategy
-        text = str(self._place("<next>" if number is None else number))
-        save_place = NumberedPlace(self._numbered(), number, self._retention, text, self._keep_lock)
-        items = self.checkpoint.items()
-        snapshot = capture(strategy, save_place, items, self._copies, self._on_difference, self._writers, error)
-        keep = self._node_copies().keep if self._neighbour else None
+    def _save(self, given: int | None) -> str:
+        strategy, items, keep = self.checkpoint.strategy, self.checkpoint.items(), self._on_node and self._on_node.keep
+
+        def make() -> Save:
+            number = None if given is None else _checked(given)
+            text = str(self._place("<next>" if number is None else number))
+            return Save(self._parts, text, self._folder(), number)
+
+        save = capture(strategy, make, items, self._copies, self._on_difference, self._writers)
+        if save.lock is not None and save.lock is not self._lock:  # on rank 0: held until the strategy is closed
+            self._lock = save.lock.held_again()
+            self._parts.at_close.append(self._lock.release)
         if self._copies is not None:
-            self._writing = BackgroundWriting(snapshot, self._grace_seconds, keep)
+            self._writing = BackgroundWriting(save, self._grace_seconds, keep)
             self._writing.start()
         else:
-            write_together(strategy, snapshot)
-            self._last_save = SaveRecord.of(snapshot)
+            self._last_save = write_together(strategy, save)
             if keep is not None:
-                with parts_of(strategy).raise_together(CALL, "copying to memory", "", snapshot.io_timeout_seconds):
-                    keep(snapshot)
-        return str(self._place(snapshot.number))
+                with self._parts.raise_together(CALL, "copying to memory", "", save.io_timeout_seconds):
+                    keep(save)
+        return str(self._place(save.about["number"]))
 
     @contextmanager
     def _warned_of(self) -> Iterator[None]:
@@ -206,7 +214,7 @@ class CheckpointManager:
         except OSError as error:
             if not self._warns:
                 raise
-            if parts_of(self.checkpoint.strategy).group.topology.rank == 0:
+            if self._parts.group.topology.rank == 0:
                 logger.warning("mpidist: a checkpoint is not saved, and the program goes on: %s", text_of(error))
 
     def wait(self) -> None:
@@ -217,28 +225,24 @@ class CheckpointManager:
         Raises:
             OSError: If a rank could not write, unless `on_error` is `"warn"`. On every rank.
         """
-        with self._warned_of():
-            self._wait()
-
-    def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        extended: Any = parts_of(self.checkpoint.strategy)
-        try:
-            together = extended.raise_together("wait for a checkpoint", "writing it in the background")
-            with together if _is_open(extended) else nullcontext():
-                writing.join_in_time()
-                self._last_save = writing.record
-        except Exception:
-            if _is_open(extended):  # else other ranks may still write
-                writing.snapshot.save_place.discard()
-            raise
-        finally:
-            if writing.is_done:
-                writing.forget()
-            else:  # the wait was interrupted, and the thread still writes the copy
-                self._copies = CopyMemory()
+        together = self._parts.raise_together("wait for a checkpoint", "writing it in the background")
+        with self._warned_of():
+            try:
+                with together if self._is_open() else nullcontext():
+                    writing.join_in_time()
+                    self._last_save = writing.record
+            except Exception:
+                if self._is_open():  # else other ranks may still write
+                    writing.save.discard()
+                raise
+            finally:
+                if writing.is_done:
+                    writing.forget()
+                else:  # the wait was interrupted, and the thread still writes the copy
+                    self._copies = CopyMemory()
 
     def restore_or_initialize(self, *, skip_broken: bool = False) -> str | None:
         """Restore the checkpoint that was saved last, if there is one. Collective.
@@ -255,9 +259,8 @@ class CheckpointManager:
             ValueError: As `Checkpoint.restore` does.
         """
         self.wait()
-        extended: Any = parts_of(self.checkpoint.strategy)
-        extended.require_cross_replica(RESTORE)
-        for number in reversed(extended.on_rank_0(RESTORE, ADVICE, self._numbered().numbers)):
+        self._parts.require_cross_replica(RESTORE)
+        for number in reversed(self._parts.on_rank_0(RESTORE, ADVICE, lambda: list(self._folder().orders()))):
             place = self._place(number)
             try:
                 if not self._restore_copies(place):
@@ -265,8 +268,10 @@ class CheckpointManager:
             except DataLossError as error:
                 if not skip_broken:
                     hint = "restore_or_initialize(skip_broken=True) takes the one before, if there is one"
-                    raise _with_text(error, f"{error}; {hint}") from error.__cause__
-                if extended.group.topology.rank == 0:
+                    another = DataLossError(f"{error}; {hint}")
+                    vars(another).update(vars(error))  # marked alike, as one of all ranks
+                    raise another from error.__cause__
+                if self._parts.group.topology.rank == 0:
                     logger.warning("mpidist: the checkpoint %s is passed over: %s", place, error)
             else:
                 return str(place)
@@ -274,13 +279,12 @@ class CheckpointManager:
 
     def _restore_copies(self, place: Path) -> bool:
         """Restore a checkpoint from copies in the memory of nodes. Collective; whether there were whole ones."""
-        strategy = self.checkpoint.strategy
-        copies = self._node_copies().complete(place) if self._neighbour else None
+        copies = None if self._on_node is None else self._on_node.complete(place)
         if copies is None:
             return False
-        is_rank_0 = parts_of(strategy).group.topology.rank == 0
+        is_rank_0 = self._parts.group.topology.rank == 0
         try:
-            restored = restore(strategy, place, self.checkpoint.items(), False, copies)
+            restored = restore(self.checkpoint.strategy, place, self.checkpoint.items(), False, copies)
         except (DataLossError, FileNotFoundError, ValueError) as error:
             if is_rank_0:
                 logger.warning("mpidist: copies of %s in memory are not restored, but the files: %s", place, error)
@@ -291,71 +295,27 @@ class CheckpointManager:
             logger.info("mpidist: %s is restored from the memory of nodes", place)
         return True
 
-    def _node_copies(self) -> NodeCopies:
-        """Return the copies in this node's memory, which go when the strategy is closed."""
-        if self._on_node is None:
-            parts: Any = parts_of(self.checkpoint.strategy)
-            self._on_node = NodeCopies(parts, Path(self.directory).resolve(), self._name)
-            parts.at_close.append(self._on_node.remove)
-        return self._on_node
-
     def _place(self, number: object) -> Path:
         return Path(self.directory) / f"{self._name}-{number}"
 
-    def _numbered(self) -> NumberedCheckpoints:
-        return NumberedCheckpoints(Path(self.directory).resolve(), self._name)
+    def _folder(self) -> CheckpointFolder:
+        return CheckpointFolder(Path(self.directory).resolve(), self._name, self._retention)
 
-    def _keep_lock(self, path: Path) -> None:
-        """Hold the lock of the folder until the strategy is closed."""
-        if self._lock is None or self._lock.path != path:
-            self._lock = FolderLock.hold(path)
-            parts_of(self.checkpoint.strategy).at_close.append(self._lock.release)
-
-
-def _with_text(error: DataLossError, text: str) -> DataLossError:
-    """Make an error like one of all ranks, marked alike, with another text."""
-    another = DataLossError(text)
-    vars(another).update(vars(error))
-    return another
-
-
-def _check(retention: Retention) -> None:
-    """Refuse numbers of checkpoints to keep that are out of their ranges, or of no effect."""
-    if retention.max_to_keep is not None:
-        whole_number("max_to_keep", retention.max_to_keep, 1, "None for all")
-    if retention.every_n_steps is not None:
-        whole_number("keep_every_n_steps", retention.every_n_steps, 1, "None for none")
-    if retention.every_n_hours is not None and not retention.every_n_hours > 0:
-        raise ValueError(f"keep_checkpoint_every_n_hours must be above 0, or None, got {retention.every_n_hours!r}")
-    if retention.max_to_keep is None and retention != Retention(None):
-        raise ValueError(
-            "max_to_keep=None keeps all checkpoints: give a number, or leave out keep_every_n_steps and "
-            "keep_checkpoint_every_n_hours"
-        )
+    def _is_open(self) -> bool:
+        """Whether ranks can still make calls together."""
+        try:
+            self._parts.group.require_open("wait()")
+        except RuntimeError:
+            return False
+        return True
 
 
 def _checked(number: Any) -> int:
-    """Return what a program passes as the number of a checkpoint as an int; raise if it is none."""
-    checked = whole_number("checkpoint_number", _indexed(number), 0)
+    """Return the number of a checkpoint, which may be an integer variable, as an int; raise if it is none."""
+    if not isinstance(number, (bool, np.bool_)):
+        with suppress(TypeError):  # which `whole_number` raises
+            number = operator.index(number)
+    checked = whole_number("checkpoint_number", number, 0)
     if checked >= 10**MAX_DIGITS:
         raise ValueError(f"checkpoint_number must be below 10**{MAX_DIGITS}, got {checked}")
     return checked
-
-
-def _indexed(number: Any) -> Any:
-    """Return what is used as a whole number, such as an integer variable, as an int; anything else as it is."""
-    if isinstance(number, (bool, np.bool_)):
-        return number
-    try:
-        return operator.index(number)
-    except TypeError:
-        return number
-
-
-def _is_open(extended: Any) -> bool:
-    """Whether ranks can still make calls together."""
-    try:
-        extended.group.require_open("wait()")
-    except RuntimeError:
-        return False
-    return True

@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import sys
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,14 +23,12 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.checkpoint.background import FAILED
-from mpidist.checkpoint.files import MANIFEST, existing, read_manifest
+from mpidist.checkpoint.folder import MANIFEST, existing, manifest_text, read_manifest
 from mpidist.checkpoint.parts import part_of_rank
 from mpidist.checkpoint.restoring import ADVICE, CALL
-from mpidist.checkpoint.saving import Snapshot
-from mpidist.collective_calls.object_calls import broadcast_object
+from mpidist.checkpoint.saving import Save
 from mpidist.collectives.broadcast import broadcast
-from mpidist.errors import DataLossError
+from mpidist.collectives.object_calls import broadcast_object
 from mpidist.strategy_parts import StrategyParts
 from mpidist.transport.mpi.shared_files import SHARED_MEMORY
 
@@ -48,12 +45,9 @@ _Sizes = dict[str, tuple[int, int]]  # of the two files of each part, by its nam
 
 @final
 class NodeCopies:
-    """This node's copies of the parts of the newest checkpoint, in a folder of its shared memory.
+    """This node's copies of the parts of the newest checkpoint, in shared memory until the strategy is closed.
 
-    Args:
-        parts: The strategy's.
-        directory: The folder of the checkpoints, as an absolute path.
-        name: How the names of the checkpoints begin.
+    `directory` is that of the checkpoints, as an absolute path, and `name` how their names begin.
     """
 
     def __init__(self, parts: StrategyParts, directory: Path, name: str) -> None:
@@ -66,27 +60,27 @@ class NodeCopies:
         self._in_use: int | None = None
         self._has_warned = self._is_over = self._ends_well = False
         atexit.register(self.remove)
+        parts.at_close.append(self.remove)
 
-    def keep(self, snapshot: Snapshot) -> None:
+    def keep(self, save: Save) -> None:
         """Copy this rank's share of the parts, once the checkpoint is in its place. Local; warns once if it cannot.
 
         A rank copies its own part, and some of the ranks of the node before. Earlier copies are forgotten.
         """
         topology = self._parts.group.topology
         ranks = {topology.rank, *topology.nodes[topology.node - 1][topology.local_rank :: topology.local_size]}
-        names = {part_of_rank(rank) for rank in ranks}.intersection(snapshot.all_parts)
+        names = {part_of_rank(rank) for rank in ranks}.intersection(save.all_parts)
         files = [f"{name}.{ending}" for name in sorted(names) for ending in _ENDINGS]
-        into = self._folder / snapshot.folder.name.removeprefix(".")
+        into = self._folder / save.folder.name.removeprefix(".")
 
         def copy() -> None:
-            _wait_for_place(snapshot)
             self._make(into)
             for other in self._folder.glob("*.new"):
                 if other != into:
                     shutil.rmtree(other, ignore_errors=True)
-            self._require_room(sum((snapshot.place / file).stat().st_size for file in files))
+            self._make(into, sum((save.place / file).stat().st_size for file in files))
             for file in files:
-                shutil.copyfile(snapshot.place / file, into / f"{file}.new")
+                shutil.copyfile(save.place / file, into / f"{file}.new")
                 (into / f"{file}.new").rename(into / file)
 
         self._tried(into, copy)
@@ -96,11 +90,13 @@ class NodeCopies:
     def complete(self, place: Path) -> Path | None:
         """Let each node have copies of all parts of a checkpoint. Collective: some small rounds, and the parts.
 
-        Returns:
-            The folder of the copies, a checkpoint of its own; `None` if a part is on no node, or there is no room.
+        Returns the folder of the copies, a checkpoint of its own; `None` if a part is on no node, or there is no room.
         """
         parts, topology = self._parts, self._parts.group.topology
-        manifest = _manifest(place) if topology.rank == 0 else None
+        manifest: tuple[bytes, dict[str, int]] = b"", {}  # if it is not whole, as `restore` says
+        with suppress(OSError):
+            if topology.rank == 0:
+                manifest = manifest_text(place), read_manifest(existing(place))["parts"]
         text, names = broadcast_object(parts.group, manifest, 0, True, parts.options, CALL)
         found = parts.on_each_rank(CALL, ADVICE, lambda: self._find(names) if topology.is_leader else None)
         of_nodes = [found[ranks[0]] for ranks in topology.nodes]
@@ -110,11 +106,7 @@ class NodeCopies:
         folder, here = of_nodes[topology.node]
         lacking = {name: size for name, size in sizes.items() if name not in here} if topology.is_leader else {}
 
-        def make() -> None:
-            self._make(folder)
-            self._require_room(sum(map(sum, lacking.values())))
-
-        if not self._all_tried(folder, make):
+        if not self._all_tried(folder, lambda: self._make(folder, sum(map(sum, lacking.values())))):
             return None
         for name, size in sizes.items():
             owners = [ranks[0] for ranks, (_, here) in zip(topology.nodes, of_nodes, strict=True) if name in here]
@@ -153,8 +145,11 @@ class NodeCopies:
                 with suppress(OSError), file.open("ab" if begin else "wb") as into:  # then its size is another one
                     into.write(data.data)
 
-    def _make(self, folder: Path) -> None:
-        """Make a folder of copies."""
+    def _make(self, folder: Path, nbytes: int = 0) -> None:
+        """Make a folder of copies; refuse to take more than half of what is free.
+
+        This memory is also that of MPI, and of other programs.
+        """
         if self._is_over:
             raise FileNotFoundError("the strategy is closed")
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -164,9 +159,6 @@ class NodeCopies:
             self._in_use = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._in_use, fcntl.LOCK_SH)
         folder.mkdir(exist_ok=True)
-
-    def _require_room(self, nbytes: int) -> None:
-        """Refuse to take more than half of what is free: this memory is also that of MPI, and of other programs."""
         free = shutil.disk_usage(self._folder).free
         if 2 * nbytes > free:
             raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, and {free} are free", str(self._folder))
@@ -208,20 +200,3 @@ class NodeCopies:
         """Do work on the first rank of each node. Collective; returns whether all of them succeeded."""
         is_leader = self._parts.group.topology.is_leader
         return all(self._parts.on_each_rank(CALL, ADVICE, lambda: not is_leader or self._tried(folder, work)))
-
-
-def _wait_for_place(snapshot: Snapshot) -> None:
-    """Wait until rank 0 has moved the folder to its place."""
-    until = time.monotonic() + snapshot.limit_seconds
-    while snapshot.folder.is_dir():
-        if time.monotonic() > until or any(snapshot.folder.glob(f"*{FAILED}")):
-            raise TimeoutError(f"{str(snapshot.place)!r} was not written")
-        time.sleep(0.01)
-
-
-def _manifest(place: Path) -> tuple[bytes, dict[str, int]]:
-    """Read the manifest, and which checksums the texts of parts have; nothing if it is not whole, as `restore` says."""
-    try:
-        return (existing(place) / MANIFEST).read_bytes(), read_manifest(existing(place))["parts"]
-    except (OSError, DataLossError):
-        return b"", {}

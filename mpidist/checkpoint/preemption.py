@@ -83,6 +83,7 @@ class PreemptionCheckpointHandler:
         self._manager, self._signals, self._exit_code = manager, _checked(signals), exit_code
         self._checkpoint_number = checkpoint_number
         self._extended: Any = parts_of(manager.checkpoint.strategy)
+        self._rank: int = self._extended.group.topology.rank
         self._end = _end_of_time(time_limit_seconds, grace_seconds, warns=self._rank == 0)
         self._reason = ""
         self._handlers_before: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -137,11 +138,6 @@ class PreemptionCheckpointHandler:
         if not agreement.compares_all_calls and notice.step % _STEPS_PER_ROUND == 0:
             self._extended.agree(_CALL, {}, variant=1)
 
-    @property
-    def _rank(self) -> int:
-        rank: int = self._extended.group.topology.rank
-        return rank
-
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._reason:
             self._reason = f"{_name_of(number)} on rank {self._rank}"
@@ -172,8 +168,7 @@ class PreemptionCheckpointHandler:
 def _checked(signals: Any) -> tuple[int, ...]:
     """Return signals as a tuple, if a program can handle all of them."""
     catchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-    numbers = tuple(signals) if isinstance(signals, Iterable) else ()
-    if not isinstance(signals, Iterable) or not catchable.issuperset(numbers):
+    if not isinstance(signals, Iterable) or not catchable.issuperset(numbers := tuple(signals)):
         raise ValueError(f"signals must be signals that a program can handle, as [signal.SIGTERM], got {signals!r}")
     return numbers
 
@@ -181,8 +176,7 @@ def _checked(signals: Any) -> tuple[int, ...]:
 def _require_valid(manager: Any, exit_code: int, time_limit_seconds: float | None, grace_seconds: float) -> None:
     if not isinstance(manager, CheckpointManager):
         raise TypeError(f"PreemptionCheckpointHandler takes a CheckpointManager, got {manager!r}")
-    extended: Any = parts_of(manager.checkpoint.strategy)
-    if extended.service is not None:
+    if not parts_of(manager.checkpoint.strategy).peers.is_in_lock_step:
         raise ValueError(
             "PreemptionCheckpointHandler is for ranks in lock step, and got a strategy with parameter servers: there "
             "the chief saves by manager.save() when a signal came"

@@ -6,20 +6,19 @@ them to the others of its node. If other ranks do not see the files, rank 0 read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import MANIFEST, existing
-from mpidist.checkpoint.leaves import Leaf, Owner, State
-from mpidist.checkpoint.parts import part_of_rank
-from mpidist.checkpoint.saved import SavedCheckpoint
+from mpidist.checkpoint.folder import existing, manifest_text
+from mpidist.checkpoint.leaves import Leaf, Owner, ReplicaLeaf, State
+from mpidist.checkpoint.parts import SavedCheckpoint, part_of_rank
 from mpidist.checkpoint.saving import leaves_in, replica_key
-from mpidist.collective_calls.object_calls import broadcast_object
+from mpidist.collectives.object_calls import broadcast_object
 from mpidist.context_stack import parts_of
 from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
@@ -35,14 +34,10 @@ ADVICE: Final = "all ranks call restore, and each reads a share"
 
 @final
 class _Common(NamedTuple):
-    """What is the same on all ranks.
+    """What is the same on all ranks: whose state each leaf is that is restored, and how many ranks and replicas saved.
 
-    Attributes:
-        owners: Whose state each leaf is that is restored.
-        num_ranks: How many ranks have saved.
-        num_replicas: How many replicas have saved.
-        states: What rank 0 has read: numbers and texts, and states that it has combined from those of all replicas.
-        pieces: Which parts have which elements of each array that is equal on all ranks.
+    `states` are numbers and texts that rank 0 has read, and states that it has combined from those of all replicas.
+    `pieces` says which parts have which elements of each array that is equal on all ranks.
     """
 
     owners: Mapping[str, Owner]
@@ -66,21 +61,14 @@ class _Share(NamedTuple):
 def restore(
     strategy: Any, place: Path, items: Mapping[str, Any], partial: bool, copies: Path | None = None
 ) -> dict[str, Any]:
-    """Put the states of a checkpoint back. Collective.
+    """Put the states of a checkpoint back, and return the nests. Collective.
 
-    Args:
-        strategy: The strategy.
-        place: The folder of the checkpoint.
-        items: Named nests, whose variables and arrays are written.
-        partial: Whether the checkpoint may lack leaves, or have others.
-        copies: Where this rank reads the checkpoint instead.
-
-    Returns:
-        The nests; another one where a leaf could not be written, such as a number.
+    A nest is another one where a leaf could not be written, such as a number. `partial`: the checkpoint may lack
+    leaves, or have others. `copies`: where this rank reads the checkpoint instead.
     """
     extended = parts_of(strategy)
     extended.require_cross_replica(CALL)
-    source = copies or place
+    source, what = copies or place, f"{CALL} {str(place)!r}"
     common: _Common | None = None
     leaves: dict[str, Leaf] = {}
     own: dict[str, list[State]] = {}
@@ -90,71 +78,66 @@ def restore(
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
     extended.agree(CALL, {"path": str(place), "advice": ADVICE} | {f"names, {name}": "here" for name in leaves}, error)
-    with _together(strategy, f"{CALL} {str(place)!r}"):
+    with extended.peers.raise_together(CALL, what, ADVICE):
         if extended.group.topology.rank == 0:
             common = _read_common(strategy, place, existing(source), leaves, partial)
     common = broadcast_object(extended.group, common, 0, True, extended.options, CALL)
     forms = {name: leaves[name].form for name in [*common.states, *common.pieces]}
-    sees_same = extended.agree(CALL, forms, None, fingerprint_of(_manifest_text(source)) | 1)
+    sees_same = extended.agree(CALL, forms, None, fingerprint_of(manifest_text(source)) | 1)
     levels = extended.group.levels
     peers = levels.within_node if sees_same else levels.world
     shares = _deal(leaves, common.pieces, peers.size if sees_same else 1)
-    with _together(strategy, f"{CALL} {str(place)!r}: parts of the ranks"):
+    with extended.peers.raise_together(CALL, f"{what}: parts of the ranks", ADVICE):
         own = _read_own(extended, source, leaves, common)
         read = _read_shares(source, shares, peers.rank)
         memories = {name: leaves[name].memory() for name in common.pieces}
-        new = {name: np.empty(leaves[name].nbytes, np.uint8) for name, memory in memories.items() if memory is None}
-    _exchange(extended, peers, shares, read, memories | new)
-    states = common.states | {name: leaves[name].array(data) for name, data in new.items()}
+        lacking = {name: leaves[name] for name, memory in memories.items() if memory is None}
+        new = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in lacking.items()}
+    _exchange(extended, peers, shares, read, memories | {name: bytes_of(array) for name, array in new.items()})
+    states = common.states | new
     restored = {}
-    for name, leaf in leaves.items():
-        if name in own and leaf.owner is Owner.REPLICA:
-            leaf.restore_replicas(own[name])
-        elif (name in own or name in states) and (strategy.is_chief or not leaf.is_on_servers):
-            restored[name] = leaf.restore(own[name][0] if name in own else states[name])
-    if extended.service is not None:
-        extended.service.meet_peers(CALL, None)
+    with extended.peers.raise_together(CALL, f"{what}: variables", ADVICE):
+        for name, leaf in leaves.items():
+            if name in own and isinstance(leaf, ReplicaLeaf):
+                leaf.restore_replicas(own[name])
+            elif name in own or name in states:
+                restored[name] = leaf.restore(own[name][0] if name in own else states[name])
     return {item: _rebuilt(item, value, restored) for item, value in items.items()}
 
 
 def _read_common(strategy: Any, place: Path, source: Path, leaves: Mapping[str, Leaf], partial: bool) -> _Common:
     """Read the states that rank 0 sends to all ranks."""
-    if not source.exists() and parts_of(strategy).group.topology.size > 1:
+    num_ranks, num_replicas = parts_of(strategy).group.topology.size, parts_of(strategy).replicas.total
+    if not source.exists() and num_ranks > 1:
         raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}: rank 0, which reads it, sees none")
     saved = SavedCheckpoint(source)
     owners = {name: owner for name, owner in saved.owners.items() if name in leaves}
     if not partial:
         _require_same_names(place, set(leaves), set(saved.owners))
-    replicas, group = parts_of(strategy).replicas, parts_of(strategy).group
     common = _Common(owners, saved.manifest["ranks"], saved.manifest["replicas"], {}, {})
     for name, owner in owners.items():
         leaf = leaves[name]
-        if (owner is Owner.REPLICA) != (leaf.owner is Owner.REPLICA):
+        if (owner is Owner.REPLICA) != isinstance(leaf, ReplicaLeaf):
             were, now = ("one copy for each replica", "equal copies")[:: 1 if owner is Owner.REPLICA else -1]
             raise ValueError(
                 f"{name} has {were} in {str(place)!r}, and {now} here: its synchronization is another one, or only "
                 "one of the two strategies has parameter servers, where a variable has no copies; restore without it"
             )
-        if owner is Owner.RANK and leaf.owner is Owner.ALL:
+        if owner is Owner.RANK and (leaf.owner is Owner.ALL or common.num_ranks != num_ranks):
+            as_many = f"there are {num_ranks}: start as many"
+            now = "has equal copies here: restore it to an array" if leaf.owner is Owner.ALL else as_many
             raise ValueError(
-                f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and has equal copies "
-                "here: restore it to an array, or restore without it"
+                f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and {now}, or "
+                "restore without it"
             )
         if owner is Owner.ALL and leaf.dtype is None:
             common.states[name] = _state(saved, saved.shared_parts, name, leaf)
         elif owner is Owner.ALL:
             _require_form(saved, saved.shared_parts, name, leaf)
             common.pieces[name] = saved.pieces(name, saved.shared_parts)
-        elif owner is Owner.RANK and common.num_ranks != group.topology.size:
-            raise ValueError(
-                f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and there are "
-                f"{group.topology.size}: start as many, or restore without it"
-            )
-    others = [name for name, owner in owners.items() if owner is Owner.REPLICA]
-    if others and common.num_replicas != replicas.total:
-        for name in others:
-            states = _states_of_replicas(saved, name, leaves[name], range(common.num_replicas), common)
-            common.states[name] = leaves[name].join(states)
+        elif isinstance(leaf, ReplicaLeaf) and common.num_replicas != num_replicas:
+            states = _states_of_replicas(saved, name, leaf, range(common.num_replicas), common)
+            common.states[name] = leaf.join(states)
     return common
 
 
@@ -183,15 +166,9 @@ def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _C
 def _states_of_replicas(
     saved: SavedCheckpoint, name: str, leaf: Leaf, replica_ids: range, common: _Common
 ) -> list[State]:
-    bounds = shard_bounds(common.num_replicas, common.num_ranks)
-    return [
-        _state(saved, [part_of_rank(_rank_of(bounds, replica_id))], replica_key(name, replica_id), leaf)
-        for replica_id in replica_ids
-    ]
-
-
-def _rank_of(bounds: Any, replica_id: int) -> int:
-    return max(rank for rank, start in enumerate(bounds[:-1]) if start <= replica_id)
+    starts = shard_bounds(common.num_replicas, common.num_ranks)[:-1]
+    parts = {replica_id: part_of_rank(bisect_right(starts, replica_id) - 1) for replica_id in replica_ids}
+    return [_state(saved, [part], replica_key(name, replica_id), leaf) for replica_id, part in parts.items()]
 
 
 def _state(saved: SavedCheckpoint, parts: Sequence[str], key: str, leaf: Leaf) -> State:
@@ -227,22 +204,15 @@ def _names(names: set[str]) -> str:
     return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 
-def _manifest_text(place: Path) -> bytes:
-    """Return what this rank sees of the manifest; nothing if it sees none."""
-    try:
-        return (existing(place) / MANIFEST).read_bytes()
-    except OSError:
-        return b""
-
-
 def _deal(
     leaves: Mapping[str, Leaf], pieces: Mapping[str, list[tuple[str, int, int]]], num_readers: int
 ) -> list[_Share]:
     """Deal pieces over the readers by bytes: to each those whose middles are in its part of all bytes."""
-    total, at = sum(leaves[name].nbytes for name in pieces), 0
+    itemsizes = {name: np.dtype(leaves[name].dtype).itemsize for name in pieces}
+    total, at = sum(of_leaf[-1][2] * itemsizes[name] for name, of_leaf in pieces.items()), 0
     shares = []
     for name, of_leaf in pieces.items():
-        itemsize = np.dtype(leaves[name].dtype).itemsize
+        itemsize = itemsizes[name]
         for part, begin, end in of_leaf:
             nbytes = (end - begin) * itemsize
             reader = (2 * at + nbytes) * num_readers // (2 * total) if nbytes else 0
@@ -265,7 +235,7 @@ def _exchange(
 ) -> None:
     """Send what ranks have read into the memories of all. Collective."""
     limit = extended.options.timeout_seconds
-    with extended.group.call(Call(CALL, fingerprint_of(CALL), lambda: {"advice": ADVICE}, timeout_seconds=limit)):
+    with extended.group.call(Call.of_fields(CALL, {"advice": ADVICE}, limit)):
         for name, _, begin, end, reader in shares:
             target = memories[name][begin:end]
             peers.broadcast(read.pop(0) if reader == peers.rank else target, reader, target)
@@ -276,19 +246,3 @@ def _rebuilt(item: str, value: Any, restored: Mapping[str, Any]) -> Any:
     flat, structure = nest.flatten(value)
     new = [restored.get(item + path, leaf) for path, leaf in zip(nest.paths(structure), flat, strict=True)]
     return value if all(one is other for one, other in zip(new, flat, strict=True)) else nest.rebuild(value, new)
-
-
-@contextmanager
-def _together(strategy: Any, what: str) -> Iterator[None]:
-    """Raise an exception in the `with` body on all ranks that do the same as this one. Collective."""
-    service = parts_of(strategy).service
-    if service is None:
-        with parts_of(strategy).raise_together(CALL, what, ADVICE):
-            yield
-        return
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as problem:  # of any kind: the other workers must learn of it
-        error = problem
-    service.meet_peers(what, error)

@@ -1,4 +1,4 @@
-"""How ranks save a checkpoint together: what each rank writes, and who puts the folder in its place."""
+"""How ranks save a checkpoint together: what each writes, who puts the folder in its place, and what it has cost."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.dealing import deal, require_writers, writing_ranks
-from mpidist.checkpoint.leaves import Leaf, Owner, State, leaf_of
-from mpidist.checkpoint.parts import Part, part_of_rank, write_part
-from mpidist.checkpoint.places import SavePlace
+from mpidist.checkpoint.folder import CheckpointFolder, make_unfinished, publish, remove, unfinished_folders
+from mpidist.checkpoint.folder_lock import FolderLock
+from mpidist.checkpoint.leaves import Leaf, Owner, leaf_of
+from mpidist.checkpoint.parts import Part, Pieces, deal, part_of_rank, require_writers, write_part, writing_ranks
 from mpidist.checksums import checksum, difference_error, difference_text, differences
 from mpidist.context_stack import CurrentStrategy, parts_of
+from mpidist.strategy_parts import StrategyParts
+from mpidist.transport.text import size_text, time_text
 
 __all__ = [
     "CALL",
     "CopyMemory",
-    "Snapshot",
+    "Save",
+    "SaveRecord",
     "capture",
     "leaves_in",
-    "publish_folder",
     "replica_key",
     "require_on_difference",
-    "write_parts",
     "write_together",
 ]
 
@@ -49,46 +51,138 @@ _OF_REPLICA: Final = " of replica "
 _ON_DIFFERENCE: Final = ("raise", "rank 0")
 _PARTS_SECONDS: Final = 600.0  # without MPIDIST_IO_TIMEOUT
 
+_Span = tuple[tuple[int, ...], int, int]  # the shape of an array, the first element that is copied, and the last's next
+
 
 @final
-class Snapshot(NamedTuple):
-    """What this rank writes.
+@dataclass(frozen=True)
+class SaveRecord:
+    """What a save has cost this rank.
 
     Attributes:
-        save_place: The place, as rank 0 has locked it.
-        number: The number of the checkpoint; `None` if it has none.
-        place: Where the checkpoint will be.
-        folder: Where the parts are written, before the folder is moved to its place.
-        part: What this rank writes; `None` for nothing.
-        all_parts: The names of the parts of all ranks.
-        about: What the manifest says.
-        rank: This rank.
-        began: When the save began, in seconds of `time.perf_counter`.
-        extra_bytes: The memory of the copies of states.
-        io_timeout_seconds: `MPIDIST_IO_TIMEOUT`; `None` if it is not set.
+        path: The checkpoint.
+        blocked_seconds: How long `save` stopped the program.
+        total_seconds: From the call of `save` until this rank's files were on the disk; on rank 0 until the checkpoint
+            was in its place.
+        nbytes: The bytes of the arrays that this rank has written.
+        extra_bytes: The memory that the save needed beside the state: copies for the background, which the manager
+            keeps, or copies of device memory.
     """
 
-    save_place: SavePlace
-    number: int | None
-    place: Path
-    folder: Path
-    part: Part | None
-    all_parts: list[str]
-    about: dict[str, Any]
-    rank: int
-    began: float
+    path: str
+    blocked_seconds: float
+    total_seconds: float
+    nbytes: int
     extra_bytes: int
-    io_timeout_seconds: float | None
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the arrays that this rank writes."""
-        return 0 if self.part is None else sum(array.nbytes for array in self.part.arrays.values())
+    def bytes_per_second(self) -> float:
+        """`nbytes` by `total_seconds`."""
+        return self.nbytes / self.total_seconds
+
+    def __str__(self) -> str:
+        times = f"blocked {time_text(self.blocked_seconds)} of {time_text(self.total_seconds)}"
+        written = f"wrote {size_text(self.nbytes)}, {size_text(self.bytes_per_second)}/s"
+        return f"saved {self.path}: {times}; {written}; extra memory {size_text(self.extra_bytes)}"
+
+
+@final
+class Save(AbstractContextManager["Save"]):
+    """One save of a checkpoint. A block removes what was written, and frees the folder, if it raises an exception.
+
+    Rank 0 locks `target`, where it saves `number`, or one more than the largest, and moves `folder`, where ranks write,
+    to `place`; ranks compare `path_text`. `part` is what this rank writes, `None` for nothing; `all_parts` names the
+    parts of all ranks, `about` is what the manifest says, and `extra_bytes` is the memory of copies of states.
+    `io_timeout_seconds` is MPIDIST_IO_TIMEOUT, if it is set.
+    """
+
+    def __init__(
+        self, parts: StrategyParts, path_text: str, target: CheckpointFolder, number: int | None = None
+    ) -> None:
+        self.began, self.path_text = time.perf_counter(), path_text
+        self.rank, self.io_timeout_seconds = parts.group.topology.rank, parts.group.settings.io_timeout_seconds
+        self.lock: FolderLock | None = None  # on rank 0
+        self.part: Part | None = None
+        self.about: dict[str, Any] = {}
+        self.all_parts: list[str] = []
+        self.extra_bytes = 0
+        self._target, self._number, self._replaces = target, number, False
+        self._folder: Path | None = None
+
+    def begin(self) -> tuple[str, dict[str, Any]]:
+        """Lock the place, and make the folder that is written. On rank 0.
+
+        Returns the name of the folder, and what the manifest says of the save. An `OSError` says that another job
+        writes there, or why the folder cannot be made.
+        """
+        self.lock = self._target.hold_lock()
+        self._target.clean_up(self.lock)
+        about = self._target.choose(self._number, self.lock)
+        place = self._target.place(about.get("number")).resolve()
+        self._replaces = place.exists()
+        self._folder = make_unfinished(place)
+        unfinished_folders.add(self._folder)
+        return self._folder.name, about
+
+    def join(self, folder: str, about: Mapping[str, Any]) -> None:
+        """Take over what rank 0 has begun."""
+        self.about |= about
+        # A thread writes there also after a change of the current folder.
+        self.place = self._target.place(self.about.get("number")).resolve()
+        self.folder = self.place.with_name(folder)
+
+    def write_part(self) -> None:
+        """Write the files of this rank into the folder."""
+        if self.part is None:
+            return
+        if not self.folder.is_dir():
+            raise FileNotFoundError(
+                f"rank {self.rank} does not see {str(self.folder)!r}, which rank 0 has made: a checkpoint must be on a "
+                "file system that all ranks share; only with writers=1, and where no states differ by rank, does rank "
+                "0 alone write"
+            )
+        write_part(self.folder, part_of_rank(self.rank), self.part)
+
+    def publish(self) -> None:
+        """Move the folder to the place, if the lock is still this process's; remove old checkpoints. On rank 0."""
+        if self.lock is not None:
+            self.lock.require()
+            publish(self.folder, self.place, self.about, self.all_parts, self._replaces)
+            self._target.remove_old(self.about.get("number"))
+
+    def discard(self) -> None:
+        """Remove the folder that is written, if there is one: the disk may be full. On rank 0."""
+        if self._folder is not None:
+            with suppress(OSError):  # the error of the save says more
+                remove(self._folder)
+
+    def release(self) -> None:
+        """Release the lock. On rank 0."""
+        if self._folder is not None:
+            unfinished_folders.discard(self._folder)
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if kind is not None:
+            self.discard()
+            self.release()
 
     @property
     def limit_seconds(self) -> float:
         """In which all ranks write their parts, if they write in the background."""
         return self.io_timeout_seconds or _PARTS_SECONDS
+
+    def record(self, blocked_seconds: float | None = None) -> SaveRecord:
+        """Describe the save, which is over now, and log it on rank 0. `None`: the program was stopped until now."""
+        total = time.perf_counter() - self.began
+        blocked = total if blocked_seconds is None else blocked_seconds
+        nbytes = 0 if self.part is None else sum(array.nbytes for array in self.part.arrays.values())
+        record = SaveRecord(str(self.place), blocked, total, nbytes, self.extra_bytes)
+        if self.rank == 0:
+            logger.info("mpidist: %s", record)
+        return record
 
 
 @final
@@ -96,15 +190,16 @@ class CopyMemory:
     """Memory of copies of arrays, which later copies of like arrays use again: new memory costs more than a copy."""
 
     def __init__(self) -> None:
-        self._copies: dict[str, Array] = {}
-        self._spans: dict[str, Any] = {}  # what of an array is copied: see `_span`
+        self._copies: dict[str, tuple[Array, _Span]] = {}
         self._new: set[str] = set()  # copies that are those of this save already
 
     def checksum(self, name: str, state: Any) -> int:
         """Return the checksum of a state. What the last save copied of it is copied on the way: it is read once."""
-        memory, (shape, begin, _) = self._copies.get(name), self._spans.get(name, (None, 0, 0))
-        if not isinstance(state, np.ndarray) or memory is None or (memory.dtype, shape) != (state.dtype, state.shape):
-            self._new.discard(name)
+        self._new.discard(name)
+        if name not in self._copies or not isinstance(state, np.ndarray):
+            return checksum(state)
+        memory, (shape, begin, _) = self._copies[name]
+        if (memory.dtype, shape) != (state.dtype, state.shape):
             return checksum(state)
         self._new.add(name)
         return checksum(state, memory, begin)
@@ -112,21 +207,16 @@ class CopyMemory:
     def copied(self, part: Part) -> Part:
         """Copy a part; the copies made before are overwritten."""
         kept, self._copies = self._copies, {}
-        old, self._spans = self._spans, {name: _span(part, name) for name in part.arrays}
         for name, array in part.arrays.items():
-            memory = kept.pop(name, None)
+            shape, begin, end = part.pieces.get(name, (array.shape, 0, array.size))
+            memory, span = kept.pop(name, (None, None))
             if memory is None or (memory.dtype, memory.shape) != (array.dtype, array.shape):
                 memory = np.empty(array.shape, array.dtype)
-            if name not in self._new or old[name] != self._spans[name]:
+            if name not in self._new or span != (tuple(shape), begin, end):
                 np.copyto(memory, array)
-            self._copies[name] = memory
-        return Part(dict(self._copies), copy.deepcopy(part.values), part.pieces)
-
-
-def _span(part: Part, name: str) -> tuple[tuple[int, ...], int, int]:
-    """Return the shape of a whole array of which a part has some elements, the first one, and that behind the last."""
-    shape, begin, end = part.pieces.get(name, (part.arrays[name].shape, 0, part.arrays[name].size))
-    return tuple(shape), begin, end
+            self._copies[name] = memory, (tuple(shape), begin, end)
+        arrays = {name: memory for name, (memory, _) in self._copies.items()}
+        return Part(arrays, copy.deepcopy(part.values), part.pieces)
 
 
 def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, Leaf]:
@@ -147,191 +237,124 @@ def replica_key(name: str, replica_id: int) -> str:
 
 
 def require_on_difference(on_difference: Any) -> None:
-    """Refuse what says nothing of copies that differ.
-
-    Raises:
-        ValueError: If `on_difference` is neither `"raise"` nor `"rank 0"`.
-    """
+    """Refuse what says nothing of copies that differ."""
     if on_difference not in _ON_DIFFERENCE:
         raise ValueError(f"on_difference must be 'raise' or 'rank 0', got {on_difference!r}")
 
 
 def capture(
     strategy: Any,
-    save_place: SavePlace,
+    make_save: Callable[[], Save],
     items: Mapping[str, Any],
     memory: CopyMemory | None,
     on_difference: str,
     writers: int | str,
-    error: Exception | None = None,
-) -> Snapshot:
-    """Read the state of all leaves. Collective; of parameter servers, local to the chief.
+) -> Save:
+    """Begin a save, and read the state of all leaves. Collective; of parameter servers, local to the chief.
 
-    Args:
-        strategy: The strategy.
-        save_place: Where the checkpoint will be.
-        items: Named nests.
-        memory: Takes copies of the states; `None` for a snapshot that may share memory with the leaves.
-        on_difference: Whether to raise an error if copies differ that should be equal, or to save those of rank 0.
-        writers: Which ranks write what is equal on all ranks.
-        error: What is wrong with this rank's arguments; raised here, and told to the others.
-
-    Raises:
-        RuntimeError: In `Strategy.run`, and on a worker of parameter servers that is not the chief.
-        InvalidArgumentError: If ranks save different things, copies differ that should be equal, or a rank cannot read
-            its state. On every rank.
-        OSError: If another job writes there, or rank 0 cannot make a folder. On every rank.
+    `memory` takes copies of the states; without it the save may share memory with the leaves. What `make_save` raises
+    is raised on all ranks; so is an `OSError` if rank 0 cannot make the folder, and an `InvalidArgumentError` if ranks
+    save different things, or copies differ that should be equal.
     """
-    began = time.perf_counter()
     extended = parts_of(strategy)
     extended.require_cross_replica(CALL)
-    if not strategy.is_chief and extended.service is not None:
+    if not (strategy.is_chief or extended.peers.is_in_lock_step):
         raise RuntimeError(f"{CALL} of parameter servers is for the chief: write `if strategy.is_chief:` before it")
     topology = extended.group.topology
-    read = _Read({}, {}, {})
+    fields = {"on_difference": on_difference, "writers": str(writers), "advice": ADVICE}
+    leaves: dict[str, Leaf] = {}
+    checksums: dict[str, int] = {}
+    error: Exception | None = None
     try:
+        save = make_save()
+        fields["path"] = save.path_text
         require_on_difference(on_difference)
         require_writers(writers)
-        read.leaves.update(leaves_in(items, strategy))
-        read.all(topology.size == 1, CopyMemory() if memory is None else memory)
+        leaves = leaves_in(items, strategy)
+        if topology.size > 1:
+            checksums = _checksums(leaves.values(), memory or CopyMemory())
     except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = error or problem
-    fields = {"path": save_place.path_text, "on_difference": on_difference, "writers": str(writers), "advice": ADVICE}
-    owners, drifted = _owners(extended, fields, read, error)
-    dealt = [name for name, owner in owners.items() if owner is Owner.ALL and name not in drifted]
-    pieces = read.dealt(dealt, writing_ranks(writers, topology))
-    writing = {rank for of_leaf in pieces.values() for rank, _, _ in of_leaf} | {0}
-    is_any_own = any(owner is not Owner.ALL for owner in owners.values())
-    part: Part | None = None
-    try:
-        if is_any_own or topology.rank in writing:
-            part = read.part(owners, pieces, extended.replicas.ids_here, topology.rank)
-            part = part if memory is None else memory.copied(part)
-    except Exception as problem:  # such as a lack of memory
         error = problem
-    with _given_up_on_error(save_place):
-        chosen = extended.on_rank_0(CALL, ADVICE, save_place.choose, error)
-    place = save_place.path(chosen.number)  # a thread writes there also after a change of the current folder
-    about = {**chosen.about, "ranks": topology.size, "replicas": extended.replicas.total}
-    about["owners"] = {name: owner.value for name, owner in owners.items()}
-    about["shared"] = [part_of_rank(rank) for rank in sorted(writing)]
-    names = [part_of_rank(rank) for rank in (range(topology.size) if is_any_own else sorted(writing))]
-    folder = place.with_name(chosen.folder)
-    extra_bytes = 0 if part is None else read.extra_bytes(part, memory)
-    limit = extended.group.settings.io_timeout_seconds
-    return Snapshot(
-        save_place, chosen.number, place, folder, part, names, about, topology.rank, began, extra_bytes, limit
-    )
+    owners, drifted = _owners(extended, fields, leaves, checksums, error)
+    dealt = [leaves[name] for name, owner in owners.items() if owner is Owner.ALL and name not in drifted]
+    sizes = {leaf.name: (math.prod(leaf.shape), leaf.dtype.itemsize) for leaf in dealt if leaf.dtype is not None}
+    pieces = deal(sizes, writing_ranks(writers, topology))
+    writing = sorted({rank for of_leaf in pieces.values() for rank, _, _ in of_leaf} | {0})
+    is_any_own = any(owner is not Owner.ALL for owner in owners.values())
+
+    def begin() -> Any:
+        if is_any_own or topology.rank in writing:
+            part = _part(leaves, owners, pieces, extended.replicas.ids_here, topology.rank)
+            save.part = part if memory is None else memory.copied(part)
+            save.extra_bytes = _extra_bytes(save.part, leaves, memory)
+        return save.begin() if topology.rank == 0 else None
+
+    with save:
+        save.join(*extended.on_each_rank(CALL, ADVICE, begin)[0])
+    save.about |= {"ranks": topology.size, "replicas": extended.replicas.total}
+    save.about["owners"] = {name: owner.value for name, owner in owners.items()}
+    save.about["shared"] = [part_of_rank(rank) for rank in writing]
+    save.all_parts = [part_of_rank(rank) for rank in (range(topology.size) if is_any_own else writing)]
+    return save
 
 
-@final
-class _Read(NamedTuple):
-    """What this rank has read of its leaves.
-
-    Attributes:
-        leaves: The leaves by name.
-        checksums: The checksums of the states of each leaf, if there are other ranks to compare them with.
-        states: The states that are kept, by name: those whose memory is the leaf's.
-    """
-
-    leaves: dict[str, Leaf]
-    checksums: dict[str, list[int]]
-    states: dict[str, list[State]]
-
-    def all(self, is_alone: bool, memory: CopyMemory) -> None:
-        """Read all states; copies of device memory are kept if nobody else might write them."""
-        for name, leaf in self.leaves.items():
-            of_leaf = leaf.states()
-            if not is_alone:
-                self.checksums[name] = [memory.checksum(name, state) for state in of_leaf]
-            if is_alone or not leaf.copies_state:
-                self.states[name] = of_leaf
-
-    def dealt(self, names: Sequence[str], ranks: Sequence[int]) -> dict[str, list[tuple[int, int, int]]]:
-        """Deal the arrays among leaves that are equal on all ranks."""
-        arrays = {name: self.leaves[name] for name in names if self.leaves[name].dtype is not None}
-        return deal({name: (math.prod(one.shape), np.dtype(one.dtype).itemsize) for name, one in arrays.items()}, ranks)
-
-    def part(
-        self,
-        owners: Mapping[str, Owner],
-        pieces: Mapping[str, list[tuple[int, int, int]]],
-        replica_ids: Sequence[int],
-        rank: int,
-    ) -> Part:
-        """Lay out what this rank writes."""
-        part = Part({}, {}, {})
-        for name, owner in owners.items():
-            own = [(begin, end) for writer, begin, end in pieces.get(name, ()) if writer == rank]
-            if owner is Owner.ALL and not own and (rank or name in pieces):
-                continue
-            of_leaf = self.states.get(name) or self.leaves[name].states()
-            if owner is Owner.REPLICA:
-                for replica_id, state in zip(replica_ids, of_leaf, strict=True):
-                    part.put(replica_key(name, replica_id), state)
-            elif len(pieces.get(name, ())) > 1:
-                part.put_piece(name, of_leaf[0], *own[0])
-            else:
-                part.put(name, of_leaf[0])
-        return part
-
-    def extra_bytes(self, part: Part, memory: CopyMemory | None) -> int:
-        """Return the memory of copies of the states in a part."""
-        if memory is not None:
-            return sum(array.nbytes for array in part.arrays.values())
-        copies = {name for name, leaf in self.leaves.items() if leaf.copies_state}
-        return sum(array.nbytes for name, array in part.arrays.items() if name.partition(_OF_REPLICA)[0] in copies)
+def _checksums(leaves: Iterable[Leaf], memory: CopyMemory) -> dict[str, int]:
+    """Return what must be equal on all ranks; of equal bytes in another form, too."""
+    one_each = [leaf for leaf in leaves if leaf.owner is not Owner.REPLICA]
+    return {one.name: zlib.crc32(one.form.encode(), memory.checksum(one.name, one.states()[0])) for one in one_each}
 
 
-def write_together(strategy: Any, snapshot: Snapshot) -> None:
-    """Write the parts of all ranks, and move the folder to its place. Collective.
+def _part(
+    leaves: Mapping[str, Leaf], owners: Mapping[str, Owner], pieces: Pieces, replica_ids: Sequence[int], rank: int
+) -> Part:
+    """Lay out what this rank writes."""
+    part = Part({}, {}, {})
+    for name, owner in owners.items():
+        own = [(begin, end) for writer, begin, end in pieces.get(name, ()) if writer == rank]
+        if owner is Owner.ALL and not own and (rank or name in pieces):
+            continue
+        states = leaves[name].states()
+        if owner is Owner.REPLICA:
+            for replica_id, state in zip(replica_ids, states, strict=True):
+                part.put(replica_key(name, replica_id), state)
+        elif len(pieces.get(name, ())) > 1:
+            part.put_piece(name, states[0], *own[0])
+        else:
+            part.put(name, states[0])
+    return part
 
-    Args:
-        strategy: The strategy.
-        snapshot: What this rank writes.
 
-    Raises:
-        OSError: If a rank cannot write. On every rank; what was in the place is there still.
-    """
-    parts = parts_of(strategy)
-    with _given_up_on_error(snapshot.save_place):
-        limit = snapshot.io_timeout_seconds
+def _extra_bytes(part: Part, leaves: Mapping[str, Leaf], memory: CopyMemory | None) -> int:
+    """Return the memory of copies of the states in a part."""
+    copies = {name for name, leaf in leaves.items() if leaf.copies_state}
+    arrays = part.arrays.items()
+    return sum(array.nbytes for key, array in arrays if memory or key.partition(_OF_REPLICA)[0] in copies)
+
+
+def write_together(strategy: Any, save: Save) -> SaveRecord:
+    """Write the parts of all ranks, and move the folder to its place. Collective: an `OSError` is one of all ranks."""
+    parts, limit = parts_of(strategy), save.io_timeout_seconds
+    with save:
         with parts.raise_together(CALL, "writing the files", timeout_seconds=limit):
-            write_parts(snapshot)
+            save.write_part()
         with parts.raise_together(CALL, "publishing the files", timeout_seconds=limit):
-            publish_folder(snapshot)
-            snapshot.save_place.release()  # before any rank goes on
-
-
-@contextmanager
-def _given_up_on_error(save_place: SavePlace) -> Iterator[None]:
-    """Remove what was written, and free the place for other saves, if the block raises an exception."""
-    try:
-        yield
-    except BaseException:
-        save_place.discard()
-        save_place.release()
-        raise
+            save.publish()
+            save.release()  # before any rank goes on
+    return save.record()
 
 
 def _owners(
-    extended: Any, fields: Mapping[str, str], read: _Read, error: Exception | None
+    extended: Any,
+    fields: Mapping[str, str],
+    leaves: Mapping[str, Leaf],
+    checksums: Mapping[str, int],
+    error: Exception | None,
 ) -> tuple[dict[str, Owner], set[str]]:
-    """Find whose state each leaf is. A rank's leaf is that of all ranks if it is the same on all. Collective.
+    """Find whose state each leaf is, and which copies differ, of which rank 0's are saved. Collective.
 
-    Returns:
-        The owners by name, and the names of copies that differ, of which those of rank 0 are saved.
-
-    Raises:
-        InvalidArgumentError: As `capture` does.
+    A rank's leaf is that of all ranks if it is the same on all.
     """
-    leaves = read.leaves
-    one_each = {  # of equal bytes in another form, too
-        name: zlib.crc32(leaves[name].form.encode(), of_leaf[0])
-        for name, of_leaf in read.checksums.items()
-        if leaves[name].owner is not Owner.REPLICA
-    }
-    found = differences(extended, CALL, {**fields, **{f"names, {name}": "here" for name in leaves}}, one_each, error)
+    found = differences(extended, CALL, {**fields, **{f"names, {name}": "here" for name in leaves}}, checksums, error)
     drifted = {name: of_ranks for name, of_ranks in found.items() if leaves[name].owner is Owner.ALL}
     labelled = {leaves[name].label: of_ranks for name, of_ranks in drifted.items()}
     if drifted and fields["on_difference"] == _ON_DIFFERENCE[0]:
@@ -344,23 +367,3 @@ def _owners(
         for name, leaf in leaves.items()
     }
     return owners, set(drifted)
-
-
-def write_parts(snapshot: Snapshot) -> None:
-    """Write the files of this rank into the folder."""
-    if snapshot.part is None:
-        return
-    if not snapshot.folder.is_dir():
-        raise FileNotFoundError(
-            f"rank {snapshot.rank} does not see {str(snapshot.folder)!r}, which rank 0 has made: a checkpoint must be "
-            "on a file system that all ranks share; only with writers=1, and where no states differ by rank, does rank "
-            "0 alone write"
-        )
-    write_part(snapshot.folder, part_of_rank(snapshot.rank), snapshot.part)
-
-
-def publish_folder(snapshot: Snapshot) -> None:
-    """Move the folder to its place, on rank 0."""
-    if snapshot.rank == 0:
-        snapshot.save_place.publish(snapshot.place, snapshot.about, snapshot.all_parts)
-        snapshot.save_place.finish(snapshot.number)

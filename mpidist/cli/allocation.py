@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-from mpidist.cli.launching import RefusedError, prepare_child
+from mpidist.cli.launching import Launch, RefusedError, prepare_child
 from mpidist.cluster_resolver.host_list import expand_host_list
 from mpidist.transport.mpi.mpi_libraries import MpiLibrary
 
-__all__ = ["Allocation", "Command", "Start", "find_allocation", "num_cores"]
+__all__ = ["Allocation", "Start", "find_allocation", "num_cores"]
 
 _ANSWER_SECONDS: Final = 60.0  # what srun may take to start a process on each node
 _OPEN_MPI_AS_ROOT: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -27,28 +27,12 @@ _MPICH_YIELDS: Final = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "MPIR_CVAR_ENABLE_
 
 @final
 class Start(NamedTuple):
-    """What is started.
-
-    Attributes:
-        library: The MPI library of the ranks.
-        ranks: How many ranks.
-        threads: How many threads each has, where the user says it.
-        is_tagged: Whether each line gets the rank before it.
-    """
+    """Which ranks are started, with how many threads, if the user says it; `is_tagged`, with it before each line."""
 
     library: MpiLibrary
     ranks: int
     threads: int | None
     is_tagged: bool
-
-
-@final
-class Command(NamedTuple):
-    """A launcher with its options, variables that are set where they are not set yet, and the threads of a rank."""
-
-    words: list[str]
-    variables: Mapping[str, str]
-    threads: int
 
 
 class Allocation(ABC):
@@ -59,8 +43,8 @@ class Allocation(ABC):
     spans_nodes: bool = False  # whether ranks may be on other nodes than this process
 
     @abstractmethod
-    def launcher(self, start: Start, lost: Sequence[str]) -> Command:
-        """Return the command of so many ranks. `lost`: nodes that are left out."""
+    def launcher(self, start: Start, lost: Sequence[str]) -> Launch:
+        """Return the launcher with its options, for variables that are not set yet. `lost`: nodes that are left out."""
 
     def find_lost(self) -> list[str]:
         """Return the names of the nodes that start no process. Local."""
@@ -89,13 +73,13 @@ class _Slurm(Allocation):
         self._cores_of_task = int(environ.get("SLURM_CPUS_PER_TASK", "1"))
         self.nodes = expand_host_list(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else []
 
-    def launcher(self, start: Start, lost: Sequence[str]) -> Command:
+    def launcher(self, start: Start, lost: Sequence[str]) -> Launch:
         threads = start.threads or self._cores_of_task
         options = [f"--mpi={start.library.slurm_plugin}", "-n", str(start.ranks), "-c", str(threads)]
         options += ["--kill-on-bad-exit=1", *["--label"] * start.is_tagged]
         if lost:
             options += [f"--nodes={len(self.nodes) - len(lost)}", f"--exclude={','.join(lost)}"]
-        return Command(["srun", *options], {}, threads)
+        return Launch(["srun", *options], {}, threads)
 
     def find_lost(self) -> list[str]:
         """Start a process on each node: ranks may detect the loss of a node before Slurm does."""
@@ -110,11 +94,11 @@ class _Flux(Allocation):
 
     spans_nodes = True
 
-    def launcher(self, start: Start, lost: Sequence[str]) -> Command:
+    def launcher(self, start: Start, lost: Sequence[str]) -> Launch:
         threads = start.threads or 1
         options = ["-n", str(start.ranks), "-c", str(threads), "-o", "exit-on-error"]
         options += ["-o", "pmi=pmix"] * (start.library.name == "Open MPI") + ["--label-io"] * start.is_tagged
-        return Command(["flux", "run", *options], {}, threads)
+        return Launch(["flux", "run", *options], {}, threads)
 
 
 @final
@@ -126,7 +110,7 @@ class _Pbs(Allocation):
         self._slots = Counter(lines)  # in the order of the file
         self.spans_nodes = len(self._slots) > 1
 
-    def launcher(self, start: Start, lost: Sequence[str]) -> Command:
+    def launcher(self, start: Start, lost: Sequence[str]) -> Launch:
         slots = self._slots.total()
         if start.ranks > slots:
             raise RefusedError(f"this job of PBS takes {slots} ranks, not {start.ranks}: submit it with more mpiprocs=")
@@ -144,7 +128,7 @@ class _Pbs(Allocation):
 class _ThisMachine(Allocation):
     """No job: mpiexec starts the ranks here, each on cores of its own if there are enough."""
 
-    def launcher(self, start: Start, lost: Sequence[str]) -> Command:
+    def launcher(self, start: Start, lost: Sequence[str]) -> Launch:
         cores = num_cores()
         share = cores // start.ranks
         threads = start.threads or max(1, share)
@@ -159,7 +143,7 @@ def num_cores() -> int:
     return len({file.read_text() if file.exists() else str(file) for file in files})
 
 
-def _mpiexec(start: Start, options: list[str], variables: Mapping[str, str], threads: int) -> Command:
+def _mpiexec(start: Start, options: list[str], variables: dict[str, str], threads: int) -> Launch:
     library = start.library
     mpiexec = library.own_mpiexec(sys.executable) or shutil.which("mpiexec")
     if mpiexec is None:
@@ -168,10 +152,10 @@ def _mpiexec(start: Start, options: list[str], variables: Mapping[str, str], thr
             "install an MPI with its mpiexec into this environment: `pip install mpich`"
         )
     tag = ["--tag-output" if library.name == "Open MPI" else "-prepend-rank"] * start.is_tagged
-    return Command([mpiexec, "-n", str(start.ranks), *options, *tag], variables, threads)
+    return Launch([mpiexec, "-n", str(start.ranks), *options, *tag], variables, threads)
 
 
-def _mpiexec_options(library: MpiLibrary, share: int, has_few_cores: bool) -> tuple[list[str], Mapping[str, str]]:
+def _mpiexec_options(library: MpiLibrary, share: int, has_few_cores: bool) -> tuple[list[str], dict[str, str]]:
     """Return options and variables of a library's mpiexec. `share`: how many cores a rank is bound to, or 0."""
     if len(os.sched_getaffinity(0)) != os.cpu_count():  # a launcher may choose cores that we may not use
         share = 0

@@ -2,9 +2,9 @@
 
     mpidist sbatch --nodes 8 --ntasks-per-node 4 --time 02:00:00 train.py --epochs 10
 
-The job script is train.sbatch; with --gpus-per-node train_gpu.sbatch, with --ps roles.sbatch, with --requeue
-requeue.sbatch. What is not said is as there. Other options of Slurm's sbatch come before the program, too, written
---mem=64G or --exclusive. `mpidist sbatch --write-scripts slurm` copies all job scripts, to be edited.
+The job script is train.sbatch; with --ps roles.sbatch, with --requeue requeue.sbatch, whose values are the defaults.
+Other options of Slurm's sbatch come before the program, too, written --mem=64G or --exclusive. `mpidist sbatch
+--write-scripts slurm` copies all job scripts, to be edited.
 """
 
 from __future__ import annotations
@@ -50,24 +50,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Submit the job, and return the exit status of sbatch."""
-    try:
-        if arguments.write_scripts is not None:
-            return _write_scripts(Path(arguments.write_scripts))
-        command = _command(arguments)
-        _warn_of_options_of_the_program(arguments)
-        variables = _variables(os.environ)
-        if arguments.dry_run:
-            print(command_text(command, variables))
-            return 0
-        if shutil.which("sbatch") is None:
-            raise RefusedError(
-                "there is no sbatch on PATH: submit on a login node of a Slurm cluster; --dry-run prints the command"
-            )
-        sys.stdout.flush()
-        return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
-    except RefusedError as problem:
-        print(f"mpidist sbatch: {problem}", file=sys.stderr)
-        return 2
+    if arguments.write_scripts is not None:
+        return _write_scripts(Path(arguments.write_scripts))
+    command = _command(arguments)
+    behind = [one for one in arguments.arguments if one.partition("=")[0] in arguments.own_options]
+    if behind:
+        print(
+            f"mpidist sbatch: {', '.join(behind)} behind {arguments.script} goes to the program; what is meant for the "
+            "job comes before the program",
+            file=sys.stderr,
+        )
+    variables = _variables(os.environ)
+    if arguments.dry_run:
+        print(command_text(command, variables))
+        return 0
+    if shutil.which("sbatch") is None:
+        raise RefusedError(
+            "there is no sbatch on PATH: submit on a login node of a Slurm cluster; --dry-run prints the command"
+        )
+    sys.stdout.flush()
+    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
@@ -93,19 +95,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     command = ["sbatch", *_options(nodes=arguments.nodes, ntasks_per_node=ranks or gpus, gpus_per_node=gpus), *per_job]
     if arguments.ps is not None:
         command += [":", *_options(nodes=1, ntasks_per_node=arguments.ps), *per_job]
-    name = "roles" if arguments.ps else "requeue" if arguments.requeue else "train_gpu" if gpus else "train"
+    name = "roles" if arguments.ps else "requeue" if arguments.requeue else "train"
     return [*command, str(_SCRIPTS / f"{name}.sbatch"), arguments.script, *arguments.arguments]
-
-
-def _warn_of_options_of_the_program(arguments: argparse.Namespace) -> None:
-    """Warn of options behind the program that this command has, too."""
-    behind = [one for one in arguments.arguments if one.partition("=")[0] in arguments.own_options]
-    if behind:
-        print(
-            f"mpidist sbatch: {', '.join(behind)} behind {arguments.script} goes to the program; what is meant for the "
-            "job comes before the program",
-            file=sys.stderr,
-        )
 
 
 def _options(**values: object) -> list[str]:
@@ -118,12 +109,9 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     if sys.prefix != sys.base_prefix:
         variables["VIRTUAL_ENV"] = sys.prefix
     library = "" if environ.get("MPI_TYPE") else _answer(sys.executable, "-m", "mpi4py", "--mpi-lib-version")
-    launcher = environ.get("MPI_TYPE") or _launcher(library)
-    if launcher:
+    if launcher := environ.get("MPI_TYPE") or _launcher(library):
         variables["MPI_TYPE"] = launcher
-    if (
-        re.search("^MPICH Device:.*ch4:.*ofi", library, re.MULTILINE) and _NETMOD not in environ
-    ):  # as env.sh does where it asks the library
+    if re.search("^MPICH Device:.*ch4:.*ofi", library, re.MULTILINE) and _NETMOD not in environ:  # as env.sh does
         variables[_NETMOD] = "ofi"
     return variables
 
@@ -133,16 +121,15 @@ def _launcher(library: str) -> str:
     if not library:
         return ""
     wanted = "pmix" if "Open MPI" in library else "cray_shasta" if "CRAY" in library else "pmi2"
-    known = re.findall(r"[\w.]+", _answer("srun", "--mpi=list"))
+    known: list[str] = re.findall(r"[\w.]+", _answer("srun", "--mpi=list"))
     if not known or wanted in known:
         return wanted
-    versions = sorted(word for word in known if word.startswith(f"{wanted}_"))
-    if not versions:
-        raise RefusedError(
-            f"the MPI library here needs `srun --mpi={wanted}`, which `srun --mpi=list` does not list: ask the site "
-            "for it, take another MPI library, or say what to take: MPI_TYPE=... mpidist sbatch ..."
-        )
-    return str(versions[-1])
+    if versions := [word for word in known if word.startswith(f"{wanted}_")]:
+        return max(versions)
+    raise RefusedError(
+        f"the MPI library here needs `srun --mpi={wanted}`, which `srun --mpi=list` does not list: ask the site "
+        "for it, take another MPI library, or say what to take: MPI_TYPE=... mpidist sbatch ..."
+    )
 
 
 def _answer(*command: str) -> str:
@@ -155,14 +142,14 @@ def _answer(*command: str) -> str:
 
 
 def _write_scripts(folder: Path) -> int:
-    there = [path.name for path in sorted(_SCRIPTS.iterdir()) if (folder / path.name).exists()]
-    if there:
+    names = sorted(path.name for path in _SCRIPTS.iterdir())
+    if there := [name for name in names if (folder / name).exists()]:
         raise RefusedError(f"{folder} has {', '.join(there)}: name another folder, as these are not overwritten")
     try:
         shutil.copytree(_SCRIPTS, folder, dirs_exist_ok=True)
     except OSError as error:
         raise RefusedError(f"the job scripts cannot be written: {error}") from None
-    print(f"{folder}: " + ", ".join(path.name for path in sorted(_SCRIPTS.iterdir())))
+    print(f"{folder}: {', '.join(names)}")
     return 0
 
 

@@ -11,14 +11,14 @@ nothing to read.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from mpidist.checkpoint.saved import SavedCheckpoint
+from mpidist.checkpoint.parts import SavedCheckpoint
+from mpidist.cli.launching import RefusedError
 from mpidist.errors import DataLossError
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.text import count_text, size_text
@@ -30,7 +30,6 @@ _DIFF: Final = "diff"
 _HEAD: Final = ("checkpoint", "step", "size", "saved", "ranks", "whole")
 _MOST_LEAVES: Final = 10
 _BLOCK: Final = 1 << 20  # elements that are compared at once
-_UNKNOWN: Final = 0, 0.0  # the place in the order of saves
 _NOT_NAMED: Final = "."  # how the names of folders begin that are no checkpoints yet, or any more
 
 
@@ -50,44 +49,37 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.refuse("needed FOLDER, or diff A B; a folder of the name diff is ./diff")
     try:
         return _compare(*words[1:]) if is_diff else _list(Path(words[0]), arguments.read)
-    except (OSError, DataLossError) as error:
-        print(f"mpidist checkpoint: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise RefusedError(error) from None
 
 
 def _list(folder: Path, reads: bool) -> int:
-    """Print a line for each checkpoint, in the order of saves."""
+    """Print a line for each checkpoint, whole or damaged, in the order of saves."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(folder.absolute())!r}")
-    places = [one for one in (folder, *sorted(folder.iterdir())) if _is_checkpoint(one)]
-    if not places:
-        raise FileNotFoundError(f"there are no checkpoints in {str(folder.absolute())!r}")
-    rows = sorted(_row(place, reads) for place in places)
-    widths = [max(len(row[1][at]) for row in [*rows, (_UNKNOWN, _HEAD)]) for at in range(len(_HEAD))]
-    for _, texts in [(_UNKNOWN, _HEAD), *rows]:
-        print("  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip())
+        raise RefusedError(f"there is no folder {str(folder.absolute())!r}")
+    places = (place for place in (folder, *sorted(folder.iterdir())) if any(place.glob("*.safetensors")))
+    rows = sorted(_row(place, reads) for place in places if not place.name.startswith(_NOT_NAMED))
+    if not rows:
+        raise RefusedError(f"there are no checkpoints in {str(folder.absolute())!r}")
+    lines = [_HEAD, *(texts for _, texts in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for texts in lines:
+        print("  ".join(map(str.ljust, texts, widths)).rstrip())
     return int(any(texts[-1] != "yes" for _, texts in rows))
-
-
-def _is_checkpoint(place: Path) -> bool:
-    """Whether a folder is a checkpoint, whole or damaged."""
-    return place.is_dir() and not place.name.startswith(_NOT_NAMED) and any(place.glob("*.safetensors"))
 
 
 def _row(place: Path, reads: bool) -> tuple[tuple[int, float], tuple[str, ...]]:
     """Describe a checkpoint, behind what sorts the lines."""
+    order, about, is_whole = (0, 0.0), ["?"] * 4, "yes"
     try:
         saved = SavedCheckpoint(place)
+        when, ranks = time.strftime("%F %T", time.localtime(saved.saved_at)), str(saved.manifest["ranks"])
+        about = [_step(saved), size_text(saved.nbytes), when, ranks]
         order = saved.manifest.get("order", 0), saved.saved_at  # a manager counts its saves
-        about = [_step(saved), size_text(saved.nbytes), time.strftime("%F %T", time.localtime(saved.saved_at))]
-        about.append(str(saved.manifest["ranks"]))
-    except (OSError, DataLossError) as error:
-        return _UNKNOWN, (place.name, *"????", f"no: {error}")
-    try:
         saved.require_whole(reads)
     except (OSError, DataLossError) as error:
-        return order, (place.name, *about, f"no: {error}")
-    return order, (place.name, *about, "yes")
+        is_whole = f"no: {error}"
+    return order, (place.name, *about, is_whole)
 
 
 def _step(saved: SavedCheckpoint) -> str:

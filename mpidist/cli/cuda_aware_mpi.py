@@ -17,8 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -36,8 +35,7 @@ _OF_RANKS: Final = "_MPIDIST_"  # what a rank marks its environment with
 
 
 @final
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Whether MPI takes device memory, and the reason for the answer."""
 
     works: bool
@@ -74,9 +72,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
     """Let a child process pass device memory to MPI, and wait for the child. How the child ends is the answer.
 
-    Args:
-        command: Prints "right" and exits with 0 if MPI can.
-        seconds: How long the child may take.
+    `command` prints "right" and exits with 0 if MPI can.
     """
     with tempfile.TemporaryFile() as output:  # not a pipe: it stays open while any process holds it
         try:

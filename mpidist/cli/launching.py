@@ -1,4 +1,4 @@
-"""What the commands that start other programs have in common."""
+"""What commands have in common."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, final
 
-__all__ = ["Launch", "RefusedError", "command_text", "count", "prepare_child"]
+__all__ = ["THREAD_VARIABLES", "Launch", "RefusedError", "command_text", "count", "first_of", "prepare_child"]
+
+THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _PARENT_DEATH: Final = 1  # PR_SET_PDEATHSIG
 
 
 @final
 class Launch(NamedTuple):
-    """A command line, and the variables that are set for it."""
+    """A command line, the variables that are set for it, and the threads of a rank."""
 
     command: list[str]
     variables: dict[str, str]
+    threads: int
 
 
 class RefusedError(Exception):
-    """Why the program cannot be started, and what to do."""
+    """Why a command cannot do what it was told, and what to do."""
 
 
 def command_text(command: Sequence[str], variables: Mapping[str, str]) -> str:
@@ -36,6 +39,12 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """List the first of some names, and count the rest: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def prepare_child() -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
+from mpidist.cli.launching import first_of
 from mpidist.transport.mpi.shared_files import SHARED_MEMORY
 from mpidist.transport.text import count_text, size_text
 
@@ -33,13 +34,7 @@ _MOST_NAMES: Final = 3
 
 @final
 class Leftover(NamedTuple):
-    """A file or a folder that no process uses.
-
-    Attributes:
-        path: Where it is.
-        is_folder: Whether it is a folder.
-        nbytes: The memory or disk space that it takes.
-    """
+    """A file or a folder that no process uses, and the memory or disk space that it takes."""
 
     path: Path
     is_folder: bool
@@ -73,13 +68,11 @@ def remove(leftovers: Sequence[Leftover]) -> None:
 
 def leftovers_text(leftovers: Sequence[Leftover]) -> str:
     """Name some of them, for people, with the space that all of them take."""
-    names = [str(one.path) for one in leftovers[:_MOST_NAMES]]
-    if len(leftovers) > len(names):
-        names.append(f"{len(leftovers) - len(names)} more")
     num_folders = sum(one.is_folder for one in leftovers)
     counts = (len(leftovers) - num_folders, "file"), (num_folders, "folder")
     things = " and ".join(count_text(number, noun) for number, noun in counts if number)
-    return f"{things}, {size_text(sum(one.nbytes for one in leftovers))} ({', '.join(names)})"
+    names = first_of([str(one.path) for one in leftovers], _MOST_NAMES)
+    return f"{things}, {size_text(sum(one.nbytes for one in leftovers))} ({names})"
 
 
 def _matching(folder: str, start: str, names: re.Pattern[str]) -> list[Path]:

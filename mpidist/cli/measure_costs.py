@@ -36,24 +36,21 @@ def measure_cost_model(
     """Measure what mpidist's own parts cost here. Collective; the result is the same on all ranks.
 
     The ranks work at once, as they do in an all-reduce. A time is the median of some rounds, on the slowest rank.
-
-    Args:
-        levels: The levels of a group with all the ranks that jobs will use.
-        seconds: About how long to measure.
-        begin_wait: Called before the ranks wait for each other: no wait is as long as the whole measurement.
-
-    Returns:
-        The model, and the names of its numbers that were measured. The other numbers cannot be measured here: those of
-        links on one node, for example.
+    Returns the model, and the names of its numbers that could be measured here. `begin_wait` is called before the ranks
+    wait for each other: no wait is as long as the whole measurement, of about `seconds`.
     """
-    clock = _Clock(levels.world, begin_wait)
-    ranks = round(clock.slowest(levels.within_node.size))  # of the largest node
-    lanes = -round(clock.slowest(-levels.within_node.size))  # the ranks of the smallest
-    steps = _array_steps(levels.within_node)
+    clock, node = _Clock(levels.world, begin_wait), levels.within_node
+    ranks = round(clock.slowest(node.size))  # of the largest node
+    lanes = -round(clock.slowest(-node.size))  # the ranks of the smallest
+    steps = _array_steps(node)
     if ranks > 1:
-        steps |= _node_steps(levels)
-    if levels.within_node.size < levels.world.size:
-        steps |= _link_steps(levels, lanes)
+        steps |= {"mpi": _messages(node, 8), "mpi long": _messages(node, _MESSAGE)}
+    if ranks > 1 and levels.fused is not None:
+        tiny, total = np.zeros(8, np.float32), Reduction()
+        steps["two_shot"] = (lambda: node.reduce(tiny, total, 0)) if node.size > 1 else _rest
+    if node.size < levels.world.size:  # from each node to the next, one message alone, and long ones of all lanes
+        steps["link"] = _messages(levels.across_nodes, 8) if node.rank == 0 else _rest
+        steps["link long"] = _messages(levels.across_nodes, _MESSAGE) if node.rank < lanes else _rest
     found = _costs(clock.measure(steps, seconds), ranks, lanes)
     return CostModel(**found), tuple(found)
 
@@ -125,24 +122,6 @@ def _staging(node: Communicator) -> tuple[Callable[[], None], Array, Array]:
         return _rest, memory, memory
     views = node.fused.slots.views(np.dtype(np.uint8))[0]
     return node.fused.synchronize, views[node.rank][:_BLOCK], views[(node.rank + 1) % node.size][:_BLOCK]
-
-
-def _node_steps(levels: Levels) -> dict[str, Step]:
-    """Return steps: MPI's messages from each rank of a node to the next, and a two-shot call of the node."""
-    node, tiny, total = levels.within_node, np.zeros(8, np.float32), Reduction()
-    steps: dict[str, Step] = {"mpi": _messages(node, 8), "mpi long": _messages(node, _MESSAGE)}
-    if levels.fused is not None:
-        steps["two_shot"] = (lambda: node.reduce(tiny, total, 0)) if node.size > 1 else _rest
-    return steps
-
-
-def _link_steps(levels: Levels, lanes: int) -> dict[str, Step]:
-    """Return steps: messages from each node to the next, one alone, and long ones of all lanes at once."""
-    place = levels.within_node.rank
-    return {
-        "link": _messages(levels.across_nodes, 8) if place == 0 else _rest,
-        "link long": _messages(levels.across_nodes, _MESSAGE) if place < lanes else _rest,
-    }
 
 
 def _costs(times: Mapping[str, float], ranks: int, lanes: int) -> dict[str, float]:

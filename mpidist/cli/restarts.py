@@ -29,14 +29,9 @@ _BY_THE_KERNEL: Final = 128  # `si_code` of Ctrl-C, which a terminal sends to th
 
 @final
 class _End(NamedTuple):
-    """How a start of the ranks ended.
+    """How a start of the ranks ended: by which exit code, after which signals to this process, and how many seconds.
 
-    Attributes:
-        code: The exit code of the launcher, or of the rank that ended the job.
-        signals: The signals that this process received and forwarded.
-        was_killed: Whether a rank was killed from outside.
-        has_saved: Whether a checkpoint was saved.
-        seconds: How long it took.
+    `was_killed`: whether a rank was killed from outside.
     """
 
     code: int
@@ -55,12 +50,8 @@ def start_until_done(
 ) -> int:
     """Start ranks, again after each failure, and return the exit code. If nodes share the current folder, writes there.
 
-    Args:
-        launch: Returns the command for so many ranks, without these nodes.
-        ranks: Number of ranks.
-        allocation: Where.
-        max_restarts: How often.
-        min_ranks: With how few ranks; `None` keeps the number on each node.
+    `launch` returns the command for so many ranks, without these nodes. After a killed rank there is one rank fewer,
+    down to `min_ranks`; `None` keeps the number on each node.
     """
     plan = _Plan(ranks, allocation, max_restarts, min_ranks)
     forwarded = {number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}  # nohup ignores one

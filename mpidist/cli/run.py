@@ -24,10 +24,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
-from mpidist.cli.allocation import Allocation, Command, Start, find_allocation, num_cores
-from mpidist.cli.launching import Launch, RefusedError, command_text, count
+from mpidist.cli.allocation import Allocation, Start, find_allocation, num_cores
+from mpidist.cli.launching import THREAD_VARIABLES, Launch, RefusedError, command_text, count
 from mpidist.cli.restarts import start_until_done
 from mpidist.transport.mpi.launch import is_in_step
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
@@ -35,8 +34,6 @@ from mpidist.transport.mpi.library import library_version
 from mpidist.transport.mpi.mpi_libraries import recognise
 
 __all__ = ["add_arguments", "run"]
-
-_THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,15 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         start = Start(library, ranks, arguments.threads, arguments.tag)
         return _launch(allocation.launcher(start, lost), arguments, program)
 
-    try:
-        ranks, program = _num_ranks(arguments, allocation, os.environ), _program(arguments)
-        if arguments.max_restarts and allocation.spans_nodes and not os.access(".", os.W_OK):
-            here = Path.cwd()
-            raise RefusedError(f"--max-restarts writes into {here}, and may not: use a folder that all nodes share")
-        first = launch(ranks, ())
-    except RefusedError as error:
-        print(f"mpidist run: {error}", file=sys.stderr)
-        return 2
+    ranks, program = _num_ranks(arguments, allocation, os.environ), _program(arguments)
+    if arguments.max_restarts and allocation.spans_nodes and not os.access(".", os.W_OK):
+        here = Path.cwd()
+        raise RefusedError(f"--max-restarts writes into {here}, and may not: use a folder that all nodes share")
+    first = launch(ranks, ())
     sys.stdout.flush()
     if arguments.max_restarts and not arguments.dry_run:
         return start_until_done(launch, ranks, allocation, arguments.max_restarts, arguments.min_ranks)
@@ -104,24 +97,24 @@ def _num_ranks(arguments: argparse.Namespace, allocation: Allocation, environ: M
     return ranks
 
 
-def _launch(command: Command, arguments: argparse.Namespace, program: Sequence[str]) -> Launch:
+def _launch(launcher: Launch, arguments: argparse.Namespace, program: Sequence[str]) -> Launch:
     """Add the program, and variables that are not set; a number of threads that is set holds, unless one was given."""
-    environ = os.environ
-    variables = {name: value for name, value in command.variables.items() if name not in environ}
-    if arguments.threads or _THREADS[0] not in environ:  # the other libraries read it, too
-        variables |= {name: str(command.threads) for name in _THREADS if arguments.threads or name not in environ}
-    return Launch([*command.words, *program], variables)
+    environ, threads = os.environ, str(launcher.threads)
+    variables = {name: value for name, value in launcher.variables.items() if name not in environ}
+    if arguments.threads or THREAD_VARIABLES[0] not in environ:  # the other libraries read it, too
+        variables |= {name: threads for name in THREAD_VARIABLES if arguments.threads or name not in environ}
+    return launcher._replace(command=[*launcher.command, *program], variables=variables)
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:
     """Return the command of one rank."""
+    name, words = arguments.program, [arguments.program, *arguments.arguments]
     if arguments.module:
-        return [sys.executable, "-m", arguments.program, *arguments.arguments]
-    path = Path(arguments.program)
-    if path.suffix != ".py":
-        if shutil.which(arguments.program) is None:
-            raise RefusedError(f"there is no program {arguments.program}: give a Python file, or a command on PATH")
-        return [arguments.program, *arguments.arguments]
-    if not path.is_file():
-        raise RefusedError(f"there is no file {arguments.program} in {Path.cwd()}")
-    return [sys.executable, arguments.program, *arguments.arguments]
+        return [sys.executable, "-m", *words]
+    if Path(name).suffix == ".py":
+        if not Path(name).is_file():
+            raise RefusedError(f"there is no file {name} in {Path.cwd()}")
+        return [sys.executable, *words]
+    if shutil.which(name) is None:
+        raise RefusedError(f"there is no program {name}: give a Python file, or a command on PATH")
+    return words

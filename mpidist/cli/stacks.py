@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from mpidist.cli.launching import RefusedError
 from mpidist.transport.stacks import Stack, StackFile, read_stacks, stack_files, together
 from mpidist.transport.text import name_ranks
 
@@ -39,11 +39,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Report."""
     jobs = [files for files in _jobs() if arguments.job is None or arguments.job in _names(files[0])]
     if len(jobs) != 1:
-        print("\n".join(_choice(arguments.job, jobs)), file=sys.stderr)
-        return 2
+        raise RefusedError(_choice(arguments.job, jobs))
     (files,) = jobs
-    stacks = _read(files)
-    print("\n".join([*_head(files), *_lines(stacks, arguments.whole)]), flush=True)
+    found, size = read_stacks([file.pid for file in files]), files[0].size
+    stacks = {file.rank: found.get(file.pid, _SILENT) for file in files}
+    rest = f", of {size}: run this command on the other machines, too" if len(stacks) < size else ""
+    lines = [f"{_title(files)}, {name_ranks(stacks)} on {socket.gethostname()}{rest}"]
+    for ranks, stack in together(stacks, arguments.whole):
+        lines.append(f"{ranks}: {stack.place}")
+        if arguments.whole:
+            lines += [f"    {frame}" for frame in stack.frames]
+    print("\n".join(lines), flush=True)
     return int(not all(stack.frames for stack in stacks.values()))
 
 
@@ -55,38 +61,18 @@ def _jobs() -> list[list[StackFile]]:
     return [files for files in jobs.values() if os.getpid() not in {file.pid for file in files}]
 
 
-def _read(files: Sequence[StackFile]) -> dict[int, Stack]:
-    stacks = read_stacks([file.pid for file in files])
-    return {file.rank: stacks.get(file.pid, _SILENT) for file in files}
-
-
-def _lines(stacks: dict[int, Stack], is_whole: bool) -> list[str]:
-    lines = []
-    for ranks, stack in together(stacks, is_whole):
-        lines.append(f"{ranks}: {stack.place}")
-        if is_whole:
-            lines += [f"    {frame}" for frame in stack.frames]
-    return lines
-
-
-def _head(files: Sequence[StackFile]) -> list[str]:
-    here, size = [file.rank for file in files], files[0].size
-    rest = f", of {size}: run this command on the other machines, too" if len(here) < size else ""
-    return [f"{_title(files)}, {name_ranks(here)} on {socket.gethostname()}{rest}"]
-
-
 def _title(files: Sequence[StackFile]) -> str:
     command = _command(files[0].pid)
     return f"job {files[0].job}: {command if len(command) <= _WIDTH else command[: _WIDTH - 3] + '...'}"
 
 
-def _choice(job: str | None, found: Sequence[Sequence[StackFile]]) -> list[str]:
+def _choice(job: str | None, found: Sequence[Sequence[StackFile]]) -> str:
     """Say why there is not one job."""
-    if not found:
-        which = "no job" if job is None else f"no job {job}"
-        why = "or its ranks show no stacks (MPIDIST_STACK_SIGNAL=off, or they have not imported mpidist)"
-        return [f"mpidist stacks: {which} of yours runs on {socket.gethostname()}, {why}"]
-    return ["mpidist stacks: several jobs run here, so name one:", *(f"  {_title(files)}" for files in found)]
+    if found:
+        return "\n".join(["several jobs run here, so name one:", *(f"  {_title(files)}" for files in found)])
+    which = "no job" if job is None else f"no job {job}"
+    why = "or its ranks show no stacks (MPIDIST_STACK_SIGNAL=off, or they have not imported mpidist)"
+    return f"{which} of yours runs on {socket.gethostname()}, {why}"
 
 
 def _names(file: StackFile) -> set[str]:

@@ -91,42 +91,31 @@ def _measure(group: SyncGroup, seconds: float, as_json: bool) -> int:
         model, measured = measure_cost_model(group.levels, seconds, group.agreement.restart_clock)
     if topology.rank > 0:
         return 0
-    path, why = _keep(group, key, model, measured)
-    if as_json:
-        print(_json(key, model, measured, path), flush=True)
+    path, why = None, ""
+    if group.settings.pretend_nodes is not None:
+        why = "The numbers are not kept: MPIDIST_PRETEND_NODES is set, and they would be taken for those of real nodes."
     else:
-        print(f"{_table(model, measured)}\n\n{explain(model, topology.node_sizes)}\n")
+        try:
+            path = save_cost_model(key, model, measured)
+        except (OSError, RuntimeError) as error:
+            why = f"The numbers were not kept: {error}. MPIDIST_TUNE_DIR names another folder."
+    _print_numbers(key, model, measured, path, as_json)
     _tell(why or f"Written to {path}", as_json)
     return int(path is None and group.settings.pretend_nodes is None)
-
-
-def _keep(group: SyncGroup, key: TuningKey, model: CostModel, measured: tuple[str, ...]) -> tuple[Path | None, str]:
-    """Write the numbers to their file. Returns the file; or `None`, and why there is none."""
-    if group.settings.pretend_nodes is not None:
-        return None, (
-            "The numbers are not kept: MPIDIST_PRETEND_NODES is set, and they would be taken for those of real nodes."
-        )
-    try:
-        return save_cost_model(key, model, measured), ""
-    except (OSError, RuntimeError) as error:
-        return None, f"The numbers were not kept: {error}. MPIDIST_TUNE_DIR names another folder."
 
 
 def _show(placement: Placement, as_json: bool) -> None:
     key = TuningKey.here(placement)
     path, tuned = tuning_path(key), load_tuned(key)
     model, measured = (CostModel(), ()) if tuned is None else (tuned.model, tuned.measured)
-    if as_json:
-        print(_json(key, model, measured, None if tuned is None else path))
-        return
-    if tuned is not None:
-        print(f"Measured at {tuned.date}, from {path}")
-    elif path.exists():
-        print(f"mpidist's own numbers, not measured here: {path} cannot be used.")
-    else:
-        print(f"mpidist's own numbers, not measured here: there is no {path}.")
-    print(f"For {name_placement(placement)}, {key.mpi}, {key.processor}.")
-    print(f"{_table(model, measured)}\n\n{explain(model, placement)}")
+    if not as_json:
+        if tuned is not None:
+            source = f"Measured at {tuned.date}, from {path}"
+        else:
+            why = f"{path} cannot be used" if path.exists() else f"there is no {path}"
+            source = f"mpidist's own numbers, not measured here: {why}."
+        print(f"{source}\nFor {name_placement(placement)}, {key.mpi}, {key.processor}.")
+    _print_numbers(key, model, measured, None if tuned is None else path, as_json)
 
 
 def _tell(text: str, as_json: bool) -> None:
@@ -134,20 +123,22 @@ def _tell(text: str, as_json: bool) -> None:
     print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
-def _json(key: TuningKey, model: CostModel, measured: tuple[str, ...], path: Path | None) -> str:
-    """Write what holds where, in seconds and bytes; `path`: the file that has it."""
-    choices = {str(1 << power): model.choose(1 << power, key.placement) for power in _POWERS}
-    where = {"file": None if path is None else str(path), **asdict(key)}
-    return json.dumps({**where, "model": asdict(model), "measured": measured, "choices": choices}, indent=2)
-
-
-def _table(model: CostModel, measured: tuple[str, ...]) -> str:
-    lines = [""]
+def _print_numbers(
+    key: TuningKey, model: CostModel, measured: tuple[str, ...], path: Path | None, as_json: bool
+) -> None:
+    """Print what holds where: for people, or in seconds and bytes as JSON. `path`: the file that has it."""
+    if as_json:
+        choices = {str(1 << power): model.choose(1 << power, key.placement) for power in _POWERS}
+        where = {"file": None if path is None else str(path), **asdict(key)}
+        page = {**where, "model": asdict(model), "measured": measured, "choices": choices}
+        print(json.dumps(page, indent=2), flush=True)
+        return
+    print()
     for name, value in asdict(model).items():
         unit, scale = _UNITS[next(unit for unit in _UNITS if name.endswith(f"_{unit}"))]
         source = "measured" if name in measured else "a guess"
-        lines.append(f"{name:<25}{value * scale:>9.4g} {unit:<5} {source:<9} {_MEANINGS[name]}")
-    return "\n".join(lines)
+        print(f"{name:<25}{value * scale:>9.4g} {unit:<5} {source:<9} {_MEANINGS[name]}")
+    print(f"\n{explain(model, key.placement)}\n")
 
 
 def explain(model: CostModel, placement: Placement) -> str:
@@ -174,13 +165,9 @@ def _reasons(model: CostModel, placement: Placement) -> list[str]:
             f"two_shot above, in chunks of {size_text(chunk)}: two barriers at least, and every rank adds its share.",
         ]
     least = model.least_bytes(placement)
-    start = (
-        "two_shot never: its messages cost more than they save."
-        if least == NEVER
-        else (
-            f"two_shot from {size_text(least)} on: {min(placement)} ranks a node use the link at once, while they add."
-        )
-    )
+    start = f"two_shot from {size_text(least)} on: {min(placement)} ranks a node use the link at once, while they add."
+    if least == NEVER:
+        start = "two_shot never: its messages cost more than they save."
     link, chunk_text = model.busy_link_seconds(chunk, len(placement)), size_text(chunk)
     return [
         start,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import final
 
-__all__ = ["ClusterSpec"]
+__all__ = ["PORT_BASE", "ClusterSpec", "number_ports", "with_rpc_layer"]
+
+PORT_BASE = 8888
 
 Tasks = Sequence[str] | Mapping[int, str]
 
@@ -27,7 +30,7 @@ class ClusterSpec:
         if isinstance(cluster, ClusterSpec):
             self._jobs: dict[str, dict[int, str]] = cluster._jobs
         elif isinstance(cluster, Mapping):
-            self._jobs = {_check_name(job): _check_tasks(job, cluster[job]) for job in cluster}
+            self._jobs = {job: _check_tasks(job, cluster[job]) for job in cluster}
         else:
             raise TypeError(
                 f"ClusterSpec got {cluster!r} of type {type(cluster).__name__}; "
@@ -111,13 +114,9 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()})"
 
 
-def _check_name(job: object) -> str:
+def _check_tasks(job: object, tasks: object) -> dict[int, str]:
     if not isinstance(job, str):
         raise TypeError(f"ClusterSpec got the job name {job!r}; it needs a string like 'worker'")
-    return job
-
-
-def _check_tasks(job: str, tasks: object) -> dict[int, str]:
     by_index = _by_index(tasks)
     if not isinstance(by_index, dict):
         raise TypeError(
@@ -140,3 +139,18 @@ def _by_index(tasks: object) -> object:
     if isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes)):
         return dict(enumerate(tasks))
     return tasks
+
+
+def number_ports(hosts: Sequence[str], port_base: int = PORT_BASE) -> list[str]:
+    """Give each task an address of its own, in the order of tasks: the k-th on a host gets port `port_base + k`."""
+    seen: Counter[str] = Counter()
+    addresses = []
+    for host in hosts:
+        addresses.append(f"{host}:{port_base + seen[host]}")
+        seen[host] += 1
+    return addresses
+
+
+def with_rpc_layer(address: str, rpc_layer: str | None) -> str:
+    """Put the rpc layer before an address: `grpc://n1:8888`. No address or no layer: unchanged."""
+    return f"{rpc_layer}://{address}" if address and rpc_layer else address

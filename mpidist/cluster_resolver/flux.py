@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping
+from functools import cached_property
 from typing import final
 
-from mpidist.cluster_resolver.addresses import number_ports
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec, number_ports
+from mpidist.cluster_resolver.host_list import expand_host_list
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
 from mpidist.errors import TopologyError
 
@@ -23,9 +24,7 @@ class FluxClusterResolver(ClusterResolver):
     """
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
-        super().__init__()
-        self._environ = environ
-        self._cluster_spec: ClusterSpec | None = None
+        super().__init__(environ=environ)
 
     def cluster_spec(self) -> ClusterSpec:
         """Give a worker for each task, on the hosts that `flux job taskmap` names. Local; asks Flux once.
@@ -33,10 +32,12 @@ class FluxClusterResolver(ClusterResolver):
         Raises:
             TopologyError: If this is no job of Flux, or Flux does not know it.
         """
-        if self._cluster_spec is None:
-            hosts = _read_task_map(_ask_flux(self._variables()))
-            self._cluster_spec = ClusterSpec({"worker": number_ports([hosts[task] for task in sorted(hosts)])})
         return self._cluster_spec
+
+    @cached_property
+    def _cluster_spec(self) -> ClusterSpec:
+        hosts = _read_task_map(_ask_flux(self._variables()))
+        return ClusterSpec({"worker": number_ports([hosts[task] for task in sorted(hosts)])})
 
     def find_own_task(self) -> OwnTask:
         """Read the task's number that Flux gave."""
@@ -64,7 +65,5 @@ def _read_task_map(text: str) -> dict[int, str]:
     hosts: dict[int, str] = {}
     for line in text.splitlines():
         host, _, tasks = line.rpartition(": ")
-        for part in tasks.split(","):
-            first, _, last = part.partition("-")
-            hosts |= dict.fromkeys(range(int(first), int(last or first) + 1), host)
+        hosts |= dict.fromkeys(map(int, expand_host_list(f"[{tasks}]")), host)
     return hosts

@@ -15,36 +15,34 @@ _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<times>\d+)\))?")
 
 
 def expand_host_list(text: str) -> list[str]:
-    """Write out a Slurm host list, in its own order.
+    """Write out a Slurm host list, in its own order; one that is listed twice is there twice.
 
-    Args:
-        text: Names separated by commas, with any number of brackets anywhere in a name. Leading zeros are
-            kept; of several brackets the last runs fastest: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
-
-    Returns:
-        The names; one that is listed twice is there twice.
-
-    Raises:
-        ValueError: If the text is malformed or a range runs backwards.
+    Names are separated by commas, with any number of brackets anywhere in a name. Leading zeros are kept; of several
+    brackets the last runs fastest: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
     """
     hosts: list[str] = []
     position = 0
     while True:
-        names, position = _expand_name(text, position)
-        hosts += names
-        if position == len(text):
+        parts: list[list[str]] = []  # of one name
+        while match := _NAME_PART.match(text, position):
+            ranges = match["ranges"]
+            parts.append([match["text"]] if ranges is None else _expand_ranges(text, match.start("ranges"), ranges))
+            position = match.end()
+        following = text[position : position + 1]
+        if following == "[":
+            raise _malformed("host list", text, position, "this bracket is not closed by the next one")
+        if not parts:
+            raise _malformed("host list", text, position, "a host name is missing")
+        hosts += ["".join(choice) for choice in itertools.product(*parts)]
+        if not following:
             return hosts
-        if text[position] != ",":
-            raise _malformed("host list", text, position, f"unexpected {text[position]!r}")
+        if following != ",":
+            raise _malformed("host list", text, position, f"unexpected {following!r}")
         position += 1
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Write out Slurm's counts per node: `2(x3),1` is [2, 2, 2, 1].
-
-    Raises:
-        ValueError: If the text is malformed.
-    """
+    """Write out Slurm's counts per node: `2(x3),1` is [2, 2, 2, 1]."""
     counts: list[int] = []
     position = 0
     for item in text.split(","):
@@ -54,23 +52,6 @@ def expand_tasks_per_node(text: str) -> list[int]:
         counts += [int(match["count"])] * int(match["times"] or 1)
         position += len(item) + 1
     return counts
-
-
-def _expand_name(text: str, position: int) -> tuple[list[str], int]:
-    """Write out the name that starts at `position`; also give the position after it."""
-    start = position
-    parts: list[list[str]] = []
-    while match := _NAME_PART.match(text, position):
-        if match["text"] is not None:
-            parts.append([match["text"]])
-        else:
-            parts.append(_expand_ranges(text, match.start("ranges"), match["ranges"]))
-        position = match.end()
-    if text[position : position + 1] == "[":
-        raise _malformed("host list", text, position, "this bracket is not closed by the next one")
-    if position == start:
-        raise _malformed("host list", text, position, "a host name is missing")
-    return ["".join(choice) for choice in itertools.product(*parts)], position
 
 
 def _expand_ranges(text: str, position: int, ranges: str) -> list[str]:

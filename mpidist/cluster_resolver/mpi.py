@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, final
+from functools import cached_property
+from typing import final
 
-from mpidist.cluster_resolver.addresses import number_ports
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec, number_ports
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
-from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.mpi.library import Intracomm, load_mpi
 from mpidist.transport.topology import Topology
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["MPIClusterResolver"]
 
@@ -30,12 +27,10 @@ class MPIClusterResolver(ClusterResolver):
         environ: The environment for `num_accelerators`; default `os.environ`.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None, *, environ: Mapping[str, str] | None = None) -> None:
-        super().__init__()
+    def __init__(self, comm: Intracomm | None = None, *, environ: Mapping[str, str] | None = None) -> None:
+        super().__init__(environ=environ)
         self._comm = comm
-        self._environ = environ
         self._topology: Topology | None = None
-        self._cluster_spec: ClusterSpec | None = None
 
     @classmethod
     def of(cls, topology: Topology) -> MPIClusterResolver:
@@ -53,14 +48,16 @@ class MPIClusterResolver(ClusterResolver):
         Raises:
             UnavailableError: If no MPI library can be loaded.
         """
-        if self._cluster_spec is None:
-            private = self._communicator().Dup()
-            try:
-                hosts = private.allgather(load_mpi().Get_processor_name())
-            finally:
-                private.Free()
-            self._cluster_spec = ClusterSpec({"worker": number_ports(hosts)})
         return self._cluster_spec
+
+    @cached_property
+    def _cluster_spec(self) -> ClusterSpec:
+        private = self._communicator.Dup()
+        try:
+            hosts = private.allgather(load_mpi().Get_processor_name())
+        finally:
+            private.Free()
+        return ClusterSpec({"worker": number_ports(hosts)})
 
     def find_own_task(self) -> OwnTask:
         """Take the rank as the index among the workers.
@@ -68,7 +65,7 @@ class MPIClusterResolver(ClusterResolver):
         Raises:
             UnavailableError: If no MPI library can be loaded.
         """
-        rank = self._communicator().Get_rank() if self._topology is None else self._topology.rank
+        rank = self._communicator.Get_rank() if self._topology is None else self._topology.rank
         return OwnTask("worker", rank)
 
     # These two do not read the spec, as ClusterResolver's do: they must not be collective.
@@ -76,15 +73,13 @@ class MPIClusterResolver(ClusterResolver):
     @property
     def num_tasks(self) -> int | None:
         """Number of ranks."""
-        return self._communicator().Get_size() if self._topology is None else self._topology.size
+        return self._communicator.Get_size() if self._topology is None else self._topology.size
 
     @property
     def rank(self) -> int | None:
         """Index of this process among the workers: its rank, unless `task_id` was set."""
         return self.task_id
 
-    def _communicator(self) -> MPI.Intracomm:
-        if self._comm is None:
-            comm: MPI.Intracomm = load_mpi().COMM_WORLD
-            self._comm = comm
-        return self._comm
+    @cached_property
+    def _communicator(self) -> Intracomm:
+        return load_mpi().COMM_WORLD if self._comm is None else self._comm

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
-from typing import Any, ClassVar, NamedTuple, final
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple, final
 
-from mpidist.cluster_resolver.addresses import with_rpc_layer
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec, with_rpc_layer
 from mpidist.cluster_resolver.gpus import visible_gpus
-from mpidist.cluster_resolver.roles import id_in_cluster, num_synchronous_tasks
 from mpidist.errors import TopologyError
 
-__all__ = ["ClusterResolver", "OwnTask"]
+__all__ = ["JOBS", "ClusterResolver", "OwnTask", "require_task"]
+
+JOBS: Final = ("chief", "worker", "ps", "evaluator")
+_IN_STEP: Final = ("chief", "worker")  # jobs of synchronous training, in the order of ranks
 
 
 class OwnTask(NamedTuple):
@@ -35,6 +36,7 @@ class ClusterResolver(ABC):
         task_id: Index of this process within its job.
         rpc_layer: Prefix of addresses, such as "grpc".
         environment: Free text on where the cluster runs.
+        environ: The environment to read; default `os.environ`.
     """
 
     _remedy: ClassVar[str] = "leave the resolver out"  # what to do if the resolver contradicts MPI
@@ -51,12 +53,12 @@ class ClusterResolver(ABC):
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
-        environment: str = "",
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.task_type = task_type
-        self.task_id = task_id
-        self.rpc_layer = rpc_layer
-        self._environment = environment
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+        self._environment, self._environ = environment or "", environ
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -124,9 +126,8 @@ class ClusterResolver(ABC):
     def num_tasks(self) -> int | None:
         """Number of tasks in synchronous training, chief and workers; None where the cluster does not say all."""
         spec = self.cluster_spec()
-        if any(spec.is_sparse(job) for job in ("chief", "worker") if job in spec.jobs):
-            return None
-        return num_synchronous_tasks(spec) or None
+        jobs = [job for job in _IN_STEP if job in spec.jobs]
+        return None if any(map(spec.is_sparse, jobs)) else sum(map(spec.num_tasks, jobs)) or None
 
     @property
     def assumed_hosts(self) -> Sequence[str] | None:
@@ -141,9 +142,11 @@ class ClusterResolver(ABC):
             ValueError: If this process's task is not in the cluster, or a job is of no known kind.
         """
         task_type, task_id = self.task_type, self.task_id
-        if task_type not in ("chief", "worker") or task_id is None or self.num_tasks is None:
+        if task_type not in _IN_STEP or task_id is None or self.num_tasks is None:
             return None
-        return id_in_cluster(self.cluster_spec(), task_type, task_id)
+        spec = self.cluster_spec()
+        require_task(spec, task_type, task_id)
+        return task_id + (spec.num_tasks("chief") if task_type == "worker" and "chief" in spec.jobs else 0)
 
     @final
     def address_of(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
@@ -201,3 +204,25 @@ class ClusterResolver(ABC):
                     f"dealt to nodes, but MPI has the ranks on {list(hostnames)}; say it (`srun -m block`), or "
                     f"{self._remedy}: MPI is enough"
                 )
+
+
+def require_task(cluster: ClusterSpec, task_type: str, task_id: int) -> None:
+    """Refuse a cluster of jobs that cannot train together, and a task that is not in it."""
+    known = f"known are {', '.join(JOBS)}"
+    for job in cluster.jobs:
+        number = cluster.num_tasks(job)
+        if job not in JOBS:
+            raise ValueError(f"Disallowed task type found in the cluster: job {job!r}; {known}")
+        if job in ("chief", "evaluator") and number > 1:
+            raise ValueError(f"there must be at most one {job} in the cluster, got {number} tasks in job {job!r}")
+    if task_type not in JOBS:
+        raise ValueError(f"Unrecognized task_type {task_type!r}; {known}")
+    if task_type == "evaluator":  # which may stand outside of the cluster
+        return
+    if task_type not in cluster.jobs:
+        raise ValueError(f"task_type {task_type!r} is not in the cluster, whose jobs are {cluster.jobs}")
+    ids = cluster.task_indices(task_type)
+    if task_id not in ids:
+        largest = max(ids, default=-1)
+        problem = f"exceeds the maximum id {largest}" if task_id > largest else "is negative or unknown"
+        raise ValueError(f"the cluster has no such task: task_id {task_id} {problem}; {len(ids)} are known")

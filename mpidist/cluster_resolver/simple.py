@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from mpidist.cluster_resolver.addresses import with_rpc_layer
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec, with_rpc_layer
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
 
 __all__ = ["SimpleClusterResolver"]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import NamedTuple, final
+from functools import cached_property
+from typing import Final, NamedTuple, final
 
-from mpidist.cluster_resolver.addresses import PORT_BASE, number_ports
-from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.cluster_spec import PORT_BASE, ClusterSpec, number_ports
 from mpidist.cluster_resolver.gpus import gpus_of_task
 from mpidist.cluster_resolver.host_list import expand_host_list, expand_tasks_per_node
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
-from mpidist.cluster_resolver.slurm_layout import component_sizes, place_tasks
 from mpidist.errors import TopologyError
 
 __all__ = ["SlurmClusterResolver"]
+
+# srun -m arbitrary takes the order from a file that the environment does not show.
+_ADVICE: Final = "start the step with `srun -m block`, or leave the resolver out: MPI alone is enough"
 
 
 class _Step(NamedTuple):
@@ -70,9 +73,11 @@ class SlurmClusterResolver(ClusterResolver):
         component_jobs: Sequence[str] | None = None,
         environ: MutableMapping[str, str] | None = None,
     ) -> None:
-        super().__init__(rpc_layer=rpc_layer)
-        _refuse_negative({"gpus_per_node": gpus_per_node, "gpus_per_task": gpus_per_task})
-        _refuse_negative(jobs or {})
+        super().__init__(rpc_layer=rpc_layer, environ=environ)
+        numbers = {"gpus_per_node": gpus_per_node, "gpus_per_task": gpus_per_task, **(jobs or {})}
+        for name, number in numbers.items():
+            if number is not None and number < 0:
+                raise ValueError(f"SlurmClusterResolver got {name}={number}; it needs 0 or more")
         if jobs is not None and component_jobs is not None:
             raise ValueError("SlurmClusterResolver got jobs and component_jobs; leave one of the two out")
         self._component_jobs = None if component_jobs is None else list(component_jobs)
@@ -82,8 +87,6 @@ class SlurmClusterResolver(ClusterResolver):
         self._gpus_per_task = gpus_per_task
         self._tasks_per_node = tasks_per_node
         self._auto_set_gpu = auto_set_gpu
-        self._environ = environ
-        self._step: _Step | None = None
 
     def cluster_spec(self) -> ClusterSpec:
         """Give jobs and addresses of the step's tasks.
@@ -92,7 +95,7 @@ class SlurmClusterResolver(ClusterResolver):
             TopologyError: If this is no Slurm step, or its variables contradict each other or the arguments.
             ValueError: If a variable is malformed.
         """
-        return self._read_step().cluster_spec
+        return self._step.cluster_spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Give the type and index of this process's task.
@@ -109,7 +112,7 @@ class SlurmClusterResolver(ClusterResolver):
             TopologyError: As `cluster_spec`, or if more GPUs are needed than are visible.
             ValueError: As `cluster_spec`.
         """
-        return {"GPU": len(self._read_step().gpus)}
+        return {"GPU": len(self._step.gpus)}
 
     def find_own_task(self) -> OwnTask:
         """Find the job that SLURM_PROCID falls into.
@@ -117,28 +120,20 @@ class SlurmClusterResolver(ClusterResolver):
         Raises:
             TopologyError, ValueError: As `cluster_spec`.
         """
-        step = self._read_step()
-        return OwnTask(step.task_type, step.task_id)
+        return OwnTask(self._step.task_type, self._step.task_id)
 
     @property
     def assumed_hosts(self) -> list[str] | None:
         """Host of each task of chief and workers, where the environment does not say how tasks are dealt to nodes."""
-        step = self._read_step()
-        if not step.is_assumed:
+        if not self._step.is_assumed:
             return None
-        addresses = [step.cluster_spec.job_tasks(job) for job in ("chief", "worker") if job in step.cluster_spec.jobs]
+        spec = self._step.cluster_spec
+        addresses = [spec.job_tasks(job) for job in ("chief", "worker") if job in spec.jobs]
         return [str(address).rpartition(":")[0] for job in addresses for address in job]
 
-    def _read_step(self) -> _Step:
-        if self._step is None:
-            environ = self._variables()
-            step = self._parse_step(environ)
-            if self._auto_set_gpu and step.gpus:
-                environ["CUDA_VISIBLE_DEVICES"] = ",".join(step.gpus)
-            self._step = step
-        return self._step
-
-    def _parse_step(self, environ: Mapping[str, str]) -> _Step:
+    @cached_property
+    def _step(self) -> _Step:
+        environ = self._variables()
         num_tasks, rank = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_PROCID")
         if rank >= num_tasks:
             raise TopologyError(
@@ -147,16 +142,23 @@ class SlurmClusterResolver(ClusterResolver):
             )
         hosts = expand_host_list(_variable(environ, "SLURM_STEP_NODELIST"))
         num_tasks_by_host = self._count_tasks(hosts, num_tasks, environ)
-        layout, is_assumed = place_tasks(hosts, num_tasks_by_host, environ)
+        layout, is_assumed = _place_tasks(hosts, num_tasks_by_host, environ)
         addresses = number_ports([hosts[node] for node in layout], self._port_base)
         if self._component_jobs is None:
             jobs = sorted((self._jobs or {"worker": num_tasks}).items())
         else:
-            sizes = component_sizes(dict(zip(hosts, num_tasks_by_host, strict=True)), environ)
-            jobs = _name_components(self._component_jobs, sizes)
+            sizes = _component_sizes(dict(zip(hosts, num_tasks_by_host, strict=True)), environ)
+            if len(self._component_jobs) != len(sizes):
+                raise TopologyError(
+                    f"SlurmClusterResolver got component_jobs={self._component_jobs}, and the job has {len(sizes)} "
+                    "components; name each of them, in their order"
+                )
+            jobs = list(zip(self._component_jobs, sizes, strict=True))
         cluster, (task_type, task_id) = _deal_jobs(jobs, addresses, rank)
         local_rank = layout[:rank].count(layout[rank])
         gpus = gpus_of_task(environ, local_rank, max(num_tasks_by_host), self._gpus_per_node, self._gpus_per_task)
+        if self._auto_set_gpu and gpus:
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         return _Step(ClusterSpec(cluster), task_type, task_id, gpus, is_assumed)
 
     def _count_tasks(self, hosts: list[str], num_tasks: int, environ: Mapping[str, str]) -> list[int]:
@@ -179,15 +181,6 @@ class SlurmClusterResolver(ClusterResolver):
         return counts
 
 
-def _name_components(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
-    if len(names) != len(sizes):
-        raise TopologyError(
-            f"SlurmClusterResolver got component_jobs={list(names)}, and the job has {len(sizes)} components; "
-            "name each of them, in their order"
-        )
-    return list(zip(names, sizes, strict=True))
-
-
 def _deal_jobs(
     jobs: Sequence[tuple[str, int]], addresses: list[str], rank: int
 ) -> tuple[dict[str, list[str]], tuple[str, int]]:
@@ -198,19 +191,11 @@ def _deal_jobs(
             f"SlurmClusterResolver: Requested {total} tasks with jobs={dict(jobs)}, but the "
             f"step has {len(addresses)}; start with `srun -n {total}`, or correct jobs"
         )
-    cluster: dict[str, list[str]] = {}
-    tasks: list[tuple[str, int]] = []
-    for job, number in jobs:
-        of_job = cluster.setdefault(job, [])
-        tasks += [(job, len(of_job) + index) for index in range(number)]
-        of_job += addresses[len(tasks) - number : len(tasks)]
-    return cluster, tasks[rank]
-
-
-def _refuse_negative(numbers: Mapping[str, int] | Mapping[str, int | None]) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 0:
-            raise ValueError(f"SlurmClusterResolver got {name}={number}; it needs 0 or more")
+    cluster: dict[str, list[str]] = {job: [] for job, _ in jobs}
+    owners = [job for job, number in jobs for _ in range(number)]
+    for job, address in zip(owners, addresses, strict=True):
+        cluster[job].append(address)
+    return cluster, (owners[rank], owners[:rank].count(owners[rank]))
 
 
 def _variable(environ: Mapping[str, str], name: str) -> str:
@@ -227,3 +212,96 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"SlurmClusterResolver got {name}={text!r}; it needs a number")
     return int(text)
+
+
+def _place_tasks(
+    hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ: Mapping[str, str]
+) -> tuple[list[int], bool]:
+    """Find the node of each task, and whether that is an assumption: whether another layout would fit this task, too.
+
+    Block fills one node after another, cyclic gives each node one task in turn, plane some at a time; a full node is
+    passed over: srun(1), option --distribution. Where the environment names no layout, it is Slurm's default, block,
+    unless this task's own place contradicts block and fits cyclic. Variables that contradict all layouts are a
+    `TopologyError`.
+    """
+    layouts = [_layout_by_turns(num_tasks_by_host, num_together) for num_together in _tasks_per_turn(hosts, environ)]
+    contradictions = [_contradiction(layout, hosts, environ) for layout in layouts]
+    fitting = [layout for layout, wrong in zip(layouts, contradictions, strict=True) if wrong is None]
+    if fitting:  # one task a node is the same whether dealt as block or cyclic
+        return fitting[0], any(layout != fitting[0] for layout in fitting)
+    said = f"SLURM_DISTRIBUTION={environ.get('SLURM_DISTRIBUTION')!r}"
+    raise TopologyError(
+        f"SlurmClusterResolver got variables that contradict each other in task {environ['SLURM_PROCID']}: "
+        f"with {said} on {list(hosts)}, {' or '.join(dict.fromkeys(filter(None, contradictions)))}; {_ADVICE}"
+    )
+
+
+def _component_sizes(num_tasks_by_host: Mapping[str, int], environ: Mapping[str, str]) -> list[int]:
+    """Count the tasks of each component of a heterogeneous job, which are on nodes of their own.
+
+    A job of one component, and a step that is not over all of them, are a `TopologyError`.
+    """
+    count = environ.get("SLURM_HET_SIZE", "")
+    if not count.isdecimal():
+        raise TopologyError(
+            "SlurmClusterResolver got component_jobs, and no SLURM_HET_SIZE is in the environment: this job is not "
+            "heterogeneous; give jobs={'ps': 1, 'worker': 3} instead, or start the step with `srun --het-group=0,1`"
+        )
+    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{component}" for component in range(int(count))]
+    nodes = [expand_host_list(environ.get(name, "")) for name in names]
+    sizes = [sum(num_tasks_by_host.get(host, 0) for host in of_component) for of_component in nodes]
+    everyone = [host for of_component in nodes for host in of_component]
+    if 0 in sizes or len(set(everyone)) < len(everyone) or sum(sizes) != sum(num_tasks_by_host.values()):
+        raise TopologyError(
+            f"SlurmClusterResolver got components on {nodes} and tasks on {dict(num_tasks_by_host)}; it needs a step "
+            f"over all {count} components, on nodes of their own: `srun --het-group=0,1`"
+        )
+    return sizes
+
+
+def _tasks_per_turn(hosts: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+    """List how many tasks a node gets before the next node's turn; two candidates if Slurm names no layout."""
+    # block, cyclic:block, "block:cyclic:fcyclic,NoPack", plane=2; only the first word is about nodes.
+    word, _, plane_size = environ.get("SLURM_DISTRIBUTION", "").split(",")[0].split(":")[0].partition("=")
+    if word == "block" or len(hosts) == 1:
+        return [sys.maxsize]
+    if word == "cyclic":
+        return [1]
+    if word == "plane":
+        plane_size = plane_size or environ.get("SLURM_DIST_PLANESIZE", "")
+        if not plane_size.isdecimal() or int(plane_size) == 0:
+            raise ValueError(
+                f"SlurmClusterResolver got SLURM_DISTRIBUTION={word!r} with "
+                f"SLURM_DIST_PLANESIZE={plane_size!r}; it needs a number of tasks"
+            )
+        return [int(plane_size)]
+    if word in ("", "*", "unknown"):
+        return [sys.maxsize, 1]
+    raise TopologyError(
+        f"SlurmClusterResolver cannot tell which task is on which of {len(hosts)} nodes: it got "
+        f"SLURM_DISTRIBUTION={environ['SLURM_DISTRIBUTION']!r} and knows block, cyclic and plane; {_ADVICE}"
+    )
+
+
+def _layout_by_turns(num_tasks_by_host: Sequence[int], num_together: int) -> list[int]:
+    """Deal tasks to nodes by turns of `num_together`, up to each one's number: [3, 1] by 1 is 0, 1, 0, 0."""
+    turns = [(task // num_together, node) for node, number in enumerate(num_tasks_by_host) for task in range(number)]
+    return [node for _, node in sorted(turns)]
+
+
+def _contradiction(layout: Sequence[int], hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Name the first variable of this task that does not fit the layout."""
+    rank = int(environ["SLURM_PROCID"])
+    node = layout[rank]
+    on_node = [task for task, its_node in enumerate(layout) if its_node == node]
+    expected = {
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(on_node.index(rank)),
+        # The tasks of this node: "0,2"
+        "SLURM_GTIDS": ",".join(str(task) for task in on_node),
+        "SLURMD_NODENAME": hosts[node],
+    }
+    for name, value in expected.items():
+        if environ.get(name, value) != value:
+            return f"{name} would be {value!r} and is {environ[name]!r}"
+    return None

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
-from mpidist.transport.mpi.library import load_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpidist.transport.mpi.library import Intracomm, load_mpi
 
 __all__ = ["TFConfigClusterResolver"]
 
@@ -21,38 +17,16 @@ __all__ = ["TFConfigClusterResolver"]
 class TFConfigClusterResolver(ClusterResolver):
     """The cluster of TF_CONFIG, which is read at each question.
 
-    Arguments override the variable.
-
-    Args:
-        task_type: Job of this process.
-        task_id: Index of this process within its job.
-        rpc_layer: Prefix of addresses.
-        environment: Free text on where the cluster runs.
-        environ: Where to read TF_CONFIG; default `os.environ`.
+    Arguments override the variable; they are those of `ClusterResolver`. `environ`: where to read TF_CONFIG.
     """
 
     _remedy = "unset TF_CONFIG"
 
-    def __init__(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-        environment: str | None = None,
-        *,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(task_type, task_id, rpc_layer, environment or "")
-        self._environ = environ
-
     @classmethod
-    def of_job(cls, comm: MPI.Intracomm | None) -> TFConfigClusterResolver | None:
-        """Make the resolver of a strategy that was given none, if TF_CONFIG is set. Local.
+    def of_job(cls, comm: Intracomm | None) -> TFConfigClusterResolver | None:
+        """Make the resolver of a strategy that was given none, if TF_CONFIG is set, which describes a whole job. Local.
 
-        TF_CONFIG describes a whole job: there is no resolver for a strategy over some of the job's ranks.
-
-        Args:
-            comm: The ranks of the strategy; `None` for all ranks of the job.
+        There is none for a strategy over `comm`, some of the job's ranks.
         """
         if not os.environ.get("TF_CONFIG"):
             return None

@@ -45,27 +45,14 @@ Array = np.ndarray[Any, Any]
 
 @final
 class _Memory(NamedTuple):
-    """Memory for one array.
-
-    Attributes:
-        gathered: Takes the parts of all ranks, with the axis in front.
-        result: Takes the result; a view of `gathered`, if that is contiguous.
-    """
+    """Memory for one array: `gathered`, with the axis in front, and `result`, a view of it where contiguous."""
 
     gathered: Any
     result: Any
 
     @classmethod
     def of(cls, group: SyncGroup, array: Any, axis: int, length: int, out: Any) -> _Memory:
-        """Find memory for parts like an array, which together have a length along the axis. Local.
-
-        Args:
-            group: The ranks.
-            array: This rank's part.
-            axis: The axis.
-            length: The length.
-            out: What takes the result; `None` for a new array.
-        """
+        """Find memory for parts like an array, of a length along the axis in all, in `out` if given. Local."""
         shape, dtype, device = array.swapaxes(0, axis).shape, native_dtype(array.dtype), arrays.is_device(array)
         is_target_of_result = out is not None and is_target(out, group.shared)
         if is_target_of_result and out.swapaxes(0, axis).flags.c_contiguous:
@@ -82,7 +69,6 @@ class _AllGather(Arguments):
     """Arrays to concatenate. Lengths along the axis may differ between ranks: `variant` is a digest of them.
 
     Attributes:
-        lengths: The lengths along the axis.
         room: How many bytes of results this rank may have in host memory.
         outs: The arrays that take the results, `None` for new ones.
         out_lengths: Their lengths along the axis; none for new ones.
@@ -194,28 +180,12 @@ def all_gather(
     error: Exception | None = None,
     out: Any = None,
 ) -> Any:
-    """Concatenate every replica's arrays along an axis. Collective.
+    """Concatenate every replica's arrays along an axis, in `out` if given. Collective; errors are raised on every rank.
 
     One all-gather per array: S - s bytes received, for a result of S bytes of which this rank contributes s. If lengths
     along the axis differ between ranks, the ranks first all-gather the lengths.
 
-    Args:
-        group: The ranks.
-        call: The name of the call, for errors.
-        value: An array, or a nest of them, of at least one dimension; or the nests of all replicas of this rank.
-        axis: The axis; negative counts from the end.
-        options: Only `timeout_seconds` is used.
-        replicas: Which replicas this rank carries.
-        error: An error that the caller found on this rank, which all ranks raise; `None` for none.
-        out: A nest of arrays that take the results; or the nests of all replicas of this rank, of which only the first
-            one is written.
-
-    Returns:
-        `out`, if given; else a nest like `value`.
-
-    Raises:
-        InvalidArgumentError: If the shapes differ off the axis, a value has no such axis, or an array of `out` does not
-            fit. On every rank.
+    `value` and `out` are nests, or the nests of all replicas of this rank, of which only the first `out` is written.
     """
 
     def open_arguments() -> _AllGather:
@@ -237,10 +207,7 @@ def all_gather(
 
 
 def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> Array:
-    """Tell all ranks the lengths, those of outs, and how many bytes of results this rank may have. Collective.
-
-    Returns:
-        The lengths along the axis [ranks, arrays].
+    """Tell all ranks the lengths, those of outs, and the room; return the lengths [ranks, arrays]. Collective.
 
     Raises:
         InvalidArgumentError: If an out of a rank has another length than its result. On all ranks.
@@ -271,11 +238,7 @@ def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> Array:
 
 
 def _allocate_together(group: SyncGroup, opened: _AllGather, lengths: Array) -> list[_Memory]:
-    """Allocate the memory on all ranks. Collective.
-
-    Raises:
-        MemoryError: If a rank has too little. On all ranks.
-    """
+    """Allocate the memory on all ranks, or raise on all ranks if one has too little. Collective."""
     if 0 < opened.host_bytes(lengths) < _SMALL_BYTES:  # the same on all ranks
         return opened.allocate(group, lengths)
     memory, error = [], None
@@ -294,7 +257,7 @@ def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]]
     if isinstance(value, Contributions):
         of_replicas, structure = value.flatten(replicas.ids_here)
         return of_replicas, value.nests[0], structure
-    if replicas.tree is None:
+    if replicas.are_bare:
         value = contributions(value)
         leaves, structure = nest.flatten(value)
         return [leaves], value, structure

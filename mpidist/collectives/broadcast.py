@@ -90,22 +90,6 @@ def broadcast(
     """Send one rank's value to the destinations: `CrossDeviceOps.broadcast`. Collective.
 
     One broadcast per array, S bytes to each rank; if not all ranks are destinations, one message to each destination.
-
-    Args:
-        group: The ranks.
-        call: The name of the call, for errors.
-        tensor: An array, a number, or a nest of them; the numbers of the root are sent.
-        destinations: As in `CrossDeviceOps.reduce`.
-        options: Only `timeout_seconds` is used.
-        error: An error that the caller found on this rank, which all ranks raise; `None` for none.
-        root: The rank whose value is sent.
-        out: As in `CrossDeviceOps.broadcast`.
-
-    Returns:
-        The root's value where this rank is a destination, else `None`.
-
-    Raises:
-        InvalidArgumentError: If the ranks' arguments differ. On every rank.
     """
 
     def open_arguments() -> _Broadcast:

@@ -54,22 +54,7 @@ def all_reduce_slices(
     each occurs once; each rank adds its own rows before it sends them, unless replicas were chosen or numbers are of
     half precision, which are rounded once. All ranks add alike, so the bits are the same on all of them.
 
-    Args:
-        group: The ranks.
-        call: The name of the call, for errors.
-        reduce_op: SUM or MEAN, which divides by the number of replicas.
-        value: The nest, or the nests of all replicas of this rank.
-        options: Only `timeout_seconds` is used.
-        replicas: Which replicas this rank carries.
-        error: What the caller found wrong on this rank; raised on all ranks.
-        reduce_dense: Reduces the nest, or the nests, of the other leaves alone.
-
-    Returns:
-        A nest like `value`.
-
-    Raises:
-        InvalidArgumentError: If the ranks' arguments differ: the form of the nest, the shapes of rows, dtypes. On every
-            rank.
+    `reduce_dense` reduces the nest, or the nests of all replicas of this rank, of the other leaves alone.
     """
     rows: list[_Rows | None] = []
     sent: list[Any] = []
@@ -86,12 +71,12 @@ def all_reduce_slices(
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or name_call(problem, call)
     name = f"{call} {op} of IndexedSlices"
-    to_send = Contributions(sent) if replicas.tree is not None else next(iter(sent), None)
+    to_send = next(iter(sent), None) if replicas.are_bare else Contributions(sent)
     gathered = iter(nest.flatten(all_gather(group, name, to_send, 0, options, replicas, error))[0])
     results: list[Any] = [one and one.close(next(gathered), next(gathered), replicas.total) for one in rows]
     if None in rows:
         rest = [nest.rebuild(own, _without(rows, nest.flatten(own)[0])) for own in nests]
-        dense = iter(nest.flatten(reduce_dense(Contributions(rest) if replicas.tree is not None else rest[0]))[0])
+        dense = iter(nest.flatten(reduce_dense(rest[0] if replicas.are_bare else Contributions(rest)))[0])
         results = [next(dense) if one is None else one for one in results]
     return nest.rebuild(nests[0], results)
 
@@ -103,7 +88,7 @@ def _nests_of(op: ReduceOp, value: Any, group: SyncGroup, replicas: Replicas) ->
         return value.nests
     leaves, _ = nest.flatten(value)
     require_contributions(op, leaves, group, replicas.total)
-    if replicas.tree is None:
+    if replicas.are_bare:
         return [contributions(value)]
     components = [replica_components(str(op), leaf, replicas) for leaf in leaves]
     return [nest.rebuild(value, list(own)) for own in zip(*components, strict=True)]
@@ -115,13 +100,7 @@ def _without(rows: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 
 @final
 class _Rows:
-    """The rows of one `IndexedSlices` as native arrays.
-
-    Raises:
-        TypeError: If the indices are no integers, or the values are in device memory.
-        ValueError: If indices and values do not belong together, or are not those of the dense shape.
-        InvalidArgumentError: If the values cannot be reduced.
-    """
+    """The rows of one `IndexedSlices` as native arrays; refuses what does not belong together, or cannot be reduced."""
 
     def __init__(self, op: ReduceOp, slices: IndexedSlices) -> None:
         self._op, self._slices = op, slices

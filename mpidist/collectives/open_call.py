@@ -43,11 +43,7 @@ def open_all_reduce(
     out: Any,
     error: Exception | None,
 ) -> tuple[ReductionCall, MirroredLeaves]:
-    """Make the call of `CrossDeviceOps.all_reduce`. Local; stores an error of the arguments in the call.
-
-    Returns:
-        The call, and the mirrored leaves, which are not sent.
-    """
+    """Make the call of `CrossDeviceOps.all_reduce`, or of its error; return it and the mirrored leaves. Local."""
     leaves, structure, mirrored, others = NO_CONTRIBUTIONS
     outs, other_outs = None, []
     op = ReduceOp.SUM
@@ -57,11 +53,11 @@ def open_all_reduce(
         op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             merged = merge(options)
-        if type(value) is np.ndarray and replicas.tree is None:  # the most common argument, with less work
+        if type(value) is np.ndarray and replicas.are_bare:  # the most common argument, with less work
             leaves = [value]
         else:
             leaves, structure, mirrored, others = flatten_contributions(op, value, group, replicas)
-        if out is not None and out is value and replicas.tree is None and not mirrored:
+        if out is not None and out is value and replicas.are_bare and not mirrored:
             outs = list(leaves)
         elif out is not None:
             nests = out.nests if isinstance(out, Contributions) else [out]
@@ -82,11 +78,7 @@ def open_batch_reduce(
     options: Any,
     error: Exception | None = None,
 ) -> tuple[ReductionCall, list[ValueWithDestinations]]:
-    """Make the call of `CrossDeviceOps.batch_reduce`. Local; stores an error of the arguments in the call.
-
-    Returns:
-        The call, and the values, of which each builds its own result.
-    """
+    """Make the call of `CrossDeviceOps.batch_reduce`, or of its error; return it and the values. Local."""
     op, merged = ReduceOp.SUM, merge(None)
     opened: list[ValueWithDestinations] = []
     try:
@@ -140,6 +132,8 @@ class PendingResult:
         if not self._call.is_done:
             self._group.require_mpi("is_done()")
             self._group.calls.advance(may_block=True)
+            if not self._call.is_done and self._group.agreement.has_notes():  # another rank may never come
+                self._group.calls.finish(self._call)
         return self._call.is_done
 
     def wait(self) -> Any:

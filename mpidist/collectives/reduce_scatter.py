@@ -38,8 +38,7 @@ __all__ = ["reduce_scatter"]
 class _ReduceScatter(Arguments):
     """The arguments of a reduce-scatter; `axes` is the axis of each array, counted from the front.
 
-    Attributes:
-        on_host: What is to be done with each array in host memory; `None` for one in device memory.
+    `on_host`: what is to be done with each array in host memory; `None` for one in device memory.
     """
 
     def __init__(
@@ -117,22 +116,7 @@ def reduce_scatter(
     One reduce-scatter per array: S - s bytes for an array of S bytes of which this rank gets s. Over K nodes with equal
     numbers of ranks, each node sends S (K - 1) / K bytes to other nodes; with `reproducible`, or on uneven nodes, more.
 
-    Args:
-        group: The ranks.
-        call: The name of the call, for errors.
-        reduce_op: A `ReduceOp` or its name in any case.
-        value: An array, or a nest of them, of at least one dimension.
-        axis: The axis; negative counts from the end.
-        options: Only `timeout_seconds`, `reproducible` and the compression are used.
-        error: An error that the caller found on this rank, which all ranks raise; `None` for none.
-        out: A nest of arrays that take this rank's parts.
-
-    Returns:
-        `out`, if given; else a nest like `value`. Rank r gets the r-th part; lengths differ by at most one, longer ones
-        come first.
-
-    Raises:
-        InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
+    Rank r gets the r-th part; lengths differ by at most one, longer ones come first.
     """
 
     def open_arguments() -> _ReduceScatter:
@@ -151,17 +135,7 @@ def reduce_scatter(
 
 @final
 class _Scatter:
-    """The reduce-scatter of one array, with the axis in front, so that the part of every rank is contiguous.
-
-    Args:
-        group: The ranks.
-        levels: Their communicators for the array's memory.
-        op: The operation.
-        array: The array.
-        axis: The axis, counted from the front.
-        options: As in `reduce_scatter`.
-        out: What takes this rank's part; `None` for a new array.
-    """
+    """The reduce-scatter of one array, with the axis in front, so that the part of every rank is contiguous."""
 
     def __init__(
         self,

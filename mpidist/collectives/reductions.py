@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -15,13 +15,14 @@ from mpidist.collectives.arguments.out_arrays import check_outs, native_outs, wr
 from mpidist.collectives.arguments.signature import name_call, specs_text
 from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, result_dtypes
 from mpidist.collectives.plans.call import Execution, Plan, ReductionCall
+from mpidist.collectives.plans.carried_execution import CarriedExecution
 from mpidist.collectives.plans.fused_execution import FusedExecution
 from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas, require_like_operands
 from mpidist.collectives.plans.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plans.plan import make_fused_lists, make_messages
 from mpidist.collectives.plans.reduce_algorithm import Reduce, ReduceAlgorithm
 from mpidist.collectives.plans.rows_execution import RowList, RowsExecution
-from mpidist.collectives.repeated_calls import RepeatedCalls
+from mpidist.collectives.repeated_calls import CallKey, RepeatedCalls
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
 from mpidist.replicas import Replicas
@@ -32,7 +33,7 @@ from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
-from mpidist.transport.text import count_text, name_ranks, size_text
+from mpidist.transport.text import count_text, name_ranks, size_text, value_text
 from mpidist.transport.tree import ReplicaTree
 
 __all__ = ["Reductions"]
@@ -48,14 +49,7 @@ Ranks = tuple[int, ...] | None  # `None`: all ranks
 class Reductions:
     """The reducing calls of one group with one algorithm.
 
-    Args:
-        group: The ranks. Also an attribute.
-        algorithm: Reduces flat buffers.
-        configuration: The algorithm, its parameters and options, which must be equal on all ranks.
-        replicas: Which replicas this rank carries. Also an attribute.
-
-    Attributes:
-        repeated: The cache of calls like earlier ones.
+    `configuration`: the algorithm, its parameters and options, which must be equal on all ranks.
     """
 
     def __init__(
@@ -70,20 +64,20 @@ class Reductions:
         # By fingerprint, equal on all ranks: plans that add replicas on GPUs and have not compiled their additions yet.
         self._uncompiled: dict[int, LocalSums | None] = {}
         self._planned_for: Levels | None = None
-        self.repeated = RepeatedCalls(group)
+        self.repeated = RepeatedCalls(group, self._sum_memory)
+
+    def compare(self, call: ReductionCall) -> None:
+        """Check the arguments of a call on all ranks, and reduce nothing. Collective."""
+        try:
+            if call.error is None:
+                self._describe(call)
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            call.error = name_call(problem, call.name)
+        with self.group.call(call):
+            pass
 
     def run(self, call: ReductionCall) -> list[Any]:
-        """Reduce. Collective.
-
-        Args:
-            call: The call.
-
-        Returns:
-            A result for each value, of the value's kind; `None` where this rank is no destination.
-
-        Raises:
-            InvalidArgumentError: If the ranks differ, or the values cannot be reduced.
-        """
+        """Reduce; return results of the values' kinds, `None` where this rank is no destination. Collective."""
         group = self.group
         group.enter(call.name)
         if group.calls:
@@ -102,66 +96,72 @@ class Reductions:
             group.break_off(error)
             raise
 
-    def start(self, call: ReductionCall) -> Pending:
+    def start(self, call: ReductionCall, key: CallKey | None = None) -> Pending:
         """Start to reduce, and return at once. Collective; all ranks start calls in the same order.
 
-        Args:
-            call: The call. Nobody may read its outs or write its values until the call is done.
+        Nobody may read the call's outs or write its values until the call is done. `key`: its key among the repeated
+        calls, if it is to be one.
         """
         group = self.group
         group.enter(call.name)
-        call.is_started, call.step_exit = True, group.agreement.take_step_exit()
+        call.is_started, call.step_exit, call.run = True, group.agreement.take_step_exit(), group.agreement.run
         if call.error is None:
             self._open(call, is_started=True)
 
         def steps(pending: Pending) -> Steps:
-            self._begin(call)
+            with group.breaking_off():  # an interrupt here would drop the call on this rank alone
+                self._begin(call)
+                if pending.is_ahead:
+                    group.agreement.join_ahead(call)
+                    pending.has_joined = True
+                    while pending.is_ahead:
+                        yield 0
             with group.data_phase():
                 pending.sequence = group.agreement.sequence + 1
                 group.agreement.arrive(call)
-                while not (pending.is_waited_for or group.agreement.have_all_arrived()):
-                    yield 0
-                # If calls differ, `conclude` waits for the descriptions of all ranks, and another rank may send its own
-                # only once this rank has done something else.
-                while not (pending.may_block or group.agreement.can_conclude_now(call)):
-                    yield 0
-                if not pending.is_waited_for:  # it blocks from now on, and has done other work since it joined the call
-                    group.agreement.restart_clock(record=call)
-                has_same_places = group.agreement.conclude(call)
+                pending.has_joined = True
+                has_same_places = yield from pending.conclude(group.agreement, call)
                 while call.plan.fingerprint in self._uncompiled and not pending.may_block:
                     yield 0
                 self._compile_and_add(call, is_started=True)
                 results = yield from call.plan.execution.steps(call, pending, has_same_places)
-                return self._close(call, results)
+                results = self._close(call, results)
+            if key is not None:
+                self.repeated.add(key, call)
+            return results
 
+        outs = () if call.error is not None else call.outs or ()
         if call.error is not None or not call.plan.uses_device:
-            return group.calls.start(steps, Workplace.HOST)
-        return group.calls.start(steps, Workplace.CALLER if call.state is None else Workplace.GPU)
+            values = call.operands.arrays if call.error is None and call.plan.execution.can_join_ahead else None
+            return group.calls.start(steps, Workplace.HOST, values, outs)
+        return group.calls.start(steps, Workplace.CALLER if call.state is None else Workplace.GPU, outs=outs)
 
     def _open(self, call: ReductionCall, is_started: bool = False) -> None:
-        """Check the arguments, find or make the plan, and begin. Local; stores an error in the call, and raises none.
+        """Describe a call, and begin it. Local; stores an error in the call, and raises none.
 
-        Args:
-            call: The call.
-            is_started: Whether `start` makes the call, which then begins later: when the calls before it are done.
+        A call that `is_started` begins later: when the calls before it are done.
         """
         try:
-            call.operands = operands = Operands(call.values)
-            if self.replicas.tree is not None:
-                self._open_replicas(call)
-            call.plan = plan = self._plan_of(call)
-            call.details = plan.details
-            call.fingerprint = plan.fingerprint ^ name_digest(call.name)
-            if call.outs is not None:
-                self._check_outs(call, operands)
-            if plan.fingerprint in self._uncompiled:  # `_compile_and_add` does the rest
+            self._describe(call)
+            if call.plan.fingerprint in self._uncompiled:  # `_compile_and_add` does the rest
                 self.group.devices.require_usable(call.name)
                 return
             self._add_replicas(call, is_started)
             if not is_started:
-                plan.execution.begin(call)
+                call.plan.execution.begin(call)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             call.error = name_call(problem, call.name)
+
+    def _describe(self, call: ReductionCall) -> None:
+        """Check the arguments, and find or make the plan. Local; raises what is wrong with the arguments."""
+        call.operands = operands = Operands(call.values)
+        if self.replicas.tree is not None:
+            self._open_replicas(call)
+        call.plan = plan = self._plan_of(call)
+        call.details = plan.details
+        call.fingerprint = plan.fingerprint ^ name_digest(call.name)
+        if call.outs is not None:
+            self._check_outs(call, operands)
 
     def _add_replicas(self, call: ReductionCall, is_started: bool) -> None:
         """Add the arrays of this rank's replicas, and prepare the execution. Local."""
@@ -330,7 +330,20 @@ class Reductions:
             return lambda levels, buffer, reduction: levels.world.all_reduce(buffer, reduction)
         if options.implementation is CommunicationImplementation.RING:
             return lambda levels, buffer, reduction: ring_all_reduce(levels.world, buffer, reduction)
-        return self._algorithm._all_reduce
+        return self._hook(self._algorithm._all_reduce, "_all_reduce")
+
+    def _hook(self, hook: Callable[..., Any], name: str) -> Callable[..., None]:
+        """Return a function of the algorithm, refused if it returns its result, which would be lost."""
+
+        def reduce(levels: Levels, buffer: Any, *given: Any) -> None:
+            returned = hook(levels, buffer, *given)
+            if returned is not None and returned is not buffer:
+                raise TypeError(
+                    f"{name} of {type(self._algorithm).__name__} returned {value_text(returned)}: it must leave the "
+                    "reduction in its argument `buffer`, as by `buffer[:] = ...`, and return nothing"
+                )
+
+        return reduce
 
     def _arithmetic(self, call: ReductionCall, ranks: Ranks, is_fused: bool) -> Arithmetic:
         """Return how numbers are reduced: a fused execution adds node by node, the others add all ranks at once."""
@@ -343,12 +356,18 @@ class Reductions:
 
     def _fused(
         self, call: ReductionCall, specs: tuple[Spec, ...], results: Sequence[np.dtype[Any]], ranks: Ranks
-    ) -> tuple[FusedExecution | None, str]:
-        """Make a fused execution, and name it for the log; `None` if the transport or the algorithm allows none."""
+    ) -> tuple[Execution | None, str]:
+        """Make a fused or a carried execution, and name it for the log; `None` if transport or algorithm allow none."""
         group = self.group
-        reducer = self._fused_reducer(call.options)
+        reducer, carrying = self._fused_reducer(call.options), group.agreement.carrying
         if reducer is None or (ranks is not None and reducer.spans_nodes):
             return None, ""  # messages to the destinations alone send fewer bytes between nodes
+        if reducer.spans_nodes and carrying is not None and call.options.compression is Compression.NONE:
+            lists = make_fused_lists(self._arithmetic(call, ranks, is_fused=False), specs, reducer, 0)
+            if lists is not None and CarriedExecution.can_carry(lists):
+                self._log(call, len(specs), "with the comparison", sum(fused.nbytes for fused in lists), ranks)
+                memory, traffic = group.result_memory, group.levels.world.traffic
+                return CarriedExecution(carrying, lists, specs, results, memory, traffic), "with the comparison"
         lists = make_fused_lists(self._arithmetic(call, ranks, is_fused=True), specs, reducer)
         if lists is None:
             return None, ""
@@ -370,7 +389,7 @@ class Reductions:
             )
             reduce = self._all_reduce(options)
             if ranks is not None:
-                reduce = partial(reduce_to_ranks, algorithm._reduce_to_root, ranks)
+                reduce = partial(reduce_to_ranks, self._hook(algorithm._reduce_to_root, "reduce_to_root"), ranks)
             results = tuple(arithmetic.dtypes(spec.dtype)[1] for spec in part_specs)
             packed_parts.append(PackedPart(ranks, tuple(indices), part_specs, results, messages, reduce))
             total += num_packs

@@ -16,28 +16,32 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments.checked_outs import CheckedOuts
 from mpidist.collectives.arguments.operands import Operands
 from mpidist.collectives.arguments.out_arrays import write_outs
 from mpidist.collectives.plans.call import ReductionCall
 from mpidist.collectives.plans.fused_execution import FusedExecution
-from mpidist.collectives.plans.repeated_reductions import RepeatedReduction
+from mpidist.collectives.plans.repeated_reductions import ListIntoOthers, RepeatedReduction
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
 from mpidist.transport.agreement.agreement import Progress
 from mpidist.transport.agreement.fingerprint import name_digest
 from mpidist.transport.array_libraries.libraries import known_library_of, library_of
 from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.native.loading import native
+from mpidist.values import Contributions, PerReplica
 
-__all__ = ["CallKey", "RepeatedCalls", "key_of_repeated"]
+__all__ = ["NO_OTHERS", "CallKey", "KnownCall", "RepeatedCalls", "key_of_repeated", "of_first_replica"]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
 _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
 _MAX_ALIKE: Final = 8  # lists whose first arrays are alike
 _OP_TYPES: Final = {str, ReduceOp}
 _NESTS: Final = {list, tuple, dict}
-_NUMBERS: Final = {float, np.float16, np.float32, np.float64}  # such as a loss
+_NUMBERS: Final = {float, np.float16, np.float32, np.float64, np.int32, np.int64}  # and no ints, whose sum is checked
+
+_OF_NUMPY: Final = {np.ndarray, *_NUMBERS}
 
 _OTHERS: Final = "other arrays"
 
@@ -47,6 +51,31 @@ _OTHERS: Final = "other arrays"
 CallKey: TypeAlias = tuple[str, Any, tuple[Any, ...], np.dtype[Any] | None, tuple[Any, ...], bool | str]
 
 Array = np.ndarray[Any, Any]
+NO_OTHERS: Final[Sequence[Any]] = ()
+
+
+def of_first_replica(value: Any, out: Any, num_here: int) -> tuple[Any, Sequence[Any], Any]:
+    """Return what the first replica of this rank contributes, what the others do, and what takes the first result.
+
+    A contribution of another kind than `key_of_repeated` takes is `None`.
+    """
+    outs: Sequence[Any] = [out]
+    components: Sequence[Any] = ()
+    if type(value) is Contributions:
+        components, outs = value.nests, out.nests if type(out) is Contributions else outs
+    elif type(value) is PerReplica and type(value.values[0]) is np.ndarray:
+        components = value.values
+    if len(components) != num_here or (num_here > 1 and not _are_alike(components, outs)):
+        return None, NO_OTHERS, out
+    return components[0], components[1:], outs[0]
+
+
+def _are_alike(components: Sequence[Any], outs: Sequence[Any]) -> bool:
+    """Whether the replicas of this rank pass like arrays, and take the results in such arrays."""
+    arrays = [*components, *(out for out in outs if out is not None)]
+    if set(map(type, arrays)) != {np.ndarray} or not all(out is None or out.flags.writeable for out in outs):
+        return False
+    return len({(array.shape, array.dtype) for array in arrays}) == 1
 
 
 def key_of_repeated(
@@ -55,16 +84,9 @@ def key_of_repeated(
     """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
     These calls reduce one NumPy array: into a new array, in place, or into another array of the same kind, with which
-    it shares no memory. A float is such an array without axes. Or they reduce a nest of NumPy arrays, into new ones, in
-    place, or into per-node arrays; or a nest of tensors, whose arrays are known, into new ones or in place.
-
-    Args:
-        name: The name of the call.
-        reduce_op: As all further arguments, that of `CrossDeviceOps.all_reduce`.
-        value: The value to reduce.
-        options: Options of this call alone.
-        out: The nest of arrays that takes the result.
-        error: What the caller found wrong on this rank.
+    it shares no memory. A float is such an array without axes. Or they reduce a nest of NumPy arrays and numbers into
+    new ones; of arrays alone, in place or into per-node arrays, too; or a nest of tensors, whose arrays are known, into
+    new ones or in place.
     """
     if error is not None or type(reduce_op) not in _OP_TYPES:
         return None
@@ -89,8 +111,11 @@ def key_of_repeated(
         leaves, structure = _flatten(value)
         outs, into = (leaves, True) if out is value else (None, False) if out is None else _outs(out, leaves, structure)
         key = (name, reduce_op, structure, None, overrides, into)
-        if type(leaves[0]) is np.ndarray:
+        types = {*map(type, leaves)}
+        if types == {np.ndarray}:
             return (key, leaves, outs, None) if outs is None or type(outs[0]) is np.ndarray else None
+        if types and outs is None and types <= _OF_NUMPY:
+            return key, [*map(_native, leaves)], None, leaves
         library = known_library_of(leaves[0])
         if library is None or not library.knows_lists or into == _OTHERS:
             return None
@@ -98,6 +123,10 @@ def key_of_repeated(
     except Exception:  # of any kind: the call is made as others are, and the other ranks learn of it
         return None
     return (key, natives, None, leaves) if outs is None else (key, natives, natives, None)
+
+
+def _native(leaf: Any) -> Any:
+    return leaf if type(leaf) is np.ndarray else library_of(leaf).to_native(leaf)
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
@@ -128,7 +157,6 @@ class _CachedCall(NamedTuple):
     """A call without its arrays, and what carries such calls out.
 
     Attributes:
-        call: The call.
         execution: Carries out the calls of the plan, also where arguments of some ranks lie in shared memory.
         reduction: Carries out the calls where arguments of all ranks are private.
     """
@@ -138,16 +166,13 @@ class _CachedCall(NamedTuple):
     reduction: RepeatedReduction
 
 
+# What carries a call out, and its `CallRecord.variant`. A tuple without names, as it is made in each call.
+KnownCall: TypeAlias = tuple[_CachedCall, RepeatedReduction, int]
+
+
 @final
 class _SymmetricCall(NamedTuple):
-    """A call that reduces a symmetric array in place.
-
-    Attributes:
-        key: Its key.
-        array: The array.
-        reduction: Carries out such calls where the arguments of all ranks lie in the same places.
-        variant: `CallRecord.variant` of such calls.
-    """
+    """A call that reduces a symmetric array in place, where the arguments of all ranks lie in the same places."""
 
     key: CallKey
     array: weakref.ref[Array]
@@ -161,14 +186,13 @@ class _ListCall(NamedTuple):
 
     Attributes:
         holds_for: Returns whether nothing has to be checked of a list of the same length.
-        outs_hold: The same of other arrays that take the results.
-        cached: The call.
+        outs_hold: The same of values that hold, and of other arrays that take their results.
         variant: `CallRecord.variant` of a list of symmetric arrays, or with per-node outs; `None` for private ones.
         references: To arrays of the caller: this object goes with the first of them that goes.
     """
 
     holds_for: Callable[[list[Any]], bool]
-    outs_hold: Callable[[list[Any]], bool] | None
+    outs_hold: Callable[[list[Any], list[Any]], bool] | None
     cached: _CachedCall
     variant: int | None
     references: Sequence[weakref.ref[Any]]
@@ -176,78 +200,150 @@ class _ListCall(NamedTuple):
 
 @final
 class RepeatedCalls:
-    """The cached calls of one group of ranks.
+    """The cached calls of one group of ranks."""
 
-    Args:
-        group: The ranks.
-    """
-
-    def __init__(self, group: SyncGroup) -> None:
-        self._group = group
+    def __init__(self, group: SyncGroup, sum_memory: SumMemory) -> None:
+        self._group, self._sum_memory = group, sum_memory
         self._cached: dict[CallKey, _CachedCall | None] = {}  # `None`: such calls have to be checked each time
         self._symmetric: dict[int, _SymmetricCall] = {}  # by the id of the array, until the array is gone
         self._lists: dict[Any, list[_ListCall]] = {}  # by `_place_of_list`, the newest first
         self._cached_for: Levels | None = None
 
-    def run(self, timeout: float | None, key: CallKey, value: Any, out: Any, likes: list[Any] | None) -> Any:
+    def run(
+        self,
+        timeout: float | None,
+        key: CallKey,
+        value: Any,
+        out: Any,
+        likes: list[Any] | None,
+        others: Sequence[Any] = NO_OTHERS,
+    ) -> Any:
         """Reduce as an earlier call did, if there was one. Collective, unless it returns `None`.
 
-        Args:
-            timeout: The deadline of this call, in seconds, as `CommunicationOptions.timeout_seconds`.
-            key: As all further arguments, what `key_of_repeated` has returned: the key of the call.
-            value: The array, or the list of a nest's leaves; `None` for tensors whose arrays are not known.
-            out: What takes the result; `None` for new arrays.
-            likes: Values like the new results, if these are not NumPy's.
+        `None` means that there was no such call, or this one has to be checked. The arguments are what
+        `key_of_repeated` has returned: `value` is the array, or the list of a nest's leaves, and `None` for tensors
+        whose arrays are not known; new results become like `likes`. `others` are what the other replicas of this rank
+        pass.
+        """
+        known = self.find(key, value, out)
+        if known is None:
+            return None
+        cached = known[0]
+        if others and (sums := cached.call.plan.local_sums) is not None:
+            self._group.enter(cached.call.name)  # before the memory of sums is written
+            try:
+                value = sums.add([[value], *([other] for other in others)], self._sum_memory)[0]
+            except Exception:  # of any kind: the call is made as others are, and the other ranks learn of it
+                return None
+        result = self.make(timeout, known, value, out)
+        return result if likes is None else _restore(result, likes)
 
-        Returns:
-            The result: an array, a number or a list; `None` if there was no such call, or this one has to be checked.
+    def start(
+        self, timeout: float | None, key: CallKey, value: Any, out: Any, likes: list[Any] | None
+    ) -> tuple[Pending | None, bool]:
+        """Start to reduce as an earlier call did, if there was one. Collective, if it returns a call.
 
-        Raises:
-            Exception: What `Reductions.run` raises.
+        The arguments are those of `run`. Returns the call, whose result is a list, also of one array, or `None`; and
+        whether there was an earlier one.
+        """
+        known, group = self.find(key, value, out), self._group
+        if known is None or known[1].run is None or group.agreement.step_exit is not None:
+            return None, known is not None
+        if type(value) is list:  # the caller may change its own before the calls before this one are done
+            value, out = list(value), None if out is None else list(out)
+            likes = None if likes is None else list(likes)
+        group.enter(known[0].call.name)
+
+        def steps(pending: Pending) -> Steps:
+            known[0].call.timeout_seconds = timeout
+            try:
+                result = yield from self._steps(known, value, out, pending)
+            except GeneratorExit:  # a reset or the end has abandoned the call
+                known[1].forget()
+                raise
+            except BaseException as error:
+                self._break_off(known[1], error)
+                raise
+            result = result if likes is None else _restore(result, likes)
+            return result if type(result) is list else [result]
+
+        return group.calls.start(steps), True
+
+    def find(self, key: CallKey, value: Any, out: Any) -> KnownCall | None:
+        """Find an earlier call like one; `None` if the call has to be checked. Local.
+
+        For the same arrays it is the same call until a reset, or until the strategy allocates shared memory.
         """
         if self._cached_for is not self._group.levels or value is None:  # a reset makes new levels
             return None
         if type(value) is list:
             for known in self._lists.get(_place_of_list(key, value if out is None else out), ()):
-                if known.holds_for(value) and (known.outs_hold is None or known.outs_hold(out)):
-                    break
-            else:
-                return None
-            cached, variant = known.cached, known.variant
-            if variant is None:
-                variant = cached.execution.variant_of_private()
-            cached.call.timeout_seconds = timeout
-            results = self._make(cached, cached.reduction, variant, value, out)
-            return results if likes is None else library_of(likes[0]).from_natives(results, likes)
+                if known.holds_for(value) and (known.outs_hold is None or known.outs_hold(value, out)):
+                    cached, variant = known.cached, known.variant
+                    if variant is None:
+                        variant = cached.execution.variant_of_private()
+                    return cached, cached.reduction, variant
+            return None
         alike = self._cached.get(key)
         if alike is None:
             return None
-        reduction, of_array = alike.reduction, alike.execution.variant_of(value, out)
-        if of_array is None:
-            symmetric = self._symmetric.get(id(value))
-            if symmetric is None or out is not value or symmetric.array() is not value or symmetric.key != key:
-                return None
-            reduction, of_array = symmetric.reduction, symmetric.variant
-        alike.call.timeout_seconds = timeout
-        result = self._make(alike, reduction, of_array, value, out)
-        return result if likes is None else library_of(likes[0]).from_native(result, likes[0])
+        of_array = alike.execution.variant_of(value, out)
+        if of_array is not None:
+            return alike, alike.reduction, of_array
+        symmetric = self._symmetric.get(id(value))
+        if symmetric is None or out is not value or symmetric.array() is not value or symmetric.key != key:
+            return None
+        return alike, symmetric.reduction, symmetric.variant
 
-    def _make(self, cached: _CachedCall, reduction: RepeatedReduction, variant: int, value: Any, out: Any) -> Any:
-        """Make a call. Collective."""
-        group = self._group
+    def make(self, timeout: float | None, known: KnownCall, value: Any, out: Any) -> Any:
+        """Make a call: in compiled code, as far as there is such code and no rank waits long. Collective."""
+        (cached, reduction, _), group, agreement = known, self._group, self._group.agreement
+        cached.call.timeout_seconds = timeout
         group.enter(cached.call.name)
         if group.calls:
             group.calls.finish()
         try:
-            return self._reduce(cached, reduction, variant, value, out)
+            call, progress, begun, result = self._begin(*known, value, out)
+            if progress == Progress.DONE:
+                return reduction.close(result, out is None)
+            if progress == Progress.AGREED or agreement.conclude(call):
+                reduction.finish(begun, result)
+                result = reduction.close(result, out is None)
+            else:
+                unlike = _unlike_call(cached, value, out)
+                result = self._close_unlike(cached.execution.finish(unlike, has_same_places=False), value, out)
+            agreement.end()
+            return result
         except BaseException as error:
-            self._clear()
-            reduction.forget()
-            group.break_off(error)
+            self._break_off(reduction, error)
             raise
 
-    def _reduce(self, cached: _CachedCall, reduction: RepeatedReduction, variant: int, value: Any, out: Any) -> Any:
-        """Reduce: in compiled code, as far as there is such code and no rank waits long. Collective."""
+    def _break_off(self, reduction: RepeatedReduction, error: BaseException) -> None:
+        self._clear()
+        reduction.forget()
+        self._group.break_off(error)
+
+    def _steps(self, known: KnownCall, value: Any, out: Any, pending: Pending) -> Steps:
+        """Reduce as `make` does, in the steps of a started call."""
+        (cached, reduction, _), agreement = known, self._group.agreement
+        pending.sequence = agreement.sequence + 1
+        call, progress, begun, result = self._begin(*known, value, out)
+        if progress == Progress.DONE:
+            return reduction.close(result, out is None)
+        if progress == Progress.AGREED or (yield from pending.conclude(agreement, call)):
+            yield from reduction.steps(begun, result)
+            result = reduction.close(result, out is None)
+        else:
+            unlike = _unlike_call(cached, value, out)
+            results = yield from cached.execution.steps(unlike, pending, has_same_places=False)
+            result = self._close_unlike(results, value, out)
+        agreement.end()
+        return result
+
+    def _begin(
+        self, cached: _CachedCall, reduction: RepeatedReduction, variant: int, value: Any, out: Any
+    ) -> tuple[ReductionCall, int, Any, Any]:
+        """Join a call. Returns it, how far it came, the argument of `RepeatedReduction.finish`, and the result."""
         call, agreement = cached.call, self._group.agreement
         call.variant, progress, begun = variant, Progress.NOT_JOINED, None
         try:
@@ -256,25 +352,20 @@ class RepeatedCalls:
             call, result, place = _call_with(call, problem), value, 0
         if reduction.run is not None and call.error is None:
             progress = agreement.join_at_once(call, reduction.run, value, result, place)
-            if progress == Progress.DONE:
-                return reduction.close(result, out is None)
         if progress == Progress.NOT_JOINED:
             try:
                 begun = reduction.begin(value, result, place) if call.error is None else None
             except Exception as problem:
                 call = _call_with(call, problem)
             agreement.arrive(call)
-        else:
+        elif progress != Progress.DONE:
             begun = reduction.resume(value, result, place, progress == Progress.AGREED)
-        if progress == Progress.AGREED or agreement.conclude(call):
-            reduction.finish(begun, result)
-            result = reduction.close(result, out is None)
-        else:
-            result = _finish_unlike(cached, value, out)
-            if type(out) is list:  # per-node arrays are written by one rank of the node
-                result = write_outs(out, result, self._group.shared)
-        agreement.end()
-        return result
+        return call, progress, begun, result
+
+    def _close_unlike(self, results: list[Any], value: Any, out: Any) -> Any:
+        if type(out) is list:  # per-node arrays are written by one rank of the node
+            return write_outs(out, results, self._group.shared)
+        return results if type(value) is list else results[0]
 
     def add(self, key: CallKey, call: ReductionCall) -> None:
         """Add a call that was carried out to the cache. Local."""
@@ -297,54 +388,55 @@ class RepeatedCalls:
         self._lists.clear()
 
     def _add_list(self, key: CallKey, call: ReductionCall) -> None:
-        """Add a call that has reduced the leaves of a nest, into new arrays or in place. Local."""
+        """Add a call that has reduced the leaves of a nest. Local."""
         execution, arrays, checked = call.plan.execution, call.operands.arrays, call.checked_outs
         has_form = key[2] == call.structure and not call.mirrored
-        if not (isinstance(execution, FusedExecution) and _is_plain(call) and has_form):
+        is_plain = _is_plain(call) and call.plan.local_sums is None
+        if not (isinstance(execution, FusedExecution) and is_plain and has_form):
             return
-        if type(call.values[0]) is not np.ndarray and not _note_natives(list(call.values), arrays):
+        if not _OF_NUMPY.issuperset(map(type, call.values)) and not _note_natives(list(call.values), arrays):
             return
         # Views of per-node arrays may be in none of these places.
         is_per_node = checked is not None and checked.places is not None and all(its.per_node for its in checked.places)
-        if key[-1] == _OTHERS and not is_per_node:
-            return
         if len(self._lists) >= _MAX_ARRAYS:
             self._lists.clear()
+        outs = arrays if call.outs is None else list(call.outs)
         if checked is not None and not (checked.are_private or is_per_node):
-            self._add_symmetric_list(key, call, execution, checked)
+            in_place = execution.of_symmetric(call)
+            if in_place is not None:
+                cached = _CachedCall(_call_like(call), execution, in_place)
+                self._know(key, outs, cached, checked.are_unchanged, None, call.variant, outs)
             return
         reduction = execution.of_list(call, self._group.agreement.flight)
         if reduction is None or not reduction.fits(arrays):
             return
         cached = _CachedCall(_call_like(call), execution, reduction)
-        holds_for, known, outs = reduction.fits, self._lists, arrays if call.outs is None else list(call.outs)
-        place = _place_of_list(key, outs)
-        if checked is None:
-            self._know(place, _ListCall(holds_for, None, cached, None, []))
-            return
-        # The memory of per-node arrays goes with them, so this keeps nothing that refers to the memory.
-        kept = outs if is_per_node else outs[:1]
-        references = [weakref.ref(its, lambda _: known.pop(place, None)) for its in kept]
-        if is_per_node:
-            self._know(place, _ListCall(holds_for, checked.are_unchanged, cached, call.variant, references))
+        if isinstance(reduction, ListIntoOthers):
+            if reduction.can_write(arrays, outs):
+                self._know(key, outs, cached, reduction.fits, reduction.can_write)
+        elif checked is None:
+            self._know(key, outs, cached, reduction.fits)
+        elif is_per_node:
+            unchanged = checked.are_unchanged
+            self._know(key, outs, cached, reduction.fits, lambda _, its: unchanged(its), call.variant, outs)
         else:
-            self._know(place, _ListCall(checked.are_unchanged, None, cached, None, references))
+            self._know(key, outs, cached, checked.are_unchanged, kept=outs[:1])
 
-    def _know(self, place: Any, call: _ListCall) -> None:
-        self._lists[place] = [call, *self._lists.get(place, ())][:_MAX_ALIKE]
-
-    def _add_symmetric_list(
-        self, key: CallKey, call: ReductionCall, execution: FusedExecution, checked: CheckedOuts
+    def _know(
+        self,
+        key: CallKey,
+        outs: list[Any],
+        cached: _CachedCall,
+        holds_for: Callable[[list[Any]], bool],
+        outs_hold: Callable[[list[Any], list[Any]], bool] | None = None,
+        variant: int | None = None,
+        kept: Sequence[Any] = (),
     ) -> None:
-        """Add a call that has reduced symmetric arrays in place. Local."""
-        arrays, reduction = call.operands.arrays, execution.of_symmetric(call)
-        if reduction is None:
-            return
-        # The memory of the arrays goes with them, so this keeps nothing that refers to the memory.
-        known, place = self._lists, _place_of_list(key, arrays)
-        references = [weakref.ref(array, lambda _: known.pop(place, None)) for array in arrays]
-        cached = _CachedCall(_call_like(call), execution, reduction)
-        self._know(place, _ListCall(checked.are_unchanged, None, cached, call.variant, references))
+        """Add a list until one of the arrays `kept` is gone: nothing here refers to memory that goes with them."""
+        known, place = self._lists, _place_of_list(key, outs)
+        references = [weakref.ref(its, lambda _: known.pop(place, None)) for its in kept]
+        call = _ListCall(holds_for, outs_hold, cached, variant, references)
+        known[place] = [call, *known.get(place, ())][:_MAX_ALIKE]
 
     def _cached_call(self, call: ReductionCall) -> _CachedCall | None:
         """Return what carries out calls like one; `None` if they have to be checked each time."""
@@ -370,9 +462,9 @@ class RepeatedCalls:
 
 
 def _place_of_list(key: CallKey, arrays: list[Any]) -> Any:
-    """Return the key of a list in the cache: outs have been checked by themselves, and of others the forms."""
+    """Return the key of a list in the cache: what is reduced in place has been checked itself, of others the forms."""
     first = arrays[0]
-    return (key, id(first)) if key[-1] else (key, first.shape, first.dtype)
+    return (key, id(first)) if key[-1] is True else (key, first.shape, first.dtype)
 
 
 def _note_natives(values: list[Any], natives: list[Any]) -> bool:
@@ -389,7 +481,7 @@ def _call_like(call: ReductionCall) -> ReductionCall:
     like.fingerprint = call.plan.fingerprint ^ name_digest(call.name)
     if call.checked_outs is not None:
         like.fingerprint ^= call.checked_outs.per_node_digest
-    like.per_node_indices = call.per_node_indices
+    like.per_node_indices, like.is_started = call.per_node_indices, call.is_started
     return like
 
 
@@ -402,15 +494,27 @@ def _call_with(call: ReductionCall, error: Exception) -> ReductionCall:
 
 
 def _is_plain(call: ReductionCall) -> bool:
-    return call.plan.local_sums is None and call.options.compression is Compression.NONE
+    return call.options.compression is Compression.NONE
 
 
-def _finish_unlike(cached: _CachedCall, value: Any, out: Any) -> Any:
-    """Reduce where another rank's array lies in shared memory: nobody reads what this rank has staged. Collective."""
+def _unlike_call(cached: _CachedCall, value: Any, out: Any) -> ReductionCall:
+    """Return a call with its arrays, where another rank's lie in shared memory: nobody reads what this one staged."""
     cached.reduction.forget()
     call = _call_like(cached.call)
     is_list = type(value) is list
     call.operands = Operands(value if is_list else [value])
     call.outs = None if out is None else out if is_list else [out]
-    results = cached.execution.finish(call, has_same_places=False)
-    return results if is_list else results[0]
+    return call
+
+
+def _restore(result: Any, likes: list[Any]) -> Any:
+    """Give new results the kinds of `likes`."""
+    library = library_of(likes[0])
+    if type(result) is not list:
+        return library.from_native(result, likes[0])
+    if library.knows_lists:
+        return library.from_natives(result, likes)
+    return [
+        one if type(like) is np.ndarray else library_of(like).from_native(one, like)
+        for one, like in zip(result, likes, strict=True)
+    ]

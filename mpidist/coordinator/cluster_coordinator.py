@@ -59,7 +59,7 @@ class ClusterCoordinator:
 
     Raises:
         TypeError: If `strategy` is none.
-        ValueError: If the strategy has no parameter servers, bounds staleness, or aggregates in a node.
+        ValueError: If the strategy has no parameter servers, or bounds staleness.
         RuntimeError: On a parameter server.
         InvalidArgumentError: If another worker makes another call.
     """
@@ -81,7 +81,7 @@ class ClusterCoordinator:
         self._strategy, self._is_chief = strategy, role.is_chief or group is None
         self._num_scheduled = 0
         self._is_closed = False
-        self._error: Exception | None = None  # of a function that the chief has called itself
+        self._error: Exception | None = None  # the first one of a function, which no call has raised yet
         self._crew: Crew | None = None
         self._work: Work | None = None
         number = 0 if group is None else ranks.index(group.topology.rank)
@@ -92,7 +92,7 @@ class ClusterCoordinator:
         if group is None or len(ranks) == 1:
             return
         if self._is_chief:
-            self._crew = Crew(group, ranks[1:])
+            self._crew = Crew(group, ranks[1:], self._fail)
         else:
             self._work = Work(group, Mail(group, ranks[0]), self._caller)
 
@@ -132,13 +132,14 @@ class ClusterCoordinator:
             raise ValueError(f"{what}: an argument is a RemoteValue, which no worker has; fetch it before")
         message = encode((name, encode(given, f"{what}: an argument", handle_of, ADVICE)), what)
         self._num_scheduled += 1
-        call = RemoteValue(self._num_scheduled, name, message, self._wait_for_value)
+        call = RemoteValue(self._num_scheduled, name, message, self._crew)
         if self._crew is not None:
             self._crew.add(call)
             return call
         value, error = result_of(self._caller.call(message))
         call.set(value, error)
-        self._error = self._error or error
+        if error is not None:
+            self._fail(error)
         return call
 
     def join(self) -> None:
@@ -234,20 +235,18 @@ class ClusterCoordinator:
         if self._is_closed:
             raise RuntimeError(f"{call} on a closed coordinator: the workers serve no longer")
 
+    def _fail(self, error: Exception) -> None:
+        """Keep an error of a function for the next call."""
+        self._error = self._error or error
+
     def _raise_error(self) -> None:
         crew = self._crew
-        error = self._error if crew is None else crew.error
-        if error is None:
+        if self._error is None:
             return
         if crew is not None:
             crew.wait("the end of the other functions", lambda: crew.is_idle)
-            crew.error = None
-        self._error = None
+        error, self._error = self._error, None
         raise error
-
-    def _wait_for_value(self, condition: Callable[[], bool]) -> None:
-        if self._crew is not None:
-            self._crew.wait("fetch()", condition)
 
     def _end(self, reason: str | None) -> None:
         """End this rank's part with the strategy's. `reason`: of an exception that the others do not have."""
@@ -262,15 +261,14 @@ class ClusterCoordinator:
             return
         if crew is not None:
             crew.end()
-        error = self._error if crew is None else crew.error
-        if error is not None:
-            logger.warning("mpidist: a function has failed, and no join() has told of it: %s", error)
+        if self._error is not None:
+            logger.warning("mpidist: a function has failed, and no join() has told of it: %s", self._error)
 
 
 def _role_of(strategy: Any) -> Role:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"ClusterCoordinator takes a strategy, got {type(strategy).__name__}")
-    role = parts_of(strategy).service
+    role = parts_of(strategy).peers
     if not isinstance(role, Role):
         raise ValueError(
             f"ClusterCoordinator needs a ParameterServerStrategy, got {type(strategy).__name__}: its ranks all compute"

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.coordinator.worker import Kind, Letter, Mail, result_of
+from mpidist.coordinator.worker import LAST, Letter, Mail, result_of
 from mpidist.errors import CancelledError, DeadlineExceededError, PeerFailedError
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.shared_errors import repeat_of
@@ -24,18 +24,14 @@ _NOTHING: Final = object()
 
 @final
 class RemoteValue:
-    """What a scheduled function will return. `fetch` waits for it.
+    """What call `number`, from 1 on, of the function `name` will return. `fetch` waits for it.
 
-    Args:
-        number: The number of the call, from 1 on. Also an attribute.
-        name: The name of the function. Also an attribute.
-        message: What a worker is sent. Also an attribute, until there is a result.
-        wait: Waits until a condition holds.
+    `message` is what a worker of `crew` is sent, until there is a result.
     """
 
-    def __init__(self, number: int, name: str, message: Array, wait: Callable[[Callable[[], bool]], None]) -> None:
+    def __init__(self, number: int, name: str, message: Array, crew: Crew | None) -> None:
         self.number, self.name, self.message = number, name, message
-        self._wait = wait
+        self._crew = crew
         self._value: Any = _NOTHING
         self._error: Exception | None = None
 
@@ -59,8 +55,8 @@ class RemoteValue:
             CancelledError: If the function was not called, because another one had failed.
             Exception: What the function has raised.
         """
-        if not self.is_ready:  # what is here can be read even if workers or servers are lost since
-            self._wait(lambda: self.is_ready)
+        if self._crew is not None and not self.is_ready:  # a result that is here can be read even after losses
+            self._crew.wait("fetch()", lambda: self.is_ready)
         if self._error is not None:
             raise self._error
         return self._value
@@ -76,11 +72,10 @@ class RemoteValue:
 
 @final
 class Crew:
-    """The workers that call functions, and the functions that wait for a free one."""
+    """The workers that call functions, and the functions that wait for a free one. `on_error` takes their errors."""
 
-    def __init__(self, group: ServiceGroup, ranks: Sequence[int]) -> None:
-        self.error: Exception | None = None  # the first one of a function that nobody has been told of
-        self._group, self._awaited = group, group.awaited
+    def __init__(self, group: ServiceGroup, ranks: Sequence[int], on_error: Callable[[Exception], None]) -> None:
+        self._group, self._awaited, self._on_error = group, group.awaited, on_error
         self._mails = {rank: Mail(group, rank) for rank in ranks}
         self._queue: deque[RemoteValue] = deque()
         self._calls: dict[int, RemoteValue] = {}  # by the rank that makes it
@@ -107,15 +102,15 @@ class Crew:
         got_on = False
         for rank, mail in self._mails.items():
             letter = None if rank in self._left else mail.receive()
-            if letter is None and rank in self._awaited.lost and rank not in self._left:
-                self._lose(rank, self._awaited.lost[rank])
-            elif letter is not None:
+            if letter is not None:
                 got_on = True
                 self._take(rank, letter)
+            elif rank in self._awaited.lost and rank not in self._left:
+                self._lose(rank, self._awaited.lost[rank])
             if self._queue and rank not in self._calls and rank not in self._left:
                 call = self._calls[rank] = self._queue.popleft()
                 oldest = min(one.number for one in self._calls.values())  # those that wait are younger
-                mail.send(Kind.CALL, call.number, oldest, call.message)
+                mail.send(call.number, oldest, call.message)
                 got_on = True
         if self._queue and len(self._left) == len(self._mails) and not self._does_watchdog_raise():
             why = f"no worker is left: {self._reasons()}"
@@ -134,9 +129,17 @@ class Crew:
             self._group.watchdog.check_peers()
             self._advance_far()
 
-    def wait(self, what: str, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds, at most `timeout_seconds` for a function, and give functions to workers."""
-        self._wait(what, condition, self._group.timeout_seconds or None)
+    def wait(self, what: str, condition: Callable[[], bool], timeout: float | None = None) -> None:
+        """Give functions to workers until a condition holds, at most so long for one: by default `timeout_seconds`."""
+
+        def is_done() -> bool:
+            if self.advance() or not self._awaited.ranks:
+                self._await_workers(what)
+            return condition()
+
+        self._require_whole()
+        self._group.begin_wait(what, (), timeout or self._group.timeout_seconds or None)
+        poll(is_done, self._group.watchdog.check_peers)
 
     def cancel(self, why: str) -> None:
         """Call no function that waits."""
@@ -149,9 +152,8 @@ class Crew:
         self.cancel("the coordinator was closed")
         for rank, mail in self._mails.items():
             if not self._left.get(rank):  # one that left because of an error receives nothing
-                mail.send(Kind.END)
-        self._wait("the end of the coordinator", lambda: len(self._left) == len(self._mails), math.inf)
-        self._wait("the end of the coordinator", self._has_sent_all, math.inf)
+                mail.send_last()
+        self.wait("the end of the coordinator", self._have_all_ended, math.inf)
         for mail in self._mails.values():
             mail.abandon()
 
@@ -165,22 +167,12 @@ class Crew:
             text = reason or ("" if broken is None else first_line(broken))
             for rank, mail in self._mails.items():
                 if rank not in self._left:
-                    mail.send(Kind.END, data=np.frombuffer(text.encode()[:1000], np.uint8))
+                    mail.send_last(text)
         self.cancel("the chief has left its strategy")
         for call in self._calls.values():
             call.cancel("the chief has left its strategy")
         for mail in self._mails.values():
             mail.abandon()
-
-    def _wait(self, what: str, condition: Callable[[], bool], timeout: float | None) -> None:
-        def is_done() -> bool:
-            if self.advance() or not self._awaited.ranks:
-                self._await_workers(what)
-            return condition()
-
-        self._require_whole()
-        self._group.begin_wait(what, (), timeout)
-        poll(is_done, self._group.watchdog.check_peers)
 
     def _require_whole(self) -> None:
         if self._group.watchdog.broken is not None:
@@ -197,11 +189,12 @@ class Crew:
         while self.advance():
             pass
 
-    def _has_sent_all(self) -> bool:
-        lost = self._awaited.lost
-        return all(
-            mail.has_sent_all() for rank, mail in self._mails.items() if not self._left[rank] and rank not in lost
-        )
+    def _have_all_ended(self) -> bool:
+        """Whether all workers have left, and those that live have all that was sent to them."""
+        if len(self._left) < len(self._mails):
+            return False
+        living = [rank for rank, why in self._left.items() if not why and rank not in self._awaited.lost]
+        return all(self._mails[rank].has_sent_all() for rank in living)
 
     def _lose(self, rank: int, why: str) -> None:
         """Note that a worker has left, and make its call again."""
@@ -213,9 +206,9 @@ class Crew:
             self._queue = deque(sorted([lost, *self._queue], key=lambda call: call.number))
 
     def _take(self, rank: int, letter: Letter) -> None:
-        kind, _, _, data = letter
-        if kind == Kind.LEFT:
-            self._lose(rank, data.tobytes().decode(errors="replace"))
+        number, _, data = letter
+        if number == LAST:
+            self._lose(rank, data)
             return
         call = self._calls.pop(rank)  # first: the worker is free, whatever it has sent
         value, error = result_of(data)
@@ -224,8 +217,8 @@ class Crew:
             self._fail(error, "another function had failed")
 
     def _fail(self, error: Exception, why: str) -> None:
-        """Keep an error for the next call, and call no function that waits."""
-        self.error = self.error or error
+        """Call no function that waits, because of an error."""
+        self._on_error(error)
         self.cancel(why)
 
     def _does_watchdog_raise(self) -> bool:

@@ -78,11 +78,7 @@ def function_named(name: str) -> Callable[..., Any]:
 
 @final
 class PerWorkerDataset:
-    """A data set of each worker: an argument of functions that are scheduled. `iter` of it is one, too.
-
-    Args:
-        number: The number of the data set.
-    """
+    """Data set `number` of each worker: an argument of functions that are scheduled. `iter` of it is one, too."""
 
     def __init__(self, number: int) -> None:
         self.handle: Handle = (number, -1)
@@ -98,12 +94,7 @@ class PerWorkerDataset:
 
 @final
 class PerWorkerIterator:
-    """An iterator of each worker over its data set: an argument of functions that are scheduled.
-
-    Args:
-        dataset: The number of the data set.
-        number: The number of the iterator, of this data set.
-    """
+    """Iterator `number` of each worker over a data set, given by its number: an argument of scheduled functions."""
 
     def __init__(self, dataset: int, number: int) -> None:
         self.handle: Handle = (dataset, number)

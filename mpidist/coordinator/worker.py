@@ -24,7 +24,7 @@ from mpidist.transport.text import name_ranks, text_of
 from mpidist.transport.tracebacks import traceback_text
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["ADVICE", "Caller", "Kind", "Letter", "Mail", "Work", "result_of"]
+__all__ = ["ADVICE", "LAST", "Caller", "Letter", "Mail", "Work", "result_of"]
 
 logger = logging.getLogger("mpidist.coordinator")
 
@@ -36,21 +36,13 @@ Array = np.ndarray[Any, Any]
 _MAX_TRACE: Final = 8000  # characters
 _QUIET_SECONDS: Final = 0.05  # after which nothing more comes from a chief that is lost
 _TAG: Final = 11  # a tag that no server and no request uses
-_HEADER: Final = struct.Struct("=qqq")
-_NOTHING: Final = np.empty(0, np.uint8)
+_HEADER: Final = struct.Struct("=qq")
+_MAX_REASON: Final = 1000  # bytes
+LAST: Final = 0  # in place of a call's number
 
-# A kind, the number of the call that it is about, which older calls will not be made again, and the data.
-Letter = tuple[int, int, int, Array]
-
-
-@final
-class Kind:
-    """What a letter is about."""
-
-    CALL: Final = 0  # chief to worker: call a function
-    END: Final = 1  # chief to worker: no function follows
-    RESULT: Final = 2  # worker to chief: what a function has returned, or raised
-    LEFT: Final = 3  # worker to chief: this worker calls no function any more; its last letter
+# The number of a call, which older calls will not be made again, and the function with its arguments, or its result.
+# Or a letter after which no call and no result comes, with the text of an error that is the cause; "" for none.
+Letter = tuple[int, int, Any]
 
 
 @final
@@ -69,11 +61,15 @@ class Mail:
         self._sends: list[tuple[Any, Array]] = []
         self._incoming: tuple[Any, Array] | None = None
 
-    def send(self, kind: int, number: int = 0, oldest: int = 0, data: Array = _NOTHING) -> None:
-        """Send a letter, as `Letter` describes it, and do not wait."""
+    def send_last(self, reason: str = "") -> None:
+        """Send the last letter, and do not wait."""
+        self.send(LAST, 0, np.frombuffer(reason.encode(errors="backslashreplace")[:_MAX_REASON], np.uint8))
+
+    def send(self, number: int, oldest: int, data: Array) -> None:
+        """Send a call or a result, and do not wait."""
         if self._has_failed:
             return
-        letter = np.concatenate([np.frombuffer(_HEADER.pack(kind, number, oldest), np.uint8), data])
+        letter = np.concatenate([np.frombuffer(_HEADER.pack(number, oldest), np.uint8), data])
         try:
             self._sends.append((self._comm.Isend([letter, self._byte], self.rank, _TAG), letter))
         except load_mpi().Exception as error:
@@ -107,8 +103,9 @@ class Mail:
         if not request.Test():
             return None
         self._incoming = None
-        kind, number, oldest = _HEADER.unpack_from(data.data)
-        return kind, number, oldest, data[_HEADER.size :]
+        number, oldest = _HEADER.unpack_from(data.data)
+        content = data[_HEADER.size :]
+        return number, oldest, content if number != LAST else content.tobytes().decode(errors="replace")
 
     def abandon(self) -> None:
         """Keep what MPI may still read and write."""
@@ -187,13 +184,12 @@ class Work:
         """Call functions until the chief ends."""
         self._caller.servers.require_no_function("serve() of a coordinator")
         while not self._has_chief_ended:
-            kind, number, oldest, data = self._next_letter("serve() of the coordinator")
-            if kind == Kind.END:
-                self._take_end("serve() of the coordinator", data)
-                self._leave("")
-                self._caller.servers.begin_call(0, 0)  # no call follows
-            else:
-                self._mail.send(Kind.RESULT, number, data=self._caller.call(data, number, oldest))
+            number, oldest, data = self._next_letter("serve() of the coordinator")
+            if number != LAST:
+                self._mail.send(number, oldest, self._caller.call(data, number, oldest))
+                continue
+            self._leave("")
+            self._caller.servers.begin_call(0, 0)  # no call follows
 
     def close(self, reason: str | None) -> None:
         """Tell the chief that this worker calls no function any more; if there was no error, wait until the chief ends.
@@ -213,23 +209,14 @@ class Work:
 
     def _wait_for_end(self, what: str) -> None:
         while not self._has_chief_ended:  # other workers make the calls that are under way to this one
-            kind, _, _, data = self._next_letter(what)
-            if kind == Kind.END:
-                self._take_end(what, data)
+            self._next_letter(what)
         if not self._has_chief_left:
             self._wait(what, self._mail.has_sent_all)
-
-    def _take_end(self, what: str, data: Array) -> None:
-        self._has_chief_ended = True
-        if data.size:
-            self._has_chief_left = True
-            reason = data.tobytes().decode(errors="replace")
-            logger.warning("mpidist: %s ends, as the chief has left: %s", what, reason)
 
     def _leave(self, reason: str) -> None:
         if not self._has_left:
             self._has_left = True
-            self._mail.send(Kind.LEFT, data=np.frombuffer(reason.encode()[:1000], np.uint8))
+            self._mail.send_last(reason)
 
     def _next_letter(self, what: str) -> Letter:
         found: list[Letter] = []
@@ -241,6 +228,11 @@ class Work:
             return letter is not None
 
         self._wait(what, has_letter)
+        number, _, reason = found[0]
+        self._has_chief_ended |= number == LAST
+        if number == LAST and reason:
+            self._has_chief_left = True
+            logger.warning("mpidist: %s ends, as the chief has left: %s", what, reason)
         return found[0]
 
     def _wait(self, what: str, test: Callable[[], bool]) -> None:

@@ -27,10 +27,7 @@ __all__ = ["reduce_along_axis"]
 class _Partial(NamedTuple):
     """An array of one replica, reduced along the axes.
 
-    Attributes:
-        array: The reduced array.
-        num_reduced: Number of elements that were reduced to one, the product of the lengths of the axes: int64, 0-d.
-        result_dtype: The dtype of the final result.
+    `num_reduced`: number of elements that were reduced to one, the product of the lengths of the axes: int64, 0-d.
     """
 
     array: Any
@@ -51,25 +48,10 @@ def reduce_along_axis(
     options: CommunicationOptions | None,
     out: Any = None,
 ) -> Any:
-    """Reduce arrays along axes on every rank, then over ranks. Collective.
+    """Reduce arrays along axes on every rank, then over ranks. Collective; errors are raised on every rank.
 
-    A mean is the sum over all ranks divided by the count over all ranks: one all-reduce of the sums and counts.
-
-    Args:
-        ops: The algorithm, bound to the ranks.
-        reduce_op: A `ReduceOp` or its name in any case.
-        value: An array, a distributed value of one, or a nest. Lengths may differ between ranks along the axes.
-        axis: An axis, or a tuple of them; negative counts from the end.
-        options: Override the strategy's.
-        out: A nest of arrays that take the result.
-
-    Returns:
-        `out`, if given; else a nest like `value`, of arrays without these axes.
-
-    Raises:
-        InvalidArgumentError: If the ranks' arguments differ, a value has no such axis, or an axis is named twice. On
-            every rank.
-        ValueError: If `reduce_op` is SUM or PROD of a value that is mirrored over several ranks.
+    A mean is the sum over all ranks divided by the count over all ranks: one all-reduce of the sums and counts. Lengths
+    may differ between ranks along the axes.
     """
     leaves: list[Any] = []
     partials: list[list[_Partial]] = []  # [leaves][replicas of this rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from mpidist.collectives.arguments.destinations import ranks_of, rebuild_results
@@ -13,11 +14,12 @@ from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_b
 from mpidist.collectives.plans.local_sums import require_tree_order
 from mpidist.collectives.plans.reduce_algorithm import ReduceAlgorithm
 from mpidist.collectives.reductions import Reductions
-from mpidist.collectives.repeated_calls import key_of_repeated
+from mpidist.collectives.repeated_calls import NO_OTHERS, key_of_repeated, of_first_replica
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.text import name_ranks
+from mpidist.values import Contributions
 
 __all__ = ["BoundOps"]
 
@@ -28,16 +30,11 @@ def _is_of_slices(pair: Any) -> bool:
 
 @final
 class BoundOps:
-    """The reductions and broadcasts of one group of ranks by one algorithm.
-
-    Args:
-        algorithm: The algorithm. Also an attribute.
-        group: The ranks, a group that the caller closes. Also an attribute.
-        options: Override the algorithm's own.
-        replicas: Which replicas this rank carries; by default one. Also an attribute.
+    """The reductions and broadcasts of one group of ranks, which the caller closes, by one algorithm.
 
     Attributes:
         options: The defaults of all calls.
+        reductions: Carries the reductions out.
 
     Raises:
         UnavailableError: If `options` ask for NCCL and it is not available.
@@ -57,7 +54,11 @@ class BoundOps:
         self.replicas = Replicas.one_per_rank(group.topology) if replicas is None else replicas
         self.options = CommunicationOptions()
         self.options = self._merge(algorithm._options.merge(options))
-        self._reductions = Reductions(group, algorithm, self.configuration, self.replicas)
+        self.reductions = Reductions(group, algorithm, self.configuration, self.replicas)
+
+    def of_bare_values(self) -> BoundOps:
+        """Return the same for calls in `run`, where each rank has one replica, whose value is not distributed."""
+        return BoundOps(self.algorithm, self.group, self.options, replace(self.replicas, are_bare=True))
 
     def reduce(
         self,
@@ -95,12 +96,10 @@ class BoundOps:
                 pairs = list(pairs)
             except Exception as problem:  # of any kind: the other ranks must learn of it
                 error = name_call(problem, call)
-        reduction_call, opened = open_batch_reduce(
-            self._reductions, self._merge, call, reduce_op, pairs, options, error
-        )
+        reduction_call, opened = open_batch_reduce(self.reductions, self._merge, call, reduce_op, pairs, options, error)
         if reduction_call.error is not None and isinstance(pairs, (list, tuple)) and any(map(_is_of_slices, pairs)):
             return self._batch_reduce_slices(reduce_op, pairs, options, call)
-        results = iter(self._reductions.run(reduction_call))
+        results = iter(self.reductions.run(reduction_call))
         return [pair.close(results, self.group.topology.rank) for pair in opened]
 
     def all_reduce(
@@ -113,31 +112,21 @@ class BoundOps:
         call: str = "all_reduce",
         error: Exception | None = None,
     ) -> Any:
-        """Reduce a nest of every rank's values, and give every rank the result. Collective.
+        """Reduce a nest of every rank's values, and give every rank the result, in `out` if given. Collective.
 
-        Args:
-            reduce_op: A `ReduceOp` or its name in any case.
-            value: This rank's contribution: an array, a number, or a nest of them.
-            options: Override those of this object.
-            out: A nest of arrays like the result, which the result is written to. May be `value` itself.
-            call: The name of the call, for errors and logs.
-            error: What the caller found wrong on this rank; raised on all ranks.
-
-        Returns:
-            `out`, if given; else a nest like `value`.
-
-        Raises:
-            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
+        `call` is the name in errors and logs. `error` is what the caller found wrong on this rank; raised on all ranks.
         """
-        reductions = self._reductions
-        repeated = key_of_repeated(call, reduce_op, value, options, out, error)
+        reductions, first, others, into = self.reductions, value, NO_OTHERS, out
+        if type(value) is Contributions or not self.replicas.are_bare:
+            first, others, into = of_first_replica(value, out, self.replicas.num_here)
+        repeated = key_of_repeated(call, reduce_op, first, options, into, error)
+        result = None
         if repeated is not None:
-            own = None if options is None else options.timeout_seconds
-            timeout = self.options.timeout_seconds if own is None else own
-            if (result := reductions.repeated.run(timeout, *repeated)) is not None:
-                if out is not None:
-                    return out
-                return rebuild_results(value, result, {}) if type(result) is list else result
+            result = reductions.repeated.run(self.timeout_of(options), *repeated, others)
+        if result is not None:
+            if out is not None:
+                return out
+            return rebuild_results(value, result, {}) if type(result) is list else result
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
         if reduction_call.error is not None and has_slices(value):  # which it refuses
             return self._all_reduce_slices(reduce_op, value, options, out, call, error)
@@ -192,22 +181,22 @@ class BoundOps:
         call: str = "start_all_reduce",
         error: Exception | None = None,
     ) -> PendingResult:
-        """Start an all-reduce, and return before it completes. Collective; all ranks start calls in the same order.
-
-        Args:
-            reduce_op: As in `all_reduce`.
-            value: As in `all_reduce`. It must not be changed until `wait` has returned.
-            options: As in `all_reduce`.
-            out: As in `all_reduce`.
-            call: As in `all_reduce`.
-            error: As in `all_reduce`.
-
-        Returns:
-            A handle, whose `wait` returns or raises what `all_reduce` would.
-        """
-        reductions = self._reductions
+        """Start `all_reduce`, and return before it completes. Collective; all ranks start calls in the same order."""
+        reductions, key = self.reductions, None
+        if self.replicas.are_bare and self.group.agreement.is_node_barrier:
+            repeated = key_of_repeated(f"start {call}", reduce_op, value, options, out, error)
+            if repeated is not None and repeated[1] is not None:  # not tensors, whose objects are often new
+                pending, is_known = reductions.repeated.start(self.timeout_of(options), *repeated)
+                if pending is not None:
+                    return PendingResult(reductions.group, pending, value, out, {})
+                key = None if is_known else repeated[0]
         reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
-        return PendingResult(reductions.group, reductions.start(reduction_call), value, out, mirrored)
+        return PendingResult(reductions.group, reductions.start(reduction_call, key), value, out, mirrored)
+
+    def compare_all_reduce(self, call: str, reduce_op: Any, value: Any, options: Any, out: Any) -> None:
+        """Check the arguments of an `all_reduce` on all ranks, and reduce nothing. Collective."""
+        arguments = reduce_op, value, options, out, None
+        self.reductions.compare(open_all_reduce(self.reductions, self._merge, call, *arguments)[0])
 
     def broadcast(
         self,
@@ -219,20 +208,13 @@ class BoundOps:
         call: str = "broadcast",
         error: Exception | None = None,
     ) -> Any:
-        """Send one rank's value to the destinations: `CrossDeviceOps.broadcast`. Collective.
-
-        Args:
-            tensor: An array, a number, or a nest of them.
-            destinations: As in `reduce`.
-            root: The rank whose value is sent.
-            out: A nest of arrays like `tensor`, which the value is written to; for all ranks as destinations.
-            call: The name of the call, for errors.
-            error: What the caller found wrong on this rank; raised on all ranks.
-
-        Returns:
-            The root's value where this rank is a destination, in `out` if given; else `None`.
-        """
+        """Send one rank's value to the destinations: `CrossDeviceOps.broadcast`. Collective."""
         return broadcast(self.group, call, tensor, destinations, self.options, error, root, out)
+
+    def timeout_of(self, options: CommunicationOptions | None) -> float | None:
+        """Return the deadline of a call with these options, in seconds. Local."""
+        own = None if options is None else options.timeout_seconds
+        return self.options.timeout_seconds if own is None else own
 
     def _merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Override this object's options by those of a call, and refuse what the algorithm cannot do."""

@@ -16,18 +16,7 @@ __all__ = ["LateOuts"]
 
 @final
 class LateOuts:
-    """Arrays of the argument `out`, checked before the call, and written after it.
-
-    Args:
-        out: The nest of arrays; or the nests of all replicas of this rank, of which only the first one is written.
-        structure: The form of the nest of values.
-        specs: The results.
-        ops: The ranks and replicas.
-        has_mirrored: Whether some values are mirrored.
-
-    Raises:
-        InvalidArgumentError: If the arrays cannot take the results.
-    """
+    """The first replica's arrays of `out`: checked before the call, and written after it."""
 
     def __init__(
         self, out: Any, structure: Structure, specs: Sequence[Spec], ops: BoundOps, has_mirrored: bool = False

@@ -7,7 +7,7 @@ from typing import Any, final
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
-from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.group.levels import Levels
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["NcclAllReduce"]
@@ -34,9 +34,9 @@ class NcclAllReduce(CrossDeviceOps):
         self._by_node = HierarchicalCopyAllReduce()
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
-        if levels.nccl is NcclReach.WORLD:
+        if levels.is_all_nccl:
             levels.world.all_reduce(buffer, reduction)
-        elif levels.nccl is NcclReach.NODE:
+        elif levels.queue is not None:
             self._by_node._all_reduce(levels, buffer, reduction)
         else:
             self._fallback._all_reduce(levels, buffer, reduction)

@@ -46,27 +46,8 @@ def weighted_mean(
 ) -> Any:
     """Divide the sum of values times weights by the sum of weights, over replicas. Collective: one all-reduce.
 
-    A value whose weight is 0 does not count, whatever it is: also the mean of no rows, which is not a number.
-
-    Args:
-        ops: The algorithm, bound to the ranks.
-        name: The name of the call, for errors.
-        reduce_op: MEAN or its name in any case.
-        value: An array, a distributed value of one, or a nest; or the nests of all replicas of this rank.
-        weight: A number >= 0, or a `PerReplica` of them; or the weights of all replicas of this rank.
-        options: Override the strategy's.
-        out: A nest of arrays that take the result; or the nests of all replicas, of which the first one is written.
-        has_axis: Whether the caller asked for axes, too, which is refused.
-        error: What the caller found wrong on this rank; raised on all ranks.
-
-    Returns:
-        `out`, if given; else a nest like `value`.
-
-    Raises:
-        InvalidArgumentError: If the ranks' arguments differ, a value cannot be averaged, or all weights are 0. On every
-            rank.
-        ValueError: If `reduce_op` is not MEAN, a weight is negative or not finite, or axes are given. On every rank.
-        TypeError: If a weight is no number. On every rank.
+    A value whose weight is 0 does not count, whatever it is: also the mean of no rows, which is not a number. Errors,
+    also of axes with weights (`has_axis`), are raised on every rank.
     """
     call, replicas = f"{name} with weights", ops.replicas
     flat, specs, sums, weights, outs = NO_CONTRIBUTIONS, [], [], [], None

@@ -8,11 +8,10 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.datasets.unread_rows import UnreadRows
 from mpidist.errors import InvalidArgumentError
-from mpidist.whole_number import whole_number
+from mpidist.whole_number import require_bool, whole_number
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "UnreadRows"]
 
 
 @final
@@ -47,8 +46,7 @@ class Batches:
             raise InvalidArgumentError(f"Batches: arrays must be equally long on axis 0, got lengths {lengths}")
         self.batch_size = whole_number("Batches: batch_size", batch_size, 1)
         self.seed = None if seed is None else whole_number("Batches: seed", seed, 0)
-        if not isinstance(drop_remainder, bool):
-            raise TypeError(f"Batches: drop_remainder is a bool, not {drop_remainder!r}")
+        require_bool("Batches: drop_remainder", drop_remainder)
         self.num_samples = lengths[0]
         self._drops_remainder = drop_remainder
 
@@ -84,6 +82,32 @@ class Batches:
         for start in range(num_samples, stop, self.batch_size):
             rows = order[start : start + self.batch_size]
             yield nest.rebuild(self._data, [_take(leaf, rows) for leaf in self._leaves])
+
+
+@final
+class UnreadRows:
+    """Rows of an array in a file, as of h5py or zarr, by their numbers: slicing reads the rows of the slice alone.
+
+    The array takes increasing row numbers.
+    """
+
+    def __init__(self, array: Any, numbers: np.ndarray[Any, Any]) -> None:
+        self._array, self.numbers = array, numbers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that all rows have together."""
+        return (len(self.numbers), *self._array.shape[1:])
+
+    def __getitem__(self, part: slice) -> Any:
+        numbers = self.numbers[part]
+        if not len(numbers):
+            return self._array[:0]
+        in_order, places = np.unique(numbers, return_inverse=True)
+        first, last = int(in_order[0]), int(in_order[-1])
+        if last - first + 1 == len(in_order):  # a slice is read much faster than a list of numbers
+            return self._array[first : last + 1][places]
+        return self._array[in_order][places]
 
 
 def _length(leaf: Any) -> int:

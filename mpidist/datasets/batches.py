@@ -7,13 +7,13 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice, zip_longest
-from typing import Any, Final, cast, final
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.datasets.parts import MISSING
-from mpidist.datasets.unread_rows import UnreadRows
+from mpidist.datasets.array_batches import UnreadRows
+from mpidist.datasets.parts import MISSING, spec_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays
@@ -21,24 +21,21 @@ from mpidist.transport.array_libraries.libraries import library_of
 from mpidist.transport.communicator import shard_bounds
 
 __all__ = [
-    "IN_STEP",
     "BatchSource",
     "GlobalBatches",
-    "OwnBatches",
+    "Step",
     "WholeBatches",
-    "num_batches",
+    "advice_for",
     "order_fields_of",
     "require_batches",
-    "rest_of_pipeline",
     "without_first",
 ]
 
 _PUT_IN_A_LIST: Final = "put batches in a list: [batch, ...]"
 _FORM: Final = "form of the first batch"
-_MAX_ARRAYS: Final = 8  # that a form names
+_MAX_ARRAYS: Final = 8  # that a text names
 
-# What users can do if ranks differ in the step itself, in the number of batches or rows, in their form, or content.
-IN_STEP: Final = "Let all ranks stop at the same step, by a value that is reduced over ranks"
+# What users can do if ranks differ in the number of batches or rows, in their form, or content.
 _SAME_SIZES: Final = (
     "Give every rank the same global batches: as many, with as many rows. Compare what the ranks read: files, rows and "
     "batch size"
@@ -53,197 +50,133 @@ _SAME_CONTENT: Final = (
 )
 
 
+@final
+class Step(NamedTuple):
+    """What this rank reads at a step.
+
+    `parts` are those of this rank's replicas: `MISSING` for a replica whose own batches have ended. `num_seen` is how
+    much of the pass the step is, on all ranks, and `common_fields` are what must be equal on all ranks, by name.
+    """
+
+    parts: Sequence[Any]
+    num_seen: int
+    common_fields: Mapping[str, str] = {}
+
+
 class BatchSource(ABC):
     """The batches of a data set, and which parts of them are those of this rank's replicas.
 
-    Args:
-        order_fields: What the order of the batches depends on, by name, besides the epoch. JSON can hold it. Also an
-            attribute.
-
-    Attributes:
-        unit: What tells how much of a pass the program has had: `"samples"`, `"steps"` or `"batches"`.
-        num_at_end: How much of a pass a step is where this rank has no batch left, and others have.
+    Each of this rank's pipelines is a re-iterable of batches. `order_fields` is what their order depends on, by name,
+    besides the epoch, as JSON can hold it. `unit` tells how much of a pass the program has had: `"samples"`, `"steps"`
+    or `"batches"`. `end` is the step of a rank that has no batch left, while others have.
     """
 
     unit: str
-    num_at_end = 1
+    end: Step
 
-    def __init__(self, order_fields: Mapping[str, int]) -> None:
-        self.order_fields = order_fields
+    def __init__(self, pipelines: Sequence[Any], order_fields: Mapping[str, int]) -> None:
+        self._pipelines, self.order_fields = pipelines, order_fields
+
+    @abstractmethod
+    def steps_from(self, epoch: int, num_seen: int) -> Iterator[Step]:
+        """Read the rest of a pass. Local."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of steps that give this rank a batch; refuse batches without a length."""
 
     @property
-    @abstractmethod
-    def batches(self) -> Iterable[Any]:
-        """A re-iterable with what this rank reads at each step."""
-
-    def steps_from(self, epoch: int, num_seen: int) -> Iterator[tuple[Any, int, Sequence[Any]]]:
-        """Read what is left of a pass: at each step what this rank reads, how much it is, and `parts_of` it. Local.
-
-        Args:
-            epoch: The number of the pass.
-            num_seen: How much of the pass to leave out, at its beginning.
-        """
-        for batch in self.batches_from(epoch, num_seen):
-            yield batch, self.num_in(batch), self.parts_of(batch)
-
-    @abstractmethod
-    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
-        """Return what is left of a pass: what this rank reads at each step."""
-
-    @abstractmethod
-    def num_in(self, batch: Any) -> int:
-        """Return how much of a pass a step's batch is."""
-
-    @abstractmethod
-    def parts_of(self, batch: Any) -> Sequence[Any]:
-        """Return the part of each replica of this rank; `MISSING` for a replica whose own batches have ended.
-
-        Args:
-            batch: What this rank read at a step.
-
-        Raises:
-            InvalidArgumentError: If the batch cannot be cut.
-        """
-
-    @abstractmethod
-    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
-        """Describe what must be equal on all ranks in a batch, by name.
-
-        Args:
-            batch: What this rank read at a step.
-            num_in_batch: What `num_in` returned.
-            is_first: Whether the batch is the first one of a pass.
-        """
-
-    @property
-    @abstractmethod
-    def end_fields(self) -> dict[str, str]:
-        """What takes the place of `common_fields` after the last batch."""
-
-    @abstractmethod
-    def advice_for(self, everyone: list[dict[str, str]]) -> str:
-        """Say what users can do if ranks differ at a step.
-
-        Args:
-            everyone: Each rank's `common_fields` or `end_fields`, which are not all equal.
-        """
+    def element_spec(self) -> Any:
+        """The form of a batch for one replica: the `element_spec` of the batches, or that of the first one. Local."""
+        spec = getattr(self._pipelines[0], "element_spec", None)
+        if spec is not None:
+            return spec
+        for step in self.steps_from(0, 0):
+            return nest.map_structure(spec_of, next(part for part in step.parts if part is not MISSING))
+        raise ValueError("an empty data set has no element_spec")
 
 
 @final
 class GlobalBatches(BatchSource):
     """Batches that are the same on every rank: replica i takes the i-th contiguous part of each.
 
-    Args:
-        batches: A re-iterable of global batches: nests of arrays of one length on axis 0.
-        replicas: Which replicas this rank carries.
-        compares_numbers: Whether ranks compare a checksum of the first batch of each pass.
+    `compares_numbers`: whether ranks compare a checksum of the first batch of each pass.
     """
 
     unit = "samples"
+    end = Step((), 1, {"global batch": "none"})
 
     def __init__(self, batches: Iterable[Any], replicas: Replicas, compares_numbers: bool) -> None:
-        super().__init__(order_fields_of(batches))
-        self._batches, self._replicas = batches, replicas
-        self._compares_numbers = compares_numbers
+        super().__init__([batches], order_fields_of(batches))
+        self._replicas, self._compares_numbers = replicas, compares_numbers
 
-    @property
-    def batches(self) -> Iterable[Any]:
-        return self._batches
+    def steps_from(self, epoch: int, num_seen: int) -> Iterator[Step]:
+        for number, batch in enumerate(self._batches_from(epoch, num_seen)):
+            leaves, form = nest.flatten(batch)
+            length = _length_of(leaves, form)
+            bounds = shard_bounds(length, self._replicas.total)
+            parts = []
+            for replica_id in self._replicas.ids_here:
+                start, stop = bounds[replica_id], bounds[replica_id + 1]
+                parts.append(nest.rebuild(batch, [leaf[start:stop] for leaf in leaves]))
+            fields = {"global batch": f"{length} rows"}
+            if number == 0 and self._compares_numbers:
+                fields[_FORM] = _listed([f"{getattr(leaf, 'dtype', 'rows')}{list(leaf.shape[1:])}" for leaf in leaves])
+                fields["checksum of the first batch"] = f"{_checksum(leaves):08x}"
+            yield Step(parts, length, fields)
 
-    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
-        batches: Any = self._batches
-        if callable(getattr(batches, "unread_from", None)):
-            return cast("Iterable[Any]", batches.unread_from(epoch, num_seen))
-        if _tells_epoch(batches):
-            return cast("Iterable[Any]", batches.iter_from(epoch, num_seen))
-        return without_first(batches, num_seen) if num_seen else self._batches
+    def _batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
+        (batches,) = self._pipelines
+        iter_from = getattr(batches, "unread_from", getattr(batches, "iter_from", None))
+        if callable(iter_from):
+            return cast("Iterable[Any]", iter_from(epoch, num_seen))
+        return without_first(batches, num_seen) if num_seen else cast("Iterable[Any]", batches)
 
-    def num_in(self, batch: Any) -> int:
-        return _length_of(nest.flatten(batch)[0])
-
-    def parts_of(self, batch: Any) -> Sequence[Any]:
-        leaves, _ = nest.flatten(batch)
-        bounds = shard_bounds(_length_of(leaves), self._replicas.total)
-        parts = []
-        for replica_id in self._replicas.ids_here:
-            start, stop = bounds[replica_id], bounds[replica_id + 1]
-            parts.append(nest.rebuild(batch, [leaf[start:stop] for leaf in leaves]))
-        return parts
-
-    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
-        fields = {"global batch": f"{num_in_batch} rows"}
-        if is_first and self._compares_numbers:
-            leaves, _ = nest.flatten(batch)
-            fields[_FORM] = _form_of(leaves)
-            fields["checksum of the first batch"] = f"{_checksum(leaves):08x}"
-        return fields
-
-    @property
-    def end_fields(self) -> dict[str, str]:
-        return {"global batch": "none"}
-
-    def advice_for(self, everyone: list[dict[str, str]]) -> str:
-        if len({fields["global batch"] for fields in everyone}) > 1:
-            return _SAME_SIZES
-        return _SAME_CONTENT if len({fields.get(_FORM) for fields in everyone}) == 1 else _SAME_FORM
-
-
-class WholeBatches(BatchSource, ABC):
-    """Batches that replicas get as they are, and that differ between ranks. Their numbers may differ, too.
-
-    What a rank reads at a step is a tuple, with `MISSING` for a replica that has no batch left.
-    """
-
-    @property
-    def batches(self) -> Iterable[Any]:
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches_from(0, 0))
-
-    def parts_of(self, batch: Any) -> Sequence[Any]:
-        return tuple(batch)
-
-    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
-        return {}
-
-    @property
-    def end_fields(self) -> dict[str, str]:
-        return {}
-
-    def advice_for(self, everyone: list[dict[str, str]]) -> str:
-        return IN_STEP
+    def __len__(self) -> int:
+        return _num_batches(self._pipelines[0])
 
 
 @final
-class OwnBatches(WholeBatches):
-    """Batches that each rank, or each replica, made by itself.
+class WholeBatches(BatchSource):
+    """Batches that replicas get as they are, and that differ between ranks. Their numbers may differ, too.
 
-    Args:
-        pipelines: This rank's input pipelines, re-iterables of batches.
-        num_per_step: How many batches a step takes from each pipeline, each batch for another replica.
-        order_fields: As in `BatchSource`.
+    A step takes `num_per_step` batches from each pipeline, each for another replica of this rank. If ranks share one
+    pipeline, a step takes one for each replica of all ranks, and the replicas of this rank get those of `ids_here`.
     """
 
-    unit = "steps"
+    def __init__(
+        self,
+        pipelines: Sequence[Iterable[Any]],
+        num_per_step: int,
+        order_fields: Mapping[str, int],
+        ids_here: range | None = None,
+    ) -> None:
+        super().__init__(pipelines, order_fields)
+        self._num_per_step = num_per_step
+        self._own = range(num_per_step) if ids_here is None else ids_here  # which batches of a pipeline at a step
+        self.unit = "steps" if ids_here is None else "batches"
+        self.end = Step((), 1 if ids_here is None else num_per_step)
 
-    def __init__(self, pipelines: Sequence[Iterable[Any]], num_per_step: int, order_fields: Mapping[str, int]) -> None:
-        super().__init__(order_fields)
-        self._pipelines, self._num_per_step = pipelines, num_per_step
+    def steps_from(self, epoch: int, num_seen: int) -> Iterator[Step]:
+        num_before = num_seen * self._num_per_step // self.end.num_seen
+        rests = [_rest_of_pipeline(pipeline, epoch, num_before) for pipeline in self._pipelines]
+        for parts in zip_longest(*(one for one in map(self._own_of, rests) for _ in self._own), fillvalue=MISSING):
+            yield Step(parts, self.end.num_seen)
 
-    def num_in(self, batch: Any) -> int:
-        return 1
-
-    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
-        passes = [rest_of_pipeline(pipeline, epoch, num_seen * self._num_per_step) for pipeline in self._pipelines]
-        return zip_longest(*(one for one in passes for _ in range(self._num_per_step)), fillvalue=MISSING)
+    def _own_of(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return (batch for number, batch in enumerate(batches) if number % self._num_per_step in self._own)
 
     def __len__(self) -> int:
-        return max(-(-num_batches(pipeline) // self._num_per_step) for pipeline in self._pipelines)
+        return max(
+            -(-max(0, _num_batches(pipeline) - self._own[0]) // self._num_per_step) for pipeline in self._pipelines
+        )
 
-    @property
-    def element_spec(self) -> Any:
-        return getattr(self._pipelines[0], "element_spec", None)
+
+def advice_for(everyone: Sequence[Mapping[str, str]]) -> str:
+    """Say what users can do if ranks differ at a step in their `common_fields`, which global batches have."""
+    if len({fields.get("global batch") for fields in everyone}) > 1:
+        return _SAME_SIZES
+    return _SAME_CONTENT if len({fields.get(_FORM) for fields in everyone}) == 1 else _SAME_FORM
 
 
 def order_fields_of(batches: Iterable[Any]) -> dict[str, int]:
@@ -252,27 +185,8 @@ def order_fields_of(batches: Iterable[Any]) -> dict[str, int]:
     return {name: int(it) for name, it in told.items() if isinstance(it, numbers.Integral)}
 
 
-def num_batches(batches: Iterable[Any]) -> int:
-    """Return the length of an iterable of batches.
-
-    Raises:
-        TypeError: If it has no length.
-    """
-    if not isinstance(batches, Sized):
-        raise TypeError(f"the source of this data set, a {type(batches).__name__}, has no len()")
-    return len(batches)
-
-
 def require_batches(batches: Any, may_be_used_up: bool = False) -> None:
-    """Refuse what is no re-iterable of batches.
-
-    Args:
-        batches: The batches.
-        may_be_used_up: Whether one pass will do, as that of a generator.
-
-    Raises:
-        TypeError: If `batches` cannot be iterated again and again, or is one batch.
-    """
+    """Refuse what is no re-iterable of batches. `may_be_used_up`: one pass will do, as that of a generator."""
     kind = type(batches).__name__
     if isinstance(batches, Mapping):
         raise TypeError(f"a data set is an iterable of batches, and this {kind} is one batch; {_PUT_IN_A_LIST}")
@@ -299,14 +213,15 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
 
-def _tells_epoch(batches: Any) -> bool:
-    """Whether an iterable has `iter_from(epoch, num_samples)`, as `Batches` has."""
-    return callable(getattr(batches, "iter_from", None))
+def _num_batches(batches: Any) -> int:
+    if not isinstance(batches, Sized):
+        raise TypeError(f"the source of this data set, a {type(batches).__name__}, has no len()")
+    return len(batches)
 
 
-def rest_of_pipeline(pipeline: Any, epoch: int, num_batches: int) -> Iterator[Any]:
+def _rest_of_pipeline(pipeline: Any, epoch: int, num_batches: int) -> Iterator[Any]:
     """Iterate over an epoch of a pipeline without its first batches, unread if it tells how many samples they are."""
-    if not _tells_epoch(pipeline):
+    if not callable(getattr(pipeline, "iter_from", None)):
         return islice(pipeline, num_batches, None) if num_batches else iter(pipeline)
     batch_size = getattr(pipeline, "batch_size", None)
     if batch_size is None:
@@ -318,12 +233,12 @@ def without_first(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
     """Iterate over global batches without their first samples, which may end in the middle of a batch."""
     left = num_samples
     for batch in batches:
-        leaves, _ = nest.flatten(batch)
-        skipped = min(left, _length_of(leaves)) if left else 0
+        leaves, form = nest.flatten(batch)
+        skipped = min(left, _length_of(leaves, form)) if left else 0
         left -= skipped
         if not skipped:
             yield batch
-        elif skipped < _length_of(leaves):
+        elif skipped < _length_of(leaves, form):
             yield nest.rebuild(batch, [leaf[skipped:] for leaf in leaves])
     if left:
         raise InvalidArgumentError(
@@ -332,22 +247,25 @@ def without_first(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
         )
 
 
-def _length_of(leaves: list[Any]) -> int:
-    rows = [np.asarray(leaf) if isinstance(leaf, (int, float, np.generic)) else leaf for leaf in leaves]
-    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in rows]
+def _length_of(leaves: list[Any], form: nest.Structure) -> int:
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     lengths = {shape[0] if shape else -1 for shape in shapes}
     if len(lengths) != 1 or -1 in lengths:
+        got = [
+            f"{name}: {list(leaf.shape) if hasattr(leaf, 'shape') else type(leaf).__name__}"
+            for name, leaf in zip(nest.array_names(form), leaves, strict=True)
+        ]
         raise InvalidArgumentError(
-            f"a global batch must be arrays that are equally long on axis 0, got shapes {[list(s) for s in shapes]}; "
+            f"a global batch must be arrays that are equally long on axis 0, got {_listed(got) or 'no array'}; "
             f"if these are the arrays of one batch, {_PUT_IN_A_LIST}"
         )
     return int(lengths.pop())
 
 
-def _form_of(leaves: list[Any]) -> str:
-    """Write the dtypes and shapes of a batch's arrays, without the number of rows."""
-    forms = [f"{getattr(leaf, 'dtype', 'rows')}{list(leaf.shape[1:])}" for leaf in leaves[:_MAX_ARRAYS]]
-    return ", ".join(forms) + (f" and {len(leaves) - _MAX_ARRAYS} more" if len(leaves) > _MAX_ARRAYS else "")
+def _listed(texts: list[str]) -> str:
+    """Join the texts of a batch's arrays; of many, the first ones."""
+    rest = len(texts) - _MAX_ARRAYS
+    return ", ".join(texts[:_MAX_ARRAYS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _checksum(leaves: list[Any]) -> int:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Final, final
 
 from mpidist.context_stack import CurrentStrategy
-from mpidist.datasets.batches import BatchSource, GlobalBatches, OwnBatches, num_batches, require_batches
-from mpidist.datasets.dealt_batches import deal_out, fields_of_files
+from mpidist.datasets.batches import BatchSource, GlobalBatches, WholeBatches, order_fields_of, require_batches
 from mpidist.datasets.distributed_iterator import DistributedIterator
 from mpidist.datasets.files import Files
 from mpidist.datasets.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-from mpidist.datasets.parts import element_spec_of
 from mpidist.datasets.position import Progress
 from mpidist.strategy_parts import StrategyParts
 
@@ -25,6 +23,10 @@ _DEPENDS_ON_RANKS: Final = (
     "distribute_datasets_from_function makes one input pipeline for each rank, from which the rank's replicas take "
     "batches in turn. So which batches a replica gets, and the results, depend on the number of ranks. To give each of "
     "the %d replicas a pipeline of its own, pass InputOptions(experimental_replication_mode='per_replica')"
+)
+_SAME_FILES: Final = (
+    "Give all ranks the same files in the same order, and the same options: glob and os.listdir find files in any "
+    "order, so sort what they have found"
 )
 
 
@@ -39,24 +41,11 @@ class DistributedDataset:
 
     Passes are numbered: `epoch`. A `checkpoint.Checkpoint` takes a data set as one of its items: it holds the position,
     and the first pass after a restore goes on there, also on another number of ranks.
-
-    Args:
-        strategy_parts: The strategy's ranks, replicas and devices.
-        source: The batches, and which parts of them are those of this rank's replicas.
-        options: The memory that batches are put into, and how far to read ahead.
     """
 
     def __init__(self, strategy_parts: StrategyParts, source: BatchSource, options: InputOptions) -> None:
-        self._strategy_parts = strategy_parts
-        self._source = source
-        fetch, is_placed = options.experimental_fetch_to_device, options.experimental_place_dataset_on_device
-        self._fetches_to_device = (
-            fetch is not False
-            and not is_placed
-            and any(device.is_gpu and (fetch or device.is_named) for device in strategy_parts.replicas.devices)
-        )
-        self._num_ahead = options.experimental_per_replica_buffer_size - 1
-        self._number = strategy_parts.next_dataset_number()
+        self._strategy_parts, self._source, self._options = strategy_parts, source, options
+        self._number = next(strategy_parts.dataset_numbers)
         self._progress = Progress(source)
         self._has_warned = False
 
@@ -66,11 +55,7 @@ class DistributedDataset:
     ) -> DistributedDataset:
         """Cut every batch into contiguous parts, one per replica; deal out batches of `Files`. Local; of files, not.
 
-        Raises:
-            NotImplementedError: With `InputReplicationMode.PER_REPLICA`.
-            TypeError: If the data set is no re-iterable of batches.
-            ValueError: If the batches cannot be dealt out as the `AutoShardPolicy` says. Of files, on every rank.
-            InvalidArgumentError: If the ranks have other files. On every rank.
+        Raises what `Strategy.experimental_distribute_dataset` does; `NotImplementedError` with `PER_REPLICA`.
         """
         options = _options(options)
         policy = options.auto_shard_policy
@@ -80,7 +65,7 @@ class DistributedDataset:
                 "batches is cut for the replicas anyway"
             )
         if isinstance(dataset, Files):
-            source = _dealt_out(strategy_parts, "experimental_distribute_dataset", lambda: dataset, policy)
+            source = _dealt_out(strategy_parts, "experimental_distribute_dataset", dataset, policy)
             return cls(strategy_parts, source, options)
         if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
             raise ValueError(
@@ -101,25 +86,24 @@ class DistributedDataset:
     ) -> DistributedDataset:
         """Let every rank, or every replica, make batches of its own; or deal out what one pipeline makes. Collective.
 
-        Raises:
-            TypeError: If the function returned no re-iterable of batches on some rank. On every rank.
-            ValueError: If the batches cannot be dealt out as the `AutoShardPolicy` says. On every rank.
-            Exception: What the function raised on the lowest rank where it raised. On every rank.
+        Raises what `Strategy.distribute_datasets_from_function` does.
         """
-        call, source = "distribute_datasets_from_function", None
-        policy = AutoShardPolicy.AUTO if not isinstance(options, InputOptions) else options.auto_shard_policy
-        if policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
+        call = "distribute_datasets_from_function"
+        policy = options.auto_shard_policy if isinstance(options, InputOptions) else AutoShardPolicy.AUTO
+        is_dealt_out = policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA)
+        with strategy_parts.raise_together(call):
+            if not callable(dataset_fn):
+                raise TypeError(
+                    f"{call} takes a function that gets an InputContext and returns batches, got "
+                    f"{type(dataset_fn).__name__}; a data set of global batches is for experimental_distribute_dataset"
+                )
             whole = InputContext(1, 0, strategy_parts.replicas.total)
-            source = _dealt_out(strategy_parts, call, partial(_called, call, dataset_fn, whole), policy)
-        else:
-            with strategy_parts.raise_together(call):
-                source = _own_batches(strategy_parts, partial(_called, call, dataset_fn), options)
+            made: Any = dataset_fn(whole) if is_dealt_out else _own_batches(strategy_parts, dataset_fn, options)
+        source = _dealt_out(strategy_parts, call, made, policy) if is_dealt_out else made
         return cls(strategy_parts, source, _options(options))
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(
-            self._strategy_parts, self._number, self._source, self._progress, self._num_ahead, self._fetches_to_device
-        )
+        return DistributedIterator(self._strategy_parts, self._number, self._progress, self._options)
 
     def __len__(self) -> int:
         """Return the number of this rank's batches, or of steps until all replicas of the rank have had theirs. Local.
@@ -129,7 +113,7 @@ class DistributedDataset:
         Raises:
             TypeError: If the iterable of batches has no length.
         """
-        return num_batches(self._source.batches)
+        return len(self._source)
 
     def __bool__(self) -> bool:
         return True  # else Python would call `__len__`, which may raise
@@ -201,30 +185,80 @@ class DistributedDataset:
         Raises:
             ValueError: If there is no batch.
         """
-        return element_spec_of(self._source.batches, self._source.parts_of)
+        return self._source.element_spec
 
 
-def _dealt_out(
-    strategy_parts: StrategyParts, call: str, make: Callable[[], Iterable[Any]], policy: AutoShardPolicy
-) -> BatchSource:
-    """Deal out what a function makes, the same on every rank. Collective."""
+def _dealt_out(strategy_parts: StrategyParts, call: str, batches: Any, policy: AutoShardPolicy) -> BatchSource:
+    """Deal out batches, the same on every rank, to replicas as a policy says. Collective."""
     topology, replicas = strategy_parts.topology, strategy_parts.replicas
     ids_here, total = replicas.ids_here, replicas.total
-    if strategy_parts.service is not None:  # workers of parameter servers: each has as many replicas, numbered from 0
+    if not strategy_parts.peers.is_in_lock_step:  # each worker has as many replicas, numbered from 0
         ids_here = range(topology.rank * total, (topology.rank + 1) * total)
         total *= topology.size
-    with strategy_parts.raise_together(call):
-        batches = make()
-        fields = fields_of_files(batches, policy) if isinstance(batches, Files) else {"policy": str(policy)}
+    with strategy_parts.raise_together(call):  # so ranks that make other calls get no advice about files
+        fields = _fields_of_files(batches, policy) if isinstance(batches, Files) else {"policy": str(policy)}
     strategy_parts.agree(call, fields)
     with strategy_parts.raise_together(call):
-        return deal_out(batches, policy, ids_here, total, topology.rank == 0)
+        require_batches(batches)
+        if isinstance(batches, Files):
+            policy = _policy_of_files(batches, policy, total, topology.rank == 0)
+        if policy is AutoShardPolicy.FILE:
+            return _whole_files(batches, ids_here, total)
+        if policy is AutoShardPolicy.DATA:
+            return WholeBatches([batches], total, order_fields_of(batches), ids_here)
+        return WholeBatches([batches] * len(ids_here), 1, order_fields_of(batches))
     raise AssertionError  # `raise_together` keeps no exception back
+
+
+def _policy_of_files(files: Files, policy: AutoShardPolicy, num_replicas: int, is_first: bool) -> AutoShardPolicy:
+    """Return the policy that `AUTO` means; refuse to deal out no file. `is_first`: whether this rank writes logs."""
+    if not files.num_files:
+        raise ValueError("this data set has no files: look for a wrong folder or pattern")
+    if policy is not AutoShardPolicy.AUTO:
+        return policy
+    if files.num_files >= num_replicas:
+        return AutoShardPolicy.FILE
+    if is_first:
+        logger.info(
+            "AutoShardPolicy.AUTO takes DATA, as there are %d files for %d replicas: every rank reads all files, and "
+            "replicas take batches in turn",
+            files.num_files,
+            num_replicas,
+        )
+    return AutoShardPolicy.DATA
+
+
+def _whole_files(batches: Any, ids_here: range, num_replicas: int) -> WholeBatches:
+    if not isinstance(batches, Files):
+        raise ValueError(
+            f"AutoShardPolicy.FILE deals out files, and this data set, a {type(batches).__name__}, does not tell which "
+            "it reads; make it a mpidist.Files(names, read), or take AutoShardPolicy.DATA"
+        )
+    if batches.num_files < num_replicas:
+        raise ValueError(
+            f"AutoShardPolicy.FILE gives each of the {num_replicas} replicas whole files, and there are "
+            f"{batches.num_files}; take AutoShardPolicy.DATA, or AUTO, which then does, or cut the data into more files"
+        )
+    pipelines = [batches.shard(num_replicas, replica_id) for replica_id in ids_here]
+    return WholeBatches(pipelines, 1, {"pipelines": num_replicas, "replicas": num_replicas, **order_fields_of(batches)})
+
+
+def _fields_of_files(files: Files, policy: AutoShardPolicy) -> dict[str, str]:
+    """Describe what must be equal on all ranks in files that are dealt out, by name."""
+    names = [str(name) for name in files.names]
+    shown = f": {names[0]} to {names[-1]}" if names else ""
+    return {
+        "files": f"{len(names)}{shown}",
+        "checksum of their names": f"{zlib.crc32(chr(0).join(names).encode(errors='surrogatepass')):08x}",
+        "seed": str(files.seed),
+        "policy": str(policy),
+        "advice": _SAME_FILES,
+    }
 
 
 def _own_batches(
     strategy_parts: StrategyParts, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None
-) -> OwnBatches:
+) -> WholeBatches:
     """Call a function that makes batches: once for each replica of this rank, or once for the rank."""
     replicas, topology = strategy_parts.replicas, strategy_parts.topology
     contexts, num_per_step = [InputContext(topology.size, topology.rank, replicas.total)], replicas.num_here
@@ -238,17 +272,7 @@ def _own_batches(
     for pipeline in pipelines:
         require_batches(pipeline)
     order_fields = {"pipelines": contexts[0].num_input_pipelines, "replicas": replicas.total}
-    return OwnBatches(pipelines, num_per_step, order_fields)
-
-
-def _called(call: str, dataset_fn: Any, context: InputContext) -> Any:
-    """Call the function that makes batches, or say that it is none."""
-    if not callable(dataset_fn):
-        raise TypeError(
-            f"{call} takes a function that gets an InputContext and returns batches, got {type(dataset_fn).__name__}; "
-            "a data set of global batches is for experimental_distribute_dataset"
-        )
-    return dataset_fn(context)
+    return WholeBatches(pipelines, num_per_step, order_fields)
 
 
 def _options(options: InputOptions | None) -> InputOptions:

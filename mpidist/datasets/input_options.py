@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from mpidist.options import CaseInsensitiveEnum
-from mpidist.whole_number import whole_number
+from mpidist.whole_number import require_bool, whole_number
 
 __all__ = ["AutoShardPolicy", "InputContext", "InputOptions", "InputReplicationMode"]
 
@@ -79,9 +79,9 @@ class InputOptions:
     ) -> None:
         place, size = experimental_place_dataset_on_device, experimental_per_replica_buffer_size
         fetch = experimental_fetch_to_device
-        for name, flag in (("fetch_to_device", fetch), ("place_dataset_on_device", place)):
-            if not isinstance(flag, bool) and (flag is not None or name == "place_dataset_on_device"):
-                raise TypeError(f"experimental_{name} is a bool, not {flag!r}")
+        if fetch is not None:
+            fetch = require_bool("experimental_fetch_to_device", fetch, "None")
+        place = require_bool("experimental_place_dataset_on_device", place)
         mode = InputReplicationMode(experimental_replication_mode)
         size = whole_number("experimental_per_replica_buffer_size, in batches,", size, 1)
         policy = AutoShardPolicy(auto_shard_policy)
@@ -100,11 +100,10 @@ class InputOptions:
                 "experimental_place_dataset_on_device and experimental_fetch_to_device exclude each other: batches "
                 "that are made on the device are not fetched"
             )
-        object.__setattr__(self, "experimental_fetch_to_device", fetch)
-        object.__setattr__(self, "experimental_replication_mode", mode)
-        object.__setattr__(self, "experimental_place_dataset_on_device", place)
-        object.__setattr__(self, "experimental_per_replica_buffer_size", size)
-        object.__setattr__(self, "auto_shard_policy", policy)
+        own = vars(self)  # of a frozen class
+        own["experimental_fetch_to_device"], own["experimental_replication_mode"] = fetch, mode
+        own["experimental_place_dataset_on_device"], own["experimental_per_replica_buffer_size"] = place, size
+        own["auto_shard_policy"] = policy
 
 
 @final

@@ -15,49 +15,34 @@ _UNITS: Final = ("samples", "steps", "batches")
 
 @final
 class Position:
-    """How far a program is in one pass. Equal on all ranks, which step together.
+    """How far a program is in one pass, in what its source counts. Equal on all ranks, which step together.
 
-    Args:
-        epoch: The number of the pass, from 0.
-        num_seen: How many samples, or steps, of the pass the program has had: what its source counts.
-
-    Attributes:
-        is_begun: Whether ranks have made a step of the pass in this process.
-        is_over: Whether the pass has come to its end.
-        outer: The pass that was open when this one began, and had made the last step; `None` if there was none.
+    `is_begun` once ranks have made a step of the pass in this process, `is_over` at its end. `iterator` refers to what
+    makes the steps. `outer` is the pass that was open when this one began, and had made the last step.
     """
 
     def __init__(self, epoch: int = 0, num_seen: int = 0) -> None:
         self.epoch, self.num_seen = epoch, num_seen
         self.is_begun = self.is_over = False
         self.outer: Position | None = None
-        self._iterator: Callable[[], object] = lambda: None
+        self.iterator: Callable[[], object] = lambda: None
 
     @property
     def is_open(self) -> bool:
         """Whether the pass can make another step in this process: the program has its iterator."""
-        return self._iterator() is not None
-
-    def open(self, iterator: object, last: Position) -> None:
-        """Note that all ranks have begun the pass. `last`: the pass that has made the last step before."""
-        self.is_begun, self._iterator = True, weakref.ref(iterator)
-        self.outer = last if last.is_open else None
+        return self.iterator() is not None
 
     def close(self) -> None:
         """Note that the pass makes no step any more."""
-        self._iterator = lambda: None
+        self.iterator = lambda: None
 
 
 @final
 class Progress:
-    """The passes over a distributed data set: which one has made the last step, and how far it is.
-
-    Args:
-        source: The batches.
-    """
+    """The passes over a distributed data set: which one has made the last step, and how far it is."""
 
     def __init__(self, source: BatchSource) -> None:
-        self._source = source
+        self.source = source
         self._last = Position()
 
     @property
@@ -80,23 +65,18 @@ class Progress:
     def note_step(self, position: Position, iterator: object) -> None:
         """Note that all ranks make a step of a pass."""
         if not position.is_begun:
-            position.open(iterator, self._last)
+            position.is_begun, position.iterator = True, weakref.ref(iterator)
+            position.outer = self._last if self._last.is_open else None
         self._last = position
 
     def state_at(self, position: Position) -> dict[str, Any]:
         """Return a position as JSON can hold it. After the end of a pass it is the beginning of the next one."""
         epoch, num_seen = (position.epoch + 1, 0) if position.is_over else (position.epoch, position.num_seen)
-        return {"epoch": epoch, self._source.unit: num_seen, **self._source.order_fields}
+        return {"epoch": epoch, self.source.unit: num_seen, **self.source.order_fields}
 
     def require_fitting(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state from which the rest of the pass would not be what was left.
-
-        Raises:
-            TypeError: If it is no mapping.
-            ValueError: If it is no position in such a data set; or, in the middle of a pass, if the data set's order of
-                batches is another one.
-        """
-        unit = self._source.unit
+        """Refuse a state from which the rest of the pass would not be what was left."""
+        unit = self.source.unit
         needed = f"a position in this data set tells epoch and {unit}, as whole numbers, and this is"
         if not isinstance(state, Mapping):
             raise TypeError(f"{needed} {state!r}")
@@ -105,7 +85,7 @@ class Progress:
             raise ValueError(f"{needed} {dict(state)}")
         if not numbers[1]:
             return  # a whole pass is left, whatever its order
-        own = self._source.order_fields
+        own = self.source.order_fields
         for name in sorted((own.keys() | state.keys()) - {"epoch", *_UNITS}):
             if own.get(name) != state.get(name):
                 raise ValueError(
@@ -115,13 +95,9 @@ class Progress:
                 )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin at a state.
-
-        Raises:
-            ValueError: As `require_fitting` does. Then nothing is changed.
-        """
+        """Let the next pass begin at a state; refuse it, and change nothing, if it does not fit."""
         self.require_fitting(state)
-        self._last = Position(state["epoch"], _num_seen(self._source.unit, state))
+        self._last = Position(state["epoch"], _num_seen(self.source.unit, state))
 
 
 def _num_seen(unit: str, state: Mapping[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from mpidist.strategies.central_storage import CentralStorageStrategy as Central
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpidist.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from mpidist.strategies.parameter_server import Server as Server
-from mpidist.strategy import ValueContext as ValueContext
+from mpidist.values import ValueContext as ValueContext
 
 __all__ = [
     "AutoShardPolicy",

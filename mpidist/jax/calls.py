@@ -7,11 +7,10 @@ the calls inside and outside of compiled functions in the order of its program. 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final, final
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -91,15 +90,13 @@ def _all_reduce(op: ReduceOp, function: str, tree: Any) -> Any:
     call = f"mpidist.jax.{function}"
     _current_strategy(call)  # also before JAX compiles: the traceback shows the line of the call
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    values = dict(zip(_names([path for path, _ in paths]), (leaf for _, leaf in paths), strict=True))
-    numbers = {name: _array(op, f"{call}: {name}", leaf) for name, leaf in values.items() if not _is_float0(leaf)}
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "array" for path, _ in paths]
+    if len({*names}) < len(names):
+        names = [f"{name} ({at})" for at, name in enumerate(names)]
+    values = dict(zip(names, (leaf for _, leaf in paths), strict=True))
+    have_numbers = (one for one in values.items() if getattr(one[1], "dtype", None) != jax.dtypes.float0)
+    numbers = {name: _array(op, f"{call}: {name}", leaf) for name, leaf in have_numbers}
     return jax.tree.unflatten(structure, (values | _traceable(op, call)(numbers)).values())
-
-
-def _names(paths: Sequence[Any]) -> list[str]:
-    """Return the names of a tree's leaves, `layer/w`, with numbers where two leaves had the same name."""
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "array" for path in paths]
-    return names if len({*names}) == len(names) else [f"{name} ({at})" for at, name in enumerate(names)]
 
 
 def _array(op: ReduceOp, name: str, leaf: Any) -> Any:
@@ -116,22 +113,21 @@ def _array(op: ReduceOp, name: str, leaf: Any) -> Any:
     return array
 
 
-def _is_float0(value: Any) -> bool:
-    """Whether a value is what JAX has for the gradient of an integer."""
-    return bool(getattr(value, "dtype", None) == jax.dtypes.float0)
-
-
 def _result_dtype(op: ReduceOp, value: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(wire_and_result_dtypes(op, value.dtype)[1])
 
 
 @cache
 def _traceable(op: ReduceOp, call: str) -> Any:
-    """Return the all-reduce of arrays by name that JAX traces, batches and differentiates."""
+    """Return the all-reduce of arrays by name that JAX traces, batches and differentiates.
+
+    The same for equal calls, so that JAX compiles them once.
+    """
+    reduce = partial(_reduce, op, call)
 
     def primal(values: Mapping[str, Any]) -> Any:
         results = {name: jax.ShapeDtypeStruct(one.shape, _result_dtype(op, one)) for name, one in values.items()}
-        return io_callback(_Callback(op, call), results, values, ordered=True)
+        return io_callback(reduce, results, values, ordered=True)
 
     def batch(size: int, is_batched: Any, values: Mapping[str, Any]) -> Any:
         return batchable(values), is_batched[0]
@@ -153,31 +149,20 @@ def _traceable(op: ReduceOp, call: str) -> Any:
     return differentiable
 
 
-@final
-@dataclass(frozen=True)
-class _Callback:
-    """What JAX calls when the arrays have numbers. Equal for equal calls, so that JAX compiles them once.
+def _reduce(op: ReduceOp, call: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reduce arrays that have numbers: JAX calls it, and makes new arrays of the results.
 
-    JAX makes new arrays of the results, so that these are NumPy's: JAX's own could wait for the thread that makes them.
+    These are NumPy's, as JAX's own could wait for the thread that makes them.
     """
-
-    op: ReduceOp
-    call: str
-
-    def __call__(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        parts = parts_of(_current_strategy(self.call))
-        arrays = {name: np.asarray(value) for name, value in values.items()}
-        with parts.group.lent_to_this_thread(self.call) if _is_thread_of_jax() else nullcontext():
-            results = parts.cross_device_ops.all_reduce(self.op, arrays, call=self.call)
-        return {name: np.asarray(results[name], _result_dtype(self.op, one)) for name, one in arrays.items()}
+    parts = parts_of(_current_strategy(call))
+    arrays = {name: np.asarray(value) for name, value in values.items()}
+    with parts.group.lent_to_this_thread(call) if _is_thread_of_jax() else nullcontext():
+        results = parts.cross_device_ops.all_reduce(op, arrays, call=call)
+    return {name: np.asarray(results[name], _result_dtype(op, one)) for name, one in arrays.items()}
 
 
 def _current_strategy(call: str) -> CurrentStrategy:
-    """Return the strategy whose `run` or `scope` this thread is in, or that which waits for this thread of JAX.
-
-    Raises:
-        RuntimeError: If there is none, or its replicas cannot make the call.
-    """
+    """Return the strategy whose `run` or `scope` this thread is in, or that which waits for this thread of JAX."""
     entry = context_stack.innermost_of_all_threads() if _is_thread_of_jax() else context_stack.innermost()
     if entry is None:
         raise RuntimeError(
@@ -185,7 +170,7 @@ def _current_strategy(call: str) -> CurrentStrategy:
             "strategy.run(), or inside `with strategy.scope():`"
         )
     parts = parts_of(entry.strategy)
-    if parts.service is not None or parts.replicas.tree is not None:
+    if not parts.peers.is_in_lock_step or parts.replicas.tree is not None:
         raise RuntimeError(f"{call}: {entry.strategy} has no ranks in lock step with one replica each")
     if jax.default_backend() != "cpu":
         raise RuntimeError(
@@ -201,11 +186,7 @@ def _is_thread_of_jax() -> bool:
 
 
 def _dispatch_synchronously() -> None:
-    """Let a compiled function return when it has ended: else its calls and those that follow it had no order.
-
-    Raises:
-        RuntimeError: If JAX has computed before, when it is too late.
-    """
+    """Let a compiled function return when it has ended: else its calls and those that follow it had no order."""
     if not jax.config.read(_ASYNCHRONOUS):
         return
     if backends_are_initialized():

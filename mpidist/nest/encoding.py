@@ -29,17 +29,10 @@ Handle = tuple[int, int]  # a data set of each worker, and which of its iterator
 def encode(
     item: Any, what: str, handle_of: Callable[[Any], Handle | None] = lambda item: None, advice: str = ""
 ) -> Array:
-    """Write a nest as bytes.
+    """Write a nest of arrays, numbers, texts and `None` as bytes.
 
-    Args:
-        item: Arrays, numbers, texts, `None`, and lists, tuples and dicts of them.
-        what: What the item is, for errors.
-        handle_of: Returns the handle of what each worker has its own of; `None` for anything else.
-        advice: What users can do about anything else, for errors.
-
-    Raises:
-        TypeError: If there is anything else in the nest.
-        ValueError: If the bytes are too many.
+    `handle_of` returns the handle of what each worker has its own of; `None` for anything else, which is refused, with
+    an advice. `what` is the item's name in errors.
     """
     arrays: list[Array] = []
     try:

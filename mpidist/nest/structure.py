@@ -31,18 +31,12 @@ _Opener = Callable[[Any], _Opened | None]
 
 
 def flatten(nest: Any) -> tuple[list[Any], Structure]:
-    """List the leaves of a nest.
+    """List the leaves of a nest, and return them with the structure, equal for nests of the same form.
 
     Lists, tuples, named tuples, mappings, dataclasses (without fields that have `metadata={"static": True}`), classes
     of attrs, and classes registered with `jax.tree_util` are opened. Everything else is a leaf, also `None`, and an
     object inside itself. A mapping is walked in the order of `nest_keys.sort_keys`, so that ranks which filled it in
     another order agree.
-
-    Args:
-        nest: The nest.
-
-    Returns:
-        The leaves, and the structure, equal for nests of the same form.
     """
     if type(nest) in _LEAVES:
         return [nest], LEAF
@@ -51,15 +45,9 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
 
 
 def rebuild(like: Any, leaves: Sequence[Any]) -> Any:
-    """Build a nest of the form of another one, with new leaves.
+    """Build a nest of the form and classes of another one, with new leaves in the order of `flatten`.
 
-    Args:
-        like: The other nest, with as many leaves.
-        leaves: The new leaves, in the order of `flatten`.
-
-    Returns:
-        A nest of the same form and classes, with `like`'s order of keys. Dataclasses are copied: neither `__init__` nor
-        `__post_init__` runs.
+    Mappings keep `like`'s order of keys. Dataclasses are copied: neither `__init__` nor `__post_init__` runs.
     """
     if type(like) in _LEAVES:
         return leaves[0]

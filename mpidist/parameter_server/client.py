@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.errors import InvalidArgumentError
-from mpidist.parameter_server.messages.ends import GRACE_SECONDS, Channel
+from mpidist.parameter_server.messages.ends import GRACE_SECONDS, Channel, one_error
 from mpidist.parameter_server.messages.protocol import Change, Header, Op, Step, from_json, to_json
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
@@ -72,10 +72,6 @@ class Location:
     def change_call(self) -> str:
         """What changing it is called, for people."""
         return f"change of {self.name!r}"
-
-    def empty(self) -> Array:
-        """Return a new array that takes the values."""
-        return np.empty(self.shape, self.dtype)
 
 
 @final
@@ -168,11 +164,13 @@ class LocalChannel:
             else:
                 self._read.values = [stored.value[data[0]] if data else stored.value for stored in found]
 
-    def finish(self, more_seconds: float = 0.0) -> None:
-        """Do nothing: the request is carried out."""
+    def make_room(self) -> None:
+        """Do nothing: all requests are carried out."""
 
-    def data(self, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
+    def finish(self, more_seconds: float = 0.0, arrays: Sequence[Array] = (), places: tuple[int, ...] = ()) -> None:
         """Put what was read into arrays."""
+        if not arrays:
+            return
         values, self._read.values = self._read.values, []  # else they would keep memory
         for array, value in zip(arrays, values, strict=True):
             array[...] = value
@@ -242,24 +240,26 @@ class ParameterClient:
 
     def read(self, locations: Sequence[Location], into: Sequence[Array] = ()) -> Sequence[Array]:
         """Read arrays, with one request to each server, `into` contiguous ones or new ones. Each is a snapshot."""
-        arrays = into or [location.empty() for location in locations]
+        arrays = into or [np.empty(location.shape, location.dtype) for location in locations]
         if len(locations) == 1:
-            location = locations[0]
-            self._channels[location.server].start(location.read_call, Op.READ, location.key)
-            self._finish_read(location.server, arrays)
+            location, channel = locations[0], self._channels[locations[0].server]
+            channel.make_room()
+            channel.start(location.read_call, Op.READ, location.key)
+            channel.finish(self._grace, arrays)
             return arrays
         parts = _by_server(locations)
         lists = self._lists_of(locations, parts)
+        self._make_room(parts)
         for server, places in parts.items():
-            self._channels[server].start(f"read of {len(places)} variables", Op.READ, lists[server][0])
-        error: Exception | None = None
+            self._channels[server].start(_call_of("read", locations, places), Op.READ, lists[server][0])
+        errors: list[Exception] = []
         for server, places in parts.items():
             try:
-                self._finish_read(server, [arrays[place] for place in places], lists[server][1])
+                self._channels[server].finish(self._grace, [arrays[place] for place in places], lists[server][1])
             except Exception as problem:  # the data of the other servers is under way, and must be received
-                error = error or problem
-        if error is not None:
-            raise error
+                errors.append(problem)
+        if errors:
+            raise one_error(errors)
         return arrays
 
     def read_rows(self, location: Location, indices: Array) -> Array:
@@ -267,50 +267,48 @@ class ParameterClient:
         rows = np.empty((indices.size, *location.shape[1:]), location.dtype)
         call = f"read of rows of {location.name!r}"
         channel = self._channels[location.server]
+        channel.make_room()
         channel.start(call, Op.READ_ROWS, location.key, [indices])
-        channel.finish(self._grace)
-        channel.data([rows])
+        channel.finish(self._grace, [rows])
         return rows
 
-    def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
-        """Change arrays by contiguous arrays of the same shapes, with one request to each server."""
+    def change(self, location: Location, value: Array, how: int | Rule) -> None:
+        """Change an array by a contiguous one of the same shape and dtype."""
         if self._has_bound:
-            self._count_pushes(locations)
-        if len(locations) == 1:
-            location = locations[0]
-            change, numbers = self._code(location.server, how)
-            call = location.change_call
-            self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
-            return
-        parts = _by_server(locations)
-        lists = self._lists_of(locations, parts)
-        for server, places in parts.items():
-            change, numbers = self._code(server, how)
-            data, call = [values[place] for place in places], f"change of {len(places)} variables"
-            self._channels[server].start(call, Op.CHANGE, lists[server][0], data, change=change, numbers=numbers)
+            self._count_pushes([location])
+        change, numbers = self._code(location.server, how)
+        channel = self._channels[location.server]
+        channel.make_room()
+        channel.start(location.change_call, Op.CHANGE, location.key, [value], change=change, numbers=numbers)
 
-    def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
+    def change_rows(self, changes: Sequence[RowsChange], how: int) -> None:
         """Change some rows of arrays, with one request to each server."""
-        if self._has_bound:
-            self._count_pushes(change.location for change in changes)
-        parts = _by_server([change.location for change in changes])
-        for server in parts:
-            self._channels[server].finish()  # errors come before anything is sent
-        for server, places in parts.items():
-            some = [changes[place] for place in places]
-            about = [[change.location.key for change in some], [change.indices.size for change in some]]
-            data = [np.array(about, np.int64), *(array for change in some for array in change[1:])]
-            call = f"change of rows of {some[0].location.name!r}" + (f" and {len(some) - 1} others" if some[1:] else "")
-            number, numbers = self._code(server, how)
-            self._channels[server].start(call, Op.CHANGE_ROWS, 0, data, len(some), number, numbers)
+        self.push(Push((), (), changes, how, ""))
 
     def push(self, push: Push) -> None:
         """Change several variables, with one request to each server, and one more for rows."""
-        if push.locations:
-            self.change(push.locations, push.values, push.how)
         rows = [change for change in push.rows if change.indices.size]
-        if rows:
-            self.change_rows(rows, push.how)
+        if len(push.locations) == 1 and not rows:
+            self.change(push.locations[0], push.values[0], push.how)
+            return
+        rows_locations = [change.location for change in rows]
+        if self._has_bound:
+            self._count_pushes([*push.locations, *rows_locations])
+        parts, rows_parts = _by_server(push.locations), _by_server(rows_locations)
+        codes = {server: self._code(server, push.how) for server in {**parts, **rows_parts}}
+        lists = self._lists_of(push.locations, parts)
+        self._make_room(codes)
+        for server, places in parts.items():
+            change, numbers = codes[server]
+            data, call = [push.values[place] for place in places], _call_of("change", push.locations, places)
+            self._channels[server].start(call, Op.CHANGE, lists[server][0], data, change=change, numbers=numbers)
+        for server, places in rows_parts.items():
+            some = [rows[place] for place in places]
+            about = [[change.location.key for change in some], [change.indices.size for change in some]]
+            data = [np.array(about, np.int64), *(array for change in some for array in change[1:])]
+            call = f"change of rows of {some[0].location.name!r}" + (f" and {len(some) - 1} others" if some[1:] else "")
+            change, numbers = codes[server]
+            self._channels[server].start(call, Op.CHANGE_ROWS, 0, data, len(some), change, numbers)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
         """Wait until all workers make the same call, with equal fields; with `chief`, worker 0 must be one of them.
@@ -346,6 +344,7 @@ class ParameterClient:
     def step_done(self) -> None:
         """Tell the servers that this worker has done a step."""
         self._pushes, self._step_error = None, ""
+        self._make_room(range(self.num_servers))
         for channel in self._channels:
             channel.start("step_done()", Op.STEP)
 
@@ -355,6 +354,7 @@ class ParameterClient:
         `number` 0 is no call; those with lower numbers than `oldest` will not be made again.
         """
         if self._goes_on:  # else no worker makes a call again
+            self._make_room(range(self.num_servers))
             for channel in self._channels:
                 channel.start("the beginning of a call", Op.CALL, number, rows=oldest)
 
@@ -365,7 +365,7 @@ class ParameterClient:
             raise error
 
     def close(self, error: BaseException | None) -> Exception | None:
-        """End this worker's part: wait until all workers end theirs, or leave because of an error: see `Service`."""
+        """End this worker's part: wait until all workers end theirs, or leave because of an error: see `Peers`."""
         group = self._group
         if group is None:
             self._close_channels()
@@ -410,14 +410,19 @@ class ParameterClient:
             channel.close()
 
     def _first_failure(self) -> Exception | None:
-        """Wait until all changes of this worker are made, or have failed. Returns the first error."""
-        first = None
+        """Wait until all changes of this worker are made, or have failed. Returns the error of those that have."""
+        errors = []
         for channel in self._channels:
             try:
                 channel.finish()
             except Exception as error:  # of any kind: the other workers must learn of it
-                first = first or error
-        return first
+                errors.append(error)
+        return one_error(errors) if errors else None
+
+    def _make_room(self, servers: Iterable[int]) -> None:
+        """Raise the known errors of some servers before any of them is sent anything."""
+        for server in servers:
+            self._channels[server].make_room()
 
     def _tell_others(self, call: str, step: int) -> None:
         """Tell the servers where workers do not meet, and wait until they know it."""
@@ -444,14 +449,10 @@ class ParameterClient:
     def _lists_of(
         self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]
     ) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Return each server's list, once nothing is under way: errors come before anything is requested."""
-        lists = {
+        return {
             server: self._list_of(server, tuple([locations[place].key for place in places]))
             for server, places in parts.items()
         }
-        for server in parts:
-            self._channels[server].finish()
-        return lists
 
     def _list_of(self, server: int, keys: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         """Return the number by which a server knows a list, and where its variables lie in the server's shared memory.
@@ -463,21 +464,15 @@ class ParameterClient:
         lists = self._lists[server]
         known = lists.get(keys)
         if known is None:
+            channel, places = self._channels[server], np.empty(len(keys), np.int64)
+            channel.finish()  # raises the error of an earlier change before a number is taken
             number = -1 - len(lists)
             if len(lists) >= _MAX_LISTS:
                 number, _ = lists.pop(next(iter(lists)))
-            channel, places = self._channels[server], np.empty(len(keys), np.int64)
             channel.start("numbering of variables", Op.NAME_LIST, number, [np.array(keys, np.int64)])
-            channel.finish()
-            channel.data([places])
+            channel.finish(arrays=[places])
             known = lists[keys] = number, tuple(places.tolist())
         return known
-
-    def _finish_read(self, server: int, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
-        """Wait for what was read. `places`: those of a list; of one variable, the answer tells."""
-        channel = self._channels[server]
-        channel.finish(self._grace)
-        channel.data(arrays, places or (channel.number,))
 
     def _code(self, server: int, how: int | Rule) -> tuple[int, tuple[float, ...]]:
         if not isinstance(how, Rule):
@@ -489,6 +484,11 @@ class ParameterClient:
             channel.finish()
             number = self._rules[server][how.name] = channel.number
         return Change.RULE + 8 * number + len(how.numbers), how.numbers
+
+
+def _call_of(verb: str, locations: Sequence[Location], places: Sequence[int]) -> str:
+    """Name a request of some of the locations, for people."""
+    return f"{verb} of {locations[places[0]].name!r}" if len(places) == 1 else f"{verb} of {len(places)} variables"
 
 
 def _by_server(locations: Sequence[Location]) -> dict[int, list[int]]:

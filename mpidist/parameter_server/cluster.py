@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.resolver import ClusterResolver
+from mpidist.cluster_resolver.resolver import JOBS, ClusterResolver, require_task
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
@@ -21,17 +21,17 @@ from mpidist.parameter_server.messages.lane import lanes_to
 from mpidist.parameter_server.placement import PLACEMENTS
 from mpidist.parameter_server.server import ParameterServer
 from mpidist.transport.failures import open_groups
-from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
+from mpidist.transport.group.peers import Peers
+from mpidist.transport.group.service_group import ServiceGroup, meet_ranks
 from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import first_line, name_ranks, text_of
 from mpidist.transport.topology import Topology
 from mpidist.whole_number import whole_number
 
-__all__ = ["Role", "Roles", "Task", "Wanted"]
+__all__ = ["Role", "Roles", "Wanted"]
 
 _WHEN_LOST: Final = ("abort", "ignore")
-_KNOWN: Final = ("chief", "worker", "ps", "evaluator")
 
 
 @final
@@ -43,15 +43,7 @@ class Roles(NamedTuple):
     evaluators: tuple[int, ...] = ()
 
 
-@final
-class Task(NamedTuple):
-    """What a resolver says: all tasks, and which of them this rank is."""
-
-    jobs: tuple[tuple[str, int], ...]  # with the number of tasks of each
-    task_type: str
-    task_id: int
-
-
+Task = tuple[dict[str, int], str, int]  # the number of tasks of each job; the type and the number of this rank's
 # What a rank tells the others before roles are known: a problem, its task, what it asks for, and its host.
 Report = tuple[tuple[str, str] | None, Task | None, dict[str, Any] | None, str]
 
@@ -119,7 +111,7 @@ class Wanted(NamedTuple):
 
 
 @final
-class Role(Service):
+class Role(Peers):
     """What this rank is. `meet` makes it.
 
     Attributes:
@@ -195,7 +187,7 @@ class Role(Service):
         self.close(None)  # which the workers wait for, whatever this program does before it closes the strategy
 
     def meet_peers(self, call: str, error: Exception | None = None) -> None:
-        """See `Service`. On workers."""
+        """See `Peers`. On workers."""
         if self.servers is None:
             raise RuntimeError(f"{call} on {self.why_idle}")
         self.servers.flush()
@@ -215,7 +207,7 @@ class Role(Service):
             )
 
     def close(self, error: BaseException | None) -> Exception | None:
-        """End this rank's part: see `Service`. A server that has not served serves now."""
+        """End this rank's part: see `Peers`. A server that has not served serves now."""
         group, missing = self.group, None
         if self.servers is not None:
             self.servers.require_no_function("close()")
@@ -316,27 +308,13 @@ def _task_of(resolver: ClusterResolver) -> Task | None:
             f"the cluster has jobs {spec.jobs}, so you must also specify `task_type` and `task_id`; got {task_type!r} "
             f"and {task_id!r}"
         )
-    _check_jobs(spec)
-    if task_type not in _KNOWN:
-        raise ValueError(f"Unrecognized task_type {task_type!r}; known are {', '.join(_KNOWN)}")
-    has_task = task_type in spec.jobs and task_id in spec.task_indices(task_type)
-    if not has_task and task_type != "evaluator":  # which may stand outside of the cluster
-        raise ValueError(f"this rank is {task_type} {task_id}, and the cluster has no such task: {spec}")
-    return Task(tuple((job, spec.num_tasks(job)) for job in spec.jobs), task_type, int(task_id))
-
-
-def _check_jobs(spec: ClusterSpec) -> None:
-    unknown = [job for job in spec.jobs if job not in _KNOWN]
-    if unknown:
-        raise ValueError(f"Disallowed task type found in the cluster: {unknown}; known are {', '.join(_KNOWN)}")
     numbers = {job: spec.num_tasks(job) for job in spec.jobs}
-    for job in ("chief", "evaluator"):
-        if numbers.get(job, 0) > 1:
-            raise ValueError(f"there must be at most one {job} in the cluster, got {numbers[job]}")
     if not numbers.get("worker", 0) + numbers.get("chief", 0):
         raise ValueError(f"the cluster must have at least one worker, got jobs {numbers}")
     if not numbers.get("ps", 0):
         raise ValueError(f"the cluster needs to have `ps` jobs, at least one ps; got jobs {numbers}")
+    require_task(spec, task_type, task_id)
+    return numbers, task_type, int(task_id)
 
 
 def _roles_of_tasks(tasks: Sequence[Task | None]) -> Roles | None:
@@ -347,22 +325,21 @@ def _roles_of_tasks(tasks: Sequence[Task | None]) -> Roles | None:
     if len(named) < len(tasks):
         without = name_ranks(rank for rank in range(len(tasks)) if rank not in named)
         raise TopologyError(f"a cluster is given by TF_CONFIG or a resolver, but not on {without}; do so on all ranks")
-    jobs = {rank: dict(task.jobs) for rank, task in named.items()}
-    for rank, numbers in jobs.items():
-        if {**numbers, "evaluator": 0} != {**jobs[0], "evaluator": 0}:
-            raise TopologyError(f"rank 0 has the cluster {jobs[0]}, and rank {rank} {numbers}; it must be one cluster")
-    ranks: dict[tuple[str, int], int] = {}
-    for rank, task in named.items():
-        other = ranks.setdefault((task.task_type, task.task_id), rank)
+    jobs, ranks = named[0][0], dict[tuple[str, int], int]()
+    for rank, (numbers, _, _) in named.items():
+        if {**numbers, "evaluator": 0} != {**jobs, "evaluator": 0}:
+            raise TopologyError(f"rank 0 has the cluster {jobs}, and rank {rank} {numbers}; it must be one cluster")
+    for rank, (_, task_type, task_id) in named.items():
+        other = ranks.setdefault((task_type, task_id), rank)
         if other != rank:
-            raise TopologyError(f"ranks {other} and {rank} both say they are {task.task_type} {task.task_id}")
-    needed = sum(number for job, number in jobs[0].items() if job != "evaluator")
+            raise TopologyError(f"ranks {other} and {rank} both say they are {task_type} {task_id}")
+    needed = sum(number for job, number in jobs.items() if job != "evaluator")
     found = sum(task_type != "evaluator" for task_type, _ in ranks)
     if needed != found:
         raise TopologyError(
-            f"the cluster has {needed} tasks, {jobs[0]}, and MPI {found} ranks for them; start `mpiexec -n {needed}`"
+            f"the cluster has {needed} tasks, {jobs}, and MPI {found} ranks for them; start `mpiexec -n {needed}`"
         )
-    of_job = {job: [ranks[key] for key in sorted(ranks) if key[0] == job] for job in _KNOWN}
+    of_job = {job: [ranks[key] for key in sorted(ranks) if key[0] == job] for job in JOBS}
     workers = (*of_job["chief"], *of_job["worker"])
     return Roles(workers, tuple(of_job["ps"]), tuple(of_job["evaluator"]))
 

@@ -63,8 +63,8 @@ class Membership:
             while connection.rank in lost and not connection.has_ended:
                 if advance(connection):
                     until = time.monotonic() + _QUIET_SECONDS
-                elif connection.is_making:  # nothing of the change is missing: the next check comes back to it
-                    break
+                elif connection.steps is not None and connection.is_making:
+                    break  # nothing of the change is missing: the next check comes back to it
                 elif time.monotonic() > until:
                     self.drop(connection)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Final, final
 
@@ -16,7 +16,7 @@ from mpidist.parameter_server.variable import ServerVariable, ShardedVariable
 from mpidist.transport import arrays
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.half import dtype_named
-from mpidist.variables.casting import cast_for, native_of, require_mean
+from mpidist.variables.casting import initial_array, require_mean
 from mpidist.variables.placement import VariablePlacement
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization, chosen_synchronization
 
@@ -32,8 +32,6 @@ class OnServers(VariablePlacement):
     Without `servers`, on a rank that is a server, no variable can be made. `is_chief` says whether this worker's values
     count, `devices` names the device of each server.
     """
-
-    is_shared = True
 
     def __init__(
         self,
@@ -51,22 +49,10 @@ class OnServers(VariablePlacement):
         self._num_unnamed = 0
         self._beside: list[int] = []
 
-    def for_value(self, value: Any) -> VariablePlacement:
-        return self
-
-    def store(self, value: Any) -> Any:
-        raise RuntimeError("variables of a ParameterServerStrategy are made by Variable(...) in its scope")
-
-    def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
-        raise RuntimeError("variables of a ParameterServerStrategy are written by their own methods")
-
-    def colocated_with(self, var: Any) -> AbstractContextManager[None]:
-        """Put variables that are made in the `with` body on the server of another one."""
-        return self._colocate(var.variables[0] if isinstance(var, ShardedVariable) else var)
-
     @contextmanager
-    def _colocate(self, var: ServerVariable) -> Iterator[None]:
-        self._beside.append(var.server)
+    def colocated_with(self, var: Any) -> Iterator[None]:
+        """Put variables that are made in the `with` body on the server of another one."""
+        self._beside.append((var.variables[0] if isinstance(var, ShardedVariable) else var).server)
         try:
             yield
         finally:
@@ -125,10 +111,7 @@ class OnServers(VariablePlacement):
             self._num_unnamed += 1
         what = f"variable {name!r}"
         given = initial_value() if callable(initial_value) else initial_value
-        array = arrays.on_host(native_of(given, what))
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        if dtype is not None:
-            array = cast_for(array.reshape(-1)[:0].real.astype(dtype), given, what)
+        array = arrays.on_host(initial_array(given, dtype, what))
         if not _is_known_by_name(array.dtype):
             raise TypeError(f"{what} cannot be on a parameter server: it is of dtype {array.dtype}, and needs numbers")
         when, how = chosen_synchronization(synchronization), VariableAggregation(aggregation)

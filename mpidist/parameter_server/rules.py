@@ -19,29 +19,15 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.parameter_server.messages.protocol import MAX_NUMBERS
+from mpidist.transport.text import value_text
 
 __all__ = ["SGD", "Adam", "Memory", "Momentum", "Registered", "Rule", "register", "rule_named"]
 
 Array = np.ndarray[Any, Any]
 OwnRule = Callable[..., None]
+Memory = dict[str, Any]  # what a server keeps of one variable for one rule: arrays, or numbers, by name
 
 _registered: Final[dict[str, OwnRule]] = {}
-
-
-@final
-class Memory(dict[str, Any]):
-    """What a server keeps of one variable for one rule: arrays, or numbers, by name."""
-
-    def array_like(self, name: str, value: Array) -> Array:
-        """Return an array of zeros, of the shape and the dtype of another one at the first call; the same one later."""
-        return self.slot(name, value, value.dtype)
-
-    def slot(self, name: str, value: Array, dtype: np.dtype[Any]) -> Array:
-        """Return as `array_like` an array of another dtype."""
-        if name not in self:
-            self[name] = np.zeros_like(value, dtype)
-        kept: Array = self[name]
-        return kept
 
 
 class Rule(ABC):
@@ -181,14 +167,25 @@ class Registered(Rule):
     def __init__(self, name: str, *numbers: float) -> None:
         if name not in _registered:
             known = ", ".join(sorted(_registered)) or "none"
-            raise ValueError(f"no rule {name!r} is registered (known: {known}); register it on all ranks, at import")
+            raise ValueError(
+                f"no rule {name!r} is registered (known: {known}); register a function with this name on all ranks, at "
+                "import"
+            )
         super().__init__(*numbers)
         self.name = name
 
     def apply(self, value: Array, gradient: Array, memory: Memory, slots: tuple[Array, ...], *numbers: float) -> None:
         changed = value.copy()  # if the function raises, the variable is as it was
-        _registered[self.name](changed, gradient, memory, *numbers)
+        returned: Any = _registered[self.name](changed, gradient, memory, *numbers)
+        if returned is not None and returned is not changed:
+            raise TypeError(
+                f"rule {self.name!r} returned {value_text(returned)}; it must change `value` in place and return None: "
+                "`value -= gradient`, or `value[...] = result`"
+            )
         value[...] = changed
+
+    def __repr__(self) -> str:
+        return f"Registered({', '.join(map(repr, (self.name, *self.numbers)))})"
 
 
 def register(name: str) -> Callable[[OwnRule], OwnRule]:
@@ -202,10 +199,17 @@ def register(name: str) -> Callable[[OwnRule], OwnRule]:
         name: A name that no other rule has.
 
     Raises:
+        TypeError: If the name is no text, or no function is registered.
         ValueError: If another rule has the name.
     """
+    if not isinstance(name, str):
+        raise TypeError(f'register takes a name: write @server_rules.register("clip"); got {name!r}')
 
     def keep(function: OwnRule) -> OwnRule:
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(
+                f"rule {name!r} must be a function of (value, gradient, memory, *numbers), got {value_text(function)}"
+            )
         is_same = getattr(_registered.get(name), "__qualname__", None) == getattr(function, "__qualname__", "")
         if name in _BUILT_IN or (name in _registered and not is_same):  # a module may be imported twice
             raise ValueError(f"a rule {name!r} is registered already; choose another name")

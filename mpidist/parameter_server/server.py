@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, final
 
@@ -32,6 +33,7 @@ from mpidist.transport.arrays import bytes_of
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.half import dtype_named
 from mpidist.transport.shared_errors import repeat_of
+from mpidist.transport.stacks import Stack
 from mpidist.transport.text import text_of
 from mpidist.transport.waiting import poll
 
@@ -153,14 +155,13 @@ class ParameterServer:
                 self._group.lose(connection.rank)
                 self.workers.drop(connection)
                 self._forget_ended()
-        return got_on or self.has_ended
+        return got_on or not self._open
 
     def _begin(self, connection: Connection) -> None:
-        message = connection.message
-        op, sequence, key, _, change, nbytes = WHOLE_NUMBERS.unpack_from(message.data)
+        op, sequence, key, _, change, nbytes = WHOLE_NUMBERS.unpack_from(connection.memory)
         if sequence != connection.sequence + 1:
-            self._answer_out_of_order(connection, sequence)
-            return
+            text = f"{self._name} got request {sequence} of worker {connection.worker} after {connection.sequence}"
+            raise RuntimeError(f"{text}: requests were lost")
         connection.sequence = sequence
         stored = self.store.variables.get(key)
         if (
@@ -173,12 +174,12 @@ class ParameterServer:
         ):
             self._finish(connection)
         else:
-            connection.steps = self._guarded(connection, Header.read(message))
+            connection.steps = self._guarded(connection, connection.begin_steps())
 
     def _is_answered_at_once(self, connection: Connection, op: int, stored: Stored, change: int, nbytes: int) -> bool:
         """Answer a small request of one variable, as most are, without a generator. Returns whether it was one."""
         if op == Op.CHANGE and nbytes == stored.value.nbytes:
-            delta = np.frombuffer(connection.message, stored.value.dtype, stored.flat.size, HEADER_BYTES)
+            delta = np.frombuffer(connection.memory, stored.value.dtype, stored.flat.size, HEADER_BYTES)
             try:
                 self.store.change(stored, change, 0, delta, ())
                 connection.answer(Outcome.OK)
@@ -199,15 +200,6 @@ class ParameterServer:
         else:
             connection.listen()
 
-    def _answer_out_of_order(self, connection: Connection, sequence: int) -> None:
-        """Answer a request that was made before, and change nothing; or one that skips others, with an error."""
-        if sequence <= connection.sequence:
-            connection.answer(Outcome.OK)
-        else:
-            text = f"{self._name} got request {sequence} after {connection.sequence}: requests were lost"
-            connection.answer_text(Outcome.FAILED, text)
-        self._finish(connection)
-
     def _guarded(self, connection: Connection, header: Header) -> Steps:
         """Answer a request; with the error's text, if there is one."""
         try:
@@ -221,12 +213,12 @@ class ParameterServer:
             connection.answer(Outcome.OK)  # once the change is counted: the worker may be lost
         except Exception as error:  # of any kind: a worker's mistake must not end the server
             yield from connection.drain()
-            connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
+            connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}{_place_text(error)}")
 
     def _list_of(self, connection: Connection, key: int) -> VariableList:
-        if key >= 0:
-            return VariableList([self.store.variables[key]], connection.lane is not None)
-        found: VariableList = connection.lists[key]
+        found: VariableList | None = connection.lists.get(key)
+        if found is None:  # one variable
+            found = connection.lists[key] = VariableList([self.store.variables[key]], connection.lane is not None)
         return found
 
     def _read(self, connection: Connection, header: Header) -> Steps:
@@ -265,10 +257,7 @@ class ParameterServer:
     def _change_rows(self, connection: Connection, header: Header) -> Steps:
         data = yield from connection.receive_all()
         connection.is_making = True
-        try:
-            yield from change_rows(self.store, header, data)
-        finally:
-            connection.is_making = False
+        yield from change_rows(self.store, header, data)
 
     def _allocate(self, connection: Connection, header: Header) -> Steps:
         data = yield from connection.receive_all()
@@ -324,7 +313,7 @@ class ParameterServer:
         data = yield from connection.receive_all()
         worker, workers = connection.worker, self.workers
         if header.op == Op.LEAVE:
-            why = str(from_json(data))
+            why = data.tobytes().decode(errors="replace")
             workers.end(worker, why)
             logger.warning("mpidist: worker %d (rank %d) has left: %s", worker, workers.ranks[worker], why)
         else:
@@ -332,3 +321,9 @@ class ParameterServer:
             yield from workers.wait_for_ends() if header.rows else ()
             connection.answer(Outcome.OK, rows=not workers.left)
         connection.has_ended = True
+
+
+def _place_text(error: Exception) -> str:
+    """Write the line of the program's rule that raised an error; nothing if no such function did."""
+    stack = Stack.of_walk(list(traceback.walk_tb(error.__traceback__))[::-1])
+    return "" if stack.is_inside else f" (at {stack.place})"

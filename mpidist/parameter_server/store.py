@@ -118,7 +118,7 @@ class Store:
         """Note that a change begins, which may come in parts."""
         if change >= Change.RULE:
             rule, _ = self._rule_of(change)
-            rule.begin(stored.memories.setdefault(rule.name, Memory()))
+            rule.begin(stored.memories.setdefault(rule.name, {}))
 
     def change(self, stored: Stored, change: int, start: int, delta: Array, numbers: tuple[float, ...]) -> None:
         """Change some elements of a variable, from element `start` on. `delta` may be overwritten."""
@@ -160,4 +160,7 @@ class Store:
 
 
 def _slots_of(rule: Rule, memory: Memory, value: Array) -> list[Array]:
-    return [memory.slot(name, value, accumulator_dtype(value.dtype)) for name in rule.slots]
+    for name in rule.slots:
+        if name not in memory:
+            memory[name] = np.zeros_like(value, accumulator_dtype(value.dtype))
+    return [memory[name] for name in rule.slots]

@@ -14,7 +14,6 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.parameter_server.messages.ends import Connection
-from mpidist.parameter_server.messages.lane import Lane
 from mpidist.parameter_server.messages.protocol import CHUNK_BYTES, Header, Piece, is_read_in_place, plan_messages
 from mpidist.parameter_server.store import Store, Stored, Turn
 
@@ -53,7 +52,15 @@ def send_variables(connection: Connection, wanted: VariableList) -> Steps:
     What fits into a message is copied in one step, and no change of it is half made between steps. A larger one, and
     one that the worker reads where it lies, keeps a turn until the worker has all of it.
     """
-    lane, turns = connection.lane, _Turns(connection.lane)
+    lane, held = connection.lane, deque[Turn]()
+
+    def release_copied() -> bool:
+        before = len(held)
+        while held and lane is not None and held[0].number is not None and held[0].number <= lane.num_taken():
+            turn = held.popleft()
+            turn.stored.leave(turn)
+        return len(held) < before
+
     try:
         for pieces in wanted.reads:
             item, start, stop = pieces[0]
@@ -61,61 +68,23 @@ def send_variables(connection: Connection, wanted: VariableList) -> Steps:
             is_in_place = wanted.is_near and is_read_in_place(size, stored.place)
             is_in_turn = is_in_place or stop - start < size
             if is_in_turn and start == 0:
-                yield from turns.enter(stored)
+                held.append(stored.enter(writes=False))
+                while not stored.may_go(held[-1]):
+                    yield release_copied()
             if is_in_place and lane is not None:
                 while not lane.can_send():
-                    yield turns.let_go()
-                turns.lend(lane.send(0))
+                    yield release_copied()
+                held[-1].number = lane.send(0)
                 yield True
                 continue
             yield from connection.send(wanted.bytes_of(pieces))
             if is_in_turn and stop == size:
-                turns.leave_last()
-        while turns.held:
-            yield turns.let_go()
+                stored.leave(held.pop())
+        while held:
+            yield release_copied()
     finally:  # also if the worker is lost meanwhile
-        turns.leave_all()
-
-
-@final
-class _Turns:
-    """The turns of one read; `held` are those that have not ended."""
-
-    def __init__(self, lane: Lane | None) -> None:
-        self._lane = lane
-        self.held: deque[Turn] = deque()
-
-    def enter(self, stored: Stored) -> Steps:
-        """Wait for a turn of a variable."""
-        turn = stored.enter(writes=False)
-        self.held.append(turn)
-        while not stored.may_go(turn):
-            yield self.let_go()
-
-    def lend(self, number: int) -> None:
-        """Let the last turn end when the worker has copied the variable."""
-        self.held[-1].number = number
-
-    def let_go(self) -> bool:
-        """End the turns of what the worker has copied. Returns whether there was one."""
-        lane, before = self._lane, len(self.held)
-        while self.held and lane is not None:
-            number = self.held[0].number
-            if number is None or number > lane.num_taken():
-                break
-            turn = self.held.popleft()
+        for turn in held:
             turn.stored.leave(turn)
-        return len(self.held) < before
-
-    def leave_last(self) -> None:
-        """End the last turn."""
-        turn = self.held.pop()
-        turn.stored.leave(turn)
-
-    def leave_all(self) -> None:
-        """End all turns."""
-        while self.held:
-            self.leave_last()
 
 
 @final
@@ -151,12 +120,9 @@ class Changing:
                 at += stop - start
             yield bool(pieces)
         self._connection.is_making = True
-        try:
-            for stored, start, size in zip(wanted.variables, starts, wanted.sizes, strict=False):
-                if size:
-                    yield from self._change_whole(stored, everything[start : start + size])
-        finally:
-            self._connection.is_making = False
+        for stored, start, size in zip(wanted.variables, starts, wanted.sizes, strict=False):
+            if size:
+                yield from self._change_whole(stored, everything[start : start + size])
 
     def _run_as_data_comes(self, wanted: VariableList) -> Steps:
         try:

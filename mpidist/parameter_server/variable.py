@@ -19,13 +19,13 @@ from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable, require_no_effect
 from mpidist.variables.casting import cast_for, is_python_number
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
-from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, checked_rows, host_indices
+from mpidist.variables.sparse_updates import AGGREGATED_CALLS, checked_rows, host_indices
 from mpidist.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpidist.transport.group.sync_group import SyncGroup
 
-__all__ = ["ServerVariable", "ShardedVariable", "read_together"]
+__all__ = ["ServerVariable", "ShardedVariable", "change_together", "read_together"]
 
 Array = np.ndarray[Any, Any]
 
@@ -33,17 +33,13 @@ _ASSIGN: Final[dict[np.ufunc | None, int]] = {None: Change.ASSIGN, np.add: Chang
 
 
 @final
-class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates):
+class ServerVariable(DistributedValues, Assignable):
     """A variable on a parameter server. `Variable(...)` in the scope of a `ParameterServerStrategy` makes one.
 
     All workers share the one array: a read gives a snapshot of it, with this worker's own changes. A change is applied
     once and whole, and waits for no other worker; the call returns before. Rows and numbers are added on the server.
 
-    Args:
-        strategy: The strategy.
-        servers: The servers, as this worker uses them. Also an attribute.
-        location: Where the array lives. Also an attribute.
-        trainable, synchronization, aggregation: As in `Variable`.
+    `servers`, as this worker uses them, and `location`, where the array lives, are attributes, too.
     """
 
     def __init__(
@@ -57,6 +53,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
     ) -> None:
         self._strategy, self.servers, self.location = strategy, servers, location
         self._trainable, self._synchronization, self._aggregation = trainable, synchronization, aggregation
+        self._name = location.name
         self._like = np.broadcast_to(np.zeros((), location.dtype), location.shape)  # its form, without its memory
 
     @property
@@ -67,18 +64,6 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
     def is_mirrored_over(self, group: SyncGroup) -> bool:
         """Return False: workers may read different values."""
         return False
-
-    @property
-    def name(self) -> str:
-        return self.location.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.location.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.location.dtype
 
     @property
     def server(self) -> int:
@@ -124,9 +109,10 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
             raise TypeError(f"{self._what} is of dtype bool, of which nothing can be subtracted")
         replica = self._sharing_replica()
         if replica is None:
-            self.servers.change([self.location], [self.cast(value)], how)
+            self.servers.change(self.location, self.cast(value), how)
         else:
-            self._change_together(replica, call, partial(self._contribution, value), partial(self._aggregate, how))
+            make = partial(self._contribution, call, value)
+            change_together(replica, f"{call} of {self._what}", make, partial(self._aggregate, how))
         return self if read_value else None
 
     def _scatter(self, call: str, delta: Any) -> None:
@@ -136,7 +122,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
             self.servers.change_rows(self.row_changes(delta), how)
         else:
             make = partial(self._rows_contribution, call, delta)
-            self._change_together(replica, call, make, partial(self._aggregate_rows, how))
+            change_together(replica, f"{call} of {self._what}", make, partial(self._aggregate_rows, how))
 
     def _sharing_replica(self) -> context_stack.CurrentReplica | None:
         """Return the current replica in `run`, if this worker has several."""
@@ -145,33 +131,15 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
             return None
         return entry.replica_context
 
-    def _change_together(
-        self,
-        replica: context_stack.CurrentReplica,
-        call: str,
-        make: Callable[[], Any],
-        change: Callable[[Sequence[Any]], None],
-    ) -> None:
-        """Let the replicas of this worker make one change, of what `make` returns on each of them."""
-        argument, error = None, None
-        try:
-            if self.aggregation is VariableAggregation.NONE:
-                raise ValueError(
-                    f"{call} of {self._what} with aggregation NONE by several replicas of a worker: say how their "
-                    "values become one, by Variable(..., aggregation='sum'), 'mean' or 'only_first_replica'"
-                )
-            argument = make()
-        except Exception as problem:  # of any kind: the other replicas must learn of it
-            error = problem
+    def _require_aggregation(self, call: str) -> None:
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{call} of {self._what} with aggregation NONE by several replicas of a worker: say how their values "
+                "become one, by Variable(..., aggregation='sum'), 'mean' or 'only_first_replica'"
+            )
 
-        def change_once(given: Sequence[Any], wrong: Exception | None) -> None:
-            if wrong is not None:
-                raise wrong
-            change(given)
-
-        replica.joint_calls.write_together(f"{call} of {self._what}", change_once, argument, error)
-
-    def _contribution(self, value: Any) -> Any:
+    def _contribution(self, call: str, value: Any) -> Any:
+        self._require_aggregation(call)
         count = self._strategy.num_replicas_in_sync
         if self.aggregation is VariableAggregation.SUM and is_python_number(value):
             raise ValueError(
@@ -186,9 +154,10 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
         if self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
             op, ops = ReduceOp[self.aggregation.name], parts_of(self._strategy).cross_device_ops
             value = ops.all_reduce(op, Contributions(given), call=f"assignment to {self._what}")
-        self.servers.change([self.location], [self.cast(value)], how)
+        self.servers.change(self.location, self.cast(value), how)
 
     def _rows_contribution(self, call: str, delta: Any) -> tuple[Any, Any]:
+        self._require_aggregation(call)
         is_aggregated = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA or call in AGGREGATED_CALLS
         if not is_aggregated:
             raise NotImplementedError(
@@ -210,7 +179,9 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
     def require_current(self, call: str) -> None:
         """Require that the strategy is open, and no other one is current. Local."""
         entry = context_stack.innermost()
-        if entry is None or entry.strategy is not self._strategy:
+        if entry is None:
+            parts_of(self._strategy).group.require_open(call)
+        elif entry.strategy is not self._strategy:
             parts_of(self._strategy).group.require_open(call)
             parts_of(self._strategy).require_not_mixed(call)
 
@@ -219,7 +190,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates)
 
 
 @final
-class ShardedVariable(ReadsAsArray, Assignable, SparseUpdates):
+class ShardedVariable(Assignable):
     """Variables on parameter servers that together are one array, cut along axis 0.
 
     `Variable(...)` makes one in the scope of a `ParameterServerStrategy` with a partitioner. A read is a snapshot of
@@ -259,18 +230,6 @@ class ShardedVariable(ReadsAsArray, Assignable, SparseUpdates):
     def variables(self) -> list[ServerVariable]:
         """The shards, in order."""
         return list(self._variables)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._like.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._variables[0].dtype
 
     def read_value(self) -> Any:
         """Ask the servers for all shards, and return them as one new array."""
@@ -344,6 +303,24 @@ def read_together(variables: Sequence[ServerVariable], into: Sequence[Any]) -> N
     """Read variables of one strategy into contiguous arrays, with one request to each server."""
     if variables:
         variables[0].servers.read([variable.location for variable in variables], into)
+
+
+def change_together(
+    replica: context_stack.CurrentReplica, call: str, make: Callable[[], Any], change: Callable[[Sequence[Any]], None]
+) -> None:
+    """Let the replicas of this worker make one change, of what `make` returns on each of them."""
+    argument, error = None, None
+    try:
+        argument = make()
+    except Exception as problem:  # of any kind: the other replicas must learn of it
+        error = problem
+
+    def change_once(given: Sequence[Any], wrong: Exception | None) -> None:
+        if wrong is not None:
+            raise wrong
+        change(given)
+
+    replica.calls.write_together(call, change_once, argument, error)
 
 
 def _cast(variable: ServerVariable | ShardedVariable, value: Any) -> Array:

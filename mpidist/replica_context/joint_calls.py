@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple, final
+
+import numpy as np
 
 from mpidist import context_stack, nest
 from mpidist.collectives.arguments.operands import Spec, axis_of, native_dtype
@@ -18,6 +21,8 @@ from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
+from mpidist.replica_context.pending_writes import PendingWrites
+from mpidist.replica_context.replica_context import ReplicaContext, SharedResult
 from mpidist.replica_context.results_on_gpus import broadcast_to_gpus, copies_on_gpus
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
@@ -25,9 +30,10 @@ from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import copied, library_of
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.devices import on_device
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.values import Contributions, DistributedValues, contributions, join_components, local_components
 
-__all__ = ["JointCalls", "SharedResult"]
+__all__ = ["JointCalls"]
 
 WriteTogether = Callable[[Sequence[Any], "Exception | None"], None]
 
@@ -45,68 +51,95 @@ class _Arguments(NamedTuple):
 
 @final
 class JointCalls:
-    """The collective calls of the replicas of one rank during one `Strategy.run`.
+    """The collective calls of the replicas of one rank, where the number of replicas was chosen.
 
     Every replica of the rank calls a public method with its own arguments. Once all of them have, the private method of
     the same name makes the call once, for the rank: it gets the arguments of all replicas, and an error if they differ.
-
-    Args:
-        strategy: The strategy.
-        turns: Lets the replicas meet. Also an attribute.
-
-    Attributes:
-        pending: The writes of the replicas since they last met.
+    `pending`: the writes of the replicas since they last met.
     """
 
-    def __init__(self, strategy: CurrentStrategy, turns: Turns) -> None:
-        self._strategy, self.turns, self.pending = strategy, turns, turns.pending
+    def __init__(self, strategy: CurrentStrategy) -> None:
+        self._strategy = strategy
         self._ops: BoundOps = parts_of(strategy).cross_device_ops
+        self._group: SyncGroup = parts_of(strategy).group
         self._replicas: Replicas = parts_of(strategy).replicas
+        # Where each rank has one replica, there is nothing to join, or to write once.
+        self._bare_ops = None if self._replicas.share_ranks else self._ops.of_bare_values()
+        ids, devices = self._replicas.ids_here, self._replicas.devices
+        self.pending = PendingWrites(ids)
+        self._turns = Turns(ids, devices, self.pending)
+        self._in_use = Lock()
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        """See `Strategy.run`. As collective as the function is."""
+        self._group.agreement.run += 1  # ranks compare it: a call that a replica left out shows in the next one
+        if self._bare_ops is not None:
+            return join_components([self._body(0, fn, args, kwargs)()])
+        if not self._in_use.acquire(blocking=False):  # by a run whose `merge_call` runs this one, or another thread
+            return JointCalls(self._strategy)._run(fn, args, kwargs)
+        try:
+            return self._run(fn, args, kwargs)
+        finally:
+            self._in_use.release()
+
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        bodies = [self._body(at, fn, args, kwargs) for at in range(self._replicas.num_here)]
+        return join_components(self._turns.run(bodies))
+
+    def _body(
+        self, at: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Callable[[], Any]:
+        """Return what a replica runs."""
+        replicas = self._replicas
+        own_args = local_components(list(args), at, replicas.num_here) if args else ()
+        own_kwargs = local_components(dict(kwargs), at, replicas.num_here) if kwargs else {}
+        context = ReplicaContext(self._strategy, replicas.ids_here[at], self, replicas.devices[at])
+        return partial(context_stack.call, context_stack.Entry(self._strategy, context), fn, *own_args, **own_kwargs)
 
     def all_reduce(self, op: Any, value: Any, options: Any, weight: Any, out: Any) -> Any:
         """See `ReplicaContext.all_reduce`. The result is one array for all replicas of the rank, and read-only."""
-        arguments = _Arguments(op, contributions(value), options, out, weight)
-        return self.turns.meet("all_reduce", self._all_reduce, arguments)
+        if type(value) is not np.ndarray:
+            value = contributions(value)
+        if self._bare_ops is not None and weight is None:
+            result = self._bare_ops.all_reduce(op, value, options, out=out)
+            return result if out is not None else _read_only(result)
+        return self._turns.meet("all_reduce", self._all_reduce, _Arguments(op, value, options, out, weight))
 
     def start_all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> SharedResult:
         """See `ReplicaContext.start_all_reduce`."""
         arguments = _Arguments(op, contributions(value), options, out)
-        meet = self.turns.meet
+        meet = self._turns.meet
         result: SharedResult = meet("start_all_reduce", self._start_all_reduce, arguments, is_settled=False)
         return result
 
     def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any, out: Any) -> Any:
         """See `ReplicaContext.reduce_scatter`."""
         arguments = _Arguments(op, contributions(value), options, out)
-        return self.turns.meet(f"reduce_scatter along axis {axis}", partial(self._reduce_scatter, axis), arguments)
+        return self._turns.meet(f"reduce_scatter along axis {axis}", partial(self._reduce_scatter, axis), arguments)
 
     def all_gather(self, value: Any, axis: int, options: Any, out: Any) -> Any:
         """See `ReplicaContext.all_gather`."""
         arguments = _Arguments(None, contributions(value), options, out)
-        return self.turns.meet(f"all_gather along axis {axis}", partial(self._all_gather, axis), arguments)
+        return self._turns.meet(f"all_gather along axis {axis}", partial(self._all_gather, axis), arguments)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         """See `ReplicaContext.merge_call`."""
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        return self.turns.meet(f"merge_call of {name}", partial(self._merge, merge_fn, name), (args, kwargs))
+        return self._turns.meet(f"merge_call of {name}", partial(self._merge, merge_fn, name), (args, kwargs))
 
     def write_together(self, call: str, write: WriteTogether, argument: Any, error: Exception | None) -> None:
         """Write an array that the replicas of this rank share, once for all of them. Collective.
 
-        Args:
-            call: The name of the call, for errors.
-            write: Writes, given the argument of each replica, and what is wrong on this rank. Collective.
-            argument: What this replica writes.
-            error: What is wrong with this argument.
+        `write` is collective, too, and takes the argument of each replica, and what is wrong with one.
         """
-        self.turns.meet(call, partial(self._write_together, write), (argument, error))
+        self._turns.meet(call, partial(self._write_together, write), (argument, error))
 
     def make_variable(self, kind: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make one variable for all replicas. Its initial value is that of replica 0. Collective."""
         given = {**kwargs, "initial_value": args[0]} if args else dict(kwargs)
         if callable(given.get("initial_value")):
             given["initial_value"] = given["initial_value"]()  # in the context of the replica
-        return self.turns.meet("Variable", partial(self._make_variable, kind), (args[1:], given))
+        return self._turns.meet("Variable", partial(self._make_variable, kind), (args[1:], given))
 
     def _make_variable(
         self, kind: Callable[..., Any], of_replicas: Sequence[Any], error: Exception | None
@@ -140,8 +173,16 @@ class JointCalls:
     def _start_all_reduce(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         (op, value, options, out, _), error = self._join(of_replicas, error)
         pending = self._ops.start_all_reduce(op, value, options, out=out, error=error)
-        shared = _SharedPending(pending, partial(self._share, outs=out), self.turns)
-        return [SharedResult(shared, at) for at in range(len(of_replicas))]
+        results: list[Any] = []
+        share = partial(self._share_started, out)
+        return [SharedResult(pending, share, results, at) for at in range(len(of_replicas))]
+
+    def _share_started(self, outs: Contributions | None, at: int, pending: PendingResult) -> list[Any]:
+        """Wait for a started all-reduce, in the turn of a replica of this rank, and return the result for each."""
+        self._turns.use_device(0)
+        results = self._share(pending.wait(), outs)
+        self._turns.use_device(at)
+        return results
 
     def _reduce_scatter(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         """All-reduce, and return each replica's part of the result."""
@@ -209,11 +250,12 @@ class JointCalls:
     def _join(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> tuple[_Arguments, Exception | None]:
         """Join the arguments of the replicas to those of the rank. Returns with them `error`, or one if they differ."""
         ids, mismatch = self._replicas.ids_here, None
-        first, *_ = described = [_describe_common(arguments) for arguments in of_replicas]
-        for replica_id, other in zip(ids, described, strict=False):
-            for what in (name for name in first if other[name] != first[name]):
-                text = f"replica {replica_id} passes {what} {other[what]}, and replica {ids[0]} {first[what]}"
-                mismatch = InvalidArgumentError(text)
+        if len(set(map(_identities, of_replicas))) > 1:
+            first, *_ = described = [_describe_common(arguments) for arguments in of_replicas]
+            for replica_id, other in zip(ids, described, strict=False):
+                for what in (name for name in first if other[name] != first[name]):
+                    text = f"replica {replica_id} passes {what} {other[what]}, and replica {ids[0]} {first[what]}"
+                    mismatch = InvalidArgumentError(text)
         has_outs = of_replicas[0].out is not None and mismatch is None
         outs = Contributions([arguments.out for arguments in of_replicas]) if has_outs else None
         values = Contributions([arguments.value for arguments in of_replicas])
@@ -228,9 +270,9 @@ class JointCalls:
         All outs are written here, before any replica goes on: afterwards each replica may change its own.
         """
         if outs is None:
-            return self._share_new(nest.map_structure(arrays.make_read_only, result))
+            return self._share_new(_read_only(result))
         first, *others = (nest.flatten(out)[0] for out in outs.nests)
-        if broadcast_to_gpus(parts_of(self._strategy).group.devices, self._replicas, first, others):
+        if broadcast_to_gpus(self._group.devices, self._replicas, first, others):
             return list(outs.nests)
         for at, other in enumerate(others, 1):
             with on_device(self._replicas.devices, at):
@@ -243,63 +285,41 @@ class JointCalls:
         """Return a new result for each replica: one that all share, or a copy where replicas could write it."""
         if self._replicas.gpus_here:
             leaves, _ = nest.flatten(result)
-            copies = copies_on_gpus(parts_of(self._strategy).group.devices, self._replicas, leaves)
+            copies = copies_on_gpus(self._group.devices, self._replicas, leaves)
             if copies is not None:
                 return [result, *(nest.rebuild(result, own) for own in copies)]
         return [self._own(result, at) for at in range(self._replicas.num_here)]
 
     def _own(self, result: Any, at: int) -> Any:
         """Return the result for a replica, with copies of arrays that all replicas would share and could write."""
+        if at == 0 or type(result) is np.ndarray:
+            return result
         leaves, _ = nest.flatten(result)
         are_writable = [not isinstance(leaf, DistributedValues) and arrays.stays_writable(leaf) for leaf in leaves]
-        if at == 0 or not any(are_writable):
+        if not any(are_writable):
             return result
         with on_device(self._replicas.devices, at):
             copies = [copied(leaf) if writable else leaf for leaf, writable in zip(leaves, are_writable, strict=True)]
         return nest.rebuild(result, copies)
 
 
-@final
-class _SharedPending:
-    """A started all-reduce of all replicas of a rank."""
-
-    def __init__(self, pending: PendingResult, share: Callable[[Any], list[Any]], turns: Turns) -> None:
-        self.pending, self._share, self._turns = pending, share, turns
-        self._outcomes: list[Any] | None = None
-
-    def wait(self, at: int) -> Any:
-        if self._outcomes is None:  # no replica has waited before, so none uses its outs yet
-            self._turns.use_device(0)
-            self._outcomes = self._share(self.pending.wait())
-            self._turns.use_device(at)
-        return self._outcomes[at]
-
-
-@final
-class SharedResult:
-    """A started all-reduce, as one of the replicas of a rank holds it: see `PendingResult`.
-
-    Args:
-        shared: The all-reduce of the rank.
-        at: Which replica of the rank, counted from 0.
-    """
-
-    def __init__(self, shared: _SharedPending, at: int) -> None:
-        self._shared, self._at = shared, at
-
-    def is_done(self) -> bool:
-        """Whether the result is there. See `PendingResult.is_done`."""
-        return self._shared.pending.is_done()
-
-    def wait(self) -> Any:
-        """Wait for the result. See `PendingResult.wait`."""
-        return self._shared.wait(self._at)
+def _read_only(result: Any) -> Any:
+    """Mark the arrays of NumPy in a result as read-only, and return it."""
+    for leaf in (result,) if type(result) is np.ndarray else nest.flatten(result)[0]:
+        if isinstance(leaf, np.ndarray):
+            leaf.setflags(False)  # type: ignore[call-arg]  # by keyword it takes three times as long
+    return result
 
 
 def _traits_text(kwargs: Mapping[str, Any]) -> str:
     """Write what all replicas of a rank must say alike of a variable that they make: all but its initial value."""
     traits = sorted((name, value) for name, value in kwargs.items() if name != "initial_value")
     return ", ".join(f"{name}={value}" for name, value in traits) or "no traits"
+
+
+def _identities(arguments: _Arguments) -> tuple[int, int, bool, bool]:
+    """Return what is alike in most programs, where `_describe_common` need not be compared."""
+    return id(arguments.op), id(arguments.options), arguments.out is None, arguments.weight is None
 
 
 def _describe_common(arguments: _Arguments) -> dict[str, str]:

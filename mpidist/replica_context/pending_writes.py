@@ -18,16 +18,10 @@ __all__ = ["PendingWrites"]
 
 @final
 class PendingWrites:
-    """The writes of this rank's replicas to shared arrays since they last met in a call.
+    """The writes of this rank's replicas to shared arrays since they last met in a call, by the id of the array.
 
     A replica writes to a copy of its own, which the other replicas do not see. Replicas that wrote the same bits share
     one copy, so the copies take the memory of one array, and of one more while a replica writes.
-
-    Args:
-        replica_ids: The ids of the replicas of this rank.
-
-    Attributes:
-        written: The arrays to which a replica has written, by the id of the shared array.
     """
 
     def __init__(self, replica_ids: Sequence[int]) -> None:
@@ -42,26 +36,13 @@ class PendingWrites:
     def change(
         self, replica_id: int, name: str, shared: Any, change: Callable[[Any], None], on_commit: Callable[[], None]
     ) -> None:
-        """Change a shared array as one replica sees it. Local.
-
-        Args:
-            replica_id: The replica.
-            name: The name of the variable, for errors.
-            shared: The shared array.
-            change: Writes into its argument, this replica's copy of the array.
-            on_commit: Called when the shared array itself has been written.
-        """
+        """Let `change` write into this replica's copy of an array. `on_commit` follows the write itself. Local."""
         written = self.written.get(id(shared)) or _WrittenArray(name, shared, on_commit)
         written.change(replica_id, change)
         self.written[id(shared)] = written
 
     def conflict(self) -> Exception | None:
-        """Check that all replicas wrote the same to each shared array. Local.
-
-        Returns:
-            A `ValueError` if replicas wrote different bits; it is returned and not raised, as the other ranks must
-            learn of it. `None` if all is well.
-        """
+        """Return a `ValueError`, which other ranks must learn of, if replicas wrote different bits. Local."""
         try:
             for written in self.written.values():
                 written.require_equal(self._ids)

@@ -10,16 +10,12 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.collectives.open_call import PendingResult
 from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.cross_device_ops.bound_ops import BoundOps
-from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
-from mpidist.replica_context.joint_calls import JointCalls, SharedResult
 from mpidist.transport.devices import Device
 from mpidist.transport.failures import open_groups
-from mpidist.values import local_components
 from mpidist.whole_number import whole_number
 
-__all__ = ["ReplicaContext"]
+__all__ = ["ReplicaContext", "SharedResult"]
 
 # What to do instead of a call of one replica where no strategy is current.
 _REDUCE: Final = "call strategy.reduce() there, or call it in the function of strategy.run()"
@@ -33,6 +29,29 @@ _INSTEAD_OUT_OF_RUN: Final = {
 
 
 @final
+class SharedResult:
+    """A started all-reduce, as one of the replicas of a rank holds it: see `PendingResult`.
+
+    `results`, empty at first, takes what `share` returns: the result for each replica of the rank.
+    """
+
+    def __init__(
+        self, pending: PendingResult, share: Callable[[int, PendingResult], list[Any]], results: list[Any], at: int
+    ) -> None:
+        self._pending, self._share, self._results, self._at = pending, share, results, at
+
+    def is_done(self) -> bool:
+        """Whether the result is there. See `PendingResult.is_done`."""
+        return self._pending.is_done()
+
+    def wait(self) -> Any:
+        """Wait for the result. See `PendingResult.wait`."""
+        if not self._results:  # no replica has waited before, so none uses its outs yet
+            self._results += self._share(self._at, self._pending)
+        return self._results[self._at]
+
+
+@final
 class ReplicaContext:
     """A replica that this rank carries, during one `Strategy.run`.
 
@@ -41,8 +60,7 @@ class ReplicaContext:
     Args:
         strategy: The strategy whose replica this is.
         replica_id_in_sync_group: The replica's number among all replicas.
-        joint_calls: Makes calls together with the other replicas of the rank; `None` if each rank is one replica.
-            Also an attribute.
+        calls: Makes the calls: `JointCalls` or `SoloCalls`. Also an attribute.
         device: This replica's device; `None` for the rank's.
     """
 
@@ -50,13 +68,12 @@ class ReplicaContext:
         self,
         strategy: CurrentStrategy,
         replica_id_in_sync_group: int,
-        joint_calls: JointCalls | None = None,
+        calls: Any,
         device: Device | None = None,
     ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
-        self._cross_device_ops: BoundOps = parts_of(strategy).cross_device_ops
-        self.joint_calls = joint_calls
+        self.calls = calls
         self._device = device
 
     @property
@@ -144,11 +161,7 @@ class ReplicaContext:
         self._require_current("all_reduce")
         if experimental_hints is not None:
             options = options_or_hints(options, experimental_hints)
-        if self.joint_calls is not None:
-            return self.joint_calls.all_reduce(reduce_op, value, options, weight, out)
-        if weight is not None:
-            return weighted_mean(self._cross_device_ops, "all_reduce", reduce_op, value, weight, options, out=out)
-        return self._cross_device_ops.all_reduce(reduce_op, value, options, out=out)
+        return self.calls.all_reduce(reduce_op, value, options, weight, out)
 
     def start_all_reduce(
         self,
@@ -172,9 +185,8 @@ class ReplicaContext:
             A handle. Its `wait()` returns or raises what `all_reduce` would.
         """
         self._require_current("start_all_reduce")
-        if self.joint_calls is not None:
-            return self.joint_calls.start_all_reduce(reduce_op, value, options, out)
-        return self._cross_device_ops.start_all_reduce(reduce_op, value, options, out=out)
+        started: PendingResult | SharedResult = self.calls.start_all_reduce(reduce_op, value, options, out)
+        return started
 
     def reduce_scatter(
         self,
@@ -202,9 +214,7 @@ class ReplicaContext:
             InvalidArgumentError: If the replicas' arguments differ, or cannot be reduced. On every rank.
         """
         self._require_current("reduce_scatter")
-        if self.joint_calls is not None:
-            return self.joint_calls.reduce_scatter(reduce_op, value, axis, options, out)
-        return parts_of(self._strategy).reduce_scatter(reduce_op, value, axis, options, out)
+        return self.calls.reduce_scatter(reduce_op, value, axis, options, out)
 
     def all_gather(
         self,
@@ -233,9 +243,7 @@ class ReplicaContext:
         """
         self._require_current("all_gather")
         options = options_or_hints(options, experimental_hints)
-        if self.joint_calls is not None:
-            return self.joint_calls.all_gather(value, axis, options, out)
-        return parts_of(self._strategy).all_gather("all_gather", value, axis, options, out=out)
+        return self.calls.all_gather(value, axis, options, out)
 
     def merge_call(
         self,
@@ -262,19 +270,7 @@ class ReplicaContext:
             RuntimeError: If this context is not the current one.
         """
         self._require_current("merge_call")
-        if self.joint_calls is not None:
-            return self.joint_calls.merge_call(merge_fn, args, kwargs)
-        name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        merge_args: list[Any] = []
-        merge_kwargs: dict[str, Any] = {}
-        error = None
-        try:
-            merge_args, merge_kwargs = list(args), dict(kwargs or {})
-        except Exception as problem:  # of any kind: the other ranks must learn of it
-            error = problem
-        parts_of(self._strategy).agree("merge_call", {"function": name}, error)
-        entry = context_stack.Entry(self._strategy, is_merge_call=True)
-        return local_components(context_stack.call(entry, merge_fn, self._strategy, *merge_args, **merge_kwargs))
+        return self.calls.merge_call(merge_fn, args, kwargs)
 
     def _require_current(self, call: str) -> None:
         """Check that this replica's code makes the call. Quick: every call passes through here."""

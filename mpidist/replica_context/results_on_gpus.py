@@ -14,16 +14,10 @@ __all__ = ["broadcast_to_gpus", "copies_on_gpus"]
 
 
 def copies_on_gpus(devices: DeviceLevels, replicas: Replicas, leaves: Sequence[Any]) -> list[list[Any]] | None:
-    """Copy the results in device memory for each replica of this rank but the first, on GPUs of their own. Local.
+    """Copy the first replica's results in device memory for each other replica of this rank, on its own GPU. Local.
 
-    Args:
-        devices: Has the communicators.
-        replicas: Which replicas this rank carries, on which devices.
-        leaves: The results of the first replica.
-
-    Returns:
-        [other replicas][leaves], where leaves in host memory are those of the first replica. `None` if NCCL cannot copy
-        the results: NCCL is not available, two replicas share a GPU, or a result is no array of CuPy.
+    Returns [other replicas][leaves], where leaves in host memory are those of the first replica. `None` if NCCL cannot
+    copy the results: NCCL is not available, two replicas share a GPU, or a result is no array of CuPy.
     """
     indices = [index for index, leaf in enumerate(leaves) if arrays.stays_writable(leaf)]
     if not all(arrays.is_cupy(leaves[index]) for index in indices):
@@ -40,16 +34,9 @@ def copies_on_gpus(devices: DeviceLevels, replicas: Replicas, leaves: Sequence[A
 def broadcast_to_gpus(
     devices: DeviceLevels, replicas: Replicas, sources: Sequence[Any], targets: Sequence[Sequence[Any]]
 ) -> bool:
-    """Copy results in device memory to arrays of the other replicas of this rank. Local.
+    """Copy results in device memory to those of the other replicas of this rank: [other replicas][arrays]. Local.
 
-    Args:
-        devices: Has the communicators.
-        replicas: Which replicas this rank carries, on which devices.
-        sources: The results of the first replica.
-        targets: [other replicas][arrays], which take the results.
-
-    Returns:
-        Whether the results were copied: not if NCCL cannot copy them, as in `copies_on_gpus`.
+    Returns whether the results were copied: not if NCCL cannot copy them, as in `copies_on_gpus`.
     """
     if not replicas.gpus_here or not sources:
         return False

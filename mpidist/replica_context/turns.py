@@ -30,14 +30,7 @@ CarryOut = Callable[[Sequence[Any], "Exception | None"], Sequence[Any]]
 
 @final
 class _Meeting(NamedTuple):
-    """The call in which a replica waits for the other replicas of its rank.
-
-    Attributes:
-        call: The name of the call.
-        carry_out: Makes the call, once for all replicas.
-        argument: The argument of this replica.
-        is_settled: Whether all ranks have agreed on the call when `carry_out` returns.
-    """
+    """The call in which a replica waits for the other replicas of its rank: see `Turns.meet`."""
 
     call: str
     carry_out: CarryOut
@@ -47,31 +40,27 @@ class _Meeting(NamedTuple):
 
 @final
 class _Replica:
-    """One replica: its stack, its contexts, and where it stands.
+    """One replica: its stack, its contexts, and where it stands. The stack is kept from run to run.
 
-    Args:
-        replica_id: The id of the replica.
-        body: What the replica runs.
-        device: The device to make current before each turn; `None` if all replicas of the rank have the same.
-
-    Attributes:
-        meeting: The call in which the replica waits; `None` before its first turn and after its end.
-        error: What ended the replica; `None` for nothing.
-        result: What `body` returned.
-        has_ended: Whether the replica has ended.
+    `meeting`: the call in which the replica waits; `None` before its first turn and after its end. `error`: what ended
+    the replica. `result`: what the function of the run returned.
     """
 
-    def __init__(self, replica_id: int, body: Callable[[], Any], device: Device | None) -> None:
+    def __init__(self, replica_id: int) -> None:
         self.replica_id = replica_id
+        self._stack = greenlet(_run_each)
+        self._stack.switch()
+
+    def begin(self, body: Callable[[], Any], device: Device | None) -> None:
+        """Prepare a run of `body`, with `device` current in each turn; `None` if all replicas of the rank have one."""
         self.meeting: _Meeting | None = None
         self.error: BaseException | None = None
         self.result: Any = None
         self.has_ended = False
         self._body, self._device = body, device
-        self._stack = greenlet(self._run)
         self._stack.gr_context = copy_context()  # context variables, such as NumPy's error state
         self._contexts = context_stack.copy_entries()
-        self._outcome: Any = None
+        self._outcome: Any = self._run
         self._refusal: BaseException | None = None
 
     def answer(self, outcome: Any) -> None:
@@ -81,6 +70,11 @@ class _Replica:
     def refuse(self, error: BaseException) -> None:
         """Store an exception, which the replica's call raises at its next turn."""
         self._refusal = error
+
+    def take_result(self) -> Any:
+        """Return what the function of the run returned, and forget it, and the values of its context variables."""
+        result, self.result, self._stack.gr_context = self.result, None, None
+        return result
 
     def take_turn(self) -> None:
         """Run the replica up to its next meeting, or to its end."""
@@ -92,10 +86,8 @@ class _Replica:
         try:
             if refusal is not None:
                 self._stack.throw(refusal)
-            elif self._stack:
-                self._stack.switch(outcome)
             else:
-                self._stack.switch()
+                self._stack.switch(outcome)
         finally:
             self._contexts = context_stack.exchange_entries(outer)
             if self._device is not None:  # other devices read what the replica wrote
@@ -116,26 +108,31 @@ class _Replica:
         except BaseException as error:
             self.error = error
         self.has_ended = True
+        del self._body
+
+
+def _run_each() -> None:
+    """Run what the stack of a replica is given in each run; between runs it refers to no replica, which may go."""
+    rank_stack: Any = getcurrent().parent
+    while True:
+        run = rank_stack.switch()
+        run()
+        del run
 
 
 @final
 class Turns:
-    """Runs the replicas of this rank by turns, and lets them meet in calls. Made for one `Strategy.run`.
+    """Runs the replicas of this rank by turns, and lets them meet in calls. For one `Strategy.run` at a time.
 
-    Args:
-        replica_ids: The ids of the replicas of this rank.
-        devices: The device of each replica.
-        pending: What the replicas have written to arrays that they share: checked when all replicas have met, committed
-            when the ranks have agreed on the call, and when all replicas have returned. Also an attribute.
-
-    Attributes:
-        has_several_gpus: Whether the replicas compute on different devices, of which some are GPUs.
+    `pending`: what the replicas have written to arrays that they share: checked when all replicas have met, committed
+    when the ranks have agreed on the call, and when all replicas have returned.
     """
 
     def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device], pending: PendingWrites) -> None:
         self._ids, self._devices, self.pending = replica_ids, devices, pending
         self.has_several_gpus = are_several_gpus(devices)
         self._rank_stack = getcurrent()  # the greenlet of `run`
+        self._idle: list[_Replica] = []  # those of the last run: to make a stack takes as long as a small call
         self._running: _Replica | None = None
         self._is_over = False
         self._num_refused = 0  # calls that replicas made after they were ended
@@ -146,26 +143,17 @@ class Turns:
             self._devices[at].use()
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run a function for each replica of this rank. As collective as the functions are.
+        """Run a function for each replica of this rank; return their results. As collective as the functions are.
 
-        Returns:
-            What each function returned.
-
-        Raises:
-            InvalidArgumentError: If a replica made another call than the others, or returned before them. On all ranks
-                that make a call meanwhile.
-            ValueError: If replicas wrote different values to an array that they share. On all ranks that make the next
-                call.
-            Exception: What a function raised. If other replicas of the rank wait in a call, all ranks that make the
-                call raise an error that names the replica.
+        If replicas make different calls, or write different values to an array that they share, it is an error on all
+        ranks that make the next call. So is what a function raises while other replicas of the rank wait in a call.
         """
         if len(bodies) == 1:
             try:
                 return [bodies[0]()]
             finally:
                 self.pending.commit()
-        devices = self._devices if self.has_several_gpus else [None] * len(bodies)
-        replicas = [_Replica(*parts) for parts in zip(self._ids, bodies, devices, strict=True)]
+        replicas = self._begin(bodies)
         if self.has_several_gpus:  # replicas read what was written on the first device
             arrays.wait_for_stream()
         try:
@@ -177,18 +165,26 @@ class Turns:
                 if not replica.has_ended:
                     replica.refuse(GreenletExit())
                     self._resume(replica)
+            self.pending.discard()
             self.use_device(0)
-        return [replica.result for replica in replicas]
+        self._idle = replicas  # not after an exception, which may have left one behind
+        return [replica.take_result() for replica in replicas]
+
+    def _begin(self, bodies: Sequence[Callable[[], Any]]) -> list[_Replica]:
+        """Take the replicas of the run before, or make some, and prepare their first turns."""
+        self._is_over, self._num_refused = False, 0
+        if self._rank_stack is not getcurrent():
+            self._rank_stack, self._idle = getcurrent(), []
+        replicas, self._idle = self._idle or list(map(_Replica, self._ids)), []
+        for replica, body, device in zip(replicas, bodies, self._devices, strict=True):
+            replica.begin(body, device if self.has_several_gpus else None)
+        return replicas
 
     def meet(self, call: str, carry_out: CarryOut, argument: Any, is_settled: bool = True) -> Any:
         """Wait until all replicas of this rank make a call, and return this replica's result. Collective.
 
-        Args:
-            call: The name of the call.
-            carry_out: Makes the call for all replicas of this rank.
-            argument: What this replica passes to the call.
-            is_settled: Whether all ranks have agreed on the call when `carry_out` returns. If not, what the replicas
-                have written stays pending.
+        `carry_out` makes the call for all of them, given what each passes. `is_settled`: whether all ranks have agreed
+        on the call when it returns; if not, what the replicas have written stays pending.
         """
         meeting = _Meeting(call, carry_out, argument, is_settled)
         if self._running is None:  # the rank carries one replica

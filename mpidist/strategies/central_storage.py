@@ -62,7 +62,7 @@ class CentralStorageStrategy(Strategy):
 
         def make_placement(options: CommunicationOptions) -> VariablePlacement:
             if group.topology.size > 1 or len(chosen) > 1:
-                return OncePerNode(group, options.timeout_seconds, "/rank:0/cpu:0")
+                return OncePerNode(group, options, "/rank:0/cpu:0")
             return OnEachRank(None if parameter_device is None else Device.parse(parameter_device))
 
         ops, options = CollectiveAllReduce(), communication_options

@@ -6,6 +6,7 @@ from typing import final
 
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.replica_context.replica_context import ReplicaContext
+from mpidist.replica_context.solo_calls import SoloCalls
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
 from mpidist.transport.devices import Device
@@ -27,4 +28,4 @@ class DefaultStrategy(Strategy):
 def make_default() -> tuple[Strategy, ReplicaContext]:
     """Make the default strategy and its replica context."""
     strategy = DefaultStrategy()
-    return strategy, ReplicaContext(strategy, 0)
+    return strategy, ReplicaContext(strategy, 0, SoloCalls(strategy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
@@ -68,5 +69,5 @@ class MirroredStrategy(Strategy):
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
-        options, placement = communication_options, OncePerNode.maker(group) if per_node_variables else None
+        options, placement = communication_options, partial(OncePerNode, group) if per_node_variables else None
         super().__init__(StrategyParts.assemble(name, group, ops, chosen, options, placement, error, carried))

@@ -15,7 +15,7 @@ from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
 from mpidist.transport.devices import Device, choose_device
-from mpidist.transport.group.service_group import Service
+from mpidist.transport.group.peers import Peers
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.library import Intracomm
 from mpidist.variables.placement import OncePerNode
@@ -70,7 +70,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         name, options = type(self).__name__, communication_options
 
-        def assemble(group: SyncGroup, service: Service | None = None) -> StrategyParts:
+        def assemble(group: SyncGroup, peers: Peers | None = None) -> StrategyParts:
             device, error, carried = Device("cpu"), None, None
             try:
                 _require_resolver(cluster_resolver)
@@ -82,16 +82,16 @@ class MultiWorkerMirroredStrategy(Strategy):
                 error = problem
             default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
             ops = cross_device_ops if cross_device_ops is not None else default
-            placement = OncePerNode.maker(group) if per_node_variables else None
+            placement = partial(OncePerNode, group) if per_node_variables else None
             devices = [device] * (1 if carried is None else carried.num_here)
-            return StrategyParts.assemble(name, group, ops, devices, options, placement, error, carried, service)
+            return StrategyParts.assemble(name, group, ops, devices, options, placement, error, carried, peers)
 
         everyone = SyncGroup.from_mpi(comm)
         parts = assemble(everyone)
-        tasks = join_tasks(cluster_resolver, comm, everyone)
-        if tasks.group is not everyone:
-            parts = assemble(tasks.group, tasks.service)
-        super().__init__(parts, tasks.resolver)
+        resolver, group, peers = join_tasks(cluster_resolver, comm, everyone)
+        if group is not everyone:
+            parts = assemble(group, peers)
+        super().__init__(parts, resolver)
         self._remake = partial(
             type(self),
             None,

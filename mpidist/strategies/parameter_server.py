@@ -23,7 +23,7 @@ from mpidist.parameter_server.cluster import Role, Wanted
 from mpidist.parameter_server.messages.protocol import Change
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.variable import ServerVariable, ShardedVariable, read_together
+from mpidist.parameter_server.variable import ServerVariable, ShardedVariable, change_together, read_together
 from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
@@ -121,7 +121,7 @@ class ParameterServerStrategy(Strategy):
             carried = None if replicas is None else Replicas.in_blocks(replicas, group.topology)
             devices = [device] * (1 if carried is None else carried.num_here)
             parts = StrategyParts.assemble(
-                name, group, ops, devices, None, lambda _: places, replicas=carried, service=role
+                name, group, ops, devices, None, lambda _: places, replicas=carried, peers=role
             )
         except BaseException as error:
             role.close(error)
@@ -209,16 +209,14 @@ class ParameterServerStrategy(Strategy):
         if replica is None or replica.strategy is not self or self.num_replicas_in_sync == 1:
             servers.push(make())
             return
-        push, error = None, None
-        try:
-            push = make()
-        except Exception as problem:  # of any kind: the other replicas must learn of it
-            error = problem
-        replica.joint_calls.write_together("push()", partial(_push_sum, servers), push, error)
+        change_together(replica, "push()", make, lambda pushes: servers.push(Push.sum_of(pushes)))
 
     def _gather(self, variables: Any, values: Any, update: str | Rule) -> Push:
         if not isinstance(update, Rule) and update not in _CHANGES:
-            raise TypeError(f"push(): update must be one of {', '.join(_CHANGES)} or a rule, got {update!r}")
+            raise TypeError(
+                f"push(): update must be one of {', '.join(_CHANGES)} or a rule, as server_rules.SGD(0.1), or for a "
+                f"registered function server_rules.Registered('its name'); got {update!r}"
+            )
         leaves, form = nest.flatten(variables)
         given, its_form = nest.flatten(values)
         if form != its_form:
@@ -316,13 +314,6 @@ class Server:
                 role.close(error)
                 raise
             role.close(None)
-
-
-def _push_sum(servers: ParameterClient, pushes: Sequence[Push], error: Exception | None) -> None:
-    """Push what the replicas of this worker push together."""
-    if error is not None:
-        raise error
-    servers.push(Push.sum_of(pushes))
 
 
 def _shards_of(strategy: Strategy, call: str, variable: Any) -> list[ServerVariable]:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpidist.torch.process_group import MpiProcessGroup
-from mpidist.torch.sparse_tensors import empty_rows_like, is_sparse
+from mpidist.torch.process_group import MpiProcessGroup, sparse_tensor
 
 __all__ = ["all_reduce_gradients", "broadcast"]
 
@@ -33,14 +32,13 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
     ranks = _group_of(group)
     parameters = [one for one in module.parameters() if one.requires_grad]
-    if not parameters:
-        return
     has_gradient = torch.tensor([float(one.grad is not None) for one in parameters])
     sparse = _sparse_weights(module)
     gradients = [_gradient_of(one, id(one) in sparse) for one in parameters]
-    ranks.all_reduce_list("all_reduce_gradients", op, [*(one for one in gradients if not is_sparse(one)), has_gradient])
-    if rows := [one for one in gradients if is_sparse(one)]:
-        ranks.all_reduce_sparse_list("all_reduce_gradients", op, rows)
+    dense = [*(one for one in gradients if not one.is_sparse), has_gradient]
+    ranks.ops.all_reduce(op, dense, ranks.options_of(), out=dense, call="all_reduce_gradients")
+    if rows := [one for one in gradients if one.is_sparse]:
+        ranks.reduce_sparse(op, rows, None, "all_reduce_gradients")
     for parameter, gradient, is_there in zip(parameters, gradients, has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:
             parameter.grad = gradient
@@ -56,8 +54,11 @@ def _sparse_weights(module: Any) -> set[int]:
 
 def _gradient_of(parameter: Any, is_of_sparse_module: bool) -> Any:
     if parameter.grad is not None:
-        return parameter.grad if is_sparse(parameter.grad) else parameter.grad.detach()
-    return empty_rows_like(parameter) if is_of_sparse_module else torch.zeros_like(parameter)
+        return parameter.grad if parameter.grad.is_sparse else parameter.grad.detach()
+    if not is_of_sparse_module:
+        return torch.zeros_like(parameter)
+    rows = parameter.detach().new_empty(0, *parameter.shape[1:])
+    return sparse_tensor(torch.empty(1, 0, dtype=torch.int64), rows, parameter.shape)
 
 
 def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = None) -> None:
@@ -76,7 +77,7 @@ def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = No
     ranks = _group_of(group)
     values = [one.detach() for one in (*module.parameters(), *module.buffers())]
     if values:
-        ranks.broadcast_list("mpidist.torch.broadcast", values, root)
+        ranks.ops.broadcast(values, "all", root=root, out=values, call="mpidist.torch.broadcast")
     if optimizer is not None:
         states = [optimizer.state_dict() if ranks.rank() == root else None]
         dist.broadcast_object_list(states, group=ranks, group_src=root)

@@ -13,8 +13,6 @@ from mpidist.errors import UnavailableError
 
 __all__ = ["has_cuda_tensors", "make_nccl_group", "takes_cuda"]
 
-_CONFIG = "cpu:mpidist,cuda:nccl"
-
 
 def has_cuda_tensors(arguments: Any) -> bool:
     """Whether the first tensor of an argument of a call, or of nested lists of tensors, is on a CUDA device."""
@@ -30,21 +28,11 @@ def takes_cuda(group: ProcessGroup) -> bool:
 
 
 def make_nccl_group(group: ProcessGroup, store: Any, timeout: timedelta) -> ProcessGroup:
-    """Make the NCCL group of the same ranks. Local: NCCL connects the ranks in their first call.
-
-    Args:
-        group: The ranks.
-        store: Their store.
-        timeout: How long a call waits for all ranks.
-
-    Raises:
-        ValueError: If the user initialised the process group for tensors in host memory alone.
-        UnavailableError: If torch is built without NCCL.
-    """
+    """Make the NCCL group of the same ranks, of their store. Local: NCCL connects the ranks in their first call."""
     if not takes_cuda(group):
         raise ValueError(
             'a tensor is on a CUDA device, and init_process_group("mpidist") takes tensors in host memory: pass '
-            f'tensor.cpu(), or call init_process_group("{_CONFIG}"), which passes CUDA tensors to NCCL'
+            'tensor.cpu(), or call init_process_group("cpu:mpidist,cuda:nccl"), which passes CUDA tensors to NCCL'
         )
     if not dist.is_nccl_available():
         raise UnavailableError(

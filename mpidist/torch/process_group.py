@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any, Final, final
+from math import prod
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.autograd import profiler
 
-from mpidist.collectives.arguments.out_arrays import copy_overwritten
+from mpidist.collectives.compared_copies import GIVEN, ComparedCopies
 from mpidist.collectives.open_call import PendingResult
 from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.cross_device_ops.bound_ops import BoundOps
@@ -25,33 +26,30 @@ from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCo
 from mpidist.errors import DeadlineExceededError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.nccl import has_cuda_tensors, make_nccl_group, takes_cuda
-from mpidist.torch.sparse_tensors import is_sparse, slices_of, write_slices
 from mpidist.torch.work import MpiWork
-from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
-from mpidist.transport.arrays import memory_bounds
-from mpidist.transport.group.messages import Message, Messages
-from mpidist.transport.group.started_calls import Pending, Steps, Workplace, steps_of
+from mpidist.transport.group.messages import Message
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi.library import Intracomm, load_mpi
+from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.shared_errors import following_of
 from mpidist.transport.waiting import is_pausing
+from mpidist.values import IndexedSlices
 
-__all__ = ["MpiProcessGroup", "make_process_group"]
+__all__ = ["MpiProcessGroup", "sparse_tensor"]
 
 logger = logging.getLogger("mpidist.torch")
 
 _REDUCE_OPS: Final = {"SUM": "sum", "AVG": "mean", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
 _OF_BITS: Final = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 _OF_BOOLS: Final = {"SUM": "max", "PRODUCT": "min", "MIN": "min", "MAX": "max"}  # sum: or; product: and
-_OPS: Final = (*_REDUCE_OPS, *_OF_BITS)
-_GIVEN: Final = "given"
+_NO_BYTES: Final = np.empty(0, np.uint8)
 
 _Method = Callable[..., MpiWork]
+_T = TypeVar("_T")
 
 
-def make_process_group(options: Any) -> MpiProcessGroup:
-    """Make a process group of what torch says of it. Collective over its ranks alone."""
+def _group_of(options: Any) -> SyncGroup:
+    """Make the group of the ranks that torch says. Collective over them."""
     world = load_mpi().COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(world.size))
     tag = fingerprint_of(str(options.group_id)) % 20000
@@ -62,22 +60,18 @@ def make_process_group(options: Any) -> MpiProcessGroup:
             f"of {comm.size}: leave RANK and WORLD_SIZE unset, or give the numbers of MPI"
         )
     try:
-        return MpiProcessGroup(options.store, comm, options.timeout, str(options.group_id))
+        return SyncGroup.from_mpi(comm)
     finally:
         comm.Free()
 
 
-def _bytes_of(tensor: Any) -> Any:
-    """View the memory of a tensor in row-major order as bytes, flat."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+def _bytes_of(rows: Any) -> Any:
+    """View the memory of a tensor that `_in_rows` returned as bytes, flat; of none, no bytes."""
+    return _NO_BYTES if rows is None else rows.view(-1).view(torch.uint8).numpy()
 
 
 def _in_rows(tensor: Any) -> Any:
-    """Return a tensor of the same numbers in row-major order: of the same memory, if that is so.
-
-    Raises:
-        TypeError: If it is not a dense tensor in host memory.
-    """
+    """Return a tensor of the same numbers in row-major order: of the same memory, if that is so."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise TypeError(f"a tensor is {tensor.layout} on {tensor.device}, and a dense one in host memory is needed")
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -89,30 +83,56 @@ def _call_of_torch(name: str, starts_itself: bool = False) -> Callable[[_Method]
     def decorated(method: _Method) -> _Method:
         @wraps(method)
         def shown(group: MpiProcessGroup, *arguments: Any, **options: Any) -> MpiWork:
+            run, given = partial(method, group, *arguments, **options), (*arguments, *options.values())
             if any(map(has_cuda_tensors, arguments)):
-                of_nccl: MpiWork = getattr(group._nccl_group(name), method.__name__)(*arguments, **options)
-                return of_nccl
-            run = partial(method, group, *arguments, **options)
+                of_nccl = getattr(group._told(name, group._nccl_group, given), method.__name__)
+                return of_nccl(*arguments, **options)  # type: ignore[no-any-return]
             with profiler.record_function(f"mpidist:{name}") if profiler._is_profiler_enabled else nullcontext():
-                return run() if starts_itself else group._start(run, (*arguments, *options.values()))
+                return group._told(name, run, given) if starts_itself else group._start(name, run, given)
 
         return shown
 
     return decorated
 
 
+def _call_of_several(name: str, call: _Method) -> _Method:
+    """Make of a call of an output and an input a call of lists of them."""
+
+    def calls(group: MpiProcessGroup, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
+        for output, one in [*zip(outputs, inputs, strict=True)]:  # refuses other lengths before the first call
+            call(group, output, one, opts)
+        return MpiWork(outputs)
+
+    calls.__name__ = f"{call.__name__}_coalesced"
+    return _call_of_torch(name)(calls)
+
+
+def sparse_tensor(places: Any, values: Any, shape: Any) -> Any:
+    """Make a sparse tensor, in coordinates."""
+    return torch.sparse_coo_tensor(places, values, shape, check_invariants=False)  # else torch warns
+
+
+def _slices_of(tensor: Any) -> IndexedSlices:
+    """Return the rows of a sparse tensor, whose sparse axes are counted as one. They may repeat."""
+    shape = tensor.shape[: tensor.sparse_dim()]
+    rows = np.ravel_multi_index(tuple(tensor._indices().numpy()), shape)
+    return IndexedSlices(tensor._values().detach(), rows, (prod(shape), *tensor.shape[tensor.sparse_dim() :]))
+
+
+def _write_back(rows: Any, tensor: Any) -> None:
+    """Copy to a tensor what was written into `_in_rows` of it, if that is other memory."""
+    if rows.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(rows)
+
+
 def _name_of(opts: Any) -> str:
     op = getattr(opts, "reduceOp", None)
     number = int(getattr(op, "op", 0 if op is None else op))
-    return next((name for name in _OPS if int(getattr(dist.ReduceOp, name)) == number), str(op))
+    return next((name for name in (*_REDUCE_OPS, *_OF_BITS) if int(getattr(dist.ReduceOp, name)) == number), str(op))
 
 
 def _real_views(tensors: Sequence[Any], name: str) -> tuple[list[Any], str]:
-    """Return views of dtypes that are reduced, and the reduction's name for them.
-
-    Raises:
-        ValueError: If torch has no such reduction of these tensors.
-    """
+    """Return views of dtypes that are reduced, and the reduction's name for them."""
     tensors = [tensor.detach() for tensor in tensors]
     kinds = {tensor.dtype for tensor in tensors}
     if torch.bool in kinds:
@@ -132,72 +152,53 @@ def _real_views(tensors: Sequence[Any], name: str) -> tuple[list[Any], str]:
 class MpiProcessGroup(ProcessGroup):
     """Ranks that make torch's calls together. Each call is compared on all ranks before data moves, and watched.
 
+    What a call does, torch documents. What is wrong with one rank's arguments, all ranks raise.
+
     Args:
-        store: The ranks' store, for torch.
-        comm: The ranks; the caller frees it. Making the group is collective over it.
-        timeout: How long a call waits for all ranks.
-        name: The name that torch gave the group.
+        options: What torch says of the group. Making it is collective over its ranks alone.
+
+    Attributes:
+        ops: The reductions of the group.
     """
 
-    supports_coalescing = supports_splitting = False
+    supports_splitting = False
 
-    def __init__(self, store: Any, comm: Intracomm, timeout: timedelta, name: str) -> None:
-        super().__init__(comm.rank, comm.size)
-        self._store, self._name, self._description = store, name, ""
-        self._rank, self._size, self._seconds = comm.rank, comm.size, timeout.total_seconds()
-        self._group = SyncGroup.from_mpi(comm)
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self._rank, self._size = options.group_rank, options.group_size
+        self._store, self._name, self._seconds = options.store, str(options.group_id), options.timeout.total_seconds()
+        self._group = _group_of(options)
         several = self._group.topology.num_nodes > 1
-        self._ops = BoundOps(HierarchicalCopyAllReduce() if several else CollectiveAllReduce(), self._group)
-        self._messages = Messages(self._group)
+        self.ops = BoundOps(HierarchicalCopyAllReduce() if several else CollectiveAllReduce(), self._group)
+        self._copies = ComparedCopies(self._group)
         self._nccl: ProcessGroup | None = None
 
     # What torch asks a group.
 
-    def name(self) -> str:
-        """Return the name of the backend."""
+    def getBackendName(self) -> str:
         return "mpidist"
 
-    getBackendName = _get_backend_name = name  # noqa: N815 (torch's)
-
-    @property
-    def group_name(self) -> str:
-        """The name that torch gave the group."""
+    def getGroupName(self) -> str:
         return self._name
 
-    def getGroupName(self) -> str:  # noqa: N802 (torch's)
-        """Return the name that torch gave the group."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    setGroupName = _set_group_name  # noqa: N815 (torch's)
-
-    @property
-    def group_desc(self) -> str:
-        """The description that the user gave the group."""
-        return self._description
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
     def get_group_store(self) -> Any:
-        """Return the ranks' store."""
         return self._store
 
     def _get_backend(self, device: Any) -> Any:
-        is_of_nccl = torch.device(device).type == "cuda" and takes_cuda(self)
-        return self._nccl_group("_get_backend")._get_backend(device) if is_of_nccl else self
+        has_nccl = torch.device(device).type == "cuda" and takes_cuda(self)
+        return self._nccl_group()._get_backend(device) if has_nccl else self
 
     @property
     def _device_types(self) -> list[Any]:
         return [torch.device("cpu"), *([torch.device("cuda")] if takes_cuda(self) else [])]
 
-    def _nccl_group(self, call: str) -> ProcessGroup:
-        """Return the group of CUDA tensors, made at the first of them; without one, all ranks refuse a collective."""
+    def _nccl_group(self) -> ProcessGroup:
+        """Return the group of CUDA tensors, made at the first of them."""
         if self._nccl is None:
-            with nullcontext() if call in ("send", "recv", "_get_backend") else self._refusing(call, None):
-                self._nccl = make_nccl_group(self, self._store, timedelta(seconds=self._seconds))
+            self._nccl = make_nccl_group(self, self._store, timedelta(seconds=self._seconds))
         return self._nccl
 
     def _set_sequence_number_for_group(self) -> None:
@@ -207,20 +208,11 @@ class MpiProcessGroup(ProcessGroup):
         return self._group.agreement.sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call waits for all ranks."""
         self._seconds = timeout.total_seconds()
         if self._nccl is not None:
             self._nccl.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
-
-    def rank(self) -> int:
-        """Return this rank in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._size
 
     def shutdown(self) -> None:
         """Close the group. Collective; returns at once after an error, of which the other ranks are told."""
@@ -228,7 +220,7 @@ class MpiProcessGroup(ProcessGroup):
         if self._nccl is not None:
             self._nccl.shutdown() if error is None else self._nccl.abort()
         if error is None:
-            self._messages.free()
+            self._copies.messages.free()
         try:
             self._group.close(self._seconds, error)
         except DeadlineExceededError as problem:
@@ -245,51 +237,30 @@ class MpiProcessGroup(ProcessGroup):
         own = given.total_seconds() if isinstance(given, timedelta) else 0.0
         return own if own > 0 else self._seconds
 
-    def _options_of(self, opts: Any) -> CommunicationOptions:
+    def options_of(self, opts: Any = None) -> CommunicationOptions:
+        """Return the options of a call of `ops`: the timeout of torch's, or of the group."""
         return CommunicationOptions(timeout_seconds=self._seconds_of(opts))
 
-    @contextmanager
-    def _call(
-        self, name: str, opts: Any, error: Exception | None = None, variant: int = 0, **fields: Any
-    ) -> Iterator[bool]:
-        """Compare a call and its fields on all ranks; the body moves the data, and learns if variants are equal."""
-        shown = {key: str(value) for key, value in fields.items()}
-        fingerprint = fingerprint_of((name, sorted(shown.items())))
-        seconds = self._seconds_of(opts)
-        call = Call(name, fingerprint, lambda: shown, timeout_seconds=seconds, error=error, variant=variant)
-        with self._group.call(call) as are_alike:
-            yield are_alike
-
-    @contextmanager
-    def _refusing(self, call: str, opts: Any) -> Iterator[None]:
-        """Raise an error of this rank's arguments on all ranks: as that of a call, which the others compare."""
-        try:
-            yield
-        except (TypeError, ValueError, RuntimeError) as error:
-            with self._call(call, opts, error):
-                pass
-
-    @contextmanager
-    def _written(self, call: str, opts: Any, tensor: Any) -> Iterator[Any]:
-        """Give a tensor in row-major order to write to; what is written there, the tensor has afterwards."""
-        with self._refusing(call, opts):
-            rows = _in_rows(tensor)
-        yield rows
-        if rows.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(rows)
-
-    def _start(self, run: Callable[[], MpiWork], arguments: Sequence[Any]) -> MpiWork:
-        """Make a call of these arguments; if the last ones are options that ask for it, the call is only started."""
-        if is_pausing() or not getattr(arguments[-1] if arguments else None, "asyncOp", False):
+    def _told(self, name: str, run: Callable[[], _T], given: Sequence[Any]) -> _T:
+        """Make a call; what is wrong with this rank's arguments, all ranks raise, but for messages of two ranks."""
+        if name in ("send", "recv"):
             return run()
-        result = arguments[0] if len(arguments) > 1 else []
+        return self._copies.tell(name, self._seconds_of(given[-1] if given else None), run)
 
-        def steps(started: Pending) -> Steps:
-            started.sequence = self._group.agreement.sequence + 1
-            return (yield from steps_of(run, started))
+    @contextmanager
+    def _written(self, tensor: Any) -> Iterator[Any]:
+        """Give a tensor in row-major order to write to; what is written there, the tensor has afterwards."""
+        rows = _in_rows(tensor)
+        yield rows
+        _write_back(rows, tensor)
 
-        started = self._group.calls.start(steps, Workplace.CALLER)
-        pending = PendingResult(self._group, started, None, result, {})
+    def _start(self, name: str, run: Callable[[], MpiWork], given: Sequence[Any]) -> MpiWork:
+        """Make a call; if its last argument is options that ask for it, the call is only started."""
+        told = partial(self._told, name, run, given)
+        if is_pausing() or not getattr(given[-1] if given else None, "asyncOp", False):
+            return told()
+        result = given[0] if len(given) > 1 else []
+        pending = PendingResult(self._group, self._group.calls.start_function(told), None, result, {})
         return MpiWork(result, pending.wait, pending.is_done)
 
     # Reductions.
@@ -298,18 +269,12 @@ class MpiProcessGroup(ProcessGroup):
     def allreduce(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
         """Reduce tensors in place. Always started, so that a rank may wait at once where another one does later."""
         name = _name_of(opts)
-        if name in _OF_BITS:
-            return self._start(partial(self._all_reduce_bits, tensors, name, opts), (tensors, opts))
-        if any(map(is_sparse, tensors)):
-            return self._start(partial(self._all_reduce_sparse, tensors, name, opts), (tensors, opts))
-        values: list[Any] = []
-        reduce_op, error = "sum", None
-        try:
-            values, reduce_op = _real_views(tensors, name)
-        except ValueError as problem:
-            error = problem
-        options = self._options_of(opts)
-        pending = self._ops.start_all_reduce(reduce_op, values, options, out=values, call="all_reduce", error=error)
+        if name in _OF_BITS or any(one.is_sparse for one in tensors):
+            call = f"all_reduce {name}" if name in _OF_BITS else "all_reduce"
+            run = self._all_reduce_bits if name in _OF_BITS else self._all_reduce_sparse
+            return self._start(call, partial(run, call, tensors, name, opts), (tensors, opts))
+        values, reduce_op = _real_views(tensors, name)
+        pending = self.ops.start_all_reduce(reduce_op, values, self.options_of(opts), out=values, call="all_reduce")
         work = MpiWork(tensors, pending.wait, pending.is_done)
         if not getattr(opts, "asyncOp", True):
             work.wait()
@@ -317,25 +282,30 @@ class MpiProcessGroup(ProcessGroup):
 
     @_call_of_torch("all_reduce_coalesced", starts_itself=True)
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
-        """Reduce several tensors in place, in one call."""
         return self.allreduce(tensors, opts)
 
-    def _all_reduce_sparse(self, tensors: Sequence[Any], name: str, opts: Any) -> MpiWork:
-        with self._refusing("all_reduce", opts):
-            if name == "AVG" and not all(one.is_floating_point() or one.is_complex() for one in tensors):
-                raise ValueError("reduce_op AVG of sparse tensors of integers, which have no mean")
-            if not all(map(is_sparse, tensors)):
-                raise ValueError("some of the tensors are sparse, and others not: reduce them in two calls")
-        self.all_reduce_sparse_list("all_reduce", _REDUCE_OPS[name], tensors, opts)
+    def _all_reduce_sparse(self, call: str, tensors: Sequence[Any], name: str, opts: Any) -> MpiWork:
+        if name == "AVG" and not all(one.is_floating_point() or one.is_complex() for one in tensors):
+            raise ValueError("reduce_op AVG of sparse tensors of integers, which have no mean")
+        if not all(one.is_sparse for one in tensors):
+            raise ValueError("some of the tensors are sparse, and others not: reduce them in two calls")
+        self.reduce_sparse(_REDUCE_OPS.get(name, name), tensors, opts, call)
         return MpiWork(tensors)
 
-    def _all_reduce_bits(self, tensors: Sequence[Any], name: str, opts: Any) -> MpiWork:
-        call = f"all_reduce {name}"
+    def reduce_sparse(self, reduce_op: str, tensors: Sequence[Any], opts: Any, call: str) -> None:
+        """Reduce a list of sparse tensors in place, in one call. Collective. `call`: as the user wrote it."""
+        rows = self._told(call, lambda: list(map(_slices_of, tensors)), (opts,))
+        results = self.ops.all_reduce(reduce_op, rows, self.options_of(opts), call=call)
+        for tensor, its in zip(tensors, results, strict=True):
+            places = np.stack(np.unravel_index(its.indices, tensor.shape[: tensor.sparse_dim()]))
+            with torch.no_grad():
+                tensor.copy_(sparse_tensor(torch.from_numpy(places), its.values, tensor.shape))
+
+    def _all_reduce_bits(self, call: str, tensors: Sequence[Any], name: str, opts: Any) -> MpiWork:
+        if wrong := [one.dtype for one in tensors if one.is_floating_point() or one.is_complex()]:
+            raise ValueError(f"reduce_op {name} of a tensor of {wrong[0]}: needed integers or bools")
         for tensor in tensors:
-            with self._written(call, opts, tensor) as rows:
-                with self._refusing(call, opts):
-                    if tensor.is_floating_point() or tensor.is_complex():
-                        raise ValueError(f"reduce_op {name} of a tensor of {tensor.dtype}: needed integers or bools")
+            with self._written(tensor) as rows:
                 everyone = torch.empty(self._size, rows.numel(), dtype=rows.dtype)
                 counts = [rows.numel()] * self._size
                 self._gather(call, rows, everyone.reshape(-1), counts, opts, shape=tuple(rows.shape))
@@ -344,49 +314,30 @@ class MpiProcessGroup(ProcessGroup):
 
     @_call_of_torch("reduce")
     def reduce(self, tensors: Sequence[Any], opts: Any) -> MpiWork:
-        """Reduce a tensor to one rank; those of the other ranks stay as they are."""
-        with self._refusing("reduce", opts):
-            (value,), reduce_op = _real_views(tensors, _name_of(opts))
-        result = self._ops.reduce(reduce_op, value, opts.rootRank, self._options_of(opts))
+        (value,), reduce_op = _real_views(tensors, _name_of(opts))
+        result = self.ops.reduce(reduce_op, value, opts.rootRank, self.options_of(opts))
         if self._rank == opts.rootRank:
             value.copy_(result)
         return MpiWork(tensors)
 
-    @_call_of_torch("reduce_scatter_single")
+    @_call_of_torch("reduce_scatter")
     def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> MpiWork:
-        """Reduce a tensor of which each rank gets its part."""
-        with self._written("reduce_scatter", opts, output) as rows:
-            with self._refusing("reduce_scatter", opts):
-                if value.numel() != output.numel() * self._size:
-                    raise ValueError(
-                        f"input has {value.numel()} elements, not {self._size} times output's {output.numel()}"
-                    )
-                (source, target), reduce_op = _real_views(
-                    [_in_rows(value).reshape(-1), rows.reshape(-1)], _name_of(opts)
-                )
-            options = self._ops.options.merge(self._options_of(opts))
-            reduce_scatter(
-                self._group, "reduce_scatter", reduce_op, source.reshape(-1), 0, options, out=target.reshape(-1)
-            )
+        if value.numel() != output.numel() * self._size:
+            raise ValueError(f"input has {value.numel()} elements, not {self._size} times output's {output.numel()}")
+        with self._written(output) as rows:
+            (source, target), reduce_op = _real_views([_in_rows(value).flatten(), rows.view(-1)], _name_of(opts))
+            options, source, out = self.ops.options.merge(self.options_of(opts)), source.flatten(), target.view(-1)
+            reduce_scatter(self._group, "reduce_scatter", reduce_op, source, 0, options, out=out)
         return MpiWork(output)
 
     _reduce_scatter_base = reduce_scatter_single
-
-    @_call_of_torch("reduce_scatter_single_coalesced")
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None
-    ) -> MpiWork:
-        """Reduce several tensors, of which each rank gets its parts."""
-        for output, one in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, one, opts)
-        return MpiWork(outputs)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _call_of_several(
+        "reduce_scatter", reduce_scatter_single
+    )
 
     @_call_of_torch("reduce_scatter")
     def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
-        """Reduce lists of tensors, one for each rank."""
-        for output, parts in zip(outputs, inputs, strict=True):
+        for output, parts in [*zip(outputs, inputs, strict=True)]:
             self.reduce_scatter_single(output, torch.cat([part.detach().reshape(-1) for part in parts]), opts)
         return MpiWork(outputs)
 
@@ -394,68 +345,54 @@ class MpiProcessGroup(ProcessGroup):
 
     @_call_of_torch("broadcast")
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
-        """Copy one rank's tensors to all ranks."""
-        root = 0 if opts is None else opts.rootRank
+        root, seconds = 0 if opts is None else opts.rootRank, self._seconds_of(opts)
         for tensor in tensors:
-            with self._written("broadcast", opts, tensor) as rows:
-                spec: dict[str, Any] = {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "src": root}
-                with self._call("broadcast", opts, None, **spec):
-                    self._group.levels.world.broadcast(_bytes_of(rows), root)
+            with self._written(tensor) as rows:
+                fields = {"dtype": tensor.dtype, "shape": tuple(tensor.shape)}
+                self._copies.broadcast("broadcast", _bytes_of(rows), root, seconds, **fields)
         return MpiWork(tensors)
 
     def _gather(self, call: str, own: Any, flat: Any, counts: Sequence[int], opts: Any, **fields: Any) -> None:
         """Copy the tensors of all ranks, which have so many elements, into a flat one. Collective."""
-        with self._refusing(call, opts):
-            own = _in_rows(own)
-            if own.dtype != flat.dtype:
-                raise TypeError(f"the input is {own.dtype}, and the output {flat.dtype}")
-            if (len(counts), sum(counts), counts[self._rank]) != (self._size, flat.numel(), own.numel()):
-                raise ValueError(f"the input has {own.numel()} elements, the output {flat.numel()} of {counts} by rank")
+        own = _in_rows(own)
+        if own.dtype != flat.dtype:
+            raise TypeError(f"the input is {own.dtype}, and the output {flat.dtype}")
+        if (len(counts), sum(counts), counts[self._rank]) != (self._size, flat.numel(), own.numel()):
+            raise ValueError(f"the input has {own.numel()} elements, the output {flat.numel()} of {counts} by rank")
         bounds = [flat.element_size() * sum(counts[:at]) for at in range(self._size + 1)]
-        with self._call(call, opts, dtype=flat.dtype, **fields):
-            flat.split(list(counts))[self._rank].copy_(own.reshape(-1))
-            self._group.levels.world.all_gather(_bytes_of(flat), bounds)
+        seconds = self._seconds_of(opts)
+        self._copies.all_gather(call, _bytes_of(own), _bytes_of(flat), bounds, seconds, dtype=flat.dtype, **fields)
 
     @_call_of_torch("all_gather")
     def allgather(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
-        """Copy the tensors of all ranks to lists of all ranks."""
-        for outs, one in zip(outputs, inputs, strict=True):
+        for outs, one in [*zip(outputs, inputs, strict=True)]:
             counts = [out.numel() for out in outs]
             flat = torch.empty(sum(counts), dtype=one.dtype)
-            self._gather("all_gather", one, flat, counts, opts, sizes=counts)
+            gather = partial(self._gather, "all_gather", one, flat, counts, opts, sizes=tuple(counts))
+            self._told("all_gather", gather, (opts,))
             for out, part in zip(outs, flat.split(counts), strict=True):
                 out.detach().copy_(part.view(out.shape))
         return MpiWork(outputs)
 
     @_call_of_torch("all_gather_coalesced")
     def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
-        """Copy several tensors of all ranks to lists of all ranks."""
         self.allgather([[one[at] for one in output_lists] for at in range(len(inputs))], inputs, opts)
         return MpiWork(output_lists)
 
-    @_call_of_torch("all_gather_single")
+    @_call_of_torch("all_gather_into_tensor")
     def all_gather_single(self, output: Any, value: Any, opts: Any = None) -> MpiWork:
-        """Copy the tensors of all ranks to one tensor of all ranks."""
-        count = value.numel()
-        with self._written("all_gather_into_tensor", opts, output) as rows:
-            counts = [count] * self._size
-            self._gather("all_gather_into_tensor", value, rows.reshape(-1), counts, opts, elements=count)
+        call, count = "all_gather_into_tensor", value.numel()
+        with self._written(output) as rows:
+            self._gather(call, value, rows.reshape(-1), [count] * self._size, opts, elements=count)
         return MpiWork(output)
 
     _allgather_base = all_gather_single
-
-    @_call_of_torch("all_gather_single_coalesced")
-    def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
-        """Copy several tensors of all ranks to one tensor each."""
-        for output, one in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, one, opts)
-        return MpiWork(outputs)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _call_of_several(
+        "all_gather_into_tensor", all_gather_single
+    )
 
     @_call_of_torch("gather")
     def gather(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> MpiWork:
-        """Copy the tensors of all ranks to a list of one rank."""
         root, own = opts.rootRank, inputs[0]
         sent = [own if rank == root else None for rank in range(self._size)]
         received = list(outputs[0]) if self._rank == root else [None] * self._size
@@ -464,7 +401,6 @@ class MpiProcessGroup(ProcessGroup):
 
     @_call_of_torch("scatter")
     def scatter(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> MpiWork:
-        """Copy the tensors of a list of one rank to all ranks."""
         root, own = opts.rootRank, outputs[0]
         sent = list(inputs[0]) if self._rank == root else [None] * self._size
         received = [own if rank == root else None for rank in range(self._size)]
@@ -473,23 +409,20 @@ class MpiProcessGroup(ProcessGroup):
 
     @_call_of_torch("all_to_all")
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
-        """Copy a tensor of each rank to each rank."""
-        self._exchange("all_to_all", list(inputs), list(outputs), opts, splits=_GIVEN, dtype=inputs[0].dtype)
+        self._exchange("all_to_all", list(inputs), list(outputs), opts, splits=GIVEN, dtype=inputs[0].dtype)
         return MpiWork(outputs)
 
     @_call_of_torch("all_to_all_single")
     def all_to_all_single(
         self, output: Any, value: Any, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> MpiWork:
-        """Copy a part of each rank's tensor to each rank, cut along the first axis."""
-        call, are_given = "all_to_all_single", bool(output_splits or input_splits)
-        splits = _GIVEN if are_given or value.numel() != output.numel() else f"none of {value.numel()}"
-        with self._written(call, opts, output) as rows:
-            with self._refusing(call, opts):
-                sent, received = self._cut(_in_rows(value), input_splits), self._cut(rows, output_splits)
-                if value.dtype != output.dtype:
-                    raise TypeError(f"the input is {value.dtype}, and the output {output.dtype}")
-            self._exchange(call, sent, received, opts, splits=splits, dtype=value.dtype)
+        are_given = output_splits or input_splits or value.numel() != output.numel()
+        splits = GIVEN if are_given else f"none of {value.numel()}"
+        if value.dtype != output.dtype:
+            raise TypeError(f"the input is {value.dtype}, and the output {output.dtype}")
+        with self._written(output) as rows:
+            sent, received = self._cut(_in_rows(value), input_splits), self._cut(rows, output_splits)
+            self._exchange("all_to_all_single", sent, received, opts, splits=splits, dtype=value.dtype)
         return MpiWork(output)
 
     alltoall_base = all_to_all_single
@@ -512,36 +445,25 @@ class MpiProcessGroup(ProcessGroup):
     ) -> None:
         """Send a tensor to each rank, and receive one of each; `None` is no tensor. Collective.
 
-        Fields, tensors that are `like` one, and `splits` say what each rank sends to each. Where splits are given, or
-        differ, they do not, and ranks compare that, too.
+        If tensors are to be `like` one, then that, and the fields, say what each rank sends to each; else `splits` do.
         """
-        none = torch.empty(0, dtype=torch.uint8)
-        with self._refusing(call, opts):
-            if not len(sent) == len(received) == self._size:
-                raise ValueError(f"{len(sent)} tensors to send, and {len(received)} to receive, of {self._size} ranks")
-            for one in () if like is None else (*sent, *received):
-                if one is not None and (one.dtype, one.shape) != (like.dtype, like.shape):
-                    raise ValueError(f"a tensor is {one.dtype}{[*one.shape]}, not {like.dtype}{[*like.shape]}")
-            targets = [none if one is None else _in_rows(one) for one in received]
-            incoming = [*map(_bytes_of, targets)]
-            outgoing = [_bytes_of(none if one is None else _in_rows(one)) for one in sent]
-        with self._call(call, opts, variant=fingerprint_of(splits) | 1, **fields) as are_alike:
-            if splits == _GIVEN or not are_alike:
-                self._messages.compare_sizes(call, outgoing, incoming)
-            own, room = outgoing[self._rank], incoming[self._rank]
-            if memory_bounds(own) == memory_bounds(room):  # in place: nothing is copied
-                outgoing[self._rank] = room
-            self._messages.all_to_all(copy_overwritten(outgoing, incoming), incoming)
+        if not len(sent) == len(received) == self._size:
+            raise ValueError(f"{len(sent)} tensors to send, and {len(received)} to receive, of {self._size} ranks")
+        for one in () if like is None else (*sent, *received):
+            if one is not None and (one.dtype, one.shape) != (like.dtype, like.shape):
+                raise ValueError(f"a tensor is {one.dtype}{[*one.shape]}, not {like.dtype}{[*like.shape]}")
+        targets = [None if one is None else _in_rows(one) for one in received]
+        outgoing = [_bytes_of(None if one is None else _in_rows(one)) for one in sent]
+        incoming = [*map(_bytes_of, targets)]
+        self._copies.exchange(call, outgoing, incoming, self._seconds_of(opts), splits, **fields)
         for one, rows in zip(received, targets, strict=True):
-            if one is not None and rows.data_ptr() != one.data_ptr():
-                one.detach().copy_(rows)
+            if one is not None:
+                _write_back(rows, one)
 
     @_call_of_torch("barrier")
     def barrier(self, opts: Any = None) -> MpiWork:
-        """Wait for all ranks."""
-        with self._call("barrier", opts):
-            pass
-        return MpiWork([])
+        with self._copies.call("barrier", self._seconds_of(opts)):
+            return MpiWork([])
 
     # Messages: no calls of all ranks, but a rank that waits for one watches the others.
 
@@ -550,41 +472,23 @@ class MpiProcessGroup(ProcessGroup):
 
         def finish() -> None:
             message.wait(self._seconds)
-            if rows is not None and rows.data_ptr() != tensors[0].data_ptr():
-                tensors[0].detach().copy_(rows)
+            if rows is not None:
+                _write_back(rows, tensors[0])
 
         return MpiWork(tensors, finish, message.is_over, lambda: message.source)
 
     @_call_of_torch("send")
     def send(self, tensors: Sequence[Any], destination: int, tag: int = 0) -> MpiWork:
-        """Start to send a tensor to a rank."""
         name = f"send to rank {destination}, tag {tag},"
-        return self._work_of(self._messages.send(name, _bytes_of(_in_rows(tensors[0])), destination, tag), tensors)
+        message = self._copies.messages.send(name, _bytes_of(_in_rows(tensors[0])), destination, tag)
+        return self._work_of(message, tensors)
 
     @_call_of_torch("recv")
     def recv(self, tensors: Sequence[Any], source: int | None, tag: int = 0) -> MpiWork:
-        """Start to receive a tensor from a rank; `None` is any rank."""
         rows = _in_rows(tensors[0])
         name = f"recv from {'any rank' if source is None else f'rank {source}'}, tag {tag},"
-        return self._work_of(self._messages.receive(name, _bytes_of(rows), source, tag), tensors, rows)
+        return self._work_of(self._copies.messages.receive(name, _bytes_of(rows), source, tag), tensors, rows)
 
     @_call_of_torch("recv")
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> MpiWork:
-        """Start to receive a tensor from any rank."""
         return self.recv(tensors, None, tag)
-
-    def all_reduce_list(self, call: str, reduce_op: str, tensors: list[Any]) -> None:
-        """Reduce a list of tensors in place, in one call. `call`: as the user wrote it."""
-        self._ops.all_reduce(reduce_op, tensors, self._options_of(None), out=tensors, call=call)
-
-    def all_reduce_sparse_list(self, call: str, reduce_op: str, tensors: Sequence[Any], opts: Any = None) -> None:
-        """Reduce a list of sparse tensors in place, in one call. `call`: as the user wrote it."""
-        with self._refusing(call, opts):
-            rows = list(map(slices_of, tensors))
-        results = self._ops.all_reduce(reduce_op, rows, self._options_of(opts), call=call)
-        for tensor, its in zip(tensors, results, strict=True):
-            write_slices(tensor, its)
-
-    def broadcast_list(self, call: str, tensors: list[Any], root: int) -> None:
-        """Copy one rank's tensors to all ranks, in one call. `call`: as the user wrote it."""
-        self._ops.broadcast(tensors, "all", root=root, out=tensors, call=call)

@@ -17,12 +17,7 @@ _stores: list[Any] = []  # rank 0 serves its store until the program ends
 
 
 def set_environment() -> None:
-    """Set the variables that `init_process_group` reads, unless `RANK` is set. Collective over all ranks of the job.
-
-    Raises:
-        TopologyError: If the launcher belongs to another MPI library.
-        DeadlineExceededError: If some ranks do not come within `MPIDIST_TIMEOUT_SECONDS`.
-    """
+    """Set the variables that `init_process_group` reads, unless `RANK` is set. Collective over all ranks of the job."""
     if "RANK" in os.environ:
         return
     world, _ = meet_ranks(None, None, lambda ranks: None)

@@ -20,12 +20,10 @@ class _Future(torch.futures.Future):
         self._wait = wait
 
     def wait(self) -> Any:
-        """Wait for the call, and return its tensors."""
         self._wait()
         return super().wait()
 
     def value(self) -> Any:
-        """Wait for the call, and return its tensors."""
         self._wait()
         return super().value()
 
@@ -36,8 +34,7 @@ class MpiWork(TorchWork):
 
     Args:
         result: The tensors of the call.
-        finish: Waits for the call; raises its error.
-        is_done: Whether `finish` would return at once.
+        finish: Waits for the call, and raises its error; `is_done` says whether it would return at once.
         source: Returns the rank that a message came from.
     """
 
@@ -67,9 +64,7 @@ class MpiWork(TorchWork):
             self._future.set_result(self._result)
         return True
 
-    def synchronize(self) -> None:
-        """Wait for the call."""
-        self.wait()
+    synchronize = wait
 
     def is_completed(self) -> bool:
         """Whether the call is over. Advances it."""
@@ -78,19 +73,15 @@ class MpiWork(TorchWork):
         return self._finish is None
 
     def is_success(self) -> bool:
-        """Whether the call is over, and raised no error."""
         return self._finish is None and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call."""
         return self._error
 
     def result(self) -> Any:
-        """Return the tensors of the call."""
         return self._result
 
     def source_rank(self) -> int:
-        """Return the rank that the message came from."""
         return self._source()
 
     _source_rank = source_rank

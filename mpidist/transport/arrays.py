@@ -17,6 +17,7 @@ from mpidist.transport.native.known_lists import KnownLists
 
 __all__ = [
     "NativeArray",
+    "address_of",
     "aligned",
     "allocations_of_gpu",
     "are_native_of_gpu",
@@ -28,7 +29,6 @@ __all__ = [
     "is_aligned",
     "is_cupy",
     "is_device",
-    "make_read_only",
     "memory_bounds",
     "num_visible_gpus",
     "on_current_device",
@@ -48,7 +48,7 @@ NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
 _dtype_of: Final = attrgetter("dtype")
 _gpu_of: Final = attrgetter("data.device_id")  # faster than `device.id`, which makes an object
-_address_of: Final = attrgetter("data.ptr")
+address_of: Final = attrgetter("data.ptr")  # of a device array
 _is_contiguous: Final = attrgetter("_c_contiguous")
 _allocation_of: Final = attrgetter("data.mem")
 _NATIVE_OF_GPU: Final[KnownLists[int]] = KnownLists()  # lists of native arrays, and their GPU
@@ -74,12 +74,7 @@ def is_cupy(value: Any) -> bool:
 
 
 def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
-    """Whether all values are native arrays on the current GPU already: of CuPy, aligned, in native byte order.
-
-    Args:
-        types: The types of the values.
-        values: The values, a list where it may come again.
-    """
+    """Whether all values are native arrays on the current GPU already: of CuPy, aligned, in native byte order."""
     if len(types) != 1 or not is_cupy(values[0]) or types != {cuda.cupy().ndarray}:
         return False
     if isinstance(values, list) and (known := _NATIVE_OF_GPU.find(values)) is not None:
@@ -87,7 +82,7 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
     dtypes = set(map(_dtype_of, values))
     if set(map(_gpu_of, values)) != {current_gpu()} or not all(dtype.isnative for dtype in dtypes):
         return False
-    odd = reduce(or_, map(_address_of, values)) & (max(dtype.itemsize for dtype in dtypes) - 1)
+    odd = reduce(or_, map(address_of, values)) & (max(dtype.itemsize for dtype in dtypes) - 1)
     if (odd or not all(map(_is_contiguous, values))) and not all(
         map(is_aligned, values)
     ):  # which takes ten times as long
@@ -190,16 +185,12 @@ def are_on_one_device(one: NativeArray, other: NativeArray) -> bool:
     return bool(one.device.id == other.device.id)
 
 
-def make_read_only(value: Any) -> Any:
-    """Mark an array of NumPy as read-only, and return it; return any other value unchanged: see `stays_writable`."""
+def read_only_view(value: Any) -> Any:
+    """Return a read-only view of an array of NumPy; any other value unchanged: see `stays_writable`."""
     if isinstance(value, np.ndarray):
+        value = value.view()
         value.setflags(write=False)
     return value
-
-
-def read_only_view(value: Any) -> Any:
-    """Return a read-only view of an array of NumPy; any other value unchanged."""
-    return make_read_only(value.view()) if isinstance(value, np.ndarray) else value
 
 
 def stays_writable(value: Any) -> bool:
@@ -219,11 +210,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeA
 
 
 def allocations_of_gpu(values: Sequence[Any]) -> set[int] | None:
-    """Return the allocations, by `id`, in which arrays of CuPy lie; `None` if one may not be CuPy's own.
-
-    Args:
-        values: Native arrays, not all in host memory.
-    """
+    """Return the allocations, by `id`, in which arrays of CuPy lie; `None` if one may not be CuPy's own."""
     if isinstance(values, list) and (known := _ALLOCATIONS.find(values)) is not None:
         return known
     if set(map(type, values)) != {cuda.cupy().ndarray}:
@@ -276,11 +263,7 @@ def use_gpu(index: int) -> None:
 
 
 def require_not_capturing(call: str) -> None:
-    """Check that the current stream is not captured in a CUDA graph.
-
-    Raises:
-        RuntimeError: If the stream is captured.
-    """
+    """Check that the current stream is not captured in a CUDA graph."""
     if cuda.cupy().cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             f"{call} cannot be captured in a CUDA graph: the ranks agree on each call over MPI, which replaying the "

@@ -185,12 +185,7 @@ class Communicator(ABC):
 
 @final
 class SoloCommunicator(Communicator):
-    """The communicator of one rank, which moves nothing: a reduction is at most a division.
-
-    Args:
-        name: As in `Communicator`.
-        device: Whether the communicator is for device memory.
-    """
+    """The communicator of one rank, which moves nothing: a reduction is at most a division."""
 
     def __init__(self, name: str, device: bool = False) -> None:
         super().__init__(name, rank=0, size=1)

@@ -21,9 +21,6 @@ class _UfuncCaller(threading.local):
 
     NumPy keeps its error state in a context variable. `contextvars.Context.run` takes a hundredth of the time of
     `np.errstate`, which would slow small calls.
-
-    Attributes:
-        run: Calls a function with the given arguments, without floating-point errors.
     """
 
     run: Callable[..., Any]
@@ -40,9 +37,6 @@ _caller: Final = _UfuncCaller()
 def without_float_errors(ufunc: np.ufunc, *operands: Any, out: Any = None) -> Any:
     """Call a ufunc without floating-point errors and warnings, whatever the program has set with `np.seterr`.
 
-    Args:
-        ufunc: A ufunc of NumPy: it runs no Python code, so no signal handler of the user runs in this error state.
-        operands: Arrays of NumPy, and numbers.
-        out: The array that takes the result; a new one by default.
+    A ufunc of NumPy runs no Python code, so no signal handler of the user runs in this error state.
     """
     return _caller.run(ufunc, *operands, out=out)

@@ -27,11 +27,7 @@ _BIAS: Final = np.uint16((113 << 10) % (1 << 16))  # of both exponents, in float
 
 @final
 class HalfAccumulator:
-    """Reduces arrays of half precision in float32, and rounds once.
-
-    Args:
-        dtype: float16, bfloat16 or a float8.
-    """
+    """Reduces arrays of half precision, or of a float8, in float32, and rounds once."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._is_float16 = dtype == np.float16
@@ -41,11 +37,7 @@ class HalfAccumulator:
         self._short = np.empty(_BLOCK, np.uint16)
 
     def combine(self, parts: Sequence[Any], out: Any, ufunc: Callable[..., Any], divisor: int) -> int:
-        """Reduce the arrays [m] of `parts` in order, divide, and round into `out` [m], which may be one of `parts`.
-
-        Returns:
-            How many finite numbers became infinite float16.
-        """
+        """Reduce arrays [m] in order, divide, and round into `out` [m], which may be one of them; count as `narrow`."""
         overflowed = 0
         for start in range(0, out.size, _BLOCK):
             stop = min(start + _BLOCK, out.size)
@@ -61,11 +53,7 @@ class HalfAccumulator:
         return overflowed
 
     def narrow(self, numbers: Any, out: Any) -> int:
-        """Round float32 numbers [m] into `out` [m].
-
-        Returns:
-            How many finite numbers became infinite float16.
-        """
+        """Round float32 numbers [m] into `out` [m]; return how many finite ones became infinite float16."""
         overflowed = 0
         for start in range(0, out.size, _BLOCK):
             stop = min(start + _BLOCK, out.size)
@@ -127,11 +115,7 @@ def bfloat16() -> np.dtype[Any]:
 
 @cache
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name, also bfloat16 and others of `ml_dtypes`, which NumPy does not know.
-
-    Raises:
-        TypeError: If neither package knows the name.
-    """
+    """Return the dtype of a name, also bfloat16 and others of `ml_dtypes`, which NumPy does not know."""
     if not name[0].isalpha() or hasattr(np, name):
         return np.dtype(name)
     import ml_dtypes  # guarded: importing it takes a while, and most programs do not need it

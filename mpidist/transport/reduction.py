@@ -52,10 +52,15 @@ class Reduction:
             return replace(self, divisor=1, fold=self.fold_across, fold_across=None)
         return self if self.divisor == 1 else replace(self, divisor=1)
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether `combine` adds the parts in their order."""
+        return self.fold is None or self.fold.is_in_order
+
     def is_compiled(self, dtype: np.dtype[Any]) -> bool:
         """Whether compiled code, which counts no overflow, reduces numbers of a dtype."""
         is_counted = self.counts_overflow and dtype == np.float16
-        if native is None or self.fold is not None or is_counted:
+        if native is None or not self.is_in_order or is_counted:
             return False
         return bool(native.combines(self.op, dtype))
 
@@ -114,7 +119,7 @@ class Reduction:
 
     def _combines_compiled(self, parts: list[Any], out: Any, divide_by: int) -> bool:
         """Reduce and divide in compiled code, if there is any for the arrays."""
-        if native is None or self.fold is not None or (self.counts_overflow and out.dtype == np.float16):
+        if native is None or not self.is_in_order or (self.counts_overflow and out.dtype == np.float16):
             return False
         return bool(native.combine(self.op, parts, out, divide_by, None))
 
@@ -136,11 +141,7 @@ _accumulators: Final = _Accumulators()
 
 
 def narrow(numbers: Any, out: Any) -> int:
-    """Round float32 numbers [m] of host memory to half precision, into `out` [m].
-
-    Returns:
-        How many finite numbers became infinite float16.
-    """
+    """Round float32 numbers [m] of host memory to half precision; return how many became infinite float16."""
     return _accumulators.of(out.dtype).narrow(numbers, out)
 
 

@@ -25,9 +25,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 class Following(NamedTuple):
     """How an error is printed that follows the error of another rank, which prints the whole text.
 
-    Attributes:
-        summary: The first line of the error.
-        may_go_on: Whether the other rank may catch its exception, and then prints nothing.
+    `may_go_on`: the other rank may catch its exception, and then prints nothing.
     """
 
     summary: str
@@ -35,12 +33,7 @@ class Following(NamedTuple):
 
 
 def mark_shared(error: BaseException, ranks: Iterable[int]) -> None:
-    """Mark an error as raised alike by several ranks, so that it is printed once.
-
-    Args:
-        error: The error.
-        ranks: The ranks that raise the error, as they are numbered in the whole job.
-    """
+    """Mark an error as raised alike by several ranks, as the job numbers them, so that it is printed once."""
     vars(error).update(raised_on_all_ranks=True, raised_on=frozenset(ranks))
 
 
@@ -77,12 +70,7 @@ def has_left(error: BaseException) -> bool:
 
 
 def repeat_of(error: _Error, reason: str = "") -> _Error:
-    """Make an error like one that was raised before, marked alike, to be raised by a later call.
-
-    Args:
-        error: The error.
-        reason: What the text begins with: why the later call raises the error.
-    """
+    """Make an error like one that was raised before, marked alike, to be raised by a later call for a reason."""
     again = type(error)(f"{reason}{error}")
     vars(again).update(vars(error))
     return again

@@ -24,7 +24,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Final, NamedTuple, final
 
-from mpidist.transport.text import name_ranks
+from mpidist.transport.text import group_ranks, name_ranks
 from mpidist.transport.tracebacks import is_printed, is_within_package
 
 __all__ = [
@@ -87,7 +87,6 @@ class Stack(NamedTuple):
     """What is known of a rank's stack.
 
     Attributes:
-        frames: The frames, innermost first, as tracebacks have them; none where the stack is not known.
         problem: Why it is not known, as a clause.
         is_inside: Whether the rank is in a call of this package, whose frames are left out.
     """
@@ -131,10 +130,6 @@ class StackFile(NamedTuple):
     Attributes:
         path: The file, in the memory of the rank's process.
         number: The signal at which the rank writes.
-        pid: The rank's process.
-        thread: The thread whose stack is written.
-        rank: The rank in the world.
-        size: How many ranks the world has.
         launcher: The launcher's process on the rank's node.
         job: The job, as its scheduler numbers it; else the launcher's process.
     """
@@ -162,11 +157,7 @@ class StackFile(NamedTuple):
         return None
 
     def ask(self) -> int:
-        """Send the signal. Returns where the answer begins in the file.
-
-        Raises:
-            OSError: If the process is gone, or has no handler for the signal, which would end it.
-        """
+        """Send the signal, and return where the answer begins; an `OSError` if no process has a handler for it."""
         if not _has(_fields(f"/proc/{self.pid}/status"), self.number, "SigCgt"):
             raise ProcessLookupError("no handler")
         if os.stat(self.path).st_size > _MAX_BYTES:
@@ -201,16 +192,10 @@ class _Own:
 
 
 def publish_stack(number: int | None, rank: int, size: int, launcher: int, job: str) -> None:
-    """Let other processes of this user see the stack of this thread, from now on. Local.
+    """Let other processes of this user see the stack of this thread at a signal, from now on. Local.
 
-    Does nothing if the program uses the signal itself, or the machine does not have what it takes.
-
-    Args:
-        number: The signal; `None` for none.
-        rank: This rank in the world.
-        size: How many ranks the world has.
-        launcher: The launcher's process on this node.
-        job: The job, as its scheduler numbers it; else the launcher's process. Without spaces.
+    Does nothing if the program uses the signal itself, or the machine does not have what it takes. For `job` see
+    `StackFile`.
     """
     words = (_NAME, number, os.getpid(), threading.get_native_id(), rank, size, launcher, job)
     if number is None:
@@ -233,11 +218,7 @@ def publish_stack(number: int | None, rank: int, size: int, launcher: int, job: 
 
 
 def withdraw_stack(number: int | None = None) -> None:
-    """Show no stack any more. Local.
-
-    Args:
-        number: Only if this is the signal, as the program needs it.
-    """
+    """Show no stack any more; if a signal is given, only if it is the one, as the program needs it. Local."""
     own = _Own.words[1:3]
     if own and own[1] == os.getpid() and number in (None, own[0]) and signal.getsignal(own[0]) is signal.SIG_DFL:
         faulthandler.unregister(own[0])
@@ -253,11 +234,7 @@ def stack_files() -> list[StackFile]:
 
 
 def read_stacks(pids: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Stack]:
-    """Ask processes of this machine for their stacks, and read them. Local; takes some seconds at most.
-
-    Returns:
-        The stack by process; none of a process that shows none, or is gone.
-    """
+    """Ask processes of this machine for their stacks; those that show none are missing. Local; takes some seconds."""
     stacks: dict[int, Stack] = {}
     asked: dict[StackFile, int] = {}
     for file in filter(None, map(StackFile.of, pids)):
@@ -283,28 +260,13 @@ def read_stacks(pids: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[i
 
 
 def together(stacks: Mapping[int, Stack], whole: bool = False) -> list[tuple[str, Stack]]:
-    """Put the ranks together that are at the same place.
-
-    Args:
-        stacks: The stacks by rank.
-        whole: Whether the whole stacks must be equal.
-
-    Returns:
-        The ranks, for people, and the stack of one of them.
-    """
-    groups: dict[object, list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        groups.setdefault(stack[:2] if whole else stack.place, []).append(rank)
+    """Group ranks at the same place, or with equal `whole` stacks: their names, and the stack of one of them."""
+    groups = group_ranks({rank: stack[:2] if whole else stack.place for rank, stack in stacks.items()})
     return [(name_ranks(ranks), stacks[ranks[0]]) for ranks in groups.values()]
 
 
 def places_text(launcher: int, ranks: Collection[int] | None = None) -> str:
-    """Say where the ranks are that a launcher has started on this machine, or some of them: in brackets, or "". Local.
-
-    Args:
-        launcher: The launcher's process.
-        ranks: The ranks in the world; `None` for all.
-    """
+    """Say where the ranks, or some, are that a launcher has started on this machine: in brackets, or "". Local."""
     pids = {file.rank: file.pid for file in stack_files() if file.launcher == launcher}
     pids = {rank: pid for rank, pid in pids.items() if ranks is None or rank in ranks}
     stacks = read_stacks(pids.values())

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from numbers import Number
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-__all__ = ["count_text", "first_line", "last_line", "name_ranks", "size_text", "text_of", "time_text", "value_text"]
+__all__ = [
+    "count_text",
+    "first_line",
+    "group_ranks",
+    "last_line",
+    "name_ranks",
+    "size_text",
+    "text_of",
+    "time_text",
+    "value_text",
+]
+
+T = TypeVar("T")
 
 _MAX_ITEMS: Final = 8  # the longest list or tuple that is written out
 
@@ -28,10 +40,17 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Write a time in a unit of suitable size."""
-    if seconds < 1e-3:
+    """Write a time in a unit of suitable size: `0 s`, `12 us`, `3.4 ms`, `1.5 s`, `2 min 5 s`, `3 h 20 min`."""
+    if seconds < 50e-9:
+        return "0 s"
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 119.95:
+        return f"{seconds:.4g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def first_line(error: BaseException) -> str:
@@ -73,3 +92,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
             runs.append([rank])
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(texts)}"
+
+
+def group_ranks(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Return the ranks of each value, in order, to be named together."""
+    groups: dict[T, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups

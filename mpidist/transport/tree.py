@@ -41,12 +41,9 @@ class _Step(NamedTuple):
 
 @final
 class _Output(NamedTuple):
-    """One output row.
+    """One output row: a part (`source`), or the sum of `steps`, the last of which writes the out.
 
-    Attributes:
-        steps: The additions. Only the last one writes the out.
-        source: The part that is the row, if there is nothing to add; else `None`.
-        read_later: The parts that are read for later outputs.
+    `read_later`: the parts that later outputs read.
     """
 
     steps: tuple[_Step, ...]
@@ -58,16 +55,10 @@ class _Output(NamedTuple):
 class Fold:
     """Adds the rows of several groups of replicas to the rows of their union, in the order of the tree.
 
-    Args:
-        total: Number of replicas of the tree.
-        groups: The replicas of each group, in rising order.
-
-    Raises:
-        ValueError: If a replica is in two groups.
-
     Attributes:
         num_parts: Number of input rows: those of the first group, then those of the next.
         num_rows: Number of output rows.
+        is_in_order: Whether the parts are added to one row in their order, as code does that knows no tree.
     """
 
     def __init__(self, total: int, groups: Sequence[Sequence[int]]) -> None:
@@ -80,6 +71,9 @@ class Fold:
         self._outputs: list[_Output] = [compiler.compile(row) for row in rows]
         self._num_scratch = compiler.num_scratch
         steps = self._outputs[0].steps
+        totals = [0, *(step.target for step in steps)]
+        in_order = [(totals[at], at + 1) for at in range(len(steps))]
+        self.is_in_order = self.num_rows == 1 and [step[:2] for step in steps] == in_order
         self._pair = steps[0][:2] if self.num_rows == len(steps) == 1 else None  # the parts of the only addition
         read_later: set[int] = set()
         for at in reversed(range(self.num_rows)):
@@ -93,10 +87,7 @@ class Fold:
     def combine(self, ufunc: np.ufunc, parts: Sequence[Any], outs: Sequence[Any]) -> None:
         """Add flat arrays of equal length and dtype, of NumPy or CuPy. No floating-point error is reported.
 
-        Args:
-            ufunc: The operation on two arrays.
-            parts: [num_parts], the input rows.
-            outs: [num_rows], the arrays that take the output rows. Each may be one of `parts`.
+        Each of the outs [num_rows] may be one of the parts [num_parts].
         """
         first, is_device = outs[0], arrays.is_device(outs[0])
         call: Callable[..., Any] = ufunc if is_device else partial(without_float_errors, ufunc)
@@ -142,11 +133,7 @@ class Fold:
 
 @final
 class _Compiler:
-    """Compiles rows to steps that use few scratch arrays: the logarithm of the number of additions.
-
-    Args:
-        inputs: The input rows, in the order of the parts.
-    """
+    """Compiles rows to steps that use few scratch arrays: the logarithm of the number of additions."""
 
     def __init__(self, inputs: Sequence[Row]) -> None:
         self.num_scratch = 0
@@ -190,12 +177,7 @@ class _Compiler:
 class ReplicaTree:
     """The tree over the replicas of all ranks, and the folds that add it up. Its `repr` is the same on all ranks.
 
-    Args:
-        bounds: Rank r carries replicas `bounds[r]` to `bounds[r + 1] - 1`, at least one.
-        topology: The ranks, and their nodes.
-
-    Raises:
-        ValueError: If a rank has no replica, or if there are bounds for another number of ranks.
+    Rank r carries replicas `bounds[r]` to `bounds[r + 1] - 1`, at least one.
     """
 
     bounds: tuple[int, ...]

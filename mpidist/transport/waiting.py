@@ -66,21 +66,14 @@ _PAUSING: Final = _Pausing()
 class Patience:
     """How long this process waits for something that no other rank takes part in, such as work of its own GPUs.
 
-    Attributes:
-        stall_seconds: When to warn of a wait without a deadline; 0 for never.
-        timeout_seconds: When to give up; `None` or 0 for never.
+    It warns after `stall_seconds` if it has no deadline, `timeout_seconds`; 0 is never.
     """
 
     stall_seconds: float = 0.0
     timeout_seconds: float | None = None
 
     def watch(self, what: str, advice: str) -> Callable[[], None]:
-        """Begin a wait. Returns the function to call again and again while waiting, as in `poll`.
-
-        Args:
-            what: What the process waits for.
-            advice: What the user can do.
-        """
+        """Begin a wait. Returns the function to call again and again while waiting, as in `poll`."""
         since, has_warned = time.monotonic(), False
 
         def check() -> None:
@@ -131,14 +124,10 @@ def poll(
     busy_seconds: float = _YIELD_SECONDS,
     is_message: bool = True,
 ) -> None:
-    """Poll until a test is true.
+    """Poll until a test is true, or until `check_peers`, which is called once the wait is long, raises.
 
-    Args:
-        test: The condition to wait for, for example MPI's test of a request.
-        check_peers: Called again and again once the wait is long. Raises if the condition will not become true.
-        busy_seconds: How long to poll without sleeping.
-        is_message: Whether `test` tests an MPI message, which progresses only while it is tested. Else the core is
-            yielded sooner, and naps grow with the wait, up to one 64th of its time.
+    `busy_seconds`: how long to poll without sleeping. `is_message`: `test` tests an MPI message, which progresses only
+    while it is tested. Else the core is yielded sooner, and naps grow with the wait, up to one 64th of its time.
     """
     if (pause := _PAUSING.pause) is not None:
         start, has_progressed = time.monotonic(), True
@@ -162,15 +151,7 @@ def poll(
 
 
 def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -> _T:
-    """Run steps that wait for other ranks, until they are done.
-
-    Args:
-        steps: A generator that yields when it cannot progress now: a number that changes with its progress.
-        check_peers: As in `poll`.
-
-    Returns:
-        The generator's result.
-    """
+    """Run a generator that yields, where it has to wait, a number that changes with progress; return its result."""
     at, spun, start, pause = -1, 0, 0.0, _PAUSING.pause
     if _Observer.tell is not None and pause is None:
         steps = _observed_steps(steps)

@@ -13,7 +13,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,11 @@ from mpidist.transport import arrays
 __all__ = ["ReadsAsArray"]
 
 Operator = Callable[[Any, Any], Any]
+_T = TypeVar("_T")
+
+
+def _read_by(convert: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    return lambda self: convert(self._read_view())
 
 
 def _forward(operate: Operator) -> Operator:
@@ -74,30 +79,31 @@ def _operators(operate: Operator, symbol: str) -> tuple[Operator, Operator, Oper
 _power: Final = _forward(operator.pow)
 
 
-def _has_numpy(values: list[Any]) -> bool:
-    return any(isinstance(value, np.ndarray) for value in values)
-
-
 class ReadsAsArray(ABC):
     """An object with a name, a shape and a dtype that is an operand like a NumPy array.
 
     Operators are called on the array, so that Python also asks the other operand's class, a sparse matrix, say.
     """
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The name, for errors."""
+    _name: str
+    _like: Any  # an array of the same shape and dtype
 
     @property
-    @abstractmethod
+    def name(self) -> str:
+        """The name, the same on every rank."""
+        return self._name
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape."""
+        shape: tuple[int, ...] = self._like.shape
+        return shape
 
     @property
-    @abstractmethod
     def dtype(self) -> np.dtype[Any]:
         """The dtype."""
+        dtype: np.dtype[Any] = self._like.dtype
+        return dtype
 
     @abstractmethod
     def read_value(self) -> Any:
@@ -164,7 +170,8 @@ class ReadsAsArray(ABC):
                     on_device.append(at)
         if isinstance(kwargs.get("where"), ReadsAsArray):
             kwargs["where"] = kwargs["where"].numpy()
-        if on_device and (method != "__call__" or _has_numpy([*values, *kwargs.values(), *(kwargs.get("out") or ())])):
+        given = [*values, *kwargs.values(), *(kwargs.get("out") or ())]
+        if on_device and (method != "__call__" or any(isinstance(one, np.ndarray) for one in given)):
             for at in on_device:
                 values[at] = arrays.to_host(values[at])
         return getattr(ufunc, method)(*values, **kwargs)
@@ -189,20 +196,8 @@ class ReadsAsArray(ABC):
             raise TypeError(f"variable {self.name!r} has no len(): it has no dimensions")
         return self.shape[0]
 
-    def __bool__(self) -> bool:
-        return bool(self._read_view())
-
-    def __int__(self) -> int:
-        return int(self._read_view())
-
     def __index__(self) -> int:
         return operator.index(arrays.on_host(self._read_view()))
-
-    def __float__(self) -> float:
-        return float(self._read_view())
-
-    def __complex__(self) -> complex:
-        return complex(self._read_view())
 
     def __round__(self, ndigits: int | None = None) -> Any:
         number: Any = self.numpy()[()]
@@ -216,17 +211,10 @@ class ReadsAsArray(ABC):
             raise TypeError(f"pow() with a modulus takes integers, got variable {self.name!r}: pass int(variable)")
         return _power(self, other)
 
-    def __neg__(self) -> Any:
-        return -self._read_view()
-
-    def __pos__(self) -> Any:
-        return +self._read_view()
-
-    def __abs__(self) -> Any:
-        return abs(self._read_view())
-
-    def __invert__(self) -> Any:
-        return ~self._read_view()
+    __bool__, __int__ = _read_by(bool), _read_by(int)
+    __float__, __complex__ = _read_by(float), _read_by(complex)
+    __neg__, __pos__ = _read_by(operator.neg), _read_by(operator.pos)
+    __abs__, __invert__ = _read_by(abs), _read_by(operator.invert)
 
     __lt__ = _forward(operator.lt)
     __le__ = _forward(operator.le)

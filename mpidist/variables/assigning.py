@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from mpidist import context_stack
-from mpidist.context_stack import CurrentStrategy, parts_of
-from mpidist.replicas import Replicas
-from mpidist.values import PerReplica, local_component
+from mpidist.context_stack import CurrentStrategy
+from mpidist.values import IndexedSlices
 from mpidist.variables.array_protocol import ReadsAsArray
-from mpidist.variables.casting import cast_for
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 
-__all__ = ["Assignable", "CopyAssignment", "require_no_effect", "store"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Assignable", "require_no_effect", "store"]
 
 
-class Assignable(ABC):
-    """An array that belongs to a strategy, and can be assigned."""
+class Assignable(ReadsAsArray, ABC):
+    """An array that belongs to a strategy, and can be assigned, whole or in rows."""
 
     _strategy: CurrentStrategy
     _trainable: bool
@@ -102,101 +102,69 @@ class Assignable(ABC):
             require_no_effect("assign_sub", use_locking, name)
         return self._assign("assign_sub", delta, np.subtract, read_value)
 
-
-class CopyAssignment(Assignable):
-    """How the copies of a `Variable` are assigned.
-
-    Attributes:
-        _name: The variable's name.
-        _value: This rank's copy; of several, that of the rank's first replica.
-        _replicas: Which replicas this rank carries, if their number was chosen; else `None`.
-    """
-
-    _name: str
-    _value: Any
-    _replicas: Replicas | None
-
     @abstractmethod
-    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
-        """Assign in replica context. `ufunc` as in `_assign`."""
+    def _scatter(self, call: str, delta: Any) -> None:
+        """Change rows as the method of this name does."""
 
-    @abstractmethod
-    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
-        """Assign in cross-replica context."""
+    def _scattered(self, call: str, delta: Any, use_locking: bool, name: str | None) -> Self:
+        require_no_effect(call, use_locking, name)
+        self._scatter(call, delta)
+        return self
 
-    def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
-        entry = self._current_entry(call)
-        if entry is None or (entry.replica_context is None and not entry.is_update):
-            self._assign_across_replicas(value, ufunc)
-        elif entry.is_update:
-            self._write(value, ufunc)
-        else:
-            self._assign_in_replica(value, ufunc)
-        return self if read_value else None
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Add to some rows, and return the variable. Rows with the same index are all added.
 
-    @final
-    def _current_entry(self, call: str) -> context_stack.Entry | None:
-        """Return the innermost entry of the context stack. Raises `RuntimeError` if another strategy is current."""
-        entry = context_stack.innermost()
-        if entry is not None and entry.strategy is not self._strategy:
-            if self._is_of_default_strategy():
-                what = f"variable {self._name!r} was made outside of strategy.scope(); make it inside"
-                raise RuntimeError(f"{call}: mixing different strategies; {what}")
-            parts_of(self._strategy).require_not_mixed(call)
-        return entry
+        In `Strategy.run` the replicas' deltas are aggregated, as in `assign_add`, and the call is collective, unless
+        the aggregation is NONE: every rank gathers the rows of all ranks, and changes its copy in rank order. MEAN
+        divides the rows by the number of replicas first; ONLY_FIRST_REPLICA takes the rows of replica 0 alone.
+        Elsewhere the call is local.
 
-    @final
-    def _cast(self, value: Any) -> Any:
-        """Return a value as an array that can be written to this rank's copy; the value itself, if it is one."""
-        own = self._value
-        is_array = type(value) is type(own) or isinstance(value, np.generic)
-        if not is_array:
-            value = local_component(value) if self._replicas is None else self._component(value)
-            if isinstance(value, ReadsAsArray):
-                value = value._read_view()
-            is_array = type(value) is type(own)
-        if is_array and value.dtype == own.dtype and value.shape in (own.shape, ()):
-            return value
-        array = cast_for(own, value, f"variable {self._name!r}")
-        if array.shape != own.shape and array.shape != ():
-            raise ValueError(
-                f"variable {self._name!r} has shape {list(own.shape)}, and a value of shape {list(array.shape)} was "
-                "assigned to it"
-            )
-        return array
+        Args:
+            sparse_delta: k rows: values [k, ...] with the variable's dimensions but the first, and indices [k] from 0
+                to the variable's length - 1. k may differ between ranks.
+            use_locking: Must be `False`, as in `assign`.
+            name: Must be `None`, as in `assign`.
 
-    @abstractmethod
-    def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
-        """Write this rank's copy, or the current replica's."""
+        Raises:
+            TypeError: If `sparse_delta` is no `IndexedSlices`.
+            ValueError: If rows have another shape or kind of number, or an index is out of range; or if `use_locking`
+                or `name` is given.
+            NotImplementedError: If the synchronization is ON_READ.
+            RuntimeError: If another strategy is current.
+        """
+        return self._scattered("scatter_add", sparse_delta, use_locking, name)
 
-    @final
-    def _current_entry_in_run(self) -> context_stack.Entry | None:
-        """Return the innermost entry of the context stack, if it is of the strategy's `run`."""
-        entry = context_stack.innermost()
-        is_in_run = entry is not None and entry.strategy is self._strategy and entry.replica_context is not None
-        return entry if is_in_run else None
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Subtract from some rows, and return the variable. As `scatter_add`."""
+        return self._scattered("scatter_sub", sparse_delta, use_locking, name)
 
-    def _component(self, value: Any) -> Any:
-        """Take the current replica's component of a value, if the number of replicas was chosen."""
-        if isinstance(value, PerReplica) and self._current_entry_in_run() is None:
-            raise ValueError(
-                f"variable {self._name!r} takes one value for all replicas, and a PerReplica was assigned to it in "
-                "cross-replica context: reduce the PerReplica first, as with strategy.reduce('mean', value), or assign "
-                "each component inside strategy.run()"
-            )
-        return local_component(value)
+    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Multiply some rows, and return the variable. As `scatter_add`."""
+        return self._scattered("scatter_mul", sparse_delta, use_locking, name)
 
-    @final
-    def _is_of_default_strategy(self) -> bool:
-        return context_stack.is_default(self._strategy)
+    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Divide some rows, and return the variable; integers are rounded down. As `scatter_add`."""
+        return self._scattered("scatter_div", sparse_delta, use_locking, name)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Set some rows to the maxima of their old and the given numbers, and return the variable. As `scatter_add`.
+
+        Raises:
+            NotImplementedError: Also in `Strategy.run` with aggregation SUM or MEAN.
+        """
+        return self._scattered("scatter_max", sparse_delta, use_locking, name)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Set some rows to the minima of their old and the given numbers, and return the variable. As `scatter_max`."""
+        return self._scattered("scatter_min", sparse_delta, use_locking, name)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Set some rows, and return the variable. Of rows with one index the last one is kept. As `scatter_max`."""
+        return self._scattered("scatter_update", sparse_delta, use_locking, name)
 
 
 def require_no_effect(call: str, use_locking: bool = False, name: str | None = None) -> None:
-    """Refuse arguments of tf.distribute that have no effect here, unless they have their defaults.
-
-    Raises:
-        ValueError: If one has another value.
-    """
+    """Refuse arguments of tf.distribute that have no effect here, unless they have their defaults."""
     if use_locking:
         raise ValueError(f"{call}: use_locking must be False: one thread at a time writes a variable; leave it out")
     if name is not None:

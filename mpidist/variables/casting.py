@@ -10,7 +10,7 @@ import numpy as np
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
 
-__all__ = ["cast_for", "is_python_number", "native_of", "require_mean"]
+__all__ = ["cast_for", "initial_array", "is_python_number", "require_mean"]
 
 
 def is_python_number(value: Any) -> bool:
@@ -18,12 +18,54 @@ def is_python_number(value: Any) -> bool:
     return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
 
 
-def native_of(value: Any, what: str) -> arrays.NativeArray:
-    """Return an array of any library, a number, or a list or tuple of numbers as a native array.
+def initial_array(value: Any, dtype: Any, what: str) -> arrays.NativeArray:
+    """Return the initial value of a variable as a native array of native byte order: the value itself, if it is one."""
+    array = _native_of(value, what)
+    if dtype is not None:
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError:
+            raise TypeError(f"{what}: the dtype must be one of NumPy's, as 'float32', got {dtype!r}") from None
+        array = cast_for(array.reshape(-1)[:0].real.astype(dtype), value, what)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
-    Raises:
-        ValueError: If the lists in a list differ in length.
-        TypeError: If the value is none of these; the error begins with `what`, the name of the variable.
+
+def require_mean(dtype: np.dtype[Any], what: str) -> None:
+    """Require that a variable can have the aggregation MEAN: that its numbers are no integers or booleans."""
+    if dtype.kind in "iub":
+        raise ValueError(
+            f"{what} of dtype {dtype.name} cannot have aggregation MEAN, as a mean has a fraction; give the variable a "
+            "dtype of floating-point numbers (dtype='float32'), or another aggregation, as SUM"
+        )
+
+
+def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.NativeArray:
+    """Return a value with the dtype and in the memory (host or device) of an array. Copied only if one differs.
+
+    Refused are casts that would lose a fraction or an imaginary part, Python integers out of range, as 300 for uint8,
+    and lists of lists whose lengths differ. `what` is the name of the target, for errors.
+    """
+    dtype = target.dtype
+    if is_python_number(value):
+        array = _from_number(value, dtype, what)
+    else:
+        is_list = isinstance(value, (list, tuple))
+        array = _native_of(value, what)
+        if is_list and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
+            for number in (array.min(), array.max()):
+                _require_range(int(number), dtype, what)
+        elif array.size or not is_list:  # an empty list has no kind of number
+            _require_kind(array.dtype, dtype, what)
+        array = array.astype(dtype, copy=False)
+    if arrays.is_device(target):
+        return array if arrays.is_device(array) else arrays.to_device(array)
+    return arrays.on_host(array)
+
+
+def _native_of(value: Any, what: str) -> arrays.NativeArray:
+    """Return an array of any library, a number, or a list or tuple of numbers as a native array; refuse all else.
+
+    `what` it is for, the name of the variable, begins the error.
     """
     if isinstance(value, (list, tuple)):
         try:
@@ -35,49 +77,6 @@ def native_of(value: Any, what: str) -> arrays.NativeArray:
     except TypeError as error:
         raise TypeError(f"{what} {error}") from None
     return library.to_native(value)
-
-
-def require_mean(dtype: np.dtype[Any], what: str) -> None:
-    """Require that a variable can have the aggregation MEAN.
-
-    Raises:
-        ValueError: If its numbers are whole numbers or booleans.
-    """
-    if dtype.kind in "iub":
-        raise ValueError(
-            f"{what} of dtype {dtype.name} cannot have aggregation MEAN, as a mean has a fraction; give the variable a "
-            "dtype of floating-point numbers (dtype='float32'), or another aggregation, as SUM"
-        )
-
-
-def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.NativeArray:
-    """Return a value with the dtype and in the memory (host or device) of an array. Copied only if one differs.
-
-    Args:
-        target: The array.
-        value: An array, a number, or a list or tuple of numbers.
-        what: The name of the target, for errors.
-
-    Raises:
-        ValueError: If the cast would lose a fraction or an imaginary part, if a Python integer is out of range, as 300
-            is for uint8, or if the lists in a list differ in length.
-        TypeError: If the value is neither an array nor a number.
-    """
-    dtype = target.dtype
-    if is_python_number(value):
-        array = _from_number(value, dtype, what)
-    else:
-        is_list = isinstance(value, (list, tuple))
-        array = native_of(value, what)
-        if is_list and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
-            for number in (array.min(), array.max()):
-                _require_range(int(number), dtype, what)
-        elif array.size or not is_list:  # an empty list has no kind of number
-            _require_kind(array.dtype, dtype, what)
-        array = array.astype(dtype, copy=False)
-    if arrays.is_device(target):
-        return array if arrays.is_device(array) else arrays.to_device(array)
-    return arrays.on_host(array)
 
 
 def _from_number(value: Any, dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:

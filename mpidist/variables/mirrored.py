@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -13,16 +13,13 @@ from mpidist import context_stack
 from mpidist.context_stack import parts_of
 from mpidist.options import ReduceOp
 from mpidist.transport import arrays
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.values import Contributions, require_contributions
 from mpidist.variables.assigning import store
 from mpidist.variables.casting import is_python_number
-from mpidist.variables.gpu_copies import GpuCopies
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import AGGREGATED_CALLS, change_rows, checked_rows
 from mpidist.variables.variable import Variable
-
-if TYPE_CHECKING:
-    from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["MirroredVariable"]
 
@@ -47,21 +44,26 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         self._forget_copies()
         return None if self._placement.is_shared else self._value
 
-    def _place(self, value: Any) -> Any:
+    def _place(self, value: Any) -> Sequence[Any]:
         self._placement = parts_of(self._strategy).variable_placement.for_value(value)
         stored = self._placement.store(value)
         is_on_several = arrays.is_device(stored) and parts_of(self._strategy).replicas.has_several_gpus
-        self._gpu_copies = GpuCopies(stored) if is_on_several else None
+        self._gpu_copies: dict[int, Any] | None = {} if is_on_several else None  # by GPU, read since the last write
         if parts_of(self._strategy).group.settings.check_values:
             parts_of(self._strategy).mirrored.append(weakref.ref(self))
-        return stored
+        return (stored,) * (1 if self._replicas is None else self._replicas.num_here)
 
     def _here(self) -> Any:
         context = self._sharing_context()
         if context is None:
             return self._value
-        seen = context.joint_calls.pending.read(context.replica_id_in_sync_group, self._value)
-        return seen if seen is not self._value or self._gpu_copies is None else self._gpu_copies.here()
+        seen = context.calls.pending.read(context.replica_id_in_sync_group, self._value)
+        if seen is not self._value or self._gpu_copies is None:
+            return seen
+        index = arrays.current_gpu()
+        if index not in self._gpu_copies:
+            self._gpu_copies[index] = arrays.on_current_device(self._value)
+        return self._gpu_copies[index]
 
     def _read_view(self) -> Any:
         return self._local_view if self._replicas is None else self.local_value()
@@ -89,28 +91,18 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
             array = self._contribution(value)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        if self._replicas is None:
-            self._write_aggregate(array, array, ufunc, error)
-            return
-        self._meet(self._call_of(ufunc), partial(self._write_together, ufunc), array, error)
+        context = context_stack.current_replica()
+        assert context is not None
+        context.calls.write_together(self._call_of(ufunc), partial(self._write_aggregate, ufunc), array, error)
 
-    def _write_aggregate(self, values: Any, first: Any, ufunc: np.ufunc | None, error: Exception | None) -> None:
-        """Aggregate what replicas assign, and write it.
-
-        Args:
-            values: What this rank's replicas assign.
-            first: What the first of these assigns.
-            ufunc: As in `_assign_in_replica`.
-            error: What is wrong on this rank.
-        """
+    def _write_aggregate(self, ufunc: np.ufunc | None, given: Sequence[Any], error: Exception | None) -> None:
+        """Aggregate what the replicas of all ranks assign, `given` on this rank, and write it."""
         ops, call = parts_of(self._strategy).cross_device_ops, self._call_of(ufunc)
-        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            self._write(ops.broadcast(first, "all", call=call, error=error), ufunc)
+        if self._takes_first:
+            value = ops.broadcast(given[0], "all", call=call, error=error)
         else:
-            self._write(ops.all_reduce(ReduceOp[self._aggregation.name], values, call=call, error=error), ufunc)
-
-    def _write_together(self, ufunc: np.ufunc | None, given: Sequence[Any], error: Exception | None) -> None:
-        self._write_aggregate(Contributions(given), given[0], ufunc, error)
+            value = ops.all_reduce(ReduceOp[self._aggregation.name], Contributions(given), call=call, error=error)
+        self._write(value, ufunc)
 
     def _call_of(self, ufunc: np.ufunc | None) -> str:
         """Name an assignment, which must be of one kind on all replicas."""
@@ -123,21 +115,12 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
             change(self._value)
         else:
             replica_id = context.replica_id_in_sync_group
-            context.joint_calls.pending.change(replica_id, self._name, self._value, change, self._forget_copies)
+            context.calls.pending.change(replica_id, self._name, self._value, change, self._forget_copies)
 
     def _forget_copies(self) -> None:
         """Forget the copies on other GPUs, because this rank's copy is written."""
         if self._gpu_copies is not None:
-            self._gpu_copies.forget()
-
-    def _meet(self, call: str, carry_out: Any, argument: Any, error: Exception | None) -> None:
-        """Let the replicas of this rank make a call together: see `JointCalls.write_together`."""
-        context = context_stack.current_replica()
-        assert context is not None
-        context.joint_calls.write_together(call, carry_out, argument, error)
-
-    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
-        self._write(value, ufunc)
+            self._gpu_copies.clear()
 
     def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
         self._forget_copies()
@@ -195,23 +178,16 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         if self._takes_first and context.replica_id_in_sync_group != 0:
             rows = rows[0][:0], rows[1][:0]
         what = f"{call} of variable {self._name!r}"
-        if self._replicas is None:
-            self._write_rows(call, what, rows, error)
-        else:
-            self._meet(what, partial(self._write_rows_together, call, what), rows, error)
+        context.calls.write_together(what, partial(self._write_rows, call, what), rows, error)
 
     @property
     def _takes_first(self) -> bool:
         return self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA
 
-    def _write_rows(self, call: str, what: str, rows: Any, error: Exception | None) -> None:
-        """Gather the rows of all replicas, and change these rows of the copy."""
-        extended = parts_of(self._strategy)
-        indices, values = extended.all_gather(what, rows, 0, None, error)
+    def _write_rows(self, call: str, what: str, given: Sequence[Any], error: Exception | None) -> None:
+        """Gather the rows of the replicas of all ranks, `given` on this rank, and change these rows of the copy."""
+        indices, values = parts_of(self._strategy).all_gather(what, Contributions(given), 0, None, error)
         if self._aggregation is VariableAggregation.MEAN:
             values = (values / self._strategy.num_replicas_in_sync).astype(self.dtype, copy=False)
         self._forget_copies()
         self._placement.write(self._name, partial(change_rows, call, self._value, indices, values))
-
-    def _write_rows_together(self, call: str, what: str, given: Sequence[Any], error: Exception | None) -> None:
-        self._write_rows(call, what, Contributions(given), error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -21,12 +21,11 @@ __all__ = ["OnEachRank", "OncePerNode", "VariablePlacement"]
 class VariablePlacement(ABC):
     """A part of a strategy: where its mirrored variables live, and which rank writes them.
 
-    Attributes:
-        is_shared: Whether several ranks hold one array, so that no rank may write it alone.
-        devices: The devices that hold all variables; none for the devices of the ranks.
+    By default each rank holds and writes an array of its own. If it `is_shared`, several ranks hold one array, so that
+    no rank may write it alone. `devices` hold all variables; none for the devices of the ranks.
     """
 
-    is_shared: bool
+    is_shared = False
     devices: tuple[str, ...] = ()
 
     def __str__(self) -> str:  # ranks compare it
@@ -44,38 +43,27 @@ class VariablePlacement(ABC):
         """Return an initial value in the memory where variables of all kinds begin: by default where it lies. Local."""
         return value
 
-    @abstractmethod
     def for_value(self, value: Any) -> VariablePlacement:
         """Return the placement of a variable with this initial value: this placement, or one that suits it. Local."""
+        return self
 
-    @abstractmethod
     def store(self, value: Any) -> Any:
-        """Return the array that holds a new variable's value. Collective, if `is_shared`.
+        """Return the array that holds a value, equal on all ranks, which may be kept. Collective, if `is_shared`."""
+        return value
 
-        Args:
-            value: A native array, equal on all ranks, which the placement may keep.
-        """
-
-    @abstractmethod
     def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
-        """Change the array of a variable. Collective, if `is_shared`.
+        """Call `change`, which writes the array, when no rank reads the old value any more. Collective, if `is_shared`.
 
-        Args:
-            name: The name of the variable.
-            change: Writes the array. Called when no rank reads the old value any more.
-            error: What is wrong with this rank's arguments; raised instead, if `is_shared` on all ranks.
+        An error of this rank's arguments is raised instead, if `is_shared` on all ranks.
         """
+        if error is not None:
+            raise error
+        change()
 
 
 @final
 class OnEachRank(VariablePlacement):
-    """Each rank holds and writes an array of its own.
-
-    Args:
-        device: In whose memory the arrays lie; `None` leaves each initial value in the memory where it lies.
-    """
-
-    is_shared = False
+    """Each rank holds and writes an array of its own, in a device's memory or where each initial value lies."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._memory = device
@@ -85,40 +73,20 @@ class OnEachRank(VariablePlacement):
             return value
         return arrays.to_device(value) if self._memory.is_gpu else arrays.to_host(value)
 
-    def for_value(self, value: Any) -> VariablePlacement:
-        return self
-
-    def store(self, value: Any) -> Any:
-        return value
-
-    def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
-        if error is not None:
-            raise error
-        change()
-
 
 @final
 class OncePerNode(VariablePlacement):
     """The ranks of a node hold one array in shared memory, which the node's lowest rank writes.
 
-    Args:
-        group: The ranks.
-        timeout_seconds: How long a rank waits for other ranks; `None` means the group's own deadline.
-        device: The name of the host memory, if that is to hold all variables, also those that are given in device
-            memory. `None` lets each rank hold these in its device memory.
+    A `device` names the host memory, if that is to hold all variables; else each rank holds those that are given in
+    device memory there.
     """
 
     is_shared = True
 
-    def __init__(self, group: SyncGroup, timeout_seconds: float | None, device: str | None = None) -> None:
+    def __init__(self, group: SyncGroup, options: CommunicationOptions, device: str | None = None) -> None:
         self.devices = () if device is None else (device,)
-        self._group = group
-        self._timeout_seconds = timeout_seconds
-
-    @classmethod
-    def maker(cls, group: SyncGroup) -> Callable[[CommunicationOptions], VariablePlacement]:
-        """Return a function that makes the placement for a strategy with these defaults of all calls."""
-        return lambda options: cls(group, options.timeout_seconds)
+        self._group, self._timeout_seconds = group, options.timeout_seconds
 
     def for_value(self, value: Any) -> VariablePlacement:
         is_own = not self.devices and arrays.is_device(value)  # device memory is not shared

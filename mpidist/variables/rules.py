@@ -30,11 +30,7 @@ class VariableAggregation(CaseInsensitiveEnum):
 
 
 def chosen_synchronization(value: VariableSynchronization | str) -> VariableSynchronization:
-    """Return what a user chose for a variable of a strategy.
-
-    Raises:
-        ValueError: If it is NONE, or none of these.
-    """
+    """Return what a user chose for a variable of a strategy; refuse NONE."""
     kinds, wanted = VariableSynchronization, VariableSynchronization(value)
     if wanted is kinds.NONE:
         raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")

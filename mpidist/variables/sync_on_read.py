@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Sequence
+from typing import Any, final
 
 import numpy as np
 
@@ -11,13 +12,11 @@ from mpidist.context_stack import parts_of
 from mpidist.options import ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.devices import on_device
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.values import Contributions
 from mpidist.variables.assigning import store
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.variable import Variable
-
-if TYPE_CHECKING:
-    from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["SyncOnReadVariable"]
 
@@ -35,13 +34,12 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
         """Return False: copies may differ."""
         return False
 
-    def _place(self, value: Any) -> Any:
+    def _place(self, value: Any) -> Sequence[Any]:
         copies, devices = [value], parts_of(self._strategy).replicas.devices
         for at in range(1, 1 if self._replicas is None else self._replicas.num_here):
             with on_device(devices, at):
                 copies.append(arrays.copied_here(value))
-        self._copies = tuple(copies)
-        return value
+        return copies
 
     def _store(self, at: int, array: Any, ufunc: np.ufunc | None) -> None:
         """Write the copy of a replica of this rank, on the replica's device."""
@@ -56,15 +54,12 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             return self._copies[entry.copy_number]
         return self._copies[self._replicas.ids_here.index(entry.replica_context.replica_id_in_sync_group)]
 
-    def _all_here(self) -> tuple[Any, ...]:
-        return self._copies
-
     def _read_view(self) -> Any:
         """Return this replica's copy in `Strategy.run`; elsewhere the aggregate of all copies, which is collective."""
         entry = context_stack.innermost()
-        if (
-            entry is not None and (entry.replica_context is not None or entry.is_update)
-        ) or self._is_of_default_strategy():
+        if (entry is not None and (entry.replica_context is not None or entry.is_update)) or context_stack.is_default(
+            self._strategy
+        ):
             return self._local_view if self._replicas is None else self.local_value()
         ops = parts_of(self._strategy).cross_device_ops
         self._require_aggregation("read")
@@ -74,14 +69,11 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
         contribution = self._value if self._replicas is None else Contributions(self._copies)
         return ops.all_reduce(ReduceOp[self._aggregation.name], contribution, call=call)
 
-    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
-        self._write(value, ufunc)
-
     def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
         store(self._value if self._replicas is None else self._here(), self._cast(value), ufunc)
 
     def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
-        if not self._is_of_default_strategy():
+        if not context_stack.is_default(self._strategy):
             self._require_aggregation("assigned")
             if self._aggregation is VariableAggregation.SUM:
                 if ufunc is not None:

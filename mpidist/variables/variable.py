@@ -5,30 +5,30 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, final
 
 import numpy as np
 
 from mpidist import context_stack
-from mpidist.context_stack import CurrentStrategy, parts_of
+from mpidist.context_stack import parts_of
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.failures import open_groups
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
-from mpidist.values import DistributedValues
+from mpidist.values import DistributedValues, PerReplica, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
-from mpidist.variables.assigning import CopyAssignment
-from mpidist.variables.casting import cast_for, native_of, require_mean
+from mpidist.variables.assigning import Assignable
+from mpidist.variables.casting import cast_for, initial_array, require_mean
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization, chosen_synchronization
-from mpidist.variables.sparse_updates import SparseUpdates
 
 __all__ = ["Variable"]
 
 logger = logging.getLogger("mpidist.variables")
 
 
-class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, ABC):
+class Variable(DistributedValues, Assignable, ABC):
     """An array that a strategy keeps on every rank. Making one is collective over the ranks of the current strategy.
 
     Made in `Strategy.run`, where a rank carries several replicas, it is one variable for all of them.
@@ -65,8 +65,8 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
         kind: type[Variable] = cls
         if cls is Variable:
             replica = context_stack.current_replica()
-            if replica is not None and replica.joint_calls is not None:
-                return replica.joint_calls.make_variable(cls, args, kwargs)  # which `__init__` leaves as it is
+            if replica is not None and replica.calls.make_variable is not None:
+                return replica.calls.make_variable(cls, args, kwargs)  # which `__init__` leaves as it is
             strategy = context_stack.current_strategy()
             own = parts_of(strategy).variable_placement.make(strategy, *args, **kwargs)
             if own is not None:  # no subclass, so `__init__` is not called
@@ -94,13 +94,14 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
         array: Any = np.empty(0)
         fields: dict[str, str] = {}
         self._strategy = strategy
-        self._replicas = _chosen_replicas(strategy)
+        replicas: Replicas = parts_of(strategy).replicas
+        self._replicas = None if replicas.tree is None else replicas
         self._name = name if name is not None else parts_of(strategy).default_variable_name()
         try:
             self._synchronization = chosen_synchronization(synchronization)
             self._aggregation = VariableAggregation(aggregation)
             value = initial_value() if callable(initial_value) else initial_value
-            array = parts_of(strategy).variable_placement.moved(_native(value, dtype, f"variable {self._name!r}"))
+            array = parts_of(strategy).variable_placement.moved(initial_array(value, dtype, f"variable {self._name!r}"))
             if self._aggregation is VariableAggregation.MEAN:
                 require_mean(array.dtype, f"variable {self._name!r}")
             fields = {
@@ -113,7 +114,8 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
             error = problem
         parts_of(strategy).agree_on_variable(fields, name is None, error)
         value = parts_of(strategy).cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
-        self._value = self._place(value)
+        self._copies = self._place(value)
+        self._value = self._like = self._copies[0]
         self._local_view = self.local_value()  # read-only
         self._trainable = self._is_trainable_by_default if trainable is None else trainable
         if context_stack.current() is None and open_groups.num_open():
@@ -125,40 +127,19 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
             )
 
     @abstractmethod
-    def _place(self, value: Any) -> Any:
-        """Put the initial value where this kind of variable lives, and return this rank's first copy."""
+    def _place(self, value: Any) -> Sequence[Any]:
+        """Put the initial value where this kind of variable lives, and return the copy of each replica of this rank."""
 
     @abstractmethod
     def _here(self) -> Any:
         """Return the copy of the current replica in `run`, and of this rank's first replica elsewhere."""
 
-    def _all_here(self) -> tuple[Any, ...]:
-        """Return the copy of each replica of this rank, in cross-replica context."""
-        return (self._value,) * (1 if self._replicas is None else self._replicas.num_here)
-
     @property
     def values(self) -> tuple[Any, ...]:
         """The copies of this rank's replicas, in a tuple; in `run` of the current replica alone."""
-        if self._replicas is None or self._current_entry_in_run() is not None:
+        if self._replicas is None or self._is_in_run():
             return (self.local_value(),)
-        return tuple(map(_read_only_view, self._all_here()))
-
-    @property
-    def name(self) -> str:
-        """The name, the same on every rank."""
-        return self._name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape."""
-        shape: tuple[int, ...] = self._value.shape
-        return shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype."""
-        dtype: np.dtype[Any] = self._value.dtype
-        return dtype
+        return tuple(map(_read_only_view, self._copies))
 
     @final
     def local_value(self) -> Any:
@@ -178,28 +159,76 @@ class Variable(DistributedValues, ReadsAsArray, CopyAssignment, SparseUpdates, A
         value = self._read_view()
         return value.copy() if value is self._local_view or self._replicas is not None else value
 
+    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        """Assign in replica context. `ufunc` as in `_assign`."""
+        self._write(value, ufunc)
+
+    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
+        """Assign in cross-replica context."""
+        self._write(value, ufunc)
+
+    def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
+        entry = self._current_entry(call)
+        if entry is None or (entry.replica_context is None and not entry.is_update):
+            self._assign_across_replicas(value, ufunc)
+        elif entry.is_update:
+            self._write(value, ufunc)
+        else:
+            self._assign_in_replica(value, ufunc)
+        return self if read_value else None
+
+    @final
+    def _current_entry(self, call: str) -> context_stack.Entry | None:
+        """Return the innermost entry of the context stack. Raises `RuntimeError` if another strategy is current."""
+        entry = context_stack.innermost()
+        if entry is not None and entry.strategy is not self._strategy:
+            if context_stack.is_default(self._strategy):
+                what = f"variable {self._name!r} was made outside of strategy.scope(); make it inside"
+                raise RuntimeError(f"{call}: mixing different strategies; {what}")
+            parts_of(self._strategy).require_not_mixed(call)
+        return entry
+
+    @final
+    def _cast(self, value: Any) -> Any:
+        """Return a value as an array that can be written to this rank's copy; the value itself, if it is one."""
+        own = self._value
+        is_array = type(value) is type(own) or isinstance(value, np.generic)
+        if not is_array:
+            if self._replicas is not None and isinstance(value, PerReplica) and not self._is_in_run():
+                raise ValueError(
+                    f"variable {self._name!r} takes one value for all replicas, and a PerReplica was assigned to it in "
+                    "cross-replica context: reduce the PerReplica first, as with strategy.reduce('mean', value), or "
+                    "assign each component inside strategy.run()"
+                )
+            value = local_component(value)
+            if isinstance(value, ReadsAsArray):
+                value = value._read_view()
+            is_array = type(value) is type(own)
+        if is_array and value.dtype == own.dtype and value.shape in (own.shape, ()):
+            return value
+        array = cast_for(own, value, f"variable {self._name!r}")
+        if array.shape != own.shape and array.shape != ():
+            raise ValueError(
+                f"variable {self._name!r} has shape {list(own.shape)}, and a value of shape {list(array.shape)} was "
+                "assigned to it"
+            )
+        return array
+
+    @abstractmethod
+    def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
+        """Write this rank's copy, or the current replica's."""
+
+    @final
+    def _is_in_run(self) -> bool:
+        """Whether the code runs in the function of the strategy's `run`."""
+        entry = context_stack.innermost()
+        return entry is not None and entry.strategy is self._strategy and entry.replica_context is not None
+
     def __repr__(self) -> str:
         return (
             f"<mpidist.Variable {self._name!r} {self.dtype.name}{list(self.shape)} {self._synchronization} "
             f"{self._aggregation}, this rank's copy: {self._here()!r}>"
         )
-
-
-def _native(value: Any, dtype: Any, what: str) -> Any:
-    array = native_of(value, what)
-    if dtype is not None:
-        try:
-            dtype = np.dtype(dtype)
-        except TypeError:
-            raise TypeError(f"{what}: the dtype must be one of NumPy's, as 'float32', got {dtype!r}") from None
-        array = cast_for(array.reshape(-1)[:0].real.astype(dtype), value, what)
-    return array.astype(array.dtype.newbyteorder("="))
-
-
-def _chosen_replicas(strategy: CurrentStrategy) -> Replicas | None:
-    """Return which replicas this rank carries, if their number was chosen."""
-    replicas: Replicas = parts_of(strategy).replicas
-    return None if replicas.tree is None else replicas
 
 
 def _read_only_view(array: Any) -> Any:

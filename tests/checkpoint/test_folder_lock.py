@@ -20,7 +20,7 @@ from jobs.failing import PROJECT, Job, clean_environment
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
-from mpidist import MultiWorkerMirroredStrategy
+from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
 from mpidist.checkpoint import saving as saving_module
 
@@ -95,7 +95,7 @@ def made(strategy: Any) -> Checkpoint:
 def leave_lock(folder: Path, comm: Intracomm, **changes: Any) -> Path:
     """Leave the lock of a process that is not on this machine, or differs in something else."""
     path = folder / ".ckpt.lock"
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         CheckpointManager(made(strategy), folder).save(1)
         text = json.loads(path.read_text())
         comm.Barrier()
@@ -143,7 +143,7 @@ def test_lock_gets_signs_of_life_while_its_job_lives(tmp_path: Path) -> None:
     assert not lock.exists()
 
 
-def test_lock_of_another_machine_with_signs_of_life_is_respected(comm: Intracomm, folder: Path) -> None:
+def test_lock_of_another_machine_that_lives_is_respected(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
     path = leave_lock(folder, comm)
     is_over = threading.Event()
 
@@ -151,19 +151,18 @@ def test_lock_of_another_machine_with_signs_of_life_is_respected(comm: Intracomm
         while not is_over.wait(0.02):
             os.utime(path)
 
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        beating = threading.Thread(target=live)
-        beating.start()
-        try:
-            with raises_everywhere(comm, OSError, REFUSED):
-                CheckpointManager(made(strategy), folder).save()
-            CheckpointManager(made(strategy), folder, checkpoint_name="other").save()
-            CheckpointManager(made(strategy), folder).restore_or_initialize()  # which needs no lock
-        finally:
-            is_over.set()
-            beating.join()
-        comm.Barrier()
-        assert "elsewhere" in path.read_text()
+    beating = threading.Thread(target=live)
+    beating.start()
+    try:
+        with raises_everywhere(comm, OSError, REFUSED):
+            CheckpointManager(made(strategy), folder).save()
+        CheckpointManager(made(strategy), folder, checkpoint_name="other").save()
+        CheckpointManager(made(strategy), folder).restore_or_initialize()  # which needs no lock
+    finally:
+        is_over.set()
+        beating.join()
+    comm.Barrier()
+    assert "elsewhere" in path.read_text()
 
 
 @pytest.mark.parametrize("what", ["old", "without signs of life", "empty"])
@@ -178,7 +177,7 @@ def test_lock_of_another_machine_that_is_gone_is_taken_over(
     elif comm.rank == 0:
         os.utime(path, (1, 1))
     comm.Barrier()
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         assert CheckpointManager(made(strategy), folder).save() == str(folder / "ckpt-2")
     text = "of another job that was killed while" if what == "empty" else r"of another job (host elsewhere, process"
     told = [record.getMessage() for record in caplog.records if "takes over the lock" in record.getMessage()]
@@ -203,7 +202,7 @@ def test_lock_that_was_taken_over_keeps_the_first_job_from_publishing(
     monkeypatch.setattr(saving_module, "write_part", write_part)
     monkeypatch.setattr("mpidist.checkpoint.folder_lock._is_gone", refuse)
     comm.Barrier()
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         with raises_everywhere(comm, OSError, "it lives"):
             CheckpointManager(made(strategy), folder).save(2)
         assert {path.name for path in folder.iterdir()} == {".ckpt.lock", "ckpt-1"}
@@ -220,7 +219,7 @@ def test_place_that_another_program_fills_during_a_save_is_left_alone(
         (folder / "ckpt-1" / "notes").mkdir(parents=True)
 
     monkeypatch.setattr(saving_module, "write_part", write_part)
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         with raises_everywhere(comm, FileExistsError, "was made by another save meanwhile"):
             CheckpointManager(made(strategy), folder).save(1)
         assert (folder / "ckpt-1" / "notes").is_dir()
@@ -234,9 +233,9 @@ def refuse(*_: object) -> None:
 def test_strategies_of_other_ranks_save_one_after_another_but_not_at_once(comm: Intracomm, folder: Path) -> None:
     backwards, alone = comm.Split(0, -comm.rank), comm.Split(comm.rank, 0)
     for ranks in (comm, backwards):  # another rank is rank 0
-        with MultiWorkerMirroredStrategy(comm=ranks) as strategy:
+        with Strategy(comm=ranks) as strategy:
             CheckpointManager(made(strategy), folder).save()
-    with MultiWorkerMirroredStrategy(comm=alone) as strategy:
+    with Strategy(comm=alone) as strategy:
         manager = CheckpointManager(made(strategy), folder)
         if comm.rank == 0:
             manager.save()
@@ -248,22 +247,21 @@ def test_strategies_of_other_ranks_save_one_after_another_but_not_at_once(comm: 
     assert len(manager.checkpoints) == 3
 
 
-def test_folder_that_was_removed_between_saves_is_made_again(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        manager = CheckpointManager(made(strategy), folder / "saved")
-        manager.save()
-        if comm.rank == 0:
-            subprocess.run(["rm", "-r", folder / "saved"], check=True)
-        comm.Barrier()
-        assert manager.save() == str(folder / "saved" / "ckpt-1")
-        assert (folder / "saved" / ".ckpt.lock").exists()
-        comm.Barrier()
+def test_folder_that_was_removed_between_saves_is_made_again(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+    manager = CheckpointManager(made(strategy), folder / "saved")
+    manager.save()
+    if comm.rank == 0:
+        subprocess.run(["rm", "-r", folder / "saved"], check=True)
+    comm.Barrier()
+    assert manager.save() == str(folder / "saved" / "ckpt-1")
+    assert (folder / "saved" / ".ckpt.lock").exists()
+    comm.Barrier()
 
 
 def test_files_may_be_read_by_whom_the_umask_allows(comm: Intracomm, folder: Path) -> None:
     before = os.umask(0o027)
     try:
-        with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        with Strategy(comm=comm) as strategy, strategy.scope():
             path = Path(Checkpoint(weights=np.zeros(3), own=np.full(3, comm.rank)).write(folder / "one"))
     finally:
         os.umask(before)
@@ -276,7 +274,7 @@ def test_files_may_be_read_by_whom_the_umask_allows(comm: Intracomm, folder: Pat
 @pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-0.json"])
 def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm: Intracomm, folder: Path, name: str) -> None:
     """A link to itself, which root may not read either."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+    with Strategy(comm=comm) as strategy, strategy.scope():
         manager = CheckpointManager(Checkpoint(weights=np.zeros(3)), folder)
         for number in (1, 2):
             path = Path(manager.save(number))
@@ -290,7 +288,7 @@ def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm: Intracomm
 
 def test_error_of_a_full_disk_names_the_file_and_leaves_the_old_one(comm: Intracomm, folder: Path) -> None:
     """A limit of the size of files stands for the disk: the system refuses the rest of the write."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+    with Strategy(comm=comm) as strategy, strategy.scope():
         weights = np.zeros(100_000)
         checkpoint = Checkpoint(weights=weights)
         checkpoint.write(folder / "one")
@@ -308,7 +306,7 @@ def test_error_of_a_full_disk_names_the_file_and_leaves_the_old_one(comm: Intrac
 def test_program_goes_on_when_the_disk_is_full_if_it_wants(
     comm: Intracomm, folder: Path, background: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+    with Strategy(comm=comm) as strategy, strategy.scope():
         checkpoint = Checkpoint(weights=np.zeros(100_000), own=np.full(9, comm.rank))
         manager = CheckpointManager(checkpoint, folder, background=background, on_error="warn")
         first = manager.save()
@@ -329,7 +327,7 @@ def test_disk_that_does_not_answer_is_an_error_after_the_time_of_files(
 ) -> None:
     goes_on = Event()
     monkeypatch.setenv("MPIDIST_IO_TIMEOUT", "1")
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+    with Strategy(comm=comm) as strategy, strategy.scope():
         manager = CheckpointManager(Checkpoint(own=np.full(9, comm.rank)), folder, background=True)
         if comm.rank == 1:
             monkeypatch.setattr(saving, "write_part", lambda *arguments: goes_on.wait(60))

@@ -15,7 +15,8 @@ from jobs.failing import SIGNS, Job
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
-from mpidist import MultiWorkerMirroredStrategy, Variable
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist import Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.checkpoint import background as background_module
 from mpidist.checkpoint import parts as parts_module
@@ -25,42 +26,36 @@ from mpidist.errors import DataLossError
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
-ENDS_EARLY = """
+
+SAVES = """
 import sys, time
 import numpy as np
 import mpidist
 from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
 really = saving.write_part
 def write_part(*arguments):
-    time.sleep(0.5)  # the program comes to its end meanwhile
-    really(*arguments)
-saving.write_part = write_part
-with mpidist.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
-    own = np.array([strategy.topology.rank])
-    CheckpointManager(Checkpoint(own=own), sys.argv[0] + ".saved", background=True).save()
-"""
-
-
-RAISES_AFTER_A_SAVE = """
-import sys, time
-import numpy as np
-import mpidist
-from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
-really = saving.write_part
-def write_part(*arguments):
-    await_signs({awaited!r})
-    time.sleep(1)  # the job would end meanwhile
+    {before}
+    time.sleep(1)  # the program comes to its end meanwhile, or the job would
     really(*arguments)
 saving.write_part = write_part
 strategy = mpidist.MultiWorkerMirroredStrategy()
 with strategy.scope():
-    checkpoint = Checkpoint(weights=mpidist.Variable(np.zeros(3)))
+    checkpoint = Checkpoint({what})
 CheckpointManager(checkpoint, sys.argv[0] + ".saved", background=True, grace_seconds={grace}).save()
-if strategy.topology.rank == {rank}:
+if strategy.rank == {failing}:
     leave_sign("raises")
     raise KeyError("labels")
 strategy.barrier()
+strategy.close()
 """
+WEIGHTS = "weights=mpidist.Variable(np.zeros(3))"
+# How a program ends: what it saves before, what the writer waits for, for how long, and which rank raises; then the
+# exit status, what is said, and whether the checkpoint is there.
+AT_THE_END = {
+    "well": ("own=np.array([strategy.rank])", "pass", 300, None, 0, "", True),
+    "with an error": (WEIGHTS, 'await_signs("raises")', 300, 0, 1, "KeyError: 'labels'", True),
+    "with an error, and a save that hangs": (WEIGHTS, 'await_signs("never")', 2, 1, 1, "the job ends when", False),
+}
 
 
 @pytest.fixture
@@ -88,7 +83,7 @@ def made(strategy: Any, own: int) -> Checkpoint:
 @pytest.mark.parametrize("background", [False, True])
 def test_program_goes_on_where_it_was(comm: Intracomm, folder: Path, background: bool) -> None:
     for run in range(3):
-        with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        with Strategy(comm=comm) as strategy:
             checkpoint = made(strategy, comm.rank)
             manager = CheckpointManager(checkpoint, folder / "runs", 2, background=background)
             restored = manager.restore_or_initialize()
@@ -113,7 +108,7 @@ def test_program_goes_on_where_it_was(comm: Intracomm, folder: Path, background:
 def test_last_save_says_what_the_save_has_cost(
     comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, background: bool
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, caplog.at_level(logging.INFO, "mpidist.checkpoint"):
+    with Strategy(comm=comm) as strategy, caplog.at_level(logging.INFO, "mpidist.checkpoint"):
         with strategy.scope():
             checkpoint = Checkpoint(own=np.full(1000, comm.rank))
         manager = CheckpointManager(checkpoint, folder, background=background)
@@ -129,72 +124,59 @@ def test_last_save_says_what_the_save_has_cost(
         assert sum(f"saved {path}: blocked" in text for text in caplog.messages) == (comm.rank == 0)
 
 
-def test_numbers(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint = made(strategy, 0)
-        manager = CheckpointManager(checkpoint, str(folder / "a" / "b"), None, checkpoint_name="model.v1")
-        assert manager.checkpoints == []
-        assert manager.latest is None
-        assert manager.restore_or_initialize() is None
-        assert not (folder / "a").exists()
-        comm.Barrier()
-        names = [Path(manager.save(number)).name for number in (None, None, 10, None, 5, 10)]
-        assert names == [f"model.v1-{number}" for number in (1, 2, 10, 11, 5, 10)]
-        comm.Barrier()
-        assert [Path(path).name for path in manager.checkpoints] == [f"model.v1-{at}" for at in (1, 2, 11, 5, 10)]
-        other = CheckpointManager(checkpoint, folder / "a" / "b", 1)
-        assert other.checkpoints == []
-        other.save(np.int64(3))
-        comm.Barrier()
-        assert len(manager.checkpoints) == 5
-        comm.Barrier()
+def test_numbers(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+    checkpoint = made(strategy, 0)
+    manager = CheckpointManager(checkpoint, str(folder / "a" / "b"), None, checkpoint_name="model.v1")
+    assert manager.checkpoints == []
+    assert manager.latest is None
+    assert manager.restore_or_initialize() is None
+    assert not (folder / "a").exists()
+    comm.Barrier()
+    names = [Path(manager.save(number)).name for number in (None, None, 10, None, 5, 10)]
+    assert names == [f"model.v1-{number}" for number in (1, 2, 10, 11, 5, 10)]
+    comm.Barrier()
+    assert [Path(path).name for path in manager.checkpoints] == [f"model.v1-{at}" for at in (1, 2, 11, 5, 10)]
+    other = CheckpointManager(checkpoint, folder / "a" / "b", 1)
+    assert other.checkpoints == []
+    other.save(np.int64(3))
+    comm.Barrier()
+    assert len(manager.checkpoints) == 5
+    comm.Barrier()
 
 
-@pytest.mark.parametrize("max_to_keep", [1, 2])
-def test_as_many_are_kept_as_was_said(comm: Intracomm, folder: Path, max_to_keep: int) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        manager = CheckpointManager(made(strategy, 0), folder, max_to_keep)
-        for newest in range(1, max_to_keep + 3):
-            manager.save()
-            comm.Barrier()
-            kept = range(max(1, newest + 1 - max_to_keep), newest + 1)
-            assert [Path(path).name for path in manager.checkpoints] == [f"ckpt-{number}" for number in kept]
-            comm.Barrier()
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"checkpoint": {"a": 1}}, TypeError, "takes a Checkpoint, got {"),
+    ({"max_to_keep": 0}, ValueError, "max_to_keep must be a whole number >= 1, or None for all, got 0"),
+    ({"max_to_keep": 2.0}, TypeError, "max_to_keep must be a whole number >= 1, or None for all, got 2.0"),
+    ({"checkpoint_name": 3}, TypeError, "checkpoint_name must be a text, got 3"),
+    ({"checkpoint_name": "a/b"}, ValueError, "checkpoint_name is for letters"),
+    ({"grace_seconds": -1}, ValueError, "grace_seconds must be at least 0, got -1"),
+    ({"background": "no"}, TypeError, "background must be True or False, got 'no'"),
+    ({"on_difference": None}, ValueError, "on_difference must be 'raise' or 'rank 0', got None"),
+    ({"writers": 0}, ValueError, "writers must be"),
+    ({"max_to_keep": None, "keep_every_n_steps": 5}, ValueError, "max_to_keep=None keeps all checkpoints"),
+    ({"keep_checkpoint_every_n_hours": 0.0}, ValueError, "keep_checkpoint_every_n_hours must be above 0"),
+    ({"keep_every_n_steps": 0}, ValueError, "keep_every_n_steps"),
+]
+NO_NUMBERS: list[tuple[Any, type[Exception]]] = [
+    (-1, ValueError), (1.5, TypeError), (True, TypeError), (np.array(5.0), TypeError), (np.array(True), TypeError),
+]  # fmt: skip
 
 
-def test_wrong_arguments(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint: Any = made(strategy, 0)
-        for arguments, kind, pattern in (
-            ((checkpoint.items(), folder), TypeError, "takes a Checkpoint, got {"),
-            ((checkpoint, folder, 0), ValueError, "max_to_keep must be a whole number >= 1, or None for all, got 0"),
-            ((checkpoint, folder, 2.0), TypeError, "max_to_keep must be a whole number >= 1, or None for all, got 2.0"),
-        ):
-            with pytest.raises(kind, match=pattern):
-                CheckpointManager(*arguments)
-        with pytest.raises(TypeError, match="checkpoint_name must be a text, got 3"):
-            CheckpointManager(checkpoint, folder, checkpoint_name=3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="grace_seconds must be at least 0, got -1"):
-            CheckpointManager(checkpoint, folder, grace_seconds=-1)
-        with pytest.raises(TypeError, match="background must be True or False, got 'no'"):
-            CheckpointManager(checkpoint, folder, background="no")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="checkpoint_name is for letters"):
-            CheckpointManager(checkpoint, folder, checkpoint_name="a/b")
-        manager = CheckpointManager(checkpoint, folder)
-        for number, kind, pattern in (
-            (-1, ValueError, ">= 0, got -1"),
-            (1.5, TypeError, "whole number >= 0, got 1.5"),
-            (True, TypeError, "whole number >= 0, got True"),
-            (np.array(5.0), TypeError, "whole number >= 0, got "),
-            (np.array(True), TypeError, "whole number >= 0, got "),
-        ):
-            with pytest.raises(kind, match=pattern):
-                manager.save(number)  # type: ignore[arg-type]
-        assert list(folder.iterdir()) == []
-        with strategy.scope():
-            step = Variable(7)
-        for number in (np.array(5), np.int64(6), step):
-            assert manager.save(number).endswith(f"-{int(number)}")  # type: ignore[arg-type]
+def test_wrong_arguments_are_refused(folder: Path, strategy: Strategy) -> None:
+    checkpoint = made(strategy, 0)
+    for arguments, kind, text in WRONG:
+        with pytest.raises(kind, match=text):
+            CheckpointManager(**{"checkpoint": checkpoint, "directory": folder, **arguments})
+    manager = CheckpointManager(checkpoint, folder)
+    for number, kind in NO_NUMBERS:
+        with pytest.raises(kind, match=">= 0, got "):
+            manager.save(number)
+    assert list(folder.iterdir()) == []
+    with strategy.scope():
+        step = Variable(7)
+    for number in (np.array(5), np.int64(6), step):
+        assert manager.save(number).endswith(f"-{int(number)}")
 
 
 def cut(path: Path) -> None:
@@ -229,42 +211,39 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 def test_damaged_files_are_told_on_all_ranks_and_passed_over_if_asked(
-    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, strategy: Strategy
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        for damage, (name, spoil, pattern) in DAMAGES.items():
-            caplog.clear()
-            checkpoint, place = made(strategy, comm.rank), folder / damage
-            manager = CheckpointManager(checkpoint, place)
-            for step in (1, 2):
-                checkpoint.step = step
-                checkpoint.weights.assign(np.full(1000, float(step)))
-                path = Path(manager.save(step))
-            if comm.rank == 0:
-                spoil(path / name.format(last=comm.size - 1))
-            comm.Barrier()
-            checkpoint.weights.assign(np.full(1000, 7.0))
-            text = rf"({pattern}).*; restore_or_initialize\(skip_broken=True\) takes"
-            with raises_everywhere(comm, DataLossError, text):
-                manager.restore_or_initialize()
-            assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (2, 7)
-            assert manager.restore_or_initialize(skip_broken=True) == str(place / "ckpt-1")
-            assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (1, 1)
-            assert sum("ckpt-2 is passed over" in text for text in caplog.messages) == (comm.rank == 0)
-            comm.Barrier()
-            if comm.rank == 0:
-                shutil.rmtree(place / "ckpt-1")
-            comm.Barrier()
-            assert manager.restore_or_initialize(skip_broken=True) is None
+    for damage, (name, spoil, pattern) in DAMAGES.items():
+        caplog.clear()
+        checkpoint, place = made(strategy, comm.rank), folder / damage
+        manager = CheckpointManager(checkpoint, place)
+        for step in (1, 2):
+            checkpoint.step = step
+            checkpoint.weights.assign(np.full(1000, float(step)))
+            path = Path(manager.save(step))
+        if comm.rank == 0:
+            spoil(path / name.format(last=comm.size - 1))
+        comm.Barrier()
+        checkpoint.weights.assign(np.full(1000, 7.0))
+        text = rf"({pattern}).*; restore_or_initialize\(skip_broken=True\) takes"
+        with raises_everywhere(comm, DataLossError, text):
+            manager.restore_or_initialize()
+        assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (2, 7)
+        assert manager.restore_or_initialize(skip_broken=True) == str(place / "ckpt-1")
+        assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (1, 1)
+        assert sum("ckpt-2 is passed over" in text for text in caplog.messages) == (comm.rank == 0)
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(place / "ckpt-1")
+        comm.Barrier()
+        assert manager.restore_or_initialize(skip_broken=True) is None
 
 
-def test_waiting_after_the_strategy_is_closed_is_local(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_on_a_closed_strategy_is_local(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_part(place: Path, name: str, part: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         checkpoint = made(strategy, 0)
         manager = CheckpointManager(checkpoint, folder, background=True)
         manager.save(1)
@@ -273,7 +252,7 @@ def test_waiting_after_the_strategy_is_closed_is_local(
         comm.Barrier()
         assert len(manager.checkpoints) == 1
         comm.Barrier()
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         checkpoint = made(strategy, 0)
         manager = CheckpointManager(checkpoint, folder, background=True)
         monkeypatch.setattr(saving_module, "write_part", write_part)
@@ -285,69 +264,70 @@ def test_waiting_after_the_strategy_is_closed_is_local(
     comm.Barrier()
 
 
-def test_error_of_a_checksum_is_the_error_of_the_save(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checksum_error_is_that_of_the_save(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(array: Any) -> int:
         raise MemoryError("no room for a checksum")
 
     monkeypatch.setattr(saving_module if comm.size > 1 else parts_module, "checksum", fail)
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, pytest.raises(MemoryError, match="no room for a checksum"):
+    with Strategy(comm=comm) as strategy, pytest.raises(MemoryError, match="no room for a checksum"):
         CheckpointManager(made(strategy, comm.rank), folder).save(1)
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_rank_that_cannot_write_is_told_on_all_ranks(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
+    comm: Intracomm,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    background: bool,
+    strategy: Strategy,
 ) -> None:
     """The checkpoint before stays, and the next one is written."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint = made(strategy, comm.rank)
-        manager = CheckpointManager(checkpoint, folder, background=background)
-        manager.save(1)
-        manager.wait()
-        with monkeypatch.context() as patch:
-            if comm.rank == comm.size - 1:
-                really = saving_module.write_part
+    checkpoint = made(strategy, comm.rank)
+    manager = CheckpointManager(checkpoint, folder, background=background)
+    manager.save(1)
+    manager.wait()
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            really = saving_module.write_part
 
-                def write_part(place: Path, name: str, part: Any) -> None:
-                    if name == part_of_rank(comm.rank):
-                        raise OSError(28, "No space left on device")
-                    really(place, name, part)
+            def write_part(place: Path, name: str, part: Any) -> None:
+                if name == part_of_rank(comm.rank):
+                    raise OSError(28, "No space left on device")
+                really(place, name, part)
 
-                patch.setattr(saving_module, "write_part", write_part)
-            checkpoint.step = 2
-            with raises_everywhere(comm, OSError, "No space left on device"):
-                manager.save(2)
-                manager.wait()
-        told = [record for record in caplog.records if "ckpt-2 is not written: " in record.getMessage()]
-        assert bool(told) == (background and comm.rank in (0, comm.size - 1)), "who never waits must learn of it, too"
-        assert manager.checkpoints == [str(folder / "ckpt-1")]
-        comm.Barrier()
-        assert names_in(folder) == {"ckpt-1", ".ckpt.lock"}, "what was written takes no room of the next one"
-        comm.Barrier()
-        manager.save(3)
-        manager.wait()
-        comm.Barrier()
-        assert len(manager.checkpoints) == 2
-        comm.Barrier()
+            patch.setattr(saving_module, "write_part", write_part)
+        checkpoint.step = 2
+        with raises_everywhere(comm, OSError, "No space left on device"):
+            manager.save(2)
+            manager.wait()
+    told = [record for record in caplog.records if "ckpt-2 is not written: " in record.getMessage()]
+    assert bool(told) == (background and comm.rank in (0, comm.size - 1)), "who never waits must learn of it, too"
+    assert manager.checkpoints == [str(folder / "ckpt-1")]
+    comm.Barrier()
+    assert names_in(folder) == {"ckpt-1", ".ckpt.lock"}, "what was written takes no room of the next one"
+    comm.Barrier()
+    manager.save(3)
+    manager.wait()
+    comm.Barrier()
+    assert len(manager.checkpoints) == 2
+    comm.Barrier()
 
 
-def test_background_holds_what_was(comm: Intracomm, folder: Path, go_on: threading.Event) -> None:
+def test_background_holds_what_was(comm: Intracomm, folder: Path, go_on: threading.Event, strategy: Strategy) -> None:
     """`save` returns before the files are there, and what changes afterwards is not in them."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint = made(strategy, comm.rank)
-        manager = CheckpointManager(checkpoint, folder, background=True)
-        manager.save(1)
-        assert manager.checkpoints == []
-        comm.Barrier()
-        checkpoint.weights.assign(np.ones(1000))
-        checkpoint.own[0] = -1
-        checkpoint.step = 9
-        go_on.set()
-        assert manager.restore_or_initialize() == str(folder / "ckpt-1")
-        assert (checkpoint.weights.numpy() == 0).all()
-        assert (checkpoint.own.tolist(), checkpoint.step) == ([comm.rank], 0)
+    checkpoint = made(strategy, comm.rank)
+    manager = CheckpointManager(checkpoint, folder, background=True)
+    manager.save(1)
+    assert manager.checkpoints == []
+    comm.Barrier()
+    checkpoint.weights.assign(np.ones(1000))
+    checkpoint.own[0] = -1
+    checkpoint.step = 9
+    go_on.set()
+    assert manager.restore_or_initialize() == str(folder / "ckpt-1")
+    assert (checkpoint.weights.numpy() == 0).all()
+    assert (checkpoint.own.tolist(), checkpoint.step) == ([comm.rank], 0)
 
 
 def test_background_copies_into_the_memory_of_the_last_copy(
@@ -362,7 +342,7 @@ def test_background_copies_into_the_memory_of_the_last_copy(
         really(place, name, part)
 
     monkeypatch.setattr(saving_module, "write_part", write_part)
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         manager = CheckpointManager(checkpoint, folder, background=True)
         for step in range(3):
@@ -382,31 +362,30 @@ def test_background_copies_into_the_memory_of_the_last_copy(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_save_takes_memory_for_the_own_part_alone(comm: Intracomm, folder: Path, background: bool) -> None:
+def test_save_takes_memory_for_its_own_part(
+    comm: Intracomm, folder: Path, background: bool, strategy: Strategy
+) -> None:
     def kibibytes(name: str) -> int:
         return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
 
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        with strategy.scope():
-            checkpoint = Checkpoint(weights=Variable(np.ones(48 << 20, np.float32)))
-        manager = CheckpointManager(checkpoint, folder, 1, background=background)
-        for _ in range(2):
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-            before = kibibytes("VmRSS")
-            manager.save()
-            manager.wait()
-            record = manager.last_save
-            assert record is not None
-            assert kibibytes("VmHWM") - before <= (record.extra_bytes >> 10) + (64 << 10)
-        comm.Barrier()
+    with strategy.scope():
+        checkpoint = Checkpoint(weights=Variable(np.ones(48 << 20, np.float32)))
+    manager = CheckpointManager(checkpoint, folder, 1, background=background)
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        before = kibibytes("VmRSS")
+        manager.save()
+        manager.wait()
+        record = manager.last_save
+        assert record is not None
+        assert kibibytes("VmHWM") - before <= (record.extra_bytes >> 10) + (64 << 10)
+    comm.Barrier()
 
 
-def test_background_holds_what_was_also_where_ranks_write_other_pieces_than_before(
-    comm: Intracomm, folder: Path
-) -> None:
+def test_background_holds_what_was_where_ranks_write_other_pieces(comm: Intracomm, folder: Path) -> None:
     """A rank copies the pieces of the last save while it takes checksums."""
     numbers = np.arange(1 << 20, dtype=np.float32)
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+    with Strategy(comm=comm) as strategy, strategy.scope():
         checkpoint = Checkpoint(weights=numbers.copy(), more=np.zeros(1))
         manager = CheckpointManager(checkpoint, folder, None, background=True)
         for step in range(4):
@@ -438,7 +417,7 @@ def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(saving_module, "write_part", write_part)
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         manager = CheckpointManager(checkpoint, folder, background=True)
         checkpoint.weights.assign(np.full(1000, 1.0))
@@ -459,104 +438,88 @@ def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
             assert (checkpoint.weights.numpy() == number).all()
 
 
-def test_what_another_manager_is_writing_stays(comm: Intracomm, folder: Path, go_on: threading.Event) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint = made(strategy, comm.rank)
-        one = CheckpointManager(checkpoint, folder, background=True)
-        one.save(100)
-        CheckpointManager(checkpoint, folder).save(101)
-        go_on.set()
-        one.wait()
-        comm.Barrier()
-        assert [Path(path).name for path in one.checkpoints] == ["ckpt-100", "ckpt-101"]
-        comm.Barrier()
+def test_what_another_manager_is_writing_stays(
+    comm: Intracomm, folder: Path, go_on: threading.Event, strategy: Strategy
+) -> None:
+    checkpoint = made(strategy, comm.rank)
+    one = CheckpointManager(checkpoint, folder, background=True)
+    one.save(100)
+    CheckpointManager(checkpoint, folder).save(101)
+    go_on.set()
+    one.wait()
+    comm.Barrier()
+    assert [Path(path).name for path in one.checkpoints] == ["ckpt-100", "ckpt-101"]
+    comm.Barrier()
 
 
 def test_write_to_the_place_of_a_background_save_leaves_its_files(
-    comm: Intracomm, folder: Path, go_on: threading.Event
+    comm: Intracomm, folder: Path, go_on: threading.Event, strategy: Strategy
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint = made(strategy, comm.rank)
-        checkpoint.write(folder / "ckpt-1")
-        manager = CheckpointManager(checkpoint, folder, background=True)
-        manager.save(1)
-        checkpoint.write(folder / "ckpt-1")
-        go_on.set()
-        manager.wait()
-        checkpoint.restore(folder / "ckpt-1")
+    checkpoint = made(strategy, comm.rank)
+    checkpoint.write(folder / "ckpt-1")
+    manager = CheckpointManager(checkpoint, folder, background=True)
+    manager.save(1)
+    checkpoint.write(folder / "ckpt-1")
+    go_on.set()
+    manager.wait()
+    checkpoint.restore(folder / "ckpt-1")
 
 
 @pytest.mark.no_mpi
-def test_background_writes_what_a_program_saved_last_also_after_its_end(job: Job, tmp_path: Path) -> None:
-    ended = job("", ranks=2, head=ENDS_EARLY)
-    assert (ended.status, ended.err) == (0, "")
-    assert (tmp_path / "program.py.saved/ckpt-1/manifest.json").exists()
-
-
-@pytest.mark.no_mpi
-def test_background_save_is_finished_before_an_error_ends_the_job(job: Job, tmp_path: Path) -> None:
-    program = RAISES_AFTER_A_SAVE.format(awaited="raises", grace=300, rank=0)
-    ended = job("", ranks=2, head=SIGNS + program)
-    assert ended.status == 1, ended.err
-    assert "KeyError: 'labels'" in ended.err
-    assert names_in(tmp_path / "program.py.saved") - {".ckpt.lock"} == {"ckpt-1"}
-
-
-@pytest.mark.no_mpi
-def test_background_save_that_hangs_keeps_the_job_for_the_grace_alone(job: Job, tmp_path: Path) -> None:
-    program = RAISES_AFTER_A_SAVE.format(awaited="never", grace=2, rank=1)
-    ended = job("", ranks=2, head=SIGNS + program)
-    assert ended.status == 1, ended.err
-    assert "the job ends when" in ended.err
-    assert not (tmp_path / "program.py.saved" / "ckpt-1").exists()
+@pytest.mark.parametrize("end", AT_THE_END)
+def test_background_save_at_the_end_of_a_job_is_finished_within_the_grace(job: Job, tmp_path: Path, end: str) -> None:
+    what, before, grace, failing, status, said, is_saved = AT_THE_END[end]
+    ended = job("", ranks=2, head=SIGNS + SAVES.format(what=what, before=before, grace=grace, failing=failing))
+    assert ended.status == status, ended.err
+    assert said in ended.err if said else not ended.err
+    names = names_in(tmp_path / "program.py.saved") - {".ckpt.lock"}
+    assert names == {"ckpt-1"} if is_saved else "ckpt-1" not in names
 
 
 def test_background_removes_in_the_folder_in_which_the_program_was(
-    comm: Intracomm, folder: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+    comm: Intracomm, folder: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
 ) -> None:
     if comm.rank == 0:
         for name in ("a", "b/saved/ckpt-0", "b/saved/.ckpt-4.new"):
             (folder / name).mkdir(parents=True)
     comm.Barrier()
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint = made(strategy, comm.rank)
-        monkeypatch.chdir(folder / "a")
-        manager = CheckpointManager(checkpoint, "saved", 1, background=True)
-        manager.save(1)
-        monkeypatch.chdir(folder / "b")
-        go_on.set()
-        manager.wait()
-        comm.Barrier()
-        assert (folder / "a/saved/ckpt-1").is_dir()
-        assert names_in(folder / "b/saved") == {"ckpt-0", ".ckpt-4.new"}
-        comm.Barrier()
+    checkpoint = made(strategy, comm.rank)
+    monkeypatch.chdir(folder / "a")
+    manager = CheckpointManager(checkpoint, "saved", 1, background=True)
+    manager.save(1)
+    monkeypatch.chdir(folder / "b")
+    go_on.set()
+    manager.wait()
+    comm.Barrier()
+    assert (folder / "a/saved/ckpt-1").is_dir()
+    assert names_in(folder / "b/saved") == {"ckpt-0", ".ckpt-4.new"}
+    comm.Barrier()
 
 
-def test_old_checkpoints_of_other_names_and_links_are_no_error(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        checkpoint = made(strategy, comm.rank)
-        manager = CheckpointManager(checkpoint, folder / "saved", 1)
-        manager.save(1)
-        if comm.rank == 0:
-            (folder / "saved" / "ckpt-0001").mkdir()
-            (folder / "saved" / "ckpt-1").rename(folder / "elsewhere")
-            (folder / "saved" / "ckpt-1").symlink_to(folder / "elsewhere")
-        comm.Barrier()
-        manager.save(2)
-        manager.save(3)
-        if comm.rank == 0:
-            assert names_in(folder / "saved") == {"ckpt-0001", "ckpt-3", ".ckpt.lock"}
-            assert (folder / "elsewhere" / "manifest.json").exists()
-        comm.Barrier()
+def test_old_checkpoints_of_other_names_and_links_are_fine(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+    checkpoint = made(strategy, comm.rank)
+    manager = CheckpointManager(checkpoint, folder / "saved", 1)
+    manager.save(1)
+    if comm.rank == 0:
+        (folder / "saved" / "ckpt-0001").mkdir()
+        (folder / "saved" / "ckpt-1").rename(folder / "elsewhere")
+        (folder / "saved" / "ckpt-1").symlink_to(folder / "elsewhere")
+    comm.Barrier()
+    manager.save(2)
+    manager.save(3)
+    if comm.rank == 0:
+        assert names_in(folder / "saved") == {"ckpt-0001", "ckpt-3", ".ckpt.lock"}
+        assert (folder / "elsewhere" / "manifest.json").exists()
+    comm.Barrier()
 
 
 def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) -> None:
     """And moves back what was about to be replaced, which is read where it is; what has another name is left alone."""
     aside = f".ckpt-5.{16 * '0'}.old"
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         CheckpointManager(checkpoint, folder).save(5)
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         checkpoint = made(strategy, comm.rank)
         if comm.rank == 0:
             (folder / "ckpt-5").rename(folder / aside)
@@ -577,21 +540,20 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
         checkpoint.restore(folder / "ckpt-5")
 
 
-def test_numbers_too_large_for_a_message_are_passed_over(comm: Intracomm, folder: Path) -> None:
+def test_numbers_too_large_for_a_message_are_passed_over(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
     """On all ranks alike: what rank 0 finds is sent as 64 bits."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        if comm.rank == 0:
-            (folder / f"ckpt-{10**18}").mkdir()
-        comm.Barrier()
-        manager = CheckpointManager(made(strategy, comm.rank), folder)
-        assert manager.restore_or_initialize() is None
-        assert manager.save() == str(folder / "ckpt-1")
-        assert manager.save(10**18 - 1) == str(folder / f"ckpt-{10**18 - 1}")
-        assert manager.restore_or_initialize() == str(folder / f"ckpt-{10**18 - 1}")
+    if comm.rank == 0:
+        (folder / f"ckpt-{10**18}").mkdir()
+    comm.Barrier()
+    manager = CheckpointManager(made(strategy, comm.rank), folder)
+    assert manager.restore_or_initialize() is None
+    assert manager.save() == str(folder / "ckpt-1")
+    assert manager.save(10**18 - 1) == str(folder / f"ckpt-{10**18 - 1}")
+    assert manager.restore_or_initialize() == str(folder / f"ckpt-{10**18 - 1}")
 
 
 def test_a_wrong_number_on_one_rank_is_told_to_the_others(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         manager = CheckpointManager(made(strategy, comm.rank), folder / "runs")
         for number in ("x", -1, 10**18):
             text = f"checkpoint_number must be .*got {number!r}"

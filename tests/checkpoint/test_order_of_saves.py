@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support.ranks import Intracomm
 
-from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist import OneDeviceStrategy
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
@@ -41,10 +42,10 @@ def make_first_format(place: Path) -> None:
 def test_rollback_checkpoints_saved_last_are_kept_and_restored(
     comm: Intracomm, folder: Path, background: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         save(CheckpointManager(made(strategy), folder, 5), 10, 20, 30, 40, 50)
     assert not caplog.records
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:  # the next job, which goes back
+    with Strategy(comm=comm) as strategy:  # the next job, which goes back
         manager = CheckpointManager(made(strategy), folder, 5, background=background)
         manager.checkpoint.restore(folder / "ckpt-20")
         save(manager, 21, 22, 23)
@@ -56,7 +57,7 @@ def test_rollback_checkpoints_saved_last_are_kept_and_restored(
         assert [f"{folder}/ckpt-21 is saved below ckpt-50, which this run has not" in text for text in told] == (
             [True] if comm.rank == 0 else []
         )
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:  # the one after it
+    with Strategy(comm=comm) as strategy:  # the one after it
         manager = CheckpointManager(made(strategy), folder, 5)
         assert manager.restore_or_initialize() == str(folder / "ckpt-23")
         assert manager.checkpoint.step == 23
@@ -67,40 +68,38 @@ def test_rollback_checkpoints_saved_last_are_kept_and_restored(
         comm.Barrier()
 
 
-def test_first_format_checkpoints_are_restored_and_older_than_others(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        manager = CheckpointManager(made(strategy), folder, None)
-        save(manager, 9, 10, 100)
-        if comm.rank == 0:
-            for number in (9, 10, 100):
-                make_first_format(folder / f"ckpt-{number}")
-        comm.Barrier()
-        assert numbers(manager) == [9, 10, 100]
-        assert manager.restore_or_initialize() == str(folder / "ckpt-100")
-        assert (manager.checkpoint.step, manager.checkpoint.own.tolist()) == (100, [comm.rank])
-        comm.Barrier()
-        save(manager, 11)
-        comm.Barrier()
-        assert numbers(manager) == [9, 10, 100, 11]
-        assert manager.restore_or_initialize() == str(folder / "ckpt-11")
+def test_first_format_checkpoints_are_restored_and_oldest(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+    manager = CheckpointManager(made(strategy), folder, None)
+    save(manager, 9, 10, 100)
+    if comm.rank == 0:
+        for number in (9, 10, 100):
+            make_first_format(folder / f"ckpt-{number}")
+    comm.Barrier()
+    assert numbers(manager) == [9, 10, 100]
+    assert manager.restore_or_initialize() == str(folder / "ckpt-100")
+    assert (manager.checkpoint.step, manager.checkpoint.own.tolist()) == (100, [comm.rank])
+    comm.Barrier()
+    save(manager, 11)
+    comm.Barrier()
+    assert numbers(manager) == [9, 10, 100, 11]
+    assert manager.restore_or_initialize() == str(folder / "ckpt-11")
 
 
 def test_manifest_that_is_damaged_stands_behind_the_number_before_it(
-    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, strategy: Strategy
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        manager = CheckpointManager(made(strategy), folder, None)
-        save(manager, 30, 40, 21, 22, 23)
-        assert not caplog.records, "larger numbers of this run need no warning"
-        if comm.rank == 0:
-            (folder / "ckpt-22" / "manifest.json").write_text("{")
-        comm.Barrier()
-        assert numbers(manager) == [30, 40, 21, 22, 23]
-        if comm.rank == 0:
-            (folder / "ckpt-23" / "manifest.json").unlink()
-        comm.Barrier()
-        assert numbers(manager) == [30, 40, 21, 22, 23]
-        assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-21")
+    manager = CheckpointManager(made(strategy), folder, None)
+    save(manager, 30, 40, 21, 22, 23)
+    assert not caplog.records, "larger numbers of this run need no warning"
+    if comm.rank == 0:
+        (folder / "ckpt-22" / "manifest.json").write_text("{")
+    comm.Barrier()
+    assert numbers(manager) == [30, 40, 21, 22, 23]
+    if comm.rank == 0:
+        (folder / "ckpt-23" / "manifest.json").unlink()
+    comm.Barrier()
+    assert numbers(manager) == [30, 40, 21, 22, 23]
+    assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-21")
 
 
 @pytest.mark.no_mpi
@@ -123,33 +122,20 @@ def test_restore_any_flipped_bit_is_data_loss_and_passed_over_if_asked(tmp_path:
         assert arrays["a"].tolist() == [2, 2, 2]
 
 
-def test_every_nth_step_is_kept_beside_the_newest(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        manager = CheckpointManager(made(strategy), folder, 2, keep_every_n_steps=3)
-        save(manager, 1, 2, 3, 4, 5, 6, 7)
+def test_every_nth_step_is_kept_beside_the_newest(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+    manager = CheckpointManager(made(strategy), folder, 2, keep_every_n_steps=3)
+    save(manager, 1, 2, 3, 4, 5, 6, 7)
+    comm.Barrier()
+    assert numbers(manager) == [3, 5, 6, 7]
+    comm.Barrier()
+
+
+def test_one_of_each_two_hours_is_kept_also_by_a_second_job(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+    for hour in range(6):  # a job an hour
+        manager = CheckpointManager(made(strategy), folder, 1, 2.0)
+        save(manager, hour)
+        if comm.rank == 0:
+            os.utime(folder / f"ckpt-{hour}" / "manifest.json", (hour * 3600, hour * 3600))
         comm.Barrier()
-        assert numbers(manager) == [3, 5, 6, 7]
-        comm.Barrier()
-
-
-def test_one_of_each_two_hours_is_kept_also_by_a_second_job(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        for hour in range(6):  # a job an hour
-            manager = CheckpointManager(made(strategy), folder, 1, 2.0)
-            save(manager, hour)
-            if comm.rank == 0:
-                os.utime(folder / f"ckpt-{hour}" / "manifest.json", (hour * 3600, hour * 3600))
-            comm.Barrier()
-        assert numbers(manager) == [0, 2, 4, 5]
-        comm.Barrier()
-
-
-@pytest.mark.no_mpi
-def test_numbers_to_keep_that_mean_nothing_are_refused() -> None:
-    for max_to_keep, hours, steps, text in (
-        (None, None, 5, "max_to_keep=None keeps all checkpoints"),
-        (3, 0.0, None, "keep_checkpoint_every_n_hours must be above 0"),
-        (3, None, 0, "keep_every_n_steps"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            CheckpointManager(Checkpoint(step=0), "folder", max_to_keep, hours, keep_every_n_steps=steps)
+    assert numbers(manager) == [0, 2, 4, 5]
+    comm.Barrier()

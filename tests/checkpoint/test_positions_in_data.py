@@ -1,21 +1,19 @@
 """Checkpoints of positions in data: programs go on with other ranks and batches; every sample is seen once an epoch."""
 
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from jobs.faults import environment
-from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
 import mpidist
-from mpidist import Batches, InputOptions, MultiWorkerMirroredStrategy
+from mpidist import Batches, InputOptions
+from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.checkpoint import Checkpoint
+from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
@@ -47,7 +45,7 @@ def test_rest_of_the_epoch_is_what_was_left(
     comm: Intracomm, folder: Path, made: Any, num_steps: int, options: InputOptions
 ) -> None:
     """5 steps of 5 samples are all: then the epoch has nothing left, and the next one begins."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         dataset = strategy.experimental_distribute_dataset(made(5), options)
         before = [rows_of(strategy, dataset)]
         assert dataset.epoch == 1
@@ -56,7 +54,7 @@ def test_rest_of_the_epoch_is_what_was_left(
         after = rows_of(strategy, dataset)
         assert dataset.epoch == (3 if num_steps else 2)
     few = comm.Split(comm.rank < 2, comm.rank)
-    with MultiWorkerMirroredStrategy(comm=few) as strategy:
+    with Strategy(comm=few) as strategy:
         for batch_size in (5, 8):  # whose batches end elsewhere
             dataset = strategy.experimental_distribute_dataset(made(batch_size), options)
             Checkpoint(data=dataset).restore(path)
@@ -72,117 +70,108 @@ def test_rest_of_the_epoch_is_what_was_left(
     comm.Barrier()
 
 
-def test_iterator_goes_on_in_place(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        dataset = strategy.experimental_distribute_dataset(shuffled(4))
-        steps = iter(dataset)
-        rows_of(strategy, first(2, steps))
-        checkpoint = Checkpoint(steps=steps)
-        path = checkpoint.write(folder / "position")
-        left = rows_of(strategy, steps)
-        for _ in range(2):  # a pass that is over, and one that has not begun
-            checkpoint.restore(path)
-            assert steps.state_dict() == {"epoch": 0, "samples": 8, "seed": 3, "num_samples": NUM_SAMPLES}
-            assert rows_of(strategy, steps) == left
-            assert steps.state_dict()["epoch"] == 1
-            checkpoint = Checkpoint(steps=iter(dataset))
-            steps = checkpoint.steps
+def test_iterator_goes_on_in_place(folder: Path, strategy: Strategy) -> None:
+    dataset = strategy.experimental_distribute_dataset(shuffled(4))
+    steps = iter(dataset)
+    rows_of(strategy, first(2, steps))
+    checkpoint = Checkpoint(steps=steps)
+    path = checkpoint.write(folder / "position")
+    left = rows_of(strategy, steps)
+    for _ in range(2):  # a pass that is over, and one that has not begun
+        checkpoint.restore(path)
+        assert steps.state_dict() == {"epoch": 0, "samples": 8, "seed": 3, "num_samples": NUM_SAMPLES}
+        assert rows_of(strategy, steps) == left
+        assert steps.state_dict()["epoch"] == 1
+        checkpoint = Checkpoint(steps=iter(dataset))
+        steps = checkpoint.steps
 
 
 @pytest.mark.parametrize("inner", ["a whole pass", "a pass left by break", "one batch"])
 @pytest.mark.parametrize("saves", ["after the inner pass", "after the next step"])
 def test_position_after_pass_inside_a_pass_is_that_of_the_outer_one(
-    comm: Intracomm, inner: str, saves: str, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, inner: str, saves: str, caplog: pytest.LogCaptureFixture, strategy: Strategy
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        dataset = strategy.experimental_distribute_dataset(shuffled(4))
-        seen, state = [], {}
-        for step, part in enumerate(dataset):
-            seen += strategy.gather(part, axis=0).tolist()
-            if step == 1:
-                for _ in dataset if inner != "one batch" else [next(iter(dataset))]:
-                    if inner == "a pass left by break":
-                        break
-            if step == (1 if saves == "after the inner pass" else 2):
-                state = dataset.state_dict()
-                break
-        assert (state["epoch"], state["samples"]) == (0, len(seen))
-        assert ("the position in data set 0 is" in caplog.text) == (saves == "after the inner pass" and comm.rank == 0)
-        resumed = strategy.experimental_distribute_dataset(shuffled(4))
-        resumed.load_state_dict(state)
-        assert sorted(seen + rows_of(strategy, resumed)) == list(range(NUM_SAMPLES))
+    dataset = strategy.experimental_distribute_dataset(shuffled(4))
+    seen, state = [], {}
+    for step, part in enumerate(dataset):
+        seen += strategy.gather(part, axis=0).tolist()
+        if step == 1:
+            for _ in dataset if inner != "one batch" else [next(iter(dataset))]:
+                if inner == "a pass left by break":
+                    break
+        if step == (1 if saves == "after the inner pass" else 2):
+            state = dataset.state_dict()
+            break
+    assert (state["epoch"], state["samples"]) == (0, len(seen))
+    assert ("the position in data set 0 is" in caplog.text) == (saves == "after the inner pass" and comm.rank == 0)
+    resumed = strategy.experimental_distribute_dataset(shuffled(4))
+    resumed.load_state_dict(state)
+    assert sorted(seen + rows_of(strategy, resumed)) == list(range(NUM_SAMPLES))
 
 
-def test_pass_that_nothing_goes_on_with_keeps_no_later_pass_from_counting(comm: Intracomm) -> None:
+def test_pass_that_nothing_goes_on_with_keeps_no_later_pass_from_counting(strategy: Strategy) -> None:
     """A batch was looked at, and the program still has the iterator: only the first pass after it counts as inside."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        dataset = strategy.experimental_distribute_dataset(shuffled(4))
-        looked_at = iter(dataset)
-        next(looked_at)
-        epochs = []
-        for _ in range(3):
-            for _ in dataset:
-                epochs.append(dataset.epoch)
-        assert epochs == [number for number in (1, 2, 3) for _ in range(len(dataset))]
-        assert dataset.epoch == 4
-        del looked_at
-        assert dataset.epoch == 4
+    dataset = strategy.experimental_distribute_dataset(shuffled(4))
+    looked_at = iter(dataset)
+    next(looked_at)
+    epochs = []
+    for _ in range(3):
+        for _ in dataset:
+            epochs.append(dataset.epoch)
+    assert epochs == [number for number in (1, 2, 3) for _ in range(len(dataset))]
+    assert dataset.epoch == 4
+    del looked_at
+    assert dataset.epoch == 4
 
 
-def test_position_counts_what_the_program_has_had(comm: Intracomm) -> None:
+def test_position_counts_what_the_program_has_had(comm: Intracomm, strategy: Strategy) -> None:
     """Neither what a thread has read ahead, nor a pass that did not begin, nor a step that failed."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
 
-        class Failing:
-            def __iter__(self) -> Iterator[Any]:
-                yield from listed(4)[:3]
-                if comm.rank == comm.size - 1:
-                    raise OSError("disk")
+    class Failing:
+        def __iter__(self) -> Iterator[Any]:
+            yield from listed(4)[:3]
+            if comm.rank == comm.size - 1:
+                raise OSError("disk")
 
-        dataset = strategy.experimental_distribute_dataset(Failing(), BUFFERS[1])
-        assert dataset.state_dict() == {"epoch": 0, "samples": 0}
-        iter(dataset)
-        steps = iter(dataset)
-        assert dataset.epoch == 0
-        next(steps)
-        assert dataset.state_dict() == {"epoch": 0, "samples": 4}
-        with raises_everywhere(comm, OSError, "disk"):
-            list(steps)
-        assert dataset.state_dict() == {"epoch": 0, "samples": 12}
-        dataset.load_state_dict({"epoch": 0, "samples": 99})
-        with raises_everywhere(comm, (mpidist.errors.InvalidArgumentError, OSError), "disk|99 samples"):  # type: ignore[arg-type]
-            next(iter(dataset))
-        dataset = strategy.experimental_distribute_dataset(listed(4))
-        dataset.load_state_dict({"epoch": 0, "samples": 99})
-        with raises_everywhere(
-            comm, mpidist.errors.InvalidArgumentError, f"99 samples into a pass, and .* has {NUM_SAMPLES}"
-        ):
-            next(iter(dataset))
+    dataset = strategy.experimental_distribute_dataset(Failing(), BUFFERS[1])
+    assert dataset.state_dict() == {"epoch": 0, "samples": 0}
+    iter(dataset)
+    steps = iter(dataset)
+    assert dataset.epoch == 0
+    next(steps)
+    assert dataset.state_dict() == {"epoch": 0, "samples": 4}
+    with raises_everywhere(comm, OSError, "disk"):
+        list(steps)
+    assert dataset.state_dict() == {"epoch": 0, "samples": 12}
+    dataset.load_state_dict({"epoch": 0, "samples": 99})
+    with raises_everywhere(comm, (InvalidArgumentError, OSError), "disk|99 samples"):  # type: ignore[arg-type]
+        next(iter(dataset))
+    dataset = strategy.experimental_distribute_dataset(listed(4))
+    dataset.load_state_dict({"epoch": 0, "samples": 99})
+    with raises_everywhere(comm, InvalidArgumentError, f"99 samples into a pass, and .* has {NUM_SAMPLES}"):
+        next(iter(dataset))
 
 
 @pytest.mark.ranks(3)
-def test_pass_that_only_one_rank_has_begun_is_none(comm: Intracomm) -> None:
+def test_pass_that_only_one_rank_has_begun_is_none(comm: Intracomm, strategy: Strategy) -> None:
     """Else the ranks would shuffle in other orders for ever."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        dataset = strategy.experimental_distribute_dataset(shuffled(4))
-        with raises_everywhere(comm, mpidist.errors.InvalidArgumentError):
-            next(iter(dataset)) if comm.rank else strategy.reduce("sum", 1)
-        assert dataset.epoch == 0
-        assert len(rows_of(strategy, dataset)) == NUM_SAMPLES
+    dataset = strategy.experimental_distribute_dataset(shuffled(4))
+    with raises_everywhere(comm, InvalidArgumentError):
+        next(iter(dataset)) if comm.rank else strategy.reduce("sum", 1)
+    assert dataset.epoch == 0
+    assert len(rows_of(strategy, dataset)) == NUM_SAMPLES
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("mode", "has_batches"), [("PER_WORKER", True), ("PER_REPLICA", False)])
-def test_batches_of_functions_need_as_many_pipelines(
-    comm: Intracomm, folder: Path, mode: str, has_batches: bool
-) -> None:
+def test_batches_of_functions_need_their_pipelines(comm: Intracomm, folder: Path, mode: str, has_batches: bool) -> None:
     options = InputOptions(experimental_replication_mode=mode)
 
     def pipeline(context: Any) -> Any:
         rows = np.arange(NUM_SAMPLES)[context.input_pipeline_id :: context.num_input_pipelines]
         return Batches(rows, 3, seed=1) if has_batches else [rows[at : at + 3] for at in range(0, len(rows), 3)]
 
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         dataset = strategy.distribute_datasets_from_function(pipeline, options)
         rows = rows_of(strategy, first(2, dataset))
         checkpoint = Checkpoint(data=dataset)
@@ -193,7 +182,7 @@ def test_batches_of_functions_need_as_many_pipelines(
         Checkpoint(data=dataset).restore(path)
         assert sorted(rows + rows_of(strategy, dataset)) == list(range(NUM_SAMPLES))
     alone = comm.Split(comm.rank, 0)
-    with MultiWorkerMirroredStrategy(comm=alone) as strategy:
+    with Strategy(comm=alone) as strategy:
         dataset = strategy.distribute_datasets_from_function(pipeline, options)
         checkpoint = Checkpoint(data=dataset)
         with pytest.raises(ValueError, match=rf"2 steps into epoch 0 .* pipelines {comm.size}, and .* pipelines 1"):
@@ -216,18 +205,18 @@ def test_positions_in_batches_of_replicas_fit_any_ranks(comm: Intracomm, folder:
         found = [strategy.gather(part, axis=0).tolist() for part in first(steps, dataset)]
         return found, dataset.state_dict()
 
-    with MultiWorkerMirroredStrategy(comm=comm, replicas=4) as strategy:
+    with Strategy(comm=comm, replicas=4) as strategy:
         begun, state = rows_after(strategy, {"epoch": 3, "steps": 0}, 2)
         assert state == {"epoch": 3, "steps": 2, "pipelines": 4, "replicas": 4}
     alone = comm.Split(comm.rank, 0)
-    with MultiWorkerMirroredStrategy(comm=alone, replicas=4) as strategy:
+    with Strategy(comm=alone, replicas=4) as strategy:
         left, _ = rows_after(strategy, state, 9)
         assert sorted(row for step in begun + left for row in step) == list(range(40))
     comm.Barrier()
 
 
 def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+    with Strategy(comm=comm) as strategy, strategy.scope():
         dataset = strategy.experimental_distribute_dataset(shuffled(4))
         next(iter(dataset))
         path = Checkpoint(data=dataset, step=7).write(folder / "position")
@@ -257,7 +246,7 @@ def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracom
 
 
 def test_data_sets_tell_their_strategy(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, MultiWorkerMirroredStrategy(comm=comm) as other:
+    with Strategy(comm=comm) as strategy, Strategy(comm=comm) as other:
         dataset = strategy.experimental_distribute_dataset(listed(4))
         assert Checkpoint(data=dataset).strategy is strategy
         assert Checkpoint(data=iter(dataset)).strategy is strategy
@@ -275,23 +264,18 @@ def test_data_of_workers_that_do_not_step_together_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.no_mpi
-def test_batches_say_what_is_wrong() -> None:
-    with pytest.raises(mpidist.errors.InvalidArgumentError, match=r"equally long on axis 0, got lengths \[3, 4\]"):
-        Batches((np.zeros(3), np.zeros(4)), 2)
-    with pytest.raises(mpidist.errors.InvalidArgumentError, match="must be an array with rows, got int"):
-        Batches((np.zeros(3), 4), 2)
-    with pytest.raises(mpidist.errors.InvalidArgumentError, match=r"needed an array or a nest of arrays, got \[\]"):
-        Batches([], 2)
-    with pytest.raises(TypeError, match="drop_remainder is a bool, not 'no'"):
-        Batches(np.zeros(3), 2, drop_remainder="no")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"batch_size must be a whole number >= 1, got 2\.5"):
-        Batches(np.zeros(3), 2.5)  # type: ignore[arg-type]
-    for arguments, text in (
-        ({"batch_size": 0}, "batch_size must be a whole number >= 1"),
-        ({"seed": -1}, "seed must be a whole number >= 0"),
+def test_batches_of_wrong_arguments_are_refused() -> None:
+    for data, arguments, kind, text in (
+        ((np.zeros(3), np.zeros(4)), {}, InvalidArgumentError, r"equally long on axis 0, got lengths \[3, 4\]"),
+        ((np.zeros(3), 4), {}, InvalidArgumentError, "must be an array with rows, got int"),
+        ([], {}, InvalidArgumentError, r"needed an array or a nest of arrays, got \[\]"),
+        (np.zeros(3), {"drop_remainder": "no"}, TypeError, "drop_remainder must be True or False, got 'no'"),
+        (np.zeros(3), {"batch_size": 2.5}, TypeError, r"batch_size must be a whole number >= 1, got 2\.5"),
+        (np.zeros(3), {"batch_size": 0}, ValueError, "batch_size must be a whole number >= 1"),
+        (np.zeros(3), {"seed": -1}, ValueError, "seed must be a whole number >= 0"),
     ):
-        with pytest.raises(ValueError, match=text):
-            Batches(np.zeros(3), **({"batch_size": 2} | arguments))  # type: ignore[arg-type]
+        with pytest.raises(kind, match=text):
+            Batches(data, **({"batch_size": 2} | arguments))  # type: ignore[arg-type]
 
 
 @pytest.mark.no_mpi
@@ -320,50 +304,3 @@ def test_batches_of_an_epoch_follow_from_its_number() -> None:
             assert (rows == wanted[: len(rows)]).all()
             assert [batch["x"].tolist() for batch in batches.iter_from(2, 8)] == [b["x"].tolist() for b in whole[2:]]
             assert next(iter(batches))["x"].tolist() == next(batches.iter_from(0, 0))["x"].tolist()
-
-
-PROGRAM = """
-import sys
-import numpy as np
-import mpidist
-
-folder, batch_size, num_steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-options = mpidist.InputOptions(experimental_per_replica_buffer_size=3)
-with mpidist.MultiWorkerMirroredStrategy() as strategy:
-    dataset = strategy.experimental_distribute_dataset(mpidist.Batches(np.arange(23), batch_size, seed=3), options)
-    checkpoint = mpidist.checkpoint.Checkpoint(data=dataset)
-    manager = mpidist.checkpoint.CheckpointManager(checkpoint, folder)
-    manager.restore_or_initialize()
-    while num_steps:
-        for part in dataset:
-            rows = strategy.gather(part, axis=0)
-            if strategy.is_chief:
-                print(dataset.epoch, *rows, flush=True)
-            num_steps -= 1
-            if not num_steps:
-                break
-    manager.save()
-"""
-
-
-@pytest.mark.no_mpi
-def test_jobs_of_other_ranks_and_batches_see_every_sample_once_an_epoch(tmp_path: Path) -> None:
-    """Each job stops after so many steps, wherever that is, and another number of ranks goes on."""
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    seen: dict[int, list[int]] = {}
-    jobs = [(2, 5, 3), (3, 7, 5), (1, 9, 6)]
-    for num_ranks, batch_size, num_steps in jobs:
-        command = [*Launcher.find(None).command, "-n", str(num_ranks), sys.executable, str(script)]
-        arguments = [str(tmp_path / "kept"), str(batch_size), str(num_steps)]
-        done = subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        for line in done.stdout.splitlines():
-            epoch, *rows = map(int, line.split())
-            seen.setdefault(epoch, []).extend(rows)
-    assert sorted(seen) == list(range(len(seen)))
-    *whole, last = (seen[epoch] for epoch in sorted(seen))
-    assert len(whole) >= 3
-    for epoch, rows in enumerate(whole):
-        assert rows == np.random.default_rng([3, epoch]).permutation(23).tolist()
-    assert len(set(last)) == len(last)

@@ -10,7 +10,8 @@ import pytest
 from jobs.failing import PROJECT, Job
 from support.ranks import Intracomm
 
-from mpidist import MultiWorkerMirroredStrategy, Variable
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist import Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.context_stack import parts_of
 from mpidist.experimental import PreemptionCheckpointHandler
@@ -196,14 +197,13 @@ def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
 
 
 @pytest.mark.ranks(3)
-def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path) -> None:
+def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path, strategy: Strategy) -> None:
     """A notice goes with the calls of the step."""
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        with strategy.scope():
-            checkpoint = Checkpoint(step=0)
-        handler = PreemptionCheckpointHandler(CheckpointManager(checkpoint, tmp_path), signals=())
-        agreement, num_steps = parts_of(strategy).group.agreement, 40
-        before = agreement.sequence
-        for _ in range(num_steps):
-            assert handler.run(strategy.reduce, "sum", 1) == comm.size
-        assert agreement.sequence - before == num_steps
+    with strategy.scope():
+        checkpoint = Checkpoint(step=0)
+    handler = PreemptionCheckpointHandler(CheckpointManager(checkpoint, tmp_path), signals=())
+    agreement, num_steps = parts_of(strategy).group.agreement, 40
+    before = agreement.sequence
+    for _ in range(num_steps):
+        assert handler.run(strategy.reduce, "sum", 1) == comm.size
+    assert agreement.sequence - before == num_steps

@@ -17,9 +17,10 @@ from safetensors.numpy import load_file, save_file
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
-from mpidist import MultiWorkerMirroredStrategy, Variable
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist import Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager, node_copies
-from mpidist.checkpoint.dealing import deal
+from mpidist.checkpoint.parts import deal
 from mpidist.context_stack import parts_of
 
 pytestmark = pytest.mark.core
@@ -56,73 +57,52 @@ def bytes_read() -> int:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_writers_all_ranks_write_as_much_and_any_number_restores(
-    comm: Intracomm, placement: object, folder: Path, background: bool
+    comm: Intracomm, placement: object, folder: Path, background: bool, strategy: Strategy
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        manager = CheckpointManager(made(strategy, 5), folder, background=background)
-        path = Path(manager.save())
-        manager.wait()
-        comm.Barrier()
-        sizes = sizes_in(path)
-        total = 8 * (3 + LARGE + 70_000 + 1 + 301 * 503)
-        assert (list(sizes), sum(sizes.values())) == (list(range(comm.size)), total)
-        assert max(sizes.values()) - min(sizes.values()) < 200_000
-        record = manager.last_save
-        assert record is not None
-        assert (record.nbytes, record.extra_bytes) == (sizes[comm.rank], sizes[comm.rank] * background)
-        for ranks in (comm, MPI.COMM_SELF):
-            with MultiWorkerMirroredStrategy(comm=ranks) as other:
-                restored, saved = made(other, 0), made(other, 5)
-                restore_once_a_node(comm, restored, total, path, partial=False)
-                restore_once_a_node(comm, Checkpoint(kernel=restored.kernel), 8 * 301 * 503, path, partial=True)
-                assert all((one == two).all() for one, two in zip(restored.leaves, saved.leaves, strict=True))
-                assert (restored.kernel.numpy() == 5).all()
-                assert restored.step == 5
+    manager = CheckpointManager(made(strategy, 5), folder, background=background)
+    path = Path(manager.save())
+    manager.wait()
+    comm.Barrier()
+    sizes = sizes_in(path)
+    total = 8 * (3 + LARGE + 70_000 + 1 + 301 * 503)
+    assert (list(sizes), sum(sizes.values())) == (list(range(comm.size)), total)
+    assert max(sizes.values()) - min(sizes.values()) < 200_000
+    record = manager.last_save
+    assert record is not None
+    assert (record.nbytes, record.extra_bytes) == (sizes[comm.rank], sizes[comm.rank] * background)
+    for ranks in (comm, MPI.COMM_SELF):
+        with Strategy(comm=ranks) as other:
+            restored, saved = made(other, 0), made(other, 5)
+            restore_once_a_node(comm, restored, total, path, partial=False)
+            restore_once_a_node(comm, Checkpoint(kernel=restored.kernel), 8 * 301 * 503, path, partial=True)
+            assert all((one == two).all() for one, two in zip(restored.leaves, saved.leaves, strict=True))
+            assert (restored.kernel.numpy() == 5).all()
+            assert restored.step == 5
 
 
 def test_restore_of_files_that_rank_0_alone_sees_sends_what_is_equal(
-    comm: Intracomm, placement: object, folder: Path, monkeypatch: pytest.MonkeyPatch
+    comm: Intracomm, placement: object, folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
 ) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        made(strategy, 5).write(folder / "0" / "one", writers=1)
-        (folder / f"{comm.rank}").mkdir(exist_ok=True)
-        monkeypatch.chdir(folder / f"{comm.rank}")
-        restored = made(strategy, 0)
-        restored.restore("one")
-        assert (restored.kernel.numpy() == 5).all()
-        assert (restored.leaves[2] == np.arange(LARGE) * 5).all()
+    made(strategy, 5).write(folder / "0" / "one", writers=1)
+    (folder / f"{comm.rank}").mkdir(exist_ok=True)
+    monkeypatch.chdir(folder / f"{comm.rank}")
+    restored = made(strategy, 0)
+    restored.restore("one")
+    assert (restored.kernel.numpy() == 5).all()
+    assert (restored.leaves[2] == np.arange(LARGE) * 5).all()
 
 
-def test_writers_as_many_as_given_write(comm: Intracomm, placement: object, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        topology = parts_of(strategy).topology
-        checkpoint = made(strategy, 5)
-        for writers in ("per node", 2, 100):
-            ranks = list(sizes_in(Path(checkpoint.write(folder / f"{writers}", writers=writers))))
-            leaders = [of_node[0] for of_node in topology.nodes]
-            assert ranks == leaders if writers == "per node" else len(ranks) == min(writers, comm.size)
-            assert len({topology.node_of_rank[rank] for rank in ranks}) == min(len(ranks), topology.num_nodes)
-        comm.Barrier()
-        with raises_everywhere(comm, ValueError, "writers must be 'all', 'per node' or a number of ranks, got 'each'"):
-            checkpoint.write(folder / "one", writers="each")
-        with pytest.raises(ValueError, match="writers must be"):
-            CheckpointManager(checkpoint, folder, writers=0)
-
-
-@pytest.mark.ranks(3)
-def test_writers_damaged_piece_is_named_and_nothing_is_changed(comm: Intracomm, folder: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        path = Path(made(strategy, 5).write(folder / "one"))
-        if comm.rank == 0:
-            file = path / f"rank-{comm.size - 1}.safetensors"
-            data = bytearray(file.read_bytes())
-            data[-1] ^= 1
-            file.write_bytes(data)
-        comm.Barrier()
-        restored = made(strategy, 0)
-        with raises_everywhere(comm, OSError, rf"rank-{comm.size - 1}\.safetensors' is damaged: another checksum"):
-            restored.restore(path)
-        assert not any(leaf.any() for leaf in restored.leaves)
+def test_writers_as_many_as_given_write(comm: Intracomm, placement: object, folder: Path, strategy: Strategy) -> None:
+    topology = parts_of(strategy).topology
+    checkpoint = made(strategy, 5)
+    for writers in ("per node", 2, 100):
+        ranks = list(sizes_in(Path(checkpoint.write(folder / f"{writers}", writers=writers))))
+        leaders = [of_node[0] for of_node in topology.nodes]
+        assert ranks == leaders if writers == "per node" else len(ranks) == min(writers, comm.size)
+        assert len({topology.node_of_rank[rank] for rank in ranks}) == min(len(ranks), topology.num_nodes)
+    comm.Barrier()
+    with raises_everywhere(comm, ValueError, "writers must be 'all', 'per node' or a number of ranks, got 'each'"):
+        checkpoint.write(folder / "one", writers="each")
 
 
 @pytest.mark.ranks(3)
@@ -140,7 +120,7 @@ def test_restore_of_a_checkpoint_of_an_earlier_version(comm: Intracomm, folder: 
         text = json.dumps({**manifest, "owners": owners, "parts": parts})[:-1].encode()
         (path / "manifest.json").write_bytes(text + b', "checksum": %d}' % zlib.crc32(text))
     comm.Barrier()
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+    with Strategy(comm=comm) as strategy, strategy.scope():
         checkpoint = Checkpoint(weights=Variable(np.zeros((2, 3))), step=0)
         checkpoint.restore(path)
         assert (checkpoint.weights.numpy() == weights).all()
@@ -178,7 +158,7 @@ def memory(request: pytest.FixtureRequest, folder: Path, comm: Intracomm, monkey
     return folder / "memory"
 
 
-def made_with_a_metric(strategy: MultiWorkerMirroredStrategy, value: float) -> Checkpoint:
+def made_with_a_metric(strategy: Strategy, value: float) -> Checkpoint:
     with strategy.scope():
         metric = Variable(value, synchronization="on_read", aggregation="sum", name="metric")
         return Checkpoint(kernel=Variable(np.full(SIZE, value)), step=int(value), metric=metric)
@@ -186,7 +166,7 @@ def made_with_a_metric(strategy: MultiWorkerMirroredStrategy, value: float) -> C
 
 def save_and_fail(comm: Intracomm, folder: Path, background: bool = False) -> list[Path]:
     """Save twice, and end with an exception; return the folders of all nodes."""
-    with suppress(ZeroDivisionError), MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with suppress(ZeroDivisionError), Strategy(comm=comm) as strategy:
         checkpoint = made_with_a_metric(strategy, 1.0)
         manager = CheckpointManager(checkpoint, folder / "saved", background=background, neighbour=True)
         for _ in range(2):
@@ -207,7 +187,7 @@ def damage(comm: Intracomm, files: list[Path]) -> None:
 
 
 def restored(comm: Intracomm, folder: Path) -> tuple[int, float, float]:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         checkpoint = made_with_a_metric(strategy, 0.0)
         manager = CheckpointManager(checkpoint, folder / "saved", neighbour=True)
         assert manager.restore_or_initialize() == str(manager.latest_checkpoint)
@@ -231,7 +211,7 @@ def test_copies_after_a_lost_node_are_restored_without_the_files(
 
 def test_copies_of_another_checkpoint_are_not_restored(comm: Intracomm, folder: Path, memory: Path) -> None:
     save_and_fail(comm, folder)
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         CheckpointManager(made_with_a_metric(strategy, 7.0), folder / "saved").save(2)
     assert restored(comm, folder) == (7, 7.0, 7.0 * comm.size)
 
@@ -257,7 +237,7 @@ def test_copies_without_room_for_them_are_warned_of_once(
 
 
 def test_copies_are_removed_by_the_last_that_uses_them(comm: Intracomm, folder: Path, memory: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as one, MultiWorkerMirroredStrategy(comm=comm) as other:
+    with Strategy(comm=comm) as one, Strategy(comm=comm) as other:
         managers = [
             CheckpointManager(made_with_a_metric(strategy, 1.0), folder / "saved", neighbour=True)
             for strategy in (one, other)
@@ -272,7 +252,7 @@ def test_copies_are_removed_by_the_last_that_uses_them(comm: Intracomm, folder: 
 
 
 def test_copies_of_a_save_that_is_not_waited_for_are_removed(comm: Intracomm, folder: Path, memory: Path) -> None:
-    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+    with Strategy(comm=comm) as strategy:
         CheckpointManager(made_with_a_metric(strategy, 1.0), folder / "saved", background=True, neighbour=True).save()
     for thread in enumerate_threads():
         if thread.name == "mpidist.checkpoint":

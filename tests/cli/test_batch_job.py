@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from jobs.failing import stand_in
 
 import mpidist
 from mpidist.__main__ import run_command
@@ -26,11 +27,6 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def stand_in(folder: Path, name: str, body: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-    (folder / name).chmod(0o755)
-
-
 def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     """Return the words of the command that --dry-run prints."""
     assert run_command(["sbatch", "--dry-run", *arguments]) == 0
@@ -43,7 +39,7 @@ def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[st
     [
         ("", "", "train"),
         ("--nodes 8 --ntasks-per-node 4 --time 1-12", "--nodes=8 --ntasks-per-node=4 --time=1-12", "train"),
-        ("--gpus-per-node 4", "--ntasks-per-node=4 --gpus-per-node=4", "train_gpu"),
+        ("--gpus-per-node 4", "--ntasks-per-node=4 --gpus-per-node=4", "train"),
         ("--gpus-per-node 4 --requeue", "--ntasks-per-node=4 --gpus-per-node=4", "requeue"),
         ("--nodes 3 --ps 2 --time 5", "--nodes=3 --time=5 : --nodes=1 --ntasks-per-node=2 --time=5", "roles"),
         ("-p gpu -A ab12 --qos=high", "--partition=gpu --account=ab12 --qos=high", "train"),

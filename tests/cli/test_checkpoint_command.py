@@ -40,9 +40,7 @@ def test_checkpoints_are_listed_in_the_order_of_saves(folder: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "no manifest"])
-def test_checkpoint_list_damaged_file_is_not_whole(
-    folder: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
+def test_checkpoint_list_damaged_is_not_whole(folder: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     (arrays,) = (folder / "ckpt-10").glob("*.safetensors")
     data = bytearray(arrays.read_bytes())
     if damage == "flip":

@@ -176,7 +176,8 @@ def run(folder: Path, body: str, *arguments: str) -> tuple[int, list[str], list[
     """Return the exit code, what ranks printed, and what `mpidist run` said."""
     process = start(folder, body, *arguments)
     out, err = process.communicate(timeout=HANG_SECONDS)
-    said = [line.partition("mpidist run: ")[2] for line in err.splitlines() if line.startswith("mpidist run: ")]
+    lines = [line.lstrip("\0") for line in err.splitlines()]  # prterun of Open MPI 5.0.11 ends with such a byte
+    said = [line.partition("mpidist run: ")[2] for line in lines if line.startswith("mpidist run: ")]
     return process.returncode, sorted(line for line in out.splitlines() if line.startswith("rank ")), said
 
 

@@ -4,7 +4,7 @@ import pytest
 from support.ranks import Intracomm
 
 from mpidist.cluster_resolver import MPIClusterResolver
-from mpidist.cluster_resolver.addresses import number_ports
+from mpidist.cluster_resolver.cluster_spec import number_ports
 from mpidist.errors import TopologyError
 
 

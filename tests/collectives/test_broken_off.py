@@ -96,49 +96,31 @@ def test_the_others_raise_at_once_and_nobody_goes_on(
     strategy.close()
 
 
-@several
-def test_want_of_memory_for_a_result_is_the_error_of_all(comm: Intracomm, placement: tuple[int, ...]) -> None:
-    """Before data moves: the next call goes well."""
-    last = comm.size - 1
-    text = f"rank {last}: MemoryError: Unable to allocate 9 TiB"
-    with Strategy(comm=comm) as strategy:
-        for call, num_arrays in product((reduce, start), (1, 3)):
-            value: Any = [np.full(1_000_000, 1.0)] * num_arrays
-            for _ in range(2):
-                assert all((result == comm.size).all() for result in call(strategy, value))
-                with pytest.MonkeyPatch.context() as monkeypatch:
-                    if comm.rank == last:
-                        monkeypatch.setattr(RecycledResults, "lend", no_memory)
-                    with raises_everywhere(comm, InvalidArgumentError, text):
-                        call(strategy, value)
-
-
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("milliseconds", [1, 2, 3, 5, 8])
-def test_a_signal_handler_that_raises_anywhere(comm: Intracomm, milliseconds: float) -> None:
+def test_a_signal_handler_that_raises_anywhere(comm: Intracomm, milliseconds: float, strategy: Strategy) -> None:
     """On one rank, while all go on with calls: right numbers or an error, on every rank."""
     value = np.full(300_000, comm.rank + 1.0)
     total = comm.size * (comm.size + 1) / 2
-    with Strategy(comm=comm) as strategy:
-        errors: list[BaseException] = []
-        gc.collect()  # what a handler raises while memory of earlier tests is given back, Python ignores
-        comm.Barrier()  # a rank that is still making its strategy would have none to reset
-        try:
-            with alarm(milliseconds / 1000) if comm.rank == 0 else nullcontext():
-                while True:
-                    assert (reduce(strategy, value) == total).all()
-        except (RangError, PeerFailedError, DeadlineExceededError, InvalidArgumentError) as error:
-            errors.append(error)  # the last is of all ranks: it came while this rank looked at its arguments
-        if isinstance(errors[0], RangError):
-            parts_of(strategy).group.break_off(errors[0])  # if it came between two calls
-        assert len(errors) == 1
-        comm.Barrier()
-        strategy.reset()
-        assert (reduce(strategy, value) == total).all()
+    errors: list[BaseException] = []
+    gc.collect()  # what a handler raises while memory of earlier tests is given back, Python ignores
+    comm.Barrier()  # a rank that is still making its strategy would have none to reset
+    try:
+        with alarm(milliseconds / 1000) if comm.rank == 0 else nullcontext():
+            while True:
+                assert (reduce(strategy, value) == total).all()
+    except (RangError, PeerFailedError, DeadlineExceededError, InvalidArgumentError) as error:
+        errors.append(error)  # the last is of all ranks: it came while this rank looked at its arguments
+    if isinstance(errors[0], RangError):
+        parts_of(strategy).group.break_off(errors[0])  # if it came between two calls
+    assert len(errors) == 1
+    comm.Barrier()
+    strategy.reset()
+    assert (reduce(strategy, value) == total).all()
 
 
 @pytest.mark.ranks(1, 3)
-def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm) -> None:
+def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm, strategy: Strategy) -> None:
     """Whatever the system promises, and without a plan of every chunk; the next call goes well."""
     text = r"the results of the \d ranks? of a node need [\d.]+ TiB of new memory, and the node has"
     calls: list[Callable[[Any], Any]] = [
@@ -148,12 +130,11 @@ def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm) -> No
         lambda value: strategy.gather(value, 0),
         lambda value: scatter(strategy, value * comm.size),
     ]
-    with Strategy(comm=comm) as strategy:
-        for call, num_arrays in product(calls, (1, 600)):
-            value = [np.broadcast_to(np.float32(1), 600_000_000_000 // num_arrays)] * num_arrays
-            with pytest.raises(MemoryError, match=text):
-                call(value)
-            assert strategy.reduce("SUM", 1) == comm.size
+    for call, num_arrays in product(calls, (1, 600)):
+        value = [np.broadcast_to(np.float32(1), 600_000_000_000 // num_arrays)] * num_arrays
+        with pytest.raises(MemoryError, match=text):
+            call(value)
+        assert strategy.reduce("SUM", 1) == comm.size
 
 
 def gather_unevenly(strategy: Strategy, value: Any) -> Any:
@@ -206,31 +187,42 @@ def scatter(strategy: Strategy, value: Any, op: str = "SUM", axis: int = 0) -> A
     return strategy.run(lambda: mpidist.get_replica_context().reduce_scatter(op, value, axis))
 
 
-# Calls of a matrix whose elements are 1, and what may lack memory for it: for results, for copies, or for both.
+def large(call: Callable[[Strategy, Any], Any], number: int) -> Callable[[Strategy, Any], Any]:
+    """Give the call lists of large arrays, for whose results memory is kept."""
+    return lambda strategy, value: call(strategy, [np.full(1_000_000, 1.0)] * number)
+
+
+LACKING = {"results": (ResultMemory, "empty"), "copies": (arrays, "empty"), "kept results": (RecycledResults, "lend")}
+# Calls of a matrix whose elements are 1, and what may lack memory for it.
 IN_NEW_MEMORY: dict[str, tuple[Callable[[Strategy, Any], Any], str]] = {
+    "all_reduce": (large(reduce, 1), "kept results"),
+    "all_reduce of a list": (large(reduce, 3), "kept results"),
+    "start_all_reduce": (large(start, 1), "kept results"),
+    "start_all_reduce of a list": (large(start, 3), "kept results"),
     "gather": (lambda strategy, value: strategy.gather(value, 0), "results"),
     "gather of other lengths": (gather_unevenly, "results"),
-    "gather along another axis": (lambda strategy, value: strategy.gather(value, 1), "both"),
+    "gather along another axis": (lambda strategy, value: strategy.gather(value, 1), "results, copies"),
     "reduce_scatter": (scatter, "results"),
-    "reduce_scatter along another axis": (lambda strategy, value: scatter(strategy, value, axis=1), "both"),
-    "reduce_scatter of integers": (lambda strategy, value: scatter(strategy, value.astype(int), "MEAN"), "both"),
-    "reduce_scatter of columns": (lambda strategy, value: scatter(strategy, np.asfortranarray(value)), "both"),
+    "reduce_scatter of another axis": (lambda strategy, value: scatter(strategy, value, axis=1), "results, copies"),
+    "of integers": (lambda strategy, value: scatter(strategy, value.astype(int), "MEAN"), "results, copies"),
+    "of columns": (lambda strategy, value: scatter(strategy, np.asfortranarray(value)), "results, copies"),
 }
 
 
-def test_no_memory_is_the_error_of_all(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_memory_that_is_missing_on_one_rank_is_the_error_of_all(
+    comm: Intracomm, placement: object, strategy: Strategy
+) -> None:
     """Before data moves, and the next call goes well."""
     value, last = np.full((200, 300), 1.0), comm.size - 1
-    with Strategy(comm=comm) as strategy:
-        for (call, needed), lacking in product(IN_NEW_MEMORY.values(), ("results", "copies")):
-            if needed not in (lacking, "both"):
-                continue
-            right = call(strategy, value)
+    for name, (call, lacking) in IN_NEW_MEMORY.items():
+        for what in lacking.split(", "):
+            for _ in range(2):
+                right = call(strategy, value)
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if comm.rank == last:
-                    owner, function = (ResultMemory, "empty") if lacking == "results" else (arrays, "empty")
-                    monkeypatch.setattr(owner, function, no_memory)
-                with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "Unable to allocate 9 TiB"):
+                    monkeypatch.setattr(*LACKING[what], no_memory)
+                who = f"rank {last}: MemoryError: " if what == "kept results" and comm.size > 1 else ""
+                with raises_everywhere(comm, (MemoryError, InvalidArgumentError), who + "Unable to allocate 9 TiB"):
                     call(strategy, value)
-            assert (call(strategy, value) == right).all()
+            assert np.array_equal(call(strategy, value), right), name
             assert strategy.reduce("SUM", 1) == comm.size

@@ -191,9 +191,7 @@ CALLS = {
 
 
 @pytest.mark.ranks(1, 3)
-def test_another_current_device_is_everybodys_error(
-    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_current_device_is_refused(gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a thread, which begins with GPU 0. CuPy's streams are of a device, and arrays of another cannot be read.
 
     In the first call of a strategy, after a call, and after a reset.

@@ -126,9 +126,7 @@ def test_each_call_has_its_own_deadline(emulated: Emulated, comm: Intracomm, sta
 
 
 @pytest.mark.parametrize("is_started", [False, True])
-def test_a_kernel_that_runs_past_the_deadline(
-    emulated: Emulated, group: SyncGroup, comm: Intracomm, is_started: bool
-) -> None:
+def test_kernel_past_the_deadline_ends(emulated: Emulated, group: SyncGroup, comm: Intracomm, is_started: bool) -> None:
     """Of the program, on one rank: what it is to add is not there yet. All ranks give up, and begin anew meanwhile.
 
     What the GPU does later of the call that was given up comes before what the program does next with its arrays.
@@ -170,9 +168,7 @@ def test_the_host_never_waits_for_a_gpu_without_looking(
 
 
 @pytest.mark.parametrize("what", ["an error, while it waits", "an error, while it asks", "an interrupt"])
-def test_what_befalls_a_rank_ends_all_work_that_was_launched(
-    emulated: Emulated, comm: Intracomm, start: Any, what: str
-) -> None:
+def test_what_befalls_a_rank_ends_all_launched_work(emulated: Emulated, comm: Intracomm, start: Any, what: str) -> None:
     emulated.hold()
     handles = [start() for _ in range(2)]
     assert emulated.comes_to(UNDER_WAY, 2, handles[0].is_done)

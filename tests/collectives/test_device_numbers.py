@@ -1,12 +1,10 @@
 """What a program does with device memory: right numbers, a late rank, nothing that grows."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +14,7 @@ from host_cuda import are_emulated
 from host_cuda.gpus import down, gpus, grown_by, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, contribution
 from support.ranks import Intracomm
+from support.used import functions_called
 
 import mpidist
 from mpidist import CommunicationOptions as Options
@@ -174,18 +173,17 @@ OTHER_CALLS: dict[str, Callable[[Strategy, Any], Any]] = {
 
 @pytest.mark.usefixtures("_way", "placement")
 @on_one_and_two_nodes
-def test_other_calls_have_the_results_of_host_memory(gpus: Any, comm: Intracomm) -> None:
+def test_other_calls_have_the_results_of_host_memory(gpus: Any, comm: Intracomm, strategy: Strategy) -> None:
     shapes = [(comm.size, 2), (3 * comm.size + 1, 5), (700, 40)]
     dtypes = [*(np.dtype(code) for code in ("i2", "i4", "f4", "c8")), *HALVES]
-    with Strategy(comm=comm) as strategy:
-        for (first, (name, call)), place in product(enumerate(OTHER_CALLS.items()), range(3)):
-            dtype = dtypes[(first + 2 * place) % len(dtypes)]
-            shape, layout = shapes[(first + place) % len(shapes)], LAYOUTS[(first + place) % 4]
-            host = contribution("prod", comm.rank, int(np.prod(shape)), dtype).reshape(shape)
-            wanted = call(strategy, host)
-            got = call(strategy, placed(host, layout))
-            assert (got is None) == (wanted is None), name
-            assert wanted is None or are_same("", down(got), wanted), (name, dtype, shape)
+    for (first, (name, call)), place in product(enumerate(OTHER_CALLS.items()), range(3)):
+        dtype = dtypes[(first + 2 * place) % len(dtypes)]
+        shape, layout = shapes[(first + place) % len(shapes)], LAYOUTS[(first + place) % 4]
+        host = contribution("prod", comm.rank, int(np.prod(shape)), dtype).reshape(shape)
+        wanted = call(strategy, host)
+        got = call(strategy, placed(host, layout))
+        assert (got is None) == (wanted is None), name
+        assert wanted is None or are_same("", down(got), wanted), (name, dtype, shape)
 
 
 @pytest.mark.ranks(max=2)
@@ -204,22 +202,6 @@ def test_outs_may_overlap_the_arguments_of_others(gpus: Any, comm: Intracomm, me
         strategy.run(lambda: context().all_reduce("sum", values, out=outs))
     assert (down(outs[0]) == comm.size * numbers[:100]).all()
     assert (down(outs[1]) == comm.size * numbers[200:300]).all()
-
-
-def functions_called(call: Callable[[], object]) -> int:
-    """Count the calls of functions of mpidist in this thread."""
-    number, folder = 0, str(Path(mpidist.__file__).parent)
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal number
-        number += event == "call" and frame.f_code.co_filename.startswith(folder)
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return number
 
 
 @pytest.mark.ranks(max=1)
@@ -242,7 +224,7 @@ def test_no_function_is_called_for_each_array(gpus: Any, comm: Intracomm, into: 
 
 @pytest.mark.ranks(max=2)
 @pytest.mark.parametrize("what", ["new results", "new values", "out= given", "in place", "several packs", "started"])
-def test_nothing_grows(gpus: Any, comm: Intracomm, what: str) -> None:
+def test_nothing_grows(gpus: Any, comm: Intracomm, what: str, strategy: Strategy) -> None:
     arrays, others = ([up(np.ones(size, np.float32)) for size in (3, 1000, 17)] for _ in range(2))
     out = {"out= given": others, "in place": arrays, "several packs": arrays}.get(what)
     options = Options(bytes_per_pack=100) if what == "several packs" else None
@@ -255,13 +237,12 @@ def test_nothing_grows(gpus: Any, comm: Intracomm, what: str) -> None:
         else:
             context().all_reduce("mean", values, options, out=out)
 
-    with Strategy(comm=comm) as strategy:
-        start = time.monotonic()
-        for _ in range(50):
-            strategy.run(reduce)
-        fits = int(SECONDS * 50 / (time.monotonic() - start))
-        number = 50 if are_emulated() else comm.bcast(min(CALLS, fits))
-        assert grown_by(lambda: strategy.run(reduce), number) == {}
+    start = time.monotonic()
+    for _ in range(50):
+        strategy.run(reduce)
+    fits = int(SECONDS * 50 / (time.monotonic() - start))
+    number = 50 if are_emulated() else comm.bcast(min(CALLS, fits))
+    assert grown_by(lambda: strategy.run(reduce), number) == {}
 
 
 @pytest.mark.ranks(max=1)

@@ -1,6 +1,7 @@
 """`Strategy.gather` and `ReplicaContext.all_gather`: arrays of all ranks, one after the other."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -32,66 +33,52 @@ def part(rank: int, axis: int = 0) -> Any:
     return np.moveaxis(np.arange(6 * rank).reshape(rank, 2, 3) + 100 * rank, 0, axis)
 
 
+DTYPES = [bool, np.int8, np.uint16, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.complex128, ">i4", ">f8"]
+PLAIN = np.arange(12, dtype=np.float64).reshape(3, 4)
+LAID_OUT = [
+    np.repeat(PLAIN, 2, axis=0)[::2], np.asfortranarray(PLAIN), PLAIN.astype(">f8"), PLAIN[:, ::-1].copy()[:, ::-1],
+]  # fmt: skip
+# Name -> what a rank gives along an axis, and the axes.
+PARTS: dict[str, tuple[Callable[[int, Any], Any], list[Any]]] = {
+    "vectors": (lambda rank, axis: np.arange(3) + rank, [0]),
+    "even": (lambda rank, axis: np.full((1, 2, 2), rank), [0, 1, 2, -1]),
+    "uneven": (lambda rank, axis: part(rank, axis), [0, 1, 2, -1, -3, np.int64(1)]),
+    "no rows": (lambda rank, axis: np.empty((0, 3), np.float32), [0]),
+    "no columns": (lambda rank, axis: np.empty((2, 0), np.float32), [0, 1]),
+    "large": (lambda rank, axis: np.full((rank + 1, 30_000), rank, np.float32), [0]),
+    **{
+        f"layouts {turn}": (lambda rank, axis, turn=turn: LAID_OUT[(rank + turn) % 4], [0, 1]) for turn in range(4)
+    },
+    **{
+        str(dtype): (lambda rank, axis, dtype=dtype: np.arange(3 * rank + 3).reshape(-1, 3).astype(dtype), [0])
+        for dtype in DTYPES
+    },
+}  # fmt: skip
+
+
 @pytest.mark.core
-def test_parts_come_in_rank_order(gather: Gather) -> None:
-    """Even ones, and uneven ones."""
-    for value, axes in (
-        (np.arange(3), (0,)),
-        (np.array([[1, 2, 3]]), (0, 1)),
-        (np.ones((1, 2, 2), int), (0, 1, 2, -1)),
-    ):
-        for axis in axes:
-            assert np.array_equal(gather(value, axis), np.concatenate([value] * SIZE, axis))
-    for axis in (0, 1, 2, -1, -3, np.int64(1)):
-        result = gather(part(RANK, axis), axis)
-        assert np.array_equal(result, np.concatenate([part(rank, axis) for rank in range(SIZE)], axis))
-        assert result.flags.c_contiguous
-        assert same_everywhere(WORLD, result)
+@pytest.mark.whole
+def test_gather_of_any_parts_puts_them_in_rank_order(gather: Gather) -> None:
+    """Layout and byte order are each rank's own affair; arguments are read alone, and results are the caller's."""
+    for name, (give, axes) in PARTS.items():
+        for axis, _ in product(axes, range(2)):
+            own = give(RANK, axis)
+            before = own.copy()
+            own.flags.writeable = False
+            result, wanted = gather(own, axis), np.concatenate([give(rank, axis) for rank in range(SIZE)], axis)
+            assert np.array_equal(result, wanted), (name, axis)
+            assert (result.dtype, result.shape) == (own.dtype.newbyteorder("="), wanted.shape), name
+            assert result.flags.c_contiguous
+            assert same_everywhere(WORLD, result)
+            result[...] = 0  # the next one is another
+            assert np.array_equal(own, before)
 
 
-def test_placement_does_not_matter(placement: tuple[int, ...]) -> None:
+@pytest.mark.usefixtures("placement")
+def test_gather_on_any_nodes_is_in_rank_order() -> None:
     with MultiWorkerMirroredStrategy() as strategy:
         result = strategy.gather(part(RANK), 0)
     assert np.array_equal(result, np.concatenate([part(rank) for rank in range(SIZE)]))
-
-
-@pytest.mark.ranks(1, 3)
-def test_nothing_from_any_rank_is_an_empty_array(gather: Gather) -> None:
-    for shape, axis in (((0, 3), 0), ((2, 0), 0), ((2, 0), 1)):
-        result = gather(np.empty(shape, np.float32), axis)
-        assert result.dtype == np.float32
-        assert result.shape == np.concatenate([np.empty(shape)] * SIZE, axis).shape
-
-
-DTYPES = [bool, np.int8, np.uint16, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.complex128, ">i4", ">f8"]
-
-
-@pytest.mark.ranks(1, 3)
-def test_every_dtype_may_be_gathered(gather: Gather) -> None:
-    for dtype in DTYPES:
-        values = [np.arange(3 * (rank + 1)).reshape(-1, 3).astype(dtype) for rank in range(SIZE)]
-        result = gather(values[RANK], 0)
-        assert result.dtype == np.dtype(dtype).newbyteorder("=")
-        assert result.dtype.isnative
-        assert np.array_equal(result, np.concatenate(values))
-
-
-@pytest.mark.ranks(1, 3)
-def test_layout_and_byte_order_are_each_ranks_own_affair(gather: Gather) -> None:
-    """Strided, Fortran-ordered, read-only and foreign arrays, side by side and unchanged."""
-    plain = np.arange(12, dtype=np.float64).reshape(3, 4)
-    kinds = [
-        np.repeat(plain, 2, axis=0)[::2],
-        np.asfortranarray(plain),
-        plain.astype(">f8"),
-        plain[:, ::-1].copy()[:, ::-1],
-    ]
-    for turn in range(len(kinds)):
-        mine = kinds[(RANK + turn) % len(kinds)]
-        mine.flags.writeable = False
-        for axis in (0, 1):
-            assert np.array_equal(gather(mine, axis), np.concatenate([plain] * SIZE, axis))
-        assert np.array_equal(mine, plain)
 
 
 @pytest.mark.ranks(1, 3)
@@ -104,22 +91,6 @@ def test_nest_is_gathered_leaf_by_leaf(gather: Gather) -> None:
     assert result[1]["b"].shape == (1, 2 * SIZE, 2)
     assert result[1]["a"].tolist() == [list(range(SIZE))]
     assert gather([], 0) == []
-
-
-@pytest.mark.ranks(1, 3)
-def test_result_belongs_to_the_caller(gather: Gather) -> None:
-    value = np.ones(2)
-    result = gather(value, 0)
-    result[...] = 7
-    assert value.tolist() == [1, 1]
-    assert gather(value, 0).tolist() == [1] * 2 * SIZE
-
-
-def test_large_parts_are_gathered(gather: Gather) -> None:
-    value = np.full((RANK + 1, 30_000), RANK, np.float32)
-    result = gather(value, 0)
-    assert np.array_equal(result[:, 0], np.repeat(np.arange(SIZE), np.arange(SIZE) + 1))
-    assert (result == result[:, :1]).all()
 
 
 @pytest.mark.ranks(1, 3)

@@ -12,7 +12,7 @@ from mpidist import IndexedSlices
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
 
-pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
+pytestmark = pytest.mark.core
 
 SHAPE = (9, 2)
 
@@ -28,6 +28,7 @@ def dense(result: IndexedSlices) -> Any:
     return array
 
 
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(
     ("op", "dtype"),
     [("sum", np.float64), ("mean", np.float32), ("mean", np.float16), ("sum", np.int32), ("mean", np.int32)],
@@ -83,7 +84,6 @@ def test_indexed_slices_in_a_batch_go_to_their_destinations(strategy: Strategy) 
         assert (result.values.tolist(), result.indices.tolist()) == ([[1.5, 1.5]], [5])
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
 def test_indexed_slices_of_replicas_have_the_same_bits_on_any_number_of_ranks(comm: Intracomm) -> None:
     def contribution() -> Any:
         replica = mpidist.get_replica_context().replica_id_in_sync_group

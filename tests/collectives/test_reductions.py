@@ -195,6 +195,5 @@ def test_reduction_of_any_row_is_that_of_numpy(comm: Intracomm, monkeypatch: pyt
 
 
 @pytest.mark.ranks(1)
-def test_reduction_on_one_rank_is_that_of_numpy(comm: Intracomm) -> None:
-    with Strategy(comm=comm) as strategy:
-        assert [wrong for wrong in (complaint(strategy, possible(row)) for row in table()) if wrong] == []
+def test_reduction_on_one_rank_is_that_of_numpy(strategy: Strategy) -> None:
+    assert [wrong for wrong in (complaint(strategy, possible(row)) for row in table()) if wrong] == []

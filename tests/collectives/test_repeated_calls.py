@@ -1,6 +1,5 @@
 """Calls of one array, again and again: what is known of the first one serves the others, and hides no mistake."""
 
-import gc
 import sys
 import time
 import weakref
@@ -13,6 +12,7 @@ import pytest
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 from support.reductions import LARGE, all_reduce, are_repeated
+from support.used import are_gone
 
 import mpidist
 from mpidist import CommunicationOptions as Options
@@ -163,8 +163,7 @@ def test_symmetric_arrays_in_turn_are_repeated_and_let_go(
         comm.Barrier()  # others may have written this array's twin
     references = [weakref.ref(array) for arrays in lists for array in arrays]
     del array, arrays, value, values, lists
-    gc.collect()
-    assert not any(reference() is not None for reference in references)
+    assert are_gone(references)
 
 
 @pytest.mark.ranks(2, 3)
@@ -189,8 +188,7 @@ def test_nothing_keeps_an_array(strategy: Strategy, comm: Intracomm) -> None:
         seen = [weakref.ref(value), weakref.ref(all_reduce(strategy, "SUM", value))]
         all_reduce(strategy, "SUM", value, out=value)
         del value
-        gc.collect()
-        assert [ref() for ref in seen] == [None, None]
+        assert are_gone(seen)
 
     def fails() -> weakref.ref[Any]:
         value = np.ones(5)
@@ -200,8 +198,7 @@ def test_nothing_keeps_an_array(strategy: Strategy, comm: Intracomm) -> None:
 
     seen = [fails()]
     all_reduce(strategy, "SUM", np.ones(5))
-    gc.collect()
-    assert seen[0]() is None
+    assert are_gone(seen)
 
 
 @pytest.mark.ranks(2, 3)
@@ -252,22 +249,56 @@ def test_lists_of_one_plan_in_turn(strategy: Strategy, comm: Intracomm, length: 
 
     for number in range(1, 4):
         call(number)
-    gc.collect()
-    assert not any(reference() is not None for reference in gone)
+    assert are_gone(gone)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("length", [9, 20_000])
+def test_repeated_lists_of_several_dtypes_in_turn_are_known(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool], length: int
+) -> None:
+    """Into new arrays and in place, with numbers; where a rank's are symmetric, or refused; and nothing is kept."""
+    again = are_repeated(strategy)
+    first = [np.empty(length), np.empty((2, length), np.float32), np.empty((), np.float32), np.empty(length)]
+    second = {"a": np.empty(length, np.float32), "b": np.empty(3)}
+    symmetric = strategy.symmetric_empty_like(first)
+    calls: list[tuple[Any, bool]] = [(first, False), (second, False), (first, True), (second, True)]
+    for step in range(1, 6):
+        if step == 4 and comm.size > 1:
+            with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "op"):
+                all_reduce(strategy, "sum" if comm.rank else "max", first)
+        for value, is_in_place in calls:
+            given = symmetric if step == 5 and is_in_place and value is first and comm.rank == 0 else value
+            arrays = mpidist.nest.flatten(given)[0]
+            comm.Barrier()
+            for at, array in enumerate(arrays):
+                array[...] = step * (comm.rank + 1) + at
+            result = all_reduce(strategy, "mean", given, out=given if is_in_place else None)
+            assert not is_in_place or result is given
+            for at, (one, array) in enumerate(zip(mpidist.nest.flatten(result)[0], arrays, strict=True)):
+                assert (one == np.float32(step * (comm.size + 1) / 2 + at)).all(), (step, at)
+                assert (one.shape, one.dtype, is_in_place) == (array.shape, array.dtype, one is array)
+        loss, array = all_reduce(strategy, "sum", (0.5 * step, second["a"]))
+        assert (loss, type(loss)) == (0.5 * step * comm.size, float)
+        assert (array == second["a"] * comm.size).all()
+    if native is not None:
+        assert repeated[:15] == [False] * 5 + [again] * 10
+    gone = [*map(weakref.ref, (*first, *second.values()))]
+    del first, second, symmetric, calls, value, given, arrays, array, result, one
+    assert are_gone(gone)
 
 
 @pytest.mark.ranks(1, 3)
 def test_repeated_number_is_reduced_as_an_array_and_stays_of_its_type(
     strategy: Strategy, comm: Intracomm, repeated: list[bool]
 ) -> None:
-    for kind in (float, np.float16, np.float32):
+    kinds = float, np.float16, np.float32, np.int64
+    for kind in kinds:
         for step in range(3):
             result: Any = all_reduce(strategy, "sum", kind(step + comm.rank))
             assert type(result) is kind
             assert result == step * comm.size + sum(range(comm.size))
-    again = are_repeated(strategy)
-    assert repeated[1:3] == repeated[4:6] == repeated[7:] == [again] * 2
-    assert not any(repeated[::3])
+    assert repeated == [False, *[are_repeated(strategy)] * 2] * len(kinds)
 
 
 @pytest.mark.ranks(1, 3)
@@ -315,6 +346,61 @@ def test_repeated_lists_whose_first_arrays_are_alike_do_not_displace_each_other(
             assert type(results) is type(arrays)
             assert [int(result[-1]) for result in results] == [comm.size, 2 * comm.size]
     assert repeated == ([] if native is None else [False] * 3 + [are_repeated(strategy)] * 6)
+
+
+@pytest.mark.ranks(2)
+def test_nests_without_leaves_are_reduced_or_refused_on_all_ranks(strategy: Strategy, comm: Intracomm) -> None:
+    for _ in range(3):
+        assert (all_reduce(strategy, "sum", np.ones(5)) == comm.size).all()
+        assert all_reduce(strategy, "sum", [[]]) == [[]]
+        assert all_reduce(strategy, "sum", {"a": {}, "b": ()}) == {"a": {}, "b": ()}
+        with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "all_reduce"):
+            all_reduce(strategy, "sum", [[]] if comm.rank else np.ones(5))
+
+
+@pytest.mark.ranks(2)
+def test_list_with_a_number_that_changes_after_its_start_is_reduced_as_it_was(
+    strategy: Strategy, comm: Intracomm
+) -> None:
+    def start(values: list[Any]) -> Any:
+        return mpidist.get_replica_context().start_all_reduce("sum", values)
+
+    for _ in range(3):
+        values: list[Any] = [np.ones(20_000), 2.5]
+        started = strategy.run(start, args=(values,))
+        values.clear()
+        array, number = started.wait()
+        assert (array == comm.size).all()
+        assert (number, type(number)) == (2.5 * comm.size, float)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("length", [16, 20_000])
+def test_lists_into_new_outs_each_time_are_repeated_unless_memory_is_shared(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool], length: int
+) -> None:
+    def call(values: list[Any], outs: list[Any]) -> None:
+        for at, value in enumerate(values):
+            value[...] = at + comm.rank
+        assert all_reduce(strategy, "sum", values, out=outs) is outs
+        for at, out in enumerate(outs):
+            assert (out == comm.size * at + sum(range(comm.size))).all()
+
+    values, whole = [np.empty(length) for _ in range(3)], np.empty((3, length))
+    for _ in range(3):
+        call(values, [np.empty(length) for _ in range(3)])
+    assert repeated == ([] if native is None else [False, *[are_repeated(strategy)] * 2])
+    repeated.clear()
+    call(values, list(whole))
+    call(list(whole), [whole[1].copy(), whole[2], whole[0]])  # each value is the memory of another result
+    call(values, [values[1], np.empty(length), np.empty(length)])
+    call(values, [values[0], np.empty(length), np.empty(length)])
+    same, fixed = np.empty(length), np.empty(length)
+    fixed.flags.writeable = False
+    for wrong in ([same, same, np.empty(length)], [fixed, *values[1:]], [np.empty(length + 1), *values[1:]]):
+        with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "out"):
+            all_reduce(strategy, "sum", values, out=wrong if comm.rank == 0 else [np.empty(length) for _ in range(3)])
+    assert not any(repeated) or comm.rank
 
 
 @pytest.mark.ranks(2, 3)
@@ -374,7 +460,7 @@ def test_a_second_strategy_and_other_names_are_apart(strategy: Strategy, comm: I
 
 
 @pytest.mark.ranks(2)
-def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> None:
+def test_a_repeated_call_passes_through_few_functions(strategy: Strategy, comm: Intracomm) -> None:
     """Their number is the time of a small call: each takes 0.1 us. What a rank does while it waits is not counted."""
     calls: set[str] = set()
     waits: list[Any] = []  # the frame of a wait, while it runs
@@ -388,19 +474,27 @@ def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> Non
         elif event == "return" and waits == [frame]:
             waits.clear()
 
-    def step() -> list[str]:
-        context, value, least = mpidist.get_replica_context(), np.ones(5), [str(count) for count in range(1000)]
-        for turn in range(50):
+    def names_of(value: Any, out: Any, most: int) -> list[str]:
+        context, least = mpidist.get_replica_context(), [str(count) for count in range(1000)]
+        for turn in range(1000):
+            if turn % 10 == 0 and max(comm.allgather(len(least))) <= most:
+                break  # else the ranks wait for each other in each turn, where others take their cores
             if turn % strategy.topology.size == strategy.topology.rank:
                 time.sleep(0.002)  # the other ranks are there already, so this one need not wait
             calls.clear()
             sys.setprofile(note)
             try:
-                context.all_reduce("SUM", value, out=value)
+                context.all_reduce("SUM", value, out=out)
             finally:
                 sys.setprofile(None)
             least = min(least, sorted(calls), key=len)
         return least
 
-    names = strategy.run(step)
-    assert len(names) <= (18 if native is not None else 34), names
+    value = np.ones(5)
+    most = 18 if native is not None else 40
+    names = strategy.run(names_of, args=(value, value, most))
+    assert len(names) <= most, names
+    symmetric, other = (strategy.symmetric_empty(5, np.float64) for _ in range(2))
+    for given, out in ((value, value), (symmetric, symmetric), (symmetric, other), (value, other)):
+        names = strategy.run(names_of, args=(given, out, 24 if native is not None else 1000))
+        assert native is None or len(names) <= 24, names

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -13,13 +14,16 @@ from support.everywhere import raises_everywhere
 from support.placements import PLACEMENTS
 from support.ranks import Intracomm
 from support.transports import TRANSPORTS
+from support.used import functions_called
 from transport.failures.clocks import LONG_SECONDS, Clock
 
 import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.native.loading import native
 
 pytestmark = pytest.mark.core
 
@@ -202,6 +206,74 @@ def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
         assert all((handle.wait() == comm.size).all() for handle in handles)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", ["strided", "shared", "list", "late"])
+def test_started_call_like_an_earlier_one_meets_one_that_is_not(strategy: Strategy, comm: Intracomm, kind: str) -> None:
+    for count in (5, 50_000):
+        shared, strided, private = strategy.symmetric_empty(count, float), np.empty(2 * count)[::2], np.empty(count)
+        for step in range(6):
+            is_odd = comm.rank == step % comm.size
+            value: Any = private if not is_odd or kind == "late" else shared if kind == "shared" else strided
+            value[:] = np.arange(count) + step
+            given = value if kind != "list" else [value, *([np.ones(3)] if step > 3 else [])]
+            if kind == "late" and is_odd:
+                time.sleep(0.002)
+            handles = [start(strategy, given, out=given if step % 2 else None) for _ in range(1 if step % 2 else 3)]
+            for handle in reversed(handles):
+                result = handle.wait()
+                first = result[0] if kind == "list" else result
+                assert (first == comm.size * (np.arange(count) + step)).all()
+
+
+@pytest.mark.ranks(2)
+def test_started_call_like_an_earlier_one_passes_through_few_functions(comm: Intracomm) -> None:
+    """What a rank does while it waits is not counted: that of the rank that comes last is the least."""
+    with Strategy(comm=comm) as strategy:
+        value, called = np.ones(5), []
+        for turn in range(40):
+            if turn % comm.size == comm.rank:
+                time.sleep(0.002)
+            called.append(functions_called(lambda: start(strategy, value, out=value).wait()))
+    assert min(called[1:]) <= (50 if native is not None else 120), called
+
+
+@pytest.mark.ranks(2)
+def test_interrupt_that_the_program_catches_stays_the_error_of_its_call(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Strategy(comm=comm) as strategy:
+        value = np.ones(5)
+        if comm.rank == 0:
+            handle = start(strategy, value, out=value)
+
+            def interrupted(*_: Any) -> bool:
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(MpiAgreement, "have_all_arrived", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    handle.is_done()
+            with suppress(Exception):
+                start(strategy, np.ones(3))
+            with pytest.raises(KeyboardInterrupt):
+                handle.wait()
+        comm.Barrier()
+        strategy.reset()
+
+
+@pytest.mark.ranks(2)
+def test_loop_that_asks_ends_when_another_rank_has_given_up(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        assert all((start(strategy, np.ones(5)).wait() == comm.size).all() for _ in range(3))
+        if comm.rank == 1:
+            handle = start(strategy, np.ones(5))
+            while not handle.is_done():
+                time.sleep(0.001)
+            with pytest.raises(PeerFailedError, match=r"rank 0 called reset\(\) instead"):
+                handle.wait()
+        strategy.reset()
+
+
 def test_the_list_may_be_filled_anew(strategy: Strategy) -> None:
     """Only the arrays belong to the reduction, not the list that they came in."""
     size = strategy.num_replicas_in_sync
@@ -233,3 +305,21 @@ def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(comm: Intra
             time.sleep(0.1)  # rank 0 waits in `one` already
             assert two.run(start).wait()[0] == comm.size
             assert one.reduce("sum", 1) == comm.size
+
+
+@pytest.mark.ranks(3)
+def test_calls_started_in_several_runs_are_compared_by_the_run_of_their_start(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chosen number of replicas. A rank that joins a call late may be in a later run by then."""
+    for nodes in ("0,0,0", "0,1,0"):
+        monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes)
+        with Strategy(comm=comm, replicas=comm.size) as strategy:
+            for step in range(4):
+                started = [start(strategy, np.full(50_000, float(at))) for at in range(6)]
+                if comm.rank == step % comm.size:
+                    strategy.experimental_local_results(started[0])[0].wait()
+                started += [start(strategy, np.full(3, float(at))) for at in range(6, 12)]
+                for at, handle in enumerate(started):
+                    result = strategy.experimental_local_results(handle)[0].wait()
+                    assert (result == at * comm.size).all()

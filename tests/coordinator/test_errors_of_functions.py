@@ -1,22 +1,19 @@
 """What a scheduled function may not do, and which error the chief gets."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers
+from support.ranks import Intracomm
 
 from mpidist import Variable
 from mpidist.experimental import ParameterServerStrategy
 from mpidist.experimental.coordinator import ClusterCoordinator, register
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 CODE = 5  # the exit code of a process that an error has left, in these tests
 HERE: dict[str, Any] = {}  # what functions of this rank find
@@ -50,23 +47,32 @@ def fail(error: Exception) -> None:
     raise error
 
 
-FUNCTIONS = {
-    "barrier": lambda: HERE["strategy"].barrier(),
-    "variable": make_variable,
-    "close": lambda: HERE["strategy"].close(),
-    "with": lambda: HERE["strategy"].__exit__(None, None, None),
-    "fork": fork,
-    "serve": lambda: HERE["coordinator"].serve(),
-    "exit": lambda: sys.exit(),
-    "exit with 3": lambda: sys.exit(3),
-    "exit with a text": lambda: sys.exit("no data"),
-    "own error": lambda: fail(ShapeError("3 columns")),
-    "error of a pair": lambda: fail(PairError(1, 2)),
-    "error of a library": lambda: np.linalg.inv(np.zeros((2, 2))),
-    "error of a module": lambda: json.loads("{"),
-    "local error": lambda: fail(type("LocalError", (KeyError,), {})("k")),
+FAILED = r"'test: {name}' failed on rank .: "
+# A call of all workers, which the others do not make.
+ALL = FAILED + r".*{call} in 'test: {name}', which the chief has scheduled: "
+SERVE = FAILED + r".*serve\(\) of a coordinator (on the chief|in 'test: serve', which the chief has scheduled)"
+# Else the chief would let another worker call the function, which has made some of its changes.
+EXIT = FAILED + "it called sys.exit.*; return from the function"
+BARRIER, VARIABLE, CLOSE = (ALL.replace("{call}", call) for call in (r"barrier\(\)", "Variable", r"close\(\)"))
+# Name -> the function, and the error of the chief: of the nearest kind that can be made from a text, if the error's own
+# cannot.
+FUNCTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "barrier": (lambda: HERE["strategy"].barrier(), RuntimeError, BARRIER),
+    "variable": (make_variable, RuntimeError, VARIABLE),
+    "close": (lambda: HERE["strategy"].close(), RuntimeError, CLOSE),
+    "with": (lambda: HERE["strategy"].__exit__(None, None, None), RuntimeError, CLOSE),
+    "serve": (lambda: HERE["coordinator"].serve(), RuntimeError, SERVE),
+    "exit": (lambda: sys.exit(), RuntimeError, EXIT),
+    "exit with 3": (lambda: sys.exit(3), RuntimeError, EXIT),
+    "exit with a text": (lambda: sys.exit("no data"), RuntimeError, EXIT),
+    "fork": (fork, ChildProcessError, "the child has failed"),  # which sends no result
+    "own error": (lambda: fail(ShapeError("3 columns")), ShapeError, FAILED + ".*3 columns"),
+    "error of a pair": (lambda: fail(PairError(1, 2)), ShapeError, FAILED + ".*PairError: 1 and 2"),
+    "of a library": (lambda: np.linalg.inv(np.zeros((2, 2))), np.linalg.LinAlgError, FAILED + ".*Singular matrix"),
+    "of a module": (lambda: json.loads("{"), ValueError, FAILED + ".*Expecting property name"),
+    "local error": (lambda: fail(type("LocalError", (KeyError,), {})("k")), KeyError, FAILED + ".*LocalError: 'k'"),
 }
-for name, function in FUNCTIONS.items():
+for name, (function, *_) in FUNCTIONS.items():
     register(f"test: {name}")(function)
 
 
@@ -103,33 +109,9 @@ def right(number: int) -> int:
     return number + 1
 
 
-FAILED = r"'test: {name}' failed on rank .: "
-ALL = r".*{call} in 'test: {name}', which the chief has scheduled: "  # of all workers: the others do not make it
-SERVE = r".*serve\(\) of a coordinator (on the chief|in 'test: serve', which the chief has scheduled)"
-# Else the chief would let another worker call the function, which has made some of its changes.
-EXIT = "it called sys.exit.*; return from the function"
-# Name -> the error of the chief: of the nearest kind that can be made from a text, if the error's own cannot.
-ERRORS: dict[str, tuple[type[Exception], str]] = {
-    "barrier": (RuntimeError, FAILED + ALL.replace("{call}", r"barrier\(\)")),
-    "variable": (RuntimeError, FAILED + ALL.replace("{call}", "Variable")),
-    "close": (RuntimeError, FAILED + ALL.replace("{call}", r"close\(\)")),
-    "with": (RuntimeError, FAILED + ALL.replace("{call}", r"close\(\)")),
-    "serve": (RuntimeError, FAILED + SERVE),
-    "exit": (RuntimeError, FAILED + EXIT),
-    "exit with 3": (RuntimeError, FAILED + EXIT),
-    "exit with a text": (RuntimeError, FAILED + EXIT),
-    "fork": (ChildProcessError, "the child has failed"),  # which sends no result
-    "own error": (ShapeError, FAILED + ".*3 columns"),
-    "error of a pair": (ShapeError, FAILED + ".*PairError: 1 and 2"),
-    "error of a library": (np.linalg.LinAlgError, FAILED + ".*Singular matrix"),
-    "error of a module": (ValueError, FAILED + ".*Expecting property name"),
-    "local error": (KeyError, FAILED + ".*LocalError: 'k'"),
-}
-
-
 @pytest.mark.core
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_function_that_fails_is_an_error_of_the_chief_alone(comm: Intracomm, name: str) -> None:
-    kind, text = ERRORS[name]
+    _, kind, text = FUNCTIONS[name]
     schedule_and_expect(comm, name, kind, text.replace("{name}", name))

@@ -1,7 +1,5 @@
 """Coordinators whose workers or servers are killed in the middle of a call: pushes once, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import pytest
 from jobs.faults import FOUR, THREE, Ended, Job, Placement, job
 from jobs.ulfm import HAS_ULFM, survivor
@@ -16,6 +14,9 @@ strategy.close()
 strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore")
 made = 0
 
+class Leaves(BaseException):
+    "What ends a worker, and not its function alone."
+
 @mpidist.experimental.coordinator.register("push")
 def push(number):
     global made
@@ -25,10 +26,11 @@ def push(number):
     if rank == 1 and made == 2:
         {before}
         note("fault")
-        os.kill(os.getpid(), signal.SIGKILL)
+        {fault}
     if rank != 1:
         await_notes("fault", 1)  # so that worker 1 makes two calls, however slow it is
-    strategy.push(large, 100.0 * np.ones(large.shape))
+    small.scatter_add(mpidist.IndexedSlices([100.0], [0]))
+    strategy.push(large, 100.0 * np.ones(large.shape), mpidist.experimental.server_rules.SGD(-1.0))
     return number
 
 if strategy.is_ps:
@@ -47,7 +49,13 @@ else:
 strategy.close()
 note("end")
 """
-BEFORE = {"made": "strategy.flush()", "under way": "pass"}
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+# What the worker has made of its pushes, how it ends, and the exit status of the job.
+ENDS = {
+    "killed, made": ("strategy.flush()", KILLED, 75),
+    "killed, under way": ("pass", KILLED, 75),
+    "left": ("strategy.flush()", "raise Leaves", 1),
+}
 SERVER = """
 import itertools
 strategy.close()
@@ -82,17 +90,22 @@ else:
 """
 
 
-def require_pushes_once(ended: Ended) -> None:
-    assert ended.status == 75, ended
+def program(end: str) -> str:
+    before, fault, _ = ENDS[end]
+    return WORKER.format(before=before, fault=fault, calls=CALLS)
+
+
+def require_pushes_once(ended: Ended, status: int = 75) -> None:
+    assert ended.status == status, ended
     assert set(ended.of("fault")) == {1}
-    assert ended.of("sums")[0].text == f"{[11.0 * CALLS, float(sum(range(CALLS)))]} {{{110.0 * CALLS}}}"
+    assert ended.of("sums")[0].text == f"{[111.0 * CALLS, float(sum(range(CALLS)))]} {{{110.0 * CALLS}}}"
     assert set(ended.of("end")) == {0, 2, 3}
 
 
-@pytest.mark.parametrize("before", BEFORE)
-def test_pushes_of_a_worker_that_is_killed_are_made_once(job: Job, before: str) -> None:
-    """Those that the servers have made, and those that are under way."""
-    require_pushes_once(job(WORKER.format(before=BEFORE[before], calls=CALLS), FOUR, is_blind=True))
+@pytest.mark.parametrize("end", [*list(ENDS)[:2], pytest.param("left", marks=pytest.mark.core)])
+def test_pushes_of_a_worker_that_is_killed_or_leaves_are_made_once(job: Job, end: str) -> None:
+    """Those that the servers have made, and those that are under way; its calls are made again."""
+    require_pushes_once(job(program(end), FOUR, is_blind=end != "left"), ENDS[end][2])
 
 
 @pytest.mark.parametrize(
@@ -114,4 +127,4 @@ if HAS_ULFM:
 
     @pytest.mark.core
     def test_pushes_are_made_once_where_mpi_says_that_a_worker_is_gone(survivor: Job) -> None:
-        require_pushes_once(survivor(WORKER.format(before=BEFORE["made"], calls=CALLS), FOUR))
+        require_pushes_once(survivor(program("killed, made"), FOUR))

@@ -1,25 +1,22 @@
 """Coordinators whose chief or workers are lost, or late."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from jobs.faults import FOUR, THREE, Job, Placement, job
 from jobs.ulfm import HAS_ULFM, survivor
 from parameter_server.clusters import PATIENT, deadline_of, on_workers
+from support.ranks import Intracomm
 
 from mpidist import Variable
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.experimental import ParameterServerStrategy, server_rules
+from mpidist.experimental import ParameterServerStrategy as Strategy
+from mpidist.experimental import server_rules
 from mpidist.experimental.coordinator import ClusterCoordinator, register
 
 __all__ = ["job", "survivor"]
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 HERE: dict[str, Any] = {}  # what functions of this rank find
 
@@ -62,7 +59,7 @@ def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm) -> 
     """So that its traceback is not printed beside the other one, also where all workers have left before."""
     HERE["comm"], told = comm, list[PeerFailedError]()
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy: Strategy) -> None:
         coordinator = ClusterCoordinator(strategy)
         if comm.rank == 2:
             comm.recv(source=0)
@@ -93,7 +90,7 @@ def test_the_strategys_deadline_holds_for_functions(comm: Intracomm) -> None:
     """The chief's error ends the wait of the others."""
     HERE["comm"] = comm
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy: Strategy) -> None:
         coordinator = ClusterCoordinator(strategy)
         if not strategy.is_chief:
             coordinator.serve()
@@ -107,9 +104,7 @@ def test_the_strategys_deadline_holds_for_functions(comm: Intracomm) -> None:
         comm.recv(source=0)
 
 
-def join_until_the_deadline(
-    comm: Intracomm, strategy: ParameterServerStrategy, coordinator: ClusterCoordinator
-) -> None:
+def join_until_the_deadline(comm: Intracomm, strategy: Strategy, coordinator: ClusterCoordinator) -> None:
     """Wait in vain for the function `wait`, and let it end then."""
     try:
         with deadline_of(strategy, 0.2):
@@ -122,7 +117,7 @@ def join_until_the_deadline(
 @pytest.mark.core
 @pytest.mark.parametrize("on_worker_lost", ["abort", "ignore"])
 def test_a_push_that_fails_is_an_error_of_its_own_function_alone(comm: Intracomm, on_worker_lost: str) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy: Strategy) -> None:
         with strategy.scope():
             HERE.update(strategy=strategy, variables=[Variable(np.zeros(2)) for _ in range(2)])
         coordinator = ClusterCoordinator(strategy)
@@ -156,7 +151,7 @@ def test_workers_end_after_a_chief_that_has_caught_its_deadline(
     """Nobody receives what their functions return."""
     HERE["comm"] = comm
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy: Strategy) -> None:
         coordinator = ClusterCoordinator(strategy)
         if strategy.is_chief:
             coordinator.schedule(wait, args=(num_numbers,))

@@ -32,6 +32,7 @@ from mpidist import (
 )
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
+from mpidist.transport.agreement.comparison_rounds import CARRIED_BYTES
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.shared_memory.schedule import chunk_bounds
 from mpidist.transport.topology import Topology
@@ -206,6 +207,13 @@ def is_fused(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
     )
 
 
+def is_carried(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
+    fused, nodes = parts_of(strategy).group.levels.fused, list(strategy.topology.node_of_rank)
+    if fused is None or len(set(nodes)) == 1 or nbytes > CARRIED_BYTES:
+        return False
+    return algorithm == "CollectiveAllReduce" or (algorithm == "in rank order" and nodes == sorted(nodes))
+
+
 def moved(strategy: Strategy, value: Any, **options: Any) -> dict[str, Any]:
     """All-reduce a value, and return what moved, as `cost` says it."""
     levels = parts_of(strategy).group.levels
@@ -232,7 +240,10 @@ def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorith
     for count in [topology.size, *around, 5000 * topology.size, 15_000 * topology.size]:
         value = np.ones(count, np.float32)
         stated = cost(algorithm, topology.node_sizes, topology.node, topology.is_leader, value.nbytes)
-        if fused is not None and is_fused(strategy, algorithm, value.nbytes):
+        if is_carried(strategy, algorithm, value.nbytes):
+            carried = {"compare": (1, value.nbytes * (topology.size - 1))}  # with the comparison of the call
+            stated = {"world": carried, "within_node": {}, "across_nodes": {}}
+        elif fused is not None and is_fused(strategy, algorithm, value.nbytes):
             stated = fused_cost(algorithm, topology, value.nbytes, fused.slots.slot_bytes)
         assert moved(strategy, value) == stated
         pieces = [value[:1], value[1:]]

@@ -329,14 +329,6 @@ def test_long_texts_are_broadcast(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_dates_of_other_units_are_no_equal_arguments(comm: Intracomm) -> None:
-    with Strategy(comm=comm) as strategy:
-        dates = np.zeros(3, "M8[s]" if comm.rank else "M8[ms]")
-        with raises_everywhere(comm, InvalidArgumentError, r"datetime64\[ms\]\[3\]; .*datetime64\[s\]\[3\]"):
-            strategy.extended.broadcast_to(dates, "all")
-
-
-@pytest.mark.ranks(2)
 def test_pieces_of_an_array_that_is_not_contiguous_are_copied_once(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,3 +384,18 @@ def test_python_ints_whose_sum_may_not_fit_are_refused(comm: Intracomm, ops: Any
             ):
                 ops.reduce("sum", value, "all")
     assert ops.reduce("sum", np.int64(2**62), "all") == (np.full(1, 2**62) * comm.size)[0]  # which wraps
+
+
+class Returning(CrossDeviceOps):
+    """An algorithm of a user's, which returns the sum in place of leaving it in the buffer."""
+
+    def _all_reduce(self, levels: Any, buffer: Any, reduction: Any) -> Any:
+        return buffer * levels.world.size
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("destinations", "hook"), [("all", "_all_reduce"), (0, "reduce_to_root")])
+def test_algorithm_that_returns_its_result_is_refused(comm: Intracomm, destinations: Any, hook: str) -> None:
+    ops = Returning(reduce_to_root=lambda levels, buffer, reduction, root: buffer * levels.world.size)
+    with ops.bind(comm) as bound, pytest.raises(TypeError, match=f"{hook} of Returning returned .*must leave"):
+        bound.reduce("sum", np.ones(3), destinations)

@@ -32,12 +32,18 @@ def test_each_value_counts_as_often_as_its_weight_says(comm: Intracomm, placemen
 
 
 @pytest.mark.ranks(3)
-def test_equal_weights_give_the_mean_of_all(comm: Intracomm) -> None:
-    """Of whole numbers, so that both are exact."""
+def test_weighted_mean_of_exact_numbers_is_exact(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
-        value = np.arange(6.0) * comm.size + comm.rank
+        value, out = np.arange(6.0) * comm.size + comm.rank, np.zeros(6)
         for weight in (1, 8.0, np.float32(0.5), np.array(2)):
-            assert (strategy.reduce("mean", value * 2, weight=weight) == strategy.reduce("mean", value * 2)).all()
+            assert strategy.reduce("mean", value * 2, weight=weight, out=out) is out
+            assert (out == strategy.reduce("mean", value * 2)).all()
+        for dtype in (np.int8, np.float16):  # a product with the weight does not fit into them
+            assert strategy.reduce("mean", np.full(2, 100, dtype), weight=1000).tolist() == [100, 100]
+        # What weighs nothing does not count, as the mean of no rows, which is not a number.
+        has_rows = comm.rank == comm.size - 1
+        value = np.array([5.0, 7.0]) if has_rows else np.array([np.nan, np.inf])
+        assert strategy.reduce("mean", value, weight=3 if has_rows else 0).tolist() == [5, 7]
 
 
 @pytest.mark.ranks(3)
@@ -50,31 +56,6 @@ def test_dtypes_are_those_of_means(comm: Intracomm) -> None:
             assert (weighted == 2).all()  # the others weigh nothing
 
 
-@pytest.mark.ranks(2)
-def test_sums_are_wider_than_small_numbers(comm: Intracomm) -> None:
-    """A product with the weight fits neither into int8 nor into float16."""
-    with MultiWorker(comm=comm) as strategy:
-        assert strategy.reduce("mean", np.full(2, 100, np.int8), weight=1000).tolist() == [100, 100]
-        assert strategy.reduce("mean", np.full(2, 100, np.float16), weight=1000).tolist() == [100, 100]
-
-
-@pytest.mark.ranks(3)
-def test_value_without_weight_does_not_count(comm: Intracomm) -> None:
-    """As the mean of no rows, which is not a number."""
-    with MultiWorker(comm=comm) as strategy:
-        has_rows = comm.rank == comm.size - 1
-        value = np.array([5.0, 7.0]) if has_rows else np.array([np.nan, np.inf])
-        assert strategy.reduce("mean", value, weight=3 if has_rows else 0).tolist() == [5, 7]
-
-
-@pytest.mark.ranks(2)
-def test_weights_that_are_all_0_are_an_error_of_all(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, InvalidArgumentError, "weights of all replicas are 0"):
-            strategy.reduce("mean", 1.0, weight=0)
-        assert strategy.reduce("mean", 1.0, weight=1) == 1
-
-
 @pytest.mark.ranks(1, 3)
 def test_wrong_arguments_are_refused_before_data_moves(comm: Intracomm) -> None:
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -82,6 +63,8 @@ def test_wrong_arguments_are_refused_before_data_moves(comm: Intracomm) -> None:
         ({"reduce_op": "min"}, ValueError, "weight is for means, and the operation is MIN"),
         ({"reduce_op": "bogus"}, ValueError, "not a valid ReduceOp"),
         ({"axis": 0}, ValueError, "weight and axis exclude each other"),
+        ({"weight": 0}, InvalidArgumentError, "weights of all replicas are 0"),
+        ({"out": np.zeros(3)}, InvalidArgumentError, r"out 0 must be an array f64\[2\], got f64\[3\]"),
         ({"weight": -1}, ValueError, "finite number >= 0, got -1"),
         ({"weight": float("nan")}, ValueError, "finite number >= 0, got nan"),
         ({"weight": float("inf")}, ValueError, "finite number >= 0, got inf"),
@@ -175,13 +158,3 @@ def test_all_reduce_with_weights_writes_outs(comm: Intracomm, replicas: int | No
         wanted = np.float32(sum(own * own for own in range(1, count + 1)) / sum(range(1, count + 1)))
         for out in strategy.experimental_local_results(strategy.run(step)):
             assert np.allclose(out, wanted, rtol=1e-6)
-
-
-@pytest.mark.ranks(2)
-def test_outs_of_weighted_means_that_do_not_fit_are_refused(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, InvalidArgumentError, r"out 0 must be an array f64\[2\], got f64\[3\]"):
-            strategy.reduce("mean", np.ones(2), weight=1, out=np.zeros(3))
-        out = np.zeros(2)
-        assert strategy.reduce("mean", np.ones(2), weight=1, out=out) is out
-        assert out.tolist() == [1, 1]

@@ -12,7 +12,7 @@ from support.ranks import Intracomm
 from support.replicas import ids_here, local, shared_ranks
 
 import mpidist
-from mpidist import InputContext, InputOptions, MirroredStrategy, get_replica_context
+from mpidist import InputContext, InputOptions, MirroredStrategy
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, OutOfRangeError
@@ -125,7 +125,7 @@ def test_unlike_global_batches_are_told(comm: Intracomm, strategy: MultiWorker) 
 
 def test_batches_that_cannot_be_cut_are_refused(comm: Intracomm, strategy: MultiWorker) -> None:
     for batch, text in (
-        ((np.ones(3), np.ones(2)), r"equally long on axis 0, got shapes \[\[3\], \[2\]\]"),
+        ((np.ones(3), np.ones(2)), r"equally long on axis 0, got array \[0\]: \[3\], array \[1\]: \[2\]; if"),
         ([np.ones(2), 1.0], "equally long"),
         (np.float32(1), "put batches in a list"),
         ("text", "equally long"),
@@ -163,14 +163,13 @@ def test_each_replica_has_a_pipeline_of_its_own(comm: Intracomm, strategy: Multi
     for _ in range(2):
         steps = [of_all(comm, strategy, part) for part in dataset]
         assert steps == [[[10 * at + step] * 2 for at in range(total)] for step in range(3)]
+        next(iter(dataset))  # left early: the next pass is whole
     assert len(dataset) == 3
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("longest", ["first", "last"])
-def test_replica_that_has_run_out_gets_empty_batches(
-    comm: Intracomm, strategy: MultiWorker, total: int, longest: str
-) -> None:
+def test_replica_that_ran_out_gets_empty_ones(comm: Intracomm, strategy: MultiWorker, total: int, longest: str) -> None:
     """The first or the last replica has no batch at all; its form is that of the others."""
 
     def num_batches(at: int) -> int:
@@ -366,44 +365,6 @@ def test_steps_are_run_on_the_parts(strategy: MultiWorker) -> None:
     for part in dataset:  # an empty part weighs nothing
         product *= strategy.reduce("MEAN", part, axis=0)
     assert product == pytest.approx(82.5)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("kind", ["global", "PER_REPLICA"])
-def test_training_with_an_early_break_is_the_same_on_any_number_of_ranks(
-    strategy: MultiWorker, total: int, kind: str
-) -> None:
-    """Two epochs, the first of which ends at its third step; whole numbers, computed once more from R alone."""
-    batches = [{"x": np.arange(11) * (step + 1), "y": np.arange(11) - step} for step in range(5)]
-
-    def make(context: InputContext) -> list[Any]:
-        num_pipelines = context.num_input_pipelines
-        parts = [{name: np.array_split(batch[name], num_pipelines) for name in batch} for batch in batches]
-        return [{name: cut[name][context.input_pipeline_id] for name in cut} for cut in parts]
-
-    if kind == "global":
-        dataset = strategy.experimental_distribute_dataset(batches)
-    else:
-        dataset = strategy.distribute_datasets_from_function(make, PER_REPLICA)
-
-    def step(part: Any) -> Any:
-        context = get_replica_context()
-        own = (1 + context.replica_id_in_sync_group) * (part["x"] * part["y"]).sum()
-        return context.all_reduce("sum", own)
-
-    totals = []
-    for epoch in range(2):
-        for number, part in enumerate(dataset):
-            (result, *others) = strategy.experimental_local_results(strategy.run(step, args=(part,)))
-            assert all(other == result for other in others)
-            totals.append(int(result))
-            if epoch == 0 and number == 2:
-                break
-    expected = []
-    for batch in batches:
-        parts = np.array_split(batch["x"] * batch["y"], total)
-        expected.append(sum((1 + at) * int(rows.sum()) for at, rows in enumerate(parts)))
-    assert totals == expected[:3] + expected
 
 
 @pytest.mark.ranks(3)

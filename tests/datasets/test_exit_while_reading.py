@@ -36,9 +36,7 @@ next(steps)
     ],
     ids=["end of program", "closed", "sys.exit", "pass that was left"],
 )
-def test_reader_does_not_keep_a_program_from_ending(
-    job: Job, end: str, status: int, seconds: int, buffer_size: int
-) -> None:
+def test_reader_keeps_no_program_from_ending(job: Job, end: str, status: int, seconds: int, buffer_size: int) -> None:
     ended = job(PROGRAM.format(seconds=seconds, buffer_size=buffer_size, end=end), ranks=2)
     assert ended.status == status, ended.err
     assert ended.err.count("Traceback") == (status != 0), ended.err  # that of `sys.exit`

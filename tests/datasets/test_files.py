@@ -45,33 +45,26 @@ def of_all(comm: Intracomm, parts: Iterable[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("seed", "buffer_size"), [(None, 1), (7, 3)])
 @pytest.mark.parametrize("policy", ["AUTO", "FILE", "DATA", "OFF"])
-def test_each_batch_is_read_once_an_epoch(comm: Intracomm, policy: str, seed: int | None, buffer_size: int) -> None:
+def test_each_batch_is_read_once_an_epoch(
+    comm: Intracomm, policy: str, seed: int | None, buffer_size: int, strategy: MultiWorker
+) -> None:
     """With OFF on every rank. Numbers of batches differ, so some ranks get empty ones at the end."""
-    with MultiWorker(comm=comm) as strategy:
-        files = Files(NAMES, read, seed=seed)
-        dataset = strategy.experimental_distribute_dataset(files, options(policy, buffer_size))
-        epochs = []
-        for epoch in range(2):
-            assert dataset.epoch == epoch
-            epochs.append(of_all(comm, dataset))
-            if policy == "OFF":
-                assert [sorted(of_rank) for of_rank in epochs[-1]] == [ALL] * comm.size
-                continue
-            assert sorted(row for of_rank in epochs[-1] for row in of_rank) == ALL
-            order = files.order(epoch)
-            in_order = [number for name in order for number in numbers(read(str(name)))]
-            for rank, of_rank in enumerate(epochs[-1]):
-                of_files = [number for name in order[rank :: comm.size] for number in numbers(read(str(name)))]
-                assert of_rank == (in_order[rank :: comm.size] if policy == "DATA" else of_files)
-        assert (epochs[0] == epochs[1]) == (seed is None)
-
-
-def test_steps_take_a_batch_for_each_rank(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        dataset = strategy.experimental_distribute_dataset(Files(NAMES[:5], read), options("DATA"))
-        steps = [strategy.gather(part, axis=0).tolist() for part in dataset]
-        wanted = [number for number in ALL if number < 50]
-        assert steps == [wanted[at : at + comm.size] for at in range(0, len(wanted), comm.size)]
+    files = Files(NAMES, read, seed=seed)
+    dataset = strategy.experimental_distribute_dataset(files, options(policy, buffer_size))
+    epochs = []
+    for epoch in range(2):
+        assert dataset.epoch == epoch
+        epochs.append(of_all(comm, dataset))
+        if policy == "OFF":
+            assert [sorted(of_rank) for of_rank in epochs[-1]] == [ALL] * comm.size
+            continue
+        assert sorted(row for of_rank in epochs[-1] for row in of_rank) == ALL
+        order = files.order(epoch)
+        in_order = [number for name in order for number in numbers(read(str(name)))]
+        for rank, of_rank in enumerate(epochs[-1]):
+            of_files = [number for name in order[rank :: comm.size] for number in numbers(read(str(name)))]
+            assert of_rank == (in_order[rank :: comm.size] if policy == "DATA" else of_files)
+    assert (epochs[0] == epochs[1]) == (seed is None)
 
 
 @pytest.mark.no_mpi
@@ -114,68 +107,65 @@ def test_wrong_arguments_say_what_is_wrong() -> None:
 
 @pytest.mark.ranks(3)
 def test_too_few_files_are_everybodys_error_or_dealt_out_by_batches(
-    comm: Intracomm, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, caplog: pytest.LogCaptureFixture, strategy: MultiWorker
 ) -> None:
     few = Files(NAMES[4 : 3 + comm.size], read)  # one file less than ranks
-    with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, ValueError, "no files: look for a wrong folder or pattern"):
-            strategy.experimental_distribute_dataset(Files([], read))
-        with raises_everywhere(comm, ValueError, f"{comm.size} replicas whole files, and there are {comm.size - 1}; "):
-            strategy.experimental_distribute_dataset(few, options("FILE"))
-        with caplog.at_level("INFO", "mpidist.datasets"):
-            dataset = strategy.experimental_distribute_dataset(few, options("AUTO"))
-        assert ("takes DATA" in caplog.text) == (comm.rank == 0)
-        assert sorted(row for of_rank in of_all(comm, dataset) for row in of_rank) == sorted(numbers(few))
+    with raises_everywhere(comm, ValueError, "no files: look for a wrong folder or pattern"):
+        strategy.experimental_distribute_dataset(Files([], read))
+    with raises_everywhere(comm, ValueError, f"{comm.size} replicas whole files, and there are {comm.size - 1}; "):
+        strategy.experimental_distribute_dataset(few, options("FILE"))
+    with caplog.at_level("INFO", "mpidist.datasets"):
+        dataset = strategy.experimental_distribute_dataset(few, options("AUTO"))
+    assert ("takes DATA" in caplog.text) == (comm.rank == 0)
+    assert sorted(row for of_rank in of_all(comm, dataset) for row in of_rank) == sorted(numbers(few))
 
 
-def test_policies_of_files_are_not_for_global_batches(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        for policy in ("FILE", "OFF"):
-            with pytest.raises(ValueError, match=rf"auto_shard_policy={policy} of global batches: .* mpidist\.Files"):
-                strategy.experimental_distribute_dataset([np.arange(8)], options(policy))
-        (part,) = strategy.experimental_distribute_dataset([np.arange(8)], options("DATA"))
-        assert strategy.gather(part, axis=0).tolist() == list(range(8))
+def test_policies_of_files_are_not_for_global_batches(strategy: MultiWorker) -> None:
+    for policy in ("FILE", "OFF"):
+        with pytest.raises(ValueError, match=rf"auto_shard_policy={policy} of global batches: .* mpidist\.Files"):
+            strategy.experimental_distribute_dataset([np.arange(8)], options(policy))
+    (part,) = strategy.experimental_distribute_dataset([np.arange(8)], options("DATA"))
+    assert strategy.gather(part, axis=0).tolist() == list(range(8))
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_name_other_files_are_told(comm: Intracomm) -> None:
+def test_ranks_that_name_other_files_are_told(comm: Intracomm, strategy: MultiWorker) -> None:
     """As where one has not sorted what `glob` has found; else batches would be lost, and others read twice."""
-    with MultiWorker(comm=comm) as strategy:
-        names = NAMES[::-1] if comm.rank == 1 else NAMES
-        with raises_everywhere(comm, InvalidArgumentError, "part0 to part8; rank 1: 9: part8 to part0.*sort what they"):
-            strategy.experimental_distribute_dataset(Files(names, read))
-        names = [NAMES[0], *NAMES[1:8][:: -1 if comm.rank == 1 else 1], NAMES[8]]
-        with raises_everywhere(comm, InvalidArgumentError, "checksum of their names"):
-            strategy.experimental_distribute_dataset(Files(names, read))
-        with raises_everywhere(comm, InvalidArgumentError, "seed"):
-            strategy.experimental_distribute_dataset(Files(NAMES, read, seed=comm.rank))
-        with raises_everywhere(comm, InvalidArgumentError, "policy"):
-            strategy.experimental_distribute_dataset(Files(NAMES, read), options("DATA" if comm.rank else "OFF"))
-        with raises_everywhere(comm, InvalidArgumentError):
-            strategy.experimental_distribute_dataset(Files(NAMES if comm.rank else [], read))
-        assert strategy.reduce("sum", 1) == comm.size
+    names = NAMES[::-1] if comm.rank == 1 else NAMES
+    with raises_everywhere(comm, InvalidArgumentError, "part0 to part8; rank 1: 9: part8 to part0.*sort what they"):
+        strategy.experimental_distribute_dataset(Files(names, read))
+    names = [NAMES[0], *NAMES[1:8][:: -1 if comm.rank == 1 else 1], NAMES[8]]
+    with raises_everywhere(comm, InvalidArgumentError, "checksum of their names"):
+        strategy.experimental_distribute_dataset(Files(names, read))
+    with raises_everywhere(comm, InvalidArgumentError, "seed"):
+        strategy.experimental_distribute_dataset(Files(NAMES, read, seed=comm.rank))
+    with raises_everywhere(comm, InvalidArgumentError, "policy"):
+        strategy.experimental_distribute_dataset(Files(NAMES, read), options("DATA" if comm.rank else "OFF"))
+    with raises_everywhere(comm, InvalidArgumentError):
+        strategy.experimental_distribute_dataset(Files(NAMES if comm.rank else [], read))
+    assert strategy.reduce("sum", 1) == comm.size
 
 
 @pytest.mark.parametrize(("policy", "buffer_size"), [("FILE", 3), ("DATA", 1)])
-def test_file_that_cannot_be_read_is_everybodys_error(comm: Intracomm, policy: str, buffer_size: int) -> None:
+def test_file_that_cannot_be_read_is_everybodys_error(
+    comm: Intracomm, policy: str, buffer_size: int, strategy: MultiWorker
+) -> None:
     def failing(name: str) -> Iterator[Any]:
         if comm.rank == comm.size - 1 and name != NAMES[0]:
             raise FileNotFoundError(name)
         yield np.array([0])
 
-    with MultiWorker(comm=comm) as strategy:
-        dataset = strategy.experimental_distribute_dataset(Files(NAMES, failing), options(policy, buffer_size))
-        with raises_everywhere(comm, FileNotFoundError, "part"):
-            list(dataset)
-        assert strategy.reduce("sum", 1) == comm.size
+    dataset = strategy.experimental_distribute_dataset(Files(NAMES, failing), options(policy, buffer_size))
+    with raises_everywhere(comm, FileNotFoundError, "part"):
+        list(dataset)
+    assert strategy.reduce("sum", 1) == comm.size
 
 
-def test_function_that_returns_no_batches_is_named(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        for wrong in (np.ones(3), {"x": np.ones(3)}, None, "text"):
-            dataset = strategy.experimental_distribute_dataset(Files(NAMES, lambda name, wrong=wrong: wrong))
-            with raises_everywhere(comm, TypeError, r"what read\('part\d'\) returned: .* is an iterable of batches"):
-                next(iter(dataset))
+def test_function_that_returns_no_batches_is_named(comm: Intracomm, strategy: MultiWorker) -> None:
+    for wrong in (np.ones(3), {"x": np.ones(3)}, None, "text"):
+        dataset = strategy.experimental_distribute_dataset(Files(NAMES, lambda name, wrong=wrong: wrong))
+        with raises_everywhere(comm, TypeError, r"what read\('part\d'\) returned: .* is an iterable of batches"):
+            next(iter(dataset))
 
 
 def first(num_steps: int, parts: Any) -> list[Any]:
@@ -205,68 +195,65 @@ def test_position_in_batches_fits_any_number_of_ranks(comm: Intracomm, tmp_path:
     comm.Barrier()  # the folder is rank 0's
 
 
-def test_position_is_the_same_on_ranks_that_have_no_batch_left(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        dataset = strategy.experimental_distribute_dataset(Files(NAMES[:5], read), options("DATA"))
-        num_steps = -(-10 // comm.size)
-        assert len(first(num_steps, dataset)) == num_steps
-        assert comm.allgather(dataset.state_dict()["batches"]) == [num_steps * comm.size] * comm.size
-        assert len(list(dataset)) == num_steps  # a pass that was left early; the next one is whole
-        dataset.load_state_dict({"epoch": 0, "batches": num_steps * comm.size, "num_files": 5})
-        assert list(dataset) == []
+def test_position_is_the_same_on_ranks_that_have_no_batch_left(comm: Intracomm, strategy: MultiWorker) -> None:
+    dataset = strategy.experimental_distribute_dataset(Files(NAMES[:5], read), options("DATA"))
+    num_steps = -(-10 // comm.size)
+    assert len(first(num_steps, dataset)) == num_steps
+    assert comm.allgather(dataset.state_dict()["batches"]) == [num_steps * comm.size] * comm.size
+    assert len(list(dataset)) == num_steps  # a pass that was left early; the next one is whole
+    dataset.load_state_dict({"epoch": 0, "batches": num_steps * comm.size, "num_files": 5})
+    assert list(dataset) == []
 
 
-def test_position_in_whole_files_needs_as_many_ranks(comm: Intracomm) -> None:
-    with MultiWorker(comm=comm) as strategy:
-        make = lambda **given: strategy.experimental_distribute_dataset(Files(NAMES, read, **given), options("FILE"))  # noqa: E731
-        dataset = make(seed=5)
-        rows = numbers(first(2, dataset))
-        state = dataset.state_dict()
-        assert state == {
-            "epoch": 0,
-            "steps": 2,
-            "pipelines": comm.size,
-            "replicas": comm.size,
-            "seed": 5,
-            "num_files": len(NAMES),
-        }
-        dataset = make(seed=5)
-        dataset.load_state_dict(state)
-        rows += numbers(dataset)
-        assert sorted(row for of_rank in comm.allgather(rows) for row in of_rank) == ALL
-        with pytest.raises(ValueError, match=r"2 steps into epoch 0 .* seed 5, and .* seed 6"):
-            make(seed=6).load_state_dict(state)
-        with pytest.raises(ValueError, match=f"pipelines {comm.size + 1}, .* has pipelines {comm.size}"):
-            dataset.load_state_dict(state | {"pipelines": comm.size + 1})
-        in_turn = strategy.experimental_distribute_dataset(Files(NAMES, read, seed=5), options("DATA"))
-        with pytest.raises(ValueError, match="a position in this data set tells epoch and batches"):
-            in_turn.load_state_dict(state)
-        in_turn.load_state_dict(state | {"epoch": 4, "steps": 0})  # between epochs AUTO may choose otherwise
-        assert in_turn.state_dict() == {"epoch": 4, "batches": 0, "seed": 5, "num_files": len(NAMES)}
+def test_position_in_whole_files_needs_as_many_ranks(comm: Intracomm, strategy: MultiWorker) -> None:
+    make = lambda **given: strategy.experimental_distribute_dataset(Files(NAMES, read, **given), options("FILE"))  # noqa: E731
+    dataset = make(seed=5)
+    rows = numbers(first(2, dataset))
+    state = dataset.state_dict()
+    assert state == {
+        "epoch": 0,
+        "steps": 2,
+        "pipelines": comm.size,
+        "replicas": comm.size,
+        "seed": 5,
+        "num_files": len(NAMES),
+    }
+    dataset = make(seed=5)
+    dataset.load_state_dict(state)
+    rows += numbers(dataset)
+    assert sorted(row for of_rank in comm.allgather(rows) for row in of_rank) == ALL
+    with pytest.raises(ValueError, match=r"2 steps into epoch 0 .* seed 5, and .* seed 6"):
+        make(seed=6).load_state_dict(state)
+    with pytest.raises(ValueError, match=f"pipelines {comm.size + 1}, .* has pipelines {comm.size}"):
+        dataset.load_state_dict(state | {"pipelines": comm.size + 1})
+    in_turn = strategy.experimental_distribute_dataset(Files(NAMES, read, seed=5), options("DATA"))
+    with pytest.raises(ValueError, match="a position in this data set tells epoch and batches"):
+        in_turn.load_state_dict(state)
+    in_turn.load_state_dict(state | {"epoch": 4, "steps": 0})  # between epochs AUTO may choose otherwise
+    assert in_turn.state_dict() == {"epoch": 4, "batches": 0, "seed": 5, "num_files": len(NAMES)}
 
 
 @pytest.mark.parametrize("policy", ["FILE", "DATA"])
-def test_functions_make_the_same_batches_on_all_ranks(comm: Intracomm, policy: str) -> None:
+def test_functions_make_the_same_batches_on_all_ranks(comm: Intracomm, policy: str, strategy: MultiWorker) -> None:
     contexts = []
 
     def make(context: InputContext) -> Any:
         contexts.append((context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync))
         return Files(NAMES, read) if policy == "FILE" else [np.array([number]) for number in ALL]
 
-    with MultiWorker(comm=comm) as strategy:
-        dataset = strategy.distribute_datasets_from_function(make, options(policy))
-        assert contexts == [(1, 0, comm.size)]
-        if policy == "DATA":
-            assert len(dataset) == len(range(comm.rank, len(ALL), comm.size))
-        found = of_all(comm, dataset)
-        assert sorted(row for of_rank in found for row in of_rank) == ALL
-        with raises_everywhere(comm, ValueError, "FILE deals out files, and this data set, a list, does not tell"):
-            strategy.distribute_datasets_from_function(lambda _: [np.ones(1)], options("FILE"))
-        own = strategy.distribute_datasets_from_function(
-            lambda context: Files(NAMES, read).shard(context.num_input_pipelines, context.input_pipeline_id)
-        )
-        whole = strategy.experimental_distribute_dataset(Files(NAMES, read), options("FILE"))
-        assert of_all(comm, own) == of_all(comm, whole)
+    dataset = strategy.distribute_datasets_from_function(make, options(policy))
+    assert contexts == [(1, 0, comm.size)]
+    if policy == "DATA":
+        assert len(dataset) == len(range(comm.rank, len(ALL), comm.size))
+    found = of_all(comm, dataset)
+    assert sorted(row for of_rank in found for row in of_rank) == ALL
+    with raises_everywhere(comm, ValueError, "FILE deals out files, and this data set, a list, does not tell"):
+        strategy.distribute_datasets_from_function(lambda _: [np.ones(1)], options("FILE"))
+    own = strategy.distribute_datasets_from_function(
+        lambda context: Files(NAMES, read).shard(context.num_input_pipelines, context.input_pipeline_id)
+    )
+    whole = strategy.experimental_distribute_dataset(Files(NAMES, read), options("FILE"))
+    assert of_all(comm, own) == of_all(comm, whole)
 
 
 @pytest.mark.parametrize("policy", ["FILE", "DATA", "AUTO", "OFF"])

@@ -1,9 +1,7 @@
 """Arrays of JAX as native arrays, and back, and pytrees of them: dataclasses, states of flax and of optax."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -17,6 +15,7 @@ import optax
 import pytest
 from flax import nnx, struct
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -24,9 +23,6 @@ from mpidist import nest
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.array_libraries.libraries import copied, library_of
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 LOW = [name for name in dir(ml_dtypes) if name == "bfloat16" or name.startswith("float8")]
 OTHERS = ["float32", "float16", "int32", "int16", "int8", "uint8", "uint16", "uint32", "bool", "complex64"]
@@ -96,12 +92,11 @@ def test_results_of_another_shape_are_where_the_value_is(comm: Intracomm) -> Non
     assert jax.jit(lambda x, y: x + y)(results[0][:2], value).tolist() == [[2.0] * 3] * 2
 
 
-def test_weights_may_be_arrays_of_jax(comm: Intracomm) -> None:
+def test_weights_may_be_arrays_of_jax(comm: Intracomm, strategy: Strategy) -> None:
     value, twos = jnp.float32(comm.rank % 2), comm.size // 2
-    with Strategy(comm=comm) as strategy:
-        for dtype in (jnp.int32, jnp.float32, jnp.bfloat16):
-            mean = strategy.reduce("mean", value, weight=jnp.asarray(1 + comm.rank % 2, dtype))
-            assert float(mean) == pytest.approx(2 * twos / (comm.size + twos))
+    for dtype in (jnp.int32, jnp.float32, jnp.bfloat16):
+        mean = strategy.reduce("mean", value, weight=jnp.asarray(1 + comm.rank % 2, dtype))
+        assert float(mean) == pytest.approx(2 * twos / (comm.size + twos))
 
 
 @pytest.mark.no_mpi
@@ -176,47 +171,27 @@ def test_batch_of_several_replicas_has_parts_of_jax(comm: Intracomm) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_low_precision_over_nodes(comm: Intracomm, placement: tuple[int, ...], name: str) -> None:
+def test_low_precision_over_nodes(comm: Intracomm, placement: object, name: str, strategy: Strategy) -> None:
     value = jnp.full((2, 3), 0.5).astype(name)
-    with Strategy(comm=comm) as strategy:
-        for result in (strategy.reduce("sum", value), all_reduce(strategy, "sum", value)):
-            assert result.dtype == value.dtype
-            assert (result.astype("float32") == comm.size / 2).all()
+    for result in (strategy.reduce("sum", value), all_reduce(strategy, "sum", value)):
+        assert result.dtype == value.dtype
+        assert (result.astype("float32") == comm.size / 2).all()
 
 
-def test_large_results_lie_where_jax_takes_them_without_a_copy(comm: Intracomm) -> None:
+def test_large_results_lie_where_jax_takes_them_without_a_copy(comm: Intracomm, strategy: Strategy) -> None:
     value = {"w": jnp.ones((300, 300)), "b": jnp.ones(100)}
-    with Strategy(comm=comm) as strategy:
-        strategy.reduce("sum", value)  # what is called once leaves no memory behind
-        results = [strategy.reduce("sum", value) for _ in range(3)]
-        kept = parts_of(strategy).group.result_memory.nbytes
-        assert kept >= 3 * value["w"].nbytes  # of copies, one would have been let go at once, for the next to lie there
-        assert all((result["w"] == comm.size).all() for result in results)
+    strategy.reduce("sum", value)  # what is called once leaves no memory behind
+    results = [strategy.reduce("sum", value) for _ in range(3)]
+    kept = parts_of(strategy).group.result_memory.nbytes
+    assert kept >= 3 * value["w"].nbytes  # of copies, one would have been let go at once, for the next to lie there
+    assert all((result["w"] == comm.size).all() for result in results)
 
 
-def test_training_steps_of_optax(comm: Intracomm) -> None:
-    optimizer = optax.sgd(0.5)
-    weights = {"w": jnp.ones(2, jnp.bfloat16)}
-    state = optimizer.init(weights)
-    gradient = jax.jit(jax.grad(lambda weights, x: (weights["w"] * x).sum()))
-    with Strategy(comm=comm) as strategy:
-        for _ in range(2):
-            mean = all_reduce(strategy, "mean", gradient(weights, jnp.full(2, 2.0 * (comm.rank % 2), jnp.bfloat16)))
-            updates, state = optimizer.update(mean, state, weights)
-            weights = optax.apply_updates(weights, updates)
-        mean_of_ranks = np.asarray(2.0 * (comm.size // 2) / comm.size, ml_dtypes.bfloat16)
-        assert weights["w"].dtype == jnp.bfloat16
-        assert abs(float(weights["w"][0]) - (1 - float(mean_of_ranks))) < 0.01
-        low, high = strategy.reduce("min", weights), strategy.reduce("max", weights)
-        assert (low["w"] == high["w"]).all()
-
-
-def test_arrays_of_jax_take_no_results(comm: Intracomm) -> None:
+def test_arrays_of_jax_take_no_results(comm: Intracomm, strategy: Strategy) -> None:
     value = jnp.ones(2)
-    with Strategy(comm=comm) as strategy:
-        with raises_everywhere(comm, InvalidArgumentError, "out 0 cannot be written: arrays of JAX never change"):
-            all_reduce(strategy, "sum", value, out=value)
-        made = strategy.symmetric_empty_like(Flax(value))
-        assert type(made.w) is np.ndarray
-        assert all_reduce(strategy, "sum", Flax(value), out=made) is made
-        assert made.w.tolist() == [comm.size] * 2
+    with raises_everywhere(comm, InvalidArgumentError, "out 0 cannot be written: arrays of JAX never change"):
+        all_reduce(strategy, "sum", value, out=value)
+    made = strategy.symmetric_empty_like(Flax(value))
+    assert type(made.w) is np.ndarray
+    assert all_reduce(strategy, "sum", Flax(value), out=made) is made
+    assert made.w.tolist() == [comm.size] * 2

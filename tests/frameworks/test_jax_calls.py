@@ -1,12 +1,10 @@
 """Calls of all ranks inside functions that JAX transforms: `mpidist.jax`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -19,14 +17,12 @@ import pytest
 from jobs.faults import run_command
 from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere, same_everywhere
+from support.ranks import Intracomm
 
 import mpidist.jax
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 several = pytest.mark.ranks(min=2)
 
@@ -158,23 +154,22 @@ def test_across_ranks_trains_as_one_process_with_the_whole_batch(comm: Intracomm
 
 
 @several
-def test_mismatch_in_jit_raises_on_every_rank(comm: Intracomm) -> None:
-    with Strategy(comm=comm) as strategy:
-        for own, text in (
-            (lambda: mpidist.jax.psum({"w": jnp.ones(2 + comm.rank)}), r"array \['w'\]: rank 0: f32\[2\]; rank 1: f32"),
-            (lambda: mpidist.jax.psum(1) if comm.rank else mpidist.jax.pmax(1), "rank 0: mpidist.jax.pmax; rank"),
-        ):
-            seen = None
-            try:
-                strategy.run(jax.jit(own))
-            except jax.errors.JaxRuntimeError as error:
-                seen = str(error)[str(error).rindex("InvalidArgumentError:") :]
-            with raises_everywhere(comm, InvalidArgumentError, text):
-                raise InvalidArgumentError(seen or "nothing was raised")
-        assert int(strategy.run(jax.jit(lambda: mpidist.jax.psum(1)))) == comm.size
+def test_mismatch_in_jit_raises_on_every_rank(comm: Intracomm, strategy: Strategy) -> None:
+    for own, text in (
+        (lambda: mpidist.jax.psum({"w": jnp.ones(2 + comm.rank)}), r"array \['w'\]: rank 0: f32\[2\]; rank 1: f32"),
+        (lambda: mpidist.jax.psum(1) if comm.rank else mpidist.jax.pmax(1), "rank 0: mpidist.jax.pmax; rank"),
+    ):
+        seen = None
+        try:
+            strategy.run(jax.jit(own))
+        except jax.errors.JaxRuntimeError as error:
+            seen = str(error)[str(error).rindex("InvalidArgumentError:") :]
+        with raises_everywhere(comm, InvalidArgumentError, text):
+            raise InvalidArgumentError(seen or "nothing was raised")
+    assert int(strategy.run(jax.jit(lambda: mpidist.jax.psum(1)))) == comm.size
 
 
-def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm: Intracomm) -> None:
+def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm: Intracomm, strategy: Strategy) -> None:
     """XLA goes on in a thread of its own after a product of large matrices."""
 
     def step(weight: Any, _: None) -> Any:
@@ -182,11 +177,10 @@ def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm: Intracomm
         return weight, mpidist.jax.psum(weight[0, 0])
 
     train = jax.jit(lambda x: jax.lax.scan(step, x, None, length=10))
-    with Strategy(comm=comm) as strategy:
-        for _ in range(3):
-            weight, sums = strategy.run(train, args=(jnp.full((512, 512), comm.rank + 1.0),))
-            strategy.check_equal((weight, sums), what="the weights")
-            assert float(strategy.reduce("max", sums[-1])) == pytest.approx(comm.size * float(weight[0, 0]))
+    for _ in range(3):
+        weight, sums = strategy.run(train, args=(jnp.full((512, 512), comm.rank + 1.0),))
+        strategy.check_equal((weight, sums), what="the weights")
+        assert float(strategy.reduce("max", sums[-1])) == pytest.approx(comm.size * float(weight[0, 0]))
 
 
 def test_compiled_function_uses_the_strategy_of_the_call(comm: Intracomm) -> None:

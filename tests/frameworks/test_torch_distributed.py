@@ -1,30 +1,18 @@
 """Training with torch.distributed over the backend `mpidist`: DDP, FSDP2, ZeRO, DTensor, and loops of one's own."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.process_groups import open_process_group
+from support.ranks import Intracomm
 from torch.nn.parallel import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 STEPS = 5
-
-
-@pytest.fixture
-def ranks(comm: Intracomm, tmp_path: Path) -> Iterator[tuple[int, int]]:
-    """Open a process group of all ranks, and give this rank and their number."""
-    with open_process_group(comm, tmp_path):
-        yield comm.rank, comm.size
 
 
 def model_of(seed: int = 0) -> Any:
@@ -77,7 +65,7 @@ def require_weights(ranks: tuple[int, int], weights: list[Any]) -> None:
     ids=lambda options: next(iter(options), "default"),
 )
 def test_ddp_has_the_weights_of_one_process(
-    ranks: tuple[int, int], placement: tuple[int, ...], options: dict[str, bool]
+    ranks: tuple[int, int], placement: object, options: dict[str, bool]
 ) -> None:
     model = DistributedDataParallel(model_of(ranks[0]), bucket_cap_mb=1e-4, **options)
     require_weights(ranks, trained(ranks, model, torch.optim.Adam(model.parameters())))
@@ -91,7 +79,7 @@ def test_zero_redundancy_optimizer_has_the_weights_of_one_process(ranks: tuple[i
     require_weights(ranks, trained(ranks, model, optimizer))
 
 
-def test_fsdp2_has_the_weights_of_ddp(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+def test_fsdp2_has_the_weights_of_ddp(ranks: tuple[int, int], placement: object) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,7 +1,6 @@
 """Programs with torch.distributed over the backend `mpidist`: how they start, and ranks that fail in them."""
 
-from __future__ import annotations
-
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +145,26 @@ def test_entry_point_registers_the_backend_and_imports_no_mpidist() -> None:
     name, *modules = done.stdout.split()
     assert name == "mpidist"
     assert not [one for one in modules if one.partition(".")[0] in ("mpidist", "mpi4py")]
+
+
+@pytest.mark.parametrize("backend", ["'mpidist'", "backend='cpu:mpidist,cuda:nccl'", "'MPIDIST', 'env://'"])
+def test_installed_backend_needs_no_import_of_mpidist(tmp_path: Path, backend: str) -> None:
+    head = re.sub(r".*mpidist\b.*import.*\n|import mpidist.*\n", "", HEAD).replace('"mpidist"', backend)
+    ended = run(tmp_path, 2, head + "assert (int(os.environ['LOCAL_RANK']), size) == (rank, 2)" + END)
+    assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
+
+
+def test_installed_backend_is_a_group_of_one_without_a_launcher(tmp_path: Path) -> None:
+    program = "import torch.distributed as dist; dist.init_process_group('mpidist'); print(dist.get_world_size())"
+    ended = run_command(tmp_path, [sys.executable, "-c", program], 1)
+    assert (ended.status, ended.out) == (0, "1\n"), ended.err
+
+
+def test_installed_backend_changes_no_other_backend(tmp_path: Path) -> None:
+    program = "import torch.distributed as dist; dist.init_process_group('gloo')"
+    ended = run_command(tmp_path, [sys.executable, "-c", program], 1)
+    assert ended.status == 1
+    assert "environment variable RANK expected, but not set" in ended.err
 
 
 def test_environment_of_a_launcher_that_mpi_does_not_see_is_refused(tmp_path: Path) -> None:

@@ -1,21 +1,17 @@
 """Mixed process groups: `init_process_group("cpu:mpidist,cuda:nccl")`, where torch has no NCCL."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.everywhere import raises_everywhere
 from support.process_groups import open_process_group
+from support.ranks import Intracomm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpidist.errors import InvalidArgumentError, UnavailableError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 # Names that torch replaces by newer ones.
 pytestmark = [

@@ -1,7 +1,5 @@
 """Torch's own tests of torch.distributed, as its wheel has them, over the backend `mpidist`."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

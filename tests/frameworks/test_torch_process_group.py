@@ -1,22 +1,18 @@
 """The calls of torch.distributed over the backend `mpidist`: results, dtypes, groups of some ranks, and errors."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.everywhere import raises_everywhere
 from support.process_groups import open_process_group
+from support.ranks import Intracomm
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 # Names that torch replaces by newer ones, which oldest versions do not have.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -25,13 +21,6 @@ _FLOATS = "float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "flo
 _INTEGERS = "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"
 COPIED = [getattr(torch, name) for name in (*_FLOATS, *_INTEGERS)]
 REDUCED = [dtype for dtype in COPIED if not str(dtype).startswith("torch.float8")]
-
-
-@pytest.fixture
-def ranks(comm: Intracomm, tmp_path: Path) -> Iterator[tuple[int, int]]:
-    """Open a process group of all ranks, and give this rank and their number."""
-    with open_process_group(comm, tmp_path):
-        yield comm.rank, comm.size
 
 
 def full(value: float, *shape: int, dtype: Any = torch.float32) -> Any:
@@ -98,7 +87,7 @@ def test_all_reduce_is_one_call_if_waited_for_now_or_later(ranks: tuple[int, int
     equal(value, [size**3] * 3)
 
 
-def test_reduce_gives_one_rank_the_sum(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+def test_reduce_gives_one_rank_the_sum(ranks: tuple[int, int], placement: object) -> None:
     rank, size = ranks
     value = full(rank)
     dist.reduce(value, size - 1)
@@ -138,7 +127,7 @@ def test_reduce_scatter_gives_each_rank_its_part(ranks: tuple[int, int], is_asyn
     equal(target, [[rank] * 2] * 2)
 
 
-def test_gather_and_scatter_have_their_tensors(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+def test_gather_and_scatter_have_their_tensors(ranks: tuple[int, int], placement: object) -> None:
     rank, size = ranks
     outs = [torch.zeros(1) for _ in range(size)] if rank == 0 else None
     dist.gather(full(rank, 1), outs, 0)
@@ -149,7 +138,7 @@ def test_gather_and_scatter_have_their_tensors(ranks: tuple[int, int], placement
     equal(out, [2 * rank])
 
 
-def test_all_to_all_has_the_parts_of_all_ranks(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+def test_all_to_all_has_the_parts_of_all_ranks(ranks: tuple[int, int], placement: object) -> None:
     rank, size = ranks
     each = list(range(size))
     outs = [torch.zeros(1) for _ in each]
@@ -205,17 +194,6 @@ def test_functional_collectives_have_their_results(ranks: tuple[int, int]) -> No
     assert [one.wait().tolist() for one in results] == [[sum(group)] * 3, [size]]
 
 
-def test_objects_arrive_on_all_ranks(ranks: tuple[int, int]) -> None:
-    rank, size = ranks
-    objects = [None] * size
-    dist.all_gather_object(objects, {"rank": rank})
-    assert objects == [{"rank": one} for one in range(size)]
-    sent = [("text", size) if rank == 0 else None]
-    dist.broadcast_object_list(sent, 0)
-    assert sent == [("text", size)]
-    dist.barrier()
-
-
 def test_calls_show_in_the_profiler(ranks: tuple[int, int]) -> None:
     with torch.profiler.profile() as profile:
         dist.all_reduce(full(1.0))
@@ -224,7 +202,7 @@ def test_calls_show_in_the_profiler(ranks: tuple[int, int]) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_messages_arrive(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+def test_messages_arrive(ranks: tuple[int, int], placement: object) -> None:
     rank, size = ranks
     if rank == 0:
         dist.send(full(7.0, 1), 1)
@@ -245,7 +223,7 @@ def test_messages_arrive(ranks: tuple[int, int], placement: tuple[int, ...]) -> 
 
 
 @pytest.mark.ranks(min=3)
-def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], placement: tuple[int, ...]) -> None:
+def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], placement: object) -> None:
     rank, size = ranks
     sets = ((1, 2), (0, 1), (0, 2)) if size == 3 else ((0, 1), (2, 3), (1, 2, 3))
     for turn in range(20):
@@ -304,6 +282,10 @@ def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, 
         lambda size, more: dist.broadcast(torch.zeros(2, device="meta" if more else "cpu"), 0),
         lambda size, more: dist.all_to_all_single(torch.zeros(size), torch.zeros(size, device=["cpu", "meta"][more])),
         lambda size, more: dist.all_reduce(torch.zeros(1), dist.ReduceOp.BAND if more else dist.ReduceOp.SUM),
+        lambda size, more: dist.group.WORLD.allgather_into_tensor_coalesced(
+            [torch.zeros(size)] * (1 + more), [torch.zeros(1)]
+        ).wait(),
+        lambda size, more: dist.all_reduce(torch.sparse_coo_tensor([[99 * more]], [1.0], (4,), check_invariants=False)),
     ],
     ids=[
         "all_gather_single",
@@ -317,6 +299,8 @@ def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, 
         "device",
         "device_of_parts",
         "all_reduce",
+        "coalesced",
+        "sparse_index",
     ],
 )
 def test_bad_arguments_of_one_rank_raise_on_every_rank(
@@ -326,6 +310,19 @@ def test_bad_arguments_of_one_rank_raise_on_every_rank(
     with raises_everywhere(comm, InvalidArgumentError, "rank 1"):
         call(size, int(rank == 1))
     dist.barrier()
+
+
+def test_output_that_cannot_be_written_raises_there_and_leaves_the_group_usable(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    for call in (lambda out: dist.broadcast(out, 0), lambda out: dist.all_gather([out] * size, torch.ones(3))):
+        if rank == size - 1:
+            with pytest.raises(RuntimeError, match="single memory location"):
+                call(torch.ones(1).expand(3))
+        else:
+            call(torch.ones(3))
+    value = torch.ones(2)
+    dist.all_reduce(value)
+    equal(value, [size] * 2)
 
 
 @pytest.mark.ranks(min=2)

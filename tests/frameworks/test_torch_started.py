@@ -1,35 +1,24 @@
 """Calls of torch.distributed with `async_op=True`: programs that wait for them late, in any order, or never."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.everywhere import raises_everywhere
 from support.process_groups import open_process_group
+from support.ranks import Intracomm
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 # Names that torch replaces by newer ones.
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 COUNT = 1 << 20  # several chunks of shared memory, and no message that is sent before it is received
-
-
-@pytest.fixture
-def ranks(comm: Intracomm, tmp_path: Path) -> Iterator[tuple[int, int]]:
-    """Open a process group of all ranks, and give this rank and their number."""
-    with open_process_group(comm, tmp_path):
-        yield comm.rank, comm.size
 
 
 def full(value: float, count: int = COUNT) -> Any:
@@ -52,7 +41,7 @@ def gather(rank: int, size: int, group: Any = None) -> tuple[Any, Any]:
 )
 @pytest.mark.parametrize("has_sent_first", [True, False], ids=["send", "recv"])
 def test_started_call_lets_a_message_pass(
-    placement: tuple[int, ...], ranks: tuple[int, int], start: Callable[..., Any], has_sent_first: bool
+    placement: object, ranks: tuple[int, int], start: Callable[..., Any], has_sent_first: bool
 ) -> None:
     rank, _ = ranks
     value, message = full(5.0 * (rank == 0)), full(3)
@@ -70,7 +59,7 @@ def test_started_call_lets_a_message_pass(
 
 
 def test_started_calls_of_two_groups_may_come_in_another_order_on_each_rank(
-    placement: tuple[int, ...], ranks: tuple[int, int]
+    placement: object, ranks: tuple[int, int]
 ) -> None:
     rank, size = ranks
     groups = dist.new_group(), dist.new_group()
@@ -89,9 +78,7 @@ def test_started_calls_of_two_groups_may_come_in_another_order_on_each_rank(
 
 
 @pytest.mark.ranks(2)
-def test_started_calls_and_the_thread_of_another_group_do_not_meet(
-    placement: tuple[int, ...], ranks: tuple[int, int]
-) -> None:
+def test_started_calls_and_another_groups_thread_do_not_meet(placement: object, ranks: tuple[int, int]) -> None:
     rank, size = ranks
     group = dist.new_group()  # between nodes, a thread advances its all-reduces
     for _ in range(20):
@@ -104,9 +91,7 @@ def test_started_calls_and_the_thread_of_another_group_do_not_meet(
         assert all(value.eq(size).all() for value in values)
 
 
-def test_started_calls_waited_for_in_any_order_have_their_results(
-    placement: tuple[int, ...], ranks: tuple[int, int]
-) -> None:
+def test_started_calls_have_their_results_in_any_order(placement: object, ranks: tuple[int, int]) -> None:
     rank, size = ranks
     exchanged, scattered, bits = torch.empty(size), torch.empty(2), torch.tensor([1 << rank])
     sums, part, listed = full(rank, 5), torch.empty(COUNT), [torch.empty(1) for _ in range(size)]

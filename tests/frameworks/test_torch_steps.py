@@ -1,7 +1,5 @@
 """The benchmarks of PyTorch run, and write a row for each way."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tensors of PyTorch as native arrays, and back: the same memory in every dtype, or a clear refusal."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

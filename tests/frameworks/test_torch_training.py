@@ -1,23 +1,21 @@
-"""Whole programs with PyTorch: gradients reduced in place, weights, states and symmetric gradients."""
+"""Reductions of PyTorch's tensors: weights, states and gradients, in place, symmetric, and of lists that come again."""
 
-from __future__ import annotations
-
+import gc
+import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.everywhere import raises_everywhere
-from support.reductions import all_reduce
+from support.ranks import Intracomm
+from support.reductions import all_reduce, are_repeated
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -27,117 +25,83 @@ def model_of(dtype: Any, seed: int = 0) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(dtype)
 
 
-def gradients_of(model: Any, rank: int, dtype: Any) -> list[Any]:
-    """Compute gradients that are small whole numbers, whose sums are exact in bfloat16."""
-    model.zero_grad()
-    x = torch.full((2, 4), float(rank % 2 + 1), dtype=dtype)
-    (model(x) - model(x).detach() + 1).sum().backward()
-    for parameter in model.parameters():
-        parameter.grad.round_().clamp_(-8, 8)
-    return [parameter.grad for parameter in model.parameters()]
-
-
 @each_dtype
-def test_gradients_are_reduced_in_place(comm: Intracomm, placement: tuple[int, ...], dtype: Any) -> None:
-    model, reference = model_of(dtype), model_of(dtype)
-    everyone = [[g.clone().float() for g in gradients_of(reference, rank, dtype)] for rank in range(comm.size)]
-    wanted = [sum(parts[1:], parts[0]).to(dtype) for parts in zip(*everyone, strict=True)]
-    with Strategy(comm=comm) as strategy:
-        for _ in range(3):
-            gradients = gradients_of(model, comm.rank, dtype)
-            places = [gradient.data_ptr() for gradient in gradients]
-            result = all_reduce(strategy, "sum", gradients, out=gradients)
-            assert result is gradients
-            assert [parameter.grad.data_ptr() for parameter in model.parameters()] == places
-            assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), wanted))
-        total = all_reduce(strategy, "sum", gradients_of(model, comm.rank, dtype))
-        assert [(type(one), one.dtype) for one in total] == [(torch.Tensor, dtype)] * 4
-        assert all(map(torch.equal, total, wanted))
-
-
-@each_dtype
-def test_symmetric_gradients_are_tensors(comm: Intracomm, placement: tuple[int, ...], dtype: Any) -> None:
+def test_symmetric_gradients_are_tensors(comm: Intracomm, placement: object, dtype: Any, strategy: Strategy) -> None:
     model = model_of(dtype)
-    with Strategy(comm=comm) as strategy:
-        made = strategy.symmetric_empty_like(list(model.parameters()))
-        for parameter, memory in zip(model.parameters(), made, strict=True):
-            assert (memory.shape, memory.dtype, memory.requires_grad) == (parameter.shape, dtype, False)
-            parameter.grad = memory
-        for step in range(3):
-            for memory in made:
-                memory.fill_(comm.rank + step)
-            assert all_reduce(strategy, "sum", made, out=made) is made
-            strategy.barrier()  # another rank adds where it has its turn
-            assert all(
-                (parameter.grad == sum(range(comm.size)) + comm.size * step).all() for parameter in model.parameters()
-            )
-        shared = parts_of(strategy).group.shared
-        assert shared.places([parameter.grad.view(torch.uint8).numpy() for parameter in model.parameters()]) is not None
+    made = strategy.symmetric_empty_like(list(model.parameters()))
+    for parameter, memory in zip(model.parameters(), made, strict=True):
+        assert (memory.shape, memory.dtype, memory.requires_grad) == (parameter.shape, dtype, False)
+        parameter.grad = memory
+    for step in range(3):
+        for memory in made:
+            memory.fill_(comm.rank + step)
+        assert all_reduce(strategy, "sum", made, out=made) is made
+        strategy.barrier()  # another rank adds where it has its turn
+        assert all(
+            (parameter.grad == sum(range(comm.size)) + comm.size * step).all() for parameter in model.parameters()
+        )
+    shared = parts_of(strategy).group.shared
+    assert shared.places([parameter.grad.view(torch.uint8).numpy() for parameter in model.parameters()]) is not None
 
 
-def test_one_tensor_for_a_node(comm: Intracomm) -> None:
-    with Strategy(comm=comm) as strategy:
-        one = strategy.symmetric_empty_like(torch.ones(5), per_node=True)
-        assert all_reduce(strategy, "sum", torch.ones(5), out=one) is one
-        assert one.tolist() == [comm.size] * 5
+def test_one_tensor_for_a_node(comm: Intracomm, strategy: Strategy) -> None:
+    one = strategy.symmetric_empty_like(torch.ones(5), per_node=True)
+    assert all_reduce(strategy, "sum", torch.ones(5), out=one) is one
+    assert one.tolist() == [comm.size] * 5
 
 
-def test_weights_and_states_keep_their_form(comm: Intracomm) -> None:
+def test_weights_and_states_keep_their_form(comm: Intracomm, strategy: Strategy) -> None:
     model = model_of(torch.float32, seed=comm.rank)
     first = model_of(torch.float32, seed=0)
-    with Strategy(comm=comm) as strategy:
-        weights = list(model.parameters())
-        assert strategy.broadcast(weights, out=weights) is weights
-        assert all(map(torch.equal, model.parameters(), first.parameters()))
-        assert all(parameter.requires_grad for parameter in model.parameters())
-        state = strategy.reduce("mean", model.state_dict())
-        assert type(state) is OrderedDict
-        assert vars(state) == vars(model.state_dict())
-        model.load_state_dict(state)
-        named = strategy.reduce("max", dict(model.named_parameters()))
-        assert list(named) == list(state)
-        assert strategy.gather(torch.full((1, 2), comm.rank), axis=0)[:, 0].tolist() == list(range(comm.size))
+    weights = list(model.parameters())
+    assert strategy.broadcast(weights, out=weights) is weights
+    assert all(map(torch.equal, model.parameters(), first.parameters()))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    state = strategy.reduce("mean", model.state_dict())
+    assert type(state) is OrderedDict
+    assert vars(state) == vars(model.state_dict())
+    model.load_state_dict(state)
+    named = strategy.reduce("max", dict(model.named_parameters()))
+    assert list(named) == list(state)
+    assert strategy.gather(torch.full((1, 2), comm.rank), axis=0)[:, 0].tolist() == list(range(comm.size))
 
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
-def test_a_compiled_step_calls_what_is_not_compiled(comm: Intracomm) -> None:
+def test_a_compiled_step_calls_what_is_not_compiled(comm: Intracomm, strategy: Strategy) -> None:
     """As the page on PyTorch advises: mpidist cannot be traced. Importing the compiler takes seconds."""
     weights = torch.zeros(3, requires_grad=True)
-    with Strategy(comm=comm) as strategy:
 
-        @torch.compiler.disable
-        def add_up(gradient: Any) -> None:
-            all_reduce(strategy, "sum", gradient, out=gradient)
+    @torch.compiler.disable
+    def add_up(gradient: Any) -> None:
+        all_reduce(strategy, "sum", gradient, out=gradient)
 
-        def step(x: Any) -> Any:
-            (weights * x).sum().backward()
-            add_up(weights.grad)
-            return x + weights.grad
+    def step(x: Any) -> Any:
+        (weights * x).sum().backward()
+        add_up(weights.grad)
+        return x + weights.grad
 
-        compiled = torch.compile(step, backend="eager")
-        for factor in (1.0, 2.0):
-            weights.grad = None
-            assert compiled(torch.full((3,), factor)).tolist() == [factor * (1 + comm.size)] * 3
+    compiled = torch.compile(step, backend="eager")
+    for factor in (1.0, 2.0):
+        weights.grad = None
+        assert compiled(torch.full((3,), factor)).tolist() == [factor * (1 + comm.size)] * 3
 
 
-def test_a_mean_of_counts_is_a_tensor_of_floats(comm: Intracomm) -> None:
-    with Strategy(comm=comm) as strategy:
-        mean = strategy.reduce("mean", torch.tensor(comm.rank))
-        assert (mean.dtype, mean.item()) == (torch.float64, (comm.size - 1) / 2)
+def test_a_mean_of_counts_is_a_tensor_of_floats(comm: Intracomm, strategy: Strategy) -> None:
+    mean = strategy.reduce("mean", torch.tensor(comm.rank))
+    assert (mean.dtype, mean.item()) == (torch.float64, (comm.size - 1) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
-def test_weights_may_be_tensors(comm: Intracomm, dtype: Any) -> None:
+def test_weights_may_be_tensors(comm: Intracomm, dtype: Any, strategy: Strategy) -> None:
     value, weight = torch.tensor(comm.rank % 2.0), torch.tensor(1 + comm.rank % 2, dtype=dtype)
     twos = comm.size // 2
-    with Strategy(comm=comm) as strategy:
-        mean = strategy.reduce("mean", value, weight=weight)
-        assert mean.item() == pytest.approx(2 * twos / (comm.size + twos))
-        weight = torch.nn.Parameter(torch.ones(()))
-        assert strategy.reduce("mean", value, weight=weight).item() == pytest.approx(twos / comm.size)
-        with raises_everywhere(comm, TypeError, "weight must be a number for each replica: .* pass tensor.detach"):
-            strategy.reduce("mean", value, weight=weight * 2)
+    mean = strategy.reduce("mean", value, weight=weight)
+    assert mean.item() == pytest.approx(2 * twos / (comm.size + twos))
+    weight = torch.nn.Parameter(torch.ones(()))
+    assert strategy.reduce("mean", value, weight=weight).item() == pytest.approx(twos / comm.size)
+    with raises_everywhere(comm, TypeError, "weight must be a number for each replica: .* pass tensor.detach"):
+        strategy.reduce("mean", value, weight=weight * 2)
 
 
 @each_dtype
@@ -151,36 +115,34 @@ def test_each_replica_of_a_rank_gets_its_part_of_a_tensor(comm: Intracomm, dtype
         assert torch.equal(part, torch.full((2, 3), float(total), dtype=dtype))
 
 
-def test_tensors_of_any_layout_take_results(comm: Intracomm) -> None:
-    with Strategy(comm=comm) as strategy:
-        turned = torch.arange(6.0, dtype=torch.bfloat16).reshape(2, 3).t()
-        assert all_reduce(strategy, "sum", turned, out=turned) is turned
-        assert turned.tolist() == (np.arange(6.0).reshape(2, 3).T * comm.size).tolist()
-        target = torch.zeros(3, dtype=torch.float64)
-        assert all_reduce(strategy, "sum", np.ones(3), out=target) is target
-        assert target.tolist() == [comm.size] * 3
+def test_tensors_of_any_layout_take_results(comm: Intracomm, strategy: Strategy) -> None:
+    turned = torch.arange(6.0, dtype=torch.bfloat16).reshape(2, 3).t()
+    assert all_reduce(strategy, "sum", turned, out=turned) is turned
+    assert turned.tolist() == (np.arange(6.0).reshape(2, 3).T * comm.size).tolist()
+    target = torch.zeros(3, dtype=torch.float64)
+    assert all_reduce(strategy, "sum", np.ones(3), out=target) is target
+    assert target.tolist() == [comm.size] * 3
 
 
 ones = torch.ones
 MODEL = torch.nn.Linear(1, 1)
 
 
-@pytest.mark.parametrize(
-    ("value", "out", "kind", "text"),
-    [
-        (lambda: ones(3), lambda: ones(3).bfloat16(), InvalidArgumentError, r"f32\[3\], got bf16\[3\]"),
-        (lambda: ones(3), lambda: ones(1).expand(3), InvalidArgumentError, "elements that share memory"),
-        (lambda: [None], lambda: None, TypeError, r"\[0\] is None, .*: leave the place out, .* or pass zeros"),
-        (lambda: MODEL.parameters(), lambda: None, TypeError, r"read once, so pass list\(\.\.\.\) of it"),
-        (lambda: MODEL, lambda: None, TypeError, r"Linear.*pass its state_dict\(\)"),
-        (lambda: torch.eye(2).to_sparse(), lambda: None, TypeError, r"pass tensor.to_dense\(\)"),
-    ],
-)
-def test_what_cannot_be_is_told_on_every_rank(comm: Intracomm, value: Any, out: Any, kind: Any, text: str) -> None:
-    with Strategy(comm=comm) as strategy:
+WRONG: list[tuple[Any, Any, type[Exception], str]] = [
+    (ones(3), ones(3).bfloat16(), InvalidArgumentError, r"f32\[3\], got bf16\[3\]"),
+    (ones(3), ones(1).expand(3), InvalidArgumentError, "elements that share memory"),
+    ([None], None, TypeError, r"\[0\] is None, .*: leave the place out, .* or pass zeros"),
+    (MODEL.parameters(), None, TypeError, r"read once, so pass list\(\.\.\.\) of it"),
+    (MODEL, None, TypeError, r"Linear.*pass its state_dict\(\)"),
+    (torch.eye(2).to_sparse(), None, TypeError, r"pass tensor.to_dense\(\)"),
+]
+
+
+def test_what_cannot_be_is_told_on_every_rank(comm: Intracomm, strategy: Strategy) -> None:
+    for value, out, kind, text in WRONG:
         with raises_everywhere(comm, kind, text):
-            all_reduce(strategy, "sum", value(), out=out())
-        assert all_reduce(strategy, "sum", torch.ones(1)).item() == comm.size  # and the strategy is usable
+            all_reduce(strategy, "sum", value, out=out)
+        assert all_reduce(strategy, "sum", ones(1)).item() == comm.size  # and the strategy is usable
 
 
 @pytest.mark.ranks(min=2)
@@ -188,3 +150,223 @@ def test_ranks_with_other_dtypes_are_told(comm: Intracomm) -> None:
     dtype = torch.bfloat16 if comm.rank else torch.float16
     with Strategy(comm=comm) as strategy, raises_everywhere(comm, InvalidArgumentError, r"f16\[2\].*bf16\[2\]"):
         strategy.reduce("sum", torch.ones(2, dtype=dtype))
+
+
+SIZES = [5, 300, 2, 4000]
+
+
+def tensors_of(dtype: Any = torch.float32) -> list[Any]:
+    return [torch.zeros(size, dtype=dtype) for size in SIZES]
+
+
+def require_sums(strategy: Strategy, tensors: Any, step: int, in_place: bool = True) -> Any:
+    """Reduce tensors, filled with other numbers in each step, and look at the results."""
+    rank, size = strategy.topology.rank, strategy.topology.size
+    own = list(tensors.values()) if isinstance(tensors, dict) else tensors
+    with torch.no_grad():
+        for at, tensor in enumerate(own):
+            tensor.fill_(step * (rank + 1) + at)
+    result = all_reduce(strategy, "sum", tensors, **({"out": tensors} if in_place else {}))
+    found = list(result.values()) if isinstance(result, dict) else result
+    for at, (got, tensor) in enumerate(zip(found, own, strict=True)):
+        assert type(got) is type(tensor) if in_place else type(got) is torch.Tensor
+        assert got.dtype == tensor.dtype
+        assert (got == step * size * (size + 1) // 2 + at * size).all(), (step, at)
+        assert in_place or (tensor == step * (rank + 1) + at).all(), "a value is only read"
+    return result
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", [list, tuple, dict])
+def test_each_call_has_its_own_numbers(
+    strategy: Strategy, repeated: list[bool], dtype: Any, in_place: bool, form: Any
+) -> None:
+    own = tensors_of(dtype)
+    tensors = dict(zip("abcd", own, strict=True)) if form is dict else form(own)
+    kept = []
+    for step in range(1, 6):
+        kept.append(require_sums(strategy, tensors, step, in_place))
+    if are_repeated(strategy) and dtype is torch.float32:
+        assert repeated[-2:] == [True, True]
+    if not in_place:
+        size = strategy.topology.size
+        first = kept[0]["a"] if form is dict else kept[0][0]
+        assert (first == size * (size + 1) // 2).all(), "no later call has written to it"
+
+
+@pytest.mark.usefixtures("placement")
+@each_dtype
+def test_gradients_that_stay_are_repeated_in_place(repeated: list[bool], comm: Intracomm, dtype: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)).to(dtype)
+    with Strategy(comm=comm) as strategy:
+        for _ in range(5):
+            model.zero_grad(set_to_none=False)
+            model(torch.full((2, 4), comm.rank + 1.0, dtype=dtype)).sum().backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            own, places = gradients[-1].clone(), [gradient.data_ptr() for gradient in gradients]
+            first = gradients[0].float() / (comm.rank + 1)  # the same on all ranks
+            assert all_reduce(strategy, "sum", gradients, out=gradients) is gradients
+            total = comm.size * (comm.size + 1) // 2
+            assert torch.allclose(gradients[0].float(), first * total, rtol=0.03, atol=0.01)
+            assert [parameter.grad.data_ptr() for parameter in model.parameters()] == places
+            assert torch.equal(gradients[-1], own * comm.size)
+        if are_repeated(strategy):
+            assert repeated[-2:] == [True, True]
+
+
+def test_parameters_are_averaged_in_place(strategy: Strategy) -> None:
+    parameters = [torch.nn.Parameter(tensor) for tensor in tensors_of()]
+    for step in range(1, 5):
+        require_sums(strategy, parameters, step)
+    assert all(parameter.requires_grad for parameter in parameters)
+
+
+def move(tensor: Any) -> None:
+    tensor.data = torch.zeros(tensor.shape)
+
+
+def cut(tensor: Any) -> None:
+    tensor.resize_(3)
+
+
+def turn(tensor: Any) -> None:
+    tensor.unsqueeze_(0)
+
+
+def spread(tensor: Any) -> None:
+    tensor.set_(torch.zeros(2 * tensor.numel()).untyped_storage(), 0, tensor.shape, (2,))
+
+
+def retype(tensor: Any) -> None:
+    tensor.data = tensor.data.view(torch.int32)
+
+
+@pytest.mark.parametrize("change", [move, cut, turn, spread, retype])
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_becomes_of_a_tensor_is_noticed(strategy: Strategy, change: Any, at: int, in_place: bool) -> None:
+    tensors = tensors_of()
+    for step in range(1, 5):
+        require_sums(strategy, tensors, step, in_place)
+    change(tensors[at])
+    for step in range(5, 10):
+        require_sums(strategy, tensors, step, in_place)
+
+
+def test_memory_that_comes_back_is_written_itself(strategy: Strategy) -> None:
+    """And not the memory that a tensor had meanwhile."""
+    tensors = tensors_of()
+    first = tensors[1].data
+    for step in range(1, 5):
+        require_sums(strategy, tensors, step)
+    tensors[1].data = torch.zeros(300)
+    require_sums(strategy, [tensors[1]], 5)
+    tensors[1].data = first
+    require_sums(strategy, tensors, 6)
+    require_sums(strategy, tensors, 7)
+
+
+def test_another_tensor_in_a_place_is_noticed(strategy: Strategy) -> None:
+    tensors = tensors_of()
+    for step in range(1, 9):
+        require_sums(strategy, tensors, step)
+        if step == 4:
+            tensors[2] = torch.zeros(2)
+
+
+def test_what_gets_a_history_is_refused(strategy: Strategy, comm: Intracomm) -> None:
+    tensors = tensors_of()
+    for step in range(1, 5):
+        require_sums(strategy, tensors, step)
+    weight = torch.ones(300, requires_grad=True)
+    if comm.rank == comm.size - 1:
+        tensors[1] *= weight
+    with raises_everywhere(comm, TypeError if comm.size == 1 else InvalidArgumentError, "PyTorch differentiates"):
+        all_reduce(strategy, "sum", tensors, out=tensors)
+    require_sums(strategy, tensors_of(), 9)
+
+
+def test_a_parameter_that_gets_a_history_is_refused(strategy: Strategy) -> None:
+    """Its `requires_grad` is what it was."""
+    parameter = torch.nn.Parameter(torch.ones(300))
+    tensors = [parameter, torch.ones(2)]
+    for step in range(1, 5):
+        require_sums(strategy, tensors, step, in_place=False)
+    parameter.requires_grad_(False)
+    parameter.mul_(torch.ones(300, requires_grad=True))
+    for more in ({}, {"out": tensors}):
+        with pytest.raises(TypeError, match="PyTorch differentiates"):
+            all_reduce(strategy, "sum", tensors, **more)
+
+
+class Own(torch.Tensor):
+    """A tensor that answers few questions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.is_complex:
+            raise NotImplementedError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"loss": torch.ones(()), "count": 3},
+        lambda: [torch.ones(3), np.ones(3)],
+        lambda: [torch.ones(3), np.float32(3)],
+        lambda: [torch.ones(3), torch.ones(2).as_subclass(Own)],
+        lambda: [torch.ones(3), torch.ones(2, dtype=torch.complex64).conj()],
+    ],
+)
+def test_lists_may_begin_with_a_tensor(strategy: Strategy, comm: Intracomm, make: Any) -> None:
+    """Whatever comes after it. One rank has another list, and so notes what the others do not."""
+    values = make()
+    for step in range(1, 6):
+        if comm.rank == comm.size - 1 and step % 2:
+            values = make()
+        result = all_reduce(strategy, "sum", values)
+        for got, value in zip(*(it.values() if isinstance(it, dict) else it for it in (result, values)), strict=True):
+            assert bool(np.all(np.asarray(got == value * comm.size)))
+
+
+def test_a_rank_may_have_arrays_of_numpy(strategy: Strategy, comm: Intracomm) -> None:
+    tensors, arrays = tensors_of(), [np.zeros(size, np.float32) for size in SIZES]
+    for step in range(1, 7):
+        own: list[Any] = arrays if (comm.rank + step // 4) % 2 else tensors
+        for one in own:
+            one[:] = step * (comm.rank + 1)
+        all_reduce(strategy, "sum", own, out=own)
+        assert all((one == step * comm.size * (comm.size + 1) // 2).all() for one in own)
+
+
+def test_symmetric_tensors_are_reduced_where_they_lie(strategy: Strategy) -> None:
+    tensors = strategy.symmetric_empty_like(tensors_of())
+    private = tensors_of()
+    for step in range(1, 6):
+        require_sums(strategy, tensors, step)
+        require_sums(strategy, private, step)
+        require_sums(strategy, tensors, step, in_place=False)
+
+
+def test_a_mistake_of_one_rank_ends_no_later_call(strategy: Strategy, comm: Intracomm) -> None:
+    tensors = tensors_of()
+    for step in range(1, 5):
+        require_sums(strategy, tensors, step)
+    if comm.size > 1:
+        with raises_everywhere(comm, ValueError):
+            all_reduce(strategy, "sum", tensors[:2] if comm.rank == 0 else tensors)
+    for step in range(5, 9):
+        require_sums(strategy, tensors, step)
+
+
+def test_nothing_keeps_tensors_or_their_memory(strategy: Strategy) -> None:
+    tensors = tensors_of()
+    for step in range(1, 6):
+        require_sums(strategy, tensors, step)
+    gone = [weakref.ref(tensor) for tensor in tensors] + [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    arrays = [weakref.ref(array) for array in map(torch.Tensor.numpy, tensors)]
+    del tensors
+    gc.collect()
+    assert [reference() for reference in (*gone, *arrays)] == [None] * 12

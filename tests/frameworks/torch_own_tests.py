@@ -4,8 +4,6 @@ The ranks of one launch run the tests, each in a new process group. Rank 0 write
 "passed", "skipped" or "failed", and the texts of the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -25,29 +25,10 @@ from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
 
 __all__ = [
-    "Compiler",
-    "Memory",
-    "allocations",
-    "busy",
-    "capturing",
-    "compiler",
-    "connected",
-    "down",
-    "emulated",
-    "gpus",
-    "group",
-    "grown_by",
-    "is_total",
-    "is_working",
-    "memory",
-    "mine",
-    "one_node",
-    "only_emulated",
-    "opened",
-    "require_gpus",
-    "up",
-    "use_own_settings",
-]
+    "Compiler", "Memory", "allocations", "busy", "capturing", "compiler", "connected", "down", "emulated", "gpus",
+    "group", "grown_by", "is_total", "is_working", "memory", "mine", "one_node", "only_emulated", "opened",
+    "require_gpus", "up", "use_own_settings",
+]  # fmt: skip
 
 _LIMIT_BYTES, _TRIALS = 4 << 20, 4  # of growth
 _LIMIT_SECONDS = 60.0  # of what keeps a stream busy

@@ -49,12 +49,6 @@ def test_threads_of_a_block_wait_for_each_other(cupy: Any) -> None:
     assert array.get().tolist() == [*range(31, -1, -1)]
 
 
-def test_the_host_does_not_wait_for_a_kernel(cupy: Any) -> None:
-    with busy() as event:
-        assert not event.done
-    assert event.done
-
-
 def test_streams_do_not_wait_for_each_other_without_an_event(cupy: Any) -> None:
     array, (first, second) = cupy.zeros(1), (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     cupy.cuda.Device().synchronize()

@@ -84,6 +84,12 @@ def job(tmp_path: Path) -> Job:
     return run
 
 
+def stand_in(folder: Path, name: str, body: str) -> None:
+    """Write a program that answers for another one, such as one of Slurm's."""
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
 def ran(command: Sequence[str], **how: Any) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end, whatever that is, and keep what it writes."""
     return subprocess.run(command, capture_output=True, text=True, check=False, **how)

@@ -34,7 +34,6 @@ __all__ = [
     "HEAD",
     "Note",
     "Placement",
-    "Sessions",
     "THREE",
     "TWO",
     "TWO_APART",
@@ -322,18 +321,3 @@ def require_right(ended: Ended, what: str, placement: Placement) -> None:
     """Require that the call after a fault worked on all ranks."""
     texts = [note.text for note in ended.of(f"{what}, after").values()]
     assert texts == [f"{placement.size:.1f}"] * placement.size
-
-
-class Sessions:
-    """Jobs that go on after faults, one of each placement; run when a test first needs it."""
-
-    def __init__(self, folder: Path, body: str) -> None:
-        self._folder, self._body = folder, body
-        self._ended: dict[Placement, Ended] = {}
-
-    def run(self, placement: Placement) -> Ended:
-        if placement not in self._ended:
-            self._ended[placement] = run_job(self._folder, self._body, placement)
-        ended = self._ended[placement]
-        assert (ended.status, ended.out, ended.err) == (0, "", "")
-        return ended

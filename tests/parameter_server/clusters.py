@@ -1,23 +1,23 @@
 """Workers and parameter servers on the ranks of a test."""
 
-from __future__ import annotations
-
+import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from support.ranks import Intracomm
 
 from mpidist import CommunicationOptions
 from mpidist.context_stack import parts_of
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server.cluster import Role
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
-__all__ = ["PATIENT", "deadline_of", "meet", "num_workers", "on_workers", "set_deadline_of_meetings"]
+__all__ = ["PATIENT", "deadline_of", "meet", "num_workers", "on_workers", "set_deadline_of_meetings", "worker_test"]
 
 PATIENT = CommunicationOptions(timeout_seconds=600)  # of strategies that a busy machine must not end
+BY_TEST = ("num_ps", "on_worker_lost", "replicas", "staleness", "variable_partitioner")  # names of arguments
 _ROLES: list[Role] = []  # of this rank, where it is a server
 
 
@@ -39,8 +39,29 @@ def on_workers(comm: Intracomm, work: Callable[[ParameterServerStrategy], Any], 
     return [result for is_ps, result in comm.allgather((is_ps, result)) if not is_ps]
 
 
+def worker_test(**arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what each worker does, while servers serve. Fixtures of `BY_TEST` go to the strategy, too."""
+
+    def decorate(work: Callable[..., None]) -> Callable[..., None]:
+        own = [name for name in inspect.signature(work).parameters if name != "strategy"]
+
+        @functools.wraps(work)
+        def test(comm: Intracomm, **fixtures: Any) -> None:
+            given = {name: value for name, value in {**fixtures, "comm": comm}.items() if name in own}
+            more = {name: value for name, value in given.items() if name in BY_TEST}
+            on_workers(comm, functools.partial(work, **given), **arguments, **more)
+
+        names = dict.fromkeys(["comm", *own])
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        )
+        return test
+
+    return decorate
+
+
 def role_of(strategy: ParameterServerStrategy) -> Role:
-    role = parts_of(strategy).service
+    role = parts_of(strategy).peers
     assert isinstance(role, Role)
     return role
 

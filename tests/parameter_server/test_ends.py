@@ -1,7 +1,5 @@
 """How clusters end: in order, early, by an exception, and by the loss of a worker or of a server."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -158,9 +156,7 @@ def test_a_server_that_does_not_answer_is_an_error_at_the_deadline(job: Job, pla
     before = "" if signal == "SIGKILL" else 'subprocess.Popen(["sh", "-c", KILL])'
     program = KILLED.format(before=before, signal=signal)
     kill = "until [ $(grep -c first $FAULT_NOTES) -ge 2 ]; do sleep 0.1; done; kill -KILL {os.getpid()}"
-    shorter = (
-        "mpidist.context_stack.parts_of(strategy).service.group.timeout_seconds = 3"  # once all have come together
-    )
+    shorter = "mpidist.context_stack.parts_of(strategy).peers.group.timeout_seconds = 3"  # once all have come together
     program = f'KILL = f"{kill}"' + cluster(program).replace('note("reading")', f'{shorter}; note("reading")')
     ended = job(program, placement, is_blind=True, MPIDIST_TIMEOUT_SECONDS="600")
     for rank in (0, 1):
@@ -176,7 +172,7 @@ if is_faulty:
     def die(group):
         time.sleep(0.2)  # all others wait by then
         os.kill(os.getpid(), signal.SIGKILL)
-    type(mpidist.context_stack.parts_of(strategy).service.group).free = die
+    type(mpidist.context_stack.parts_of(strategy).peers.group).free = die
 attempt("close", strategy.close)
 os._exit(0)
 """

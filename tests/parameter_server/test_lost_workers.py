@@ -1,7 +1,5 @@
 """Clusters that go on without workers: those that failed, in whichever way, and those whose processes are gone."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -52,8 +50,8 @@ QUITS = "os._exit(0)"
 LATER = """
     try:
         with strategy:
-            raise KeyError("mine")
-    except KeyError:
+            raise OSError("no file \\udcff")
+    except OSError:
         raise ValueError("later") from None
 """
 INTERRUPTED = """
@@ -147,7 +145,7 @@ with strategy:
         with strategy.scope():
             variable = mpidist.Variable(0.0)
         if is_faulty:
-            mpidist.context_stack.parts_of(strategy).service.group.timeout_seconds = 0.5
+            mpidist.context_stack.parts_of(strategy).peers.group.timeout_seconds = 0.5
             strategy.push(variable, 1.0, rules.Registered("sleeps"))
             try:
                 variable.numpy()
@@ -173,9 +171,7 @@ def test_others_finish_without_a_worker_that_a_server_has_not_answered_in_time(j
     [(FOUR, "staleness=0", 1), (TWO_NODES, "num_ps=2", 2)],
     ids=["synchronous", "two servers, two nodes"],
 )
-def test_others_finish_without_a_worker_that_is_killed(
-    job: Job, placement: Placement, arguments: str, num_ps: int
-) -> None:
+def test_others_finish_without_a_killed_worker(job: Job, placement: Placement, arguments: str, num_ps: int) -> None:
     """Where the launcher lets them: then the last rank says at the end why the job cannot end well."""
     ended = job(program(KILLED, arguments), placement, is_blind=True)
     assert ended.status == 75, ended
@@ -236,3 +232,78 @@ def test_nobody_waits_for_the_rest_of_a_request(job: Job) -> None:
     assert ended.status == 75, ended
     assert set(ended.of("end")) == {0}
     assert "worker 1 (rank 1) is lost" in ended.err
+
+
+PUSHES = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy()
+if strategy.is_ps:
+    attempt("serve", strategy.serve)
+else:
+    with strategy.scope():
+        large, small = mpidist.Variable(np.zeros(4 << 20)), mpidist.Variable(np.zeros(40_000))
+    delta = np.ones(4 << 20)
+    def pushes():
+        note("pushing")
+        while True:
+            large.assign_add(delta)
+            small.assign_add(delta[:40_000])
+            value = large.numpy()
+            assert (value == value[0]).all(), value
+    if is_faulty:
+        def die():
+            await_notes("pushing", *range(size - 1))
+            time.sleep({seconds})
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=die).start()
+    attempt("pushes", pushes)
+os._exit(0)
+"""
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("placement", "seconds"), [(TWO._replace(faulty=0), 0.2), (THREE, 0.27)])
+def test_a_worker_that_is_killed_in_a_push_is_named(job: Job, placement: Placement, seconds: float) -> None:
+    """By its server, also where that waits for it alone, and by the other worker."""
+    ended = job(PUSHES.format(seconds=seconds), placement, is_blind=True)
+    server = len(placement.nodes) - 1
+    note = ended.of("serve")[server]
+    assert note.kind == "PeerFailedError"
+    assert f"the process of rank {placement.faulty} of" in note.text
+    for rank, other in ended.of("pushes").items():
+        assert rank != placement.faulty
+        assert other.kind in ("PeerFailedError", "UnavailableError"), other
+
+
+SERVER = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy()
+def die():
+    await_notes("changing", 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+mpidist.experimental.server_rules.register("dies")(lambda value, gradient, memory: die())
+if strategy.is_ps:
+    strategy.serve()
+with strategy.scope():
+    variable = mpidist.Variable(0.0, name="total")
+strategy.push(variable, 1.0, mpidist.experimental.server_rules.Registered("dies"))
+def changes():
+    for _ in range(20):
+        variable.assign_add(1.0)
+    note("changing")
+def program():
+    changes()
+    {call}
+attempt("changes", program)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("call", ["variable.numpy()", "while True: changes()"])
+def test_changes_under_way_to_a_server_that_is_killed_are_an_error(job: Job, call: str) -> None:
+    """Of the next call that waits; the first change is named."""
+    ended = job(SERVER.format(call=call), TWO._replace(faulty=1), is_blind=True)
+    note = ended.of("changes")[0]
+    assert note.kind == "UnavailableError", ended
+    assert note.text.startswith("parameter server 0 (rank 1) is lost"), note
+    assert "change of 'total'" in note.text, note

@@ -1,21 +1,17 @@
 """Whole programs as TensorFlow's scripts write them, and many requests in one program."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-from parameter_server.clusters import PATIENT, num_workers, on_workers
+from parameter_server.clusters import PATIENT, on_workers, worker_test
+from support.ranks import Intracomm
 
 import mpidist
-from mpidist import IndexedSlices, Variable
-from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
+from mpidist import Variable
+from mpidist.experimental import ParameterServerStrategy
 from mpidist.parameter_server.server import ParameterServer
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 RNG = np.random.default_rng(5)
 FEATURES = RNG.normal(size=(240, 3))
@@ -56,29 +52,6 @@ def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
         assert int(step) == 80 * strategy.topology.size
         assert np.abs(weights - TRUTH).max() < 0.05
     strategy.close()
-
-
-@pytest.mark.ranks(3)
-def test_embedding_in_shards(comm: Intracomm) -> None:
-    """Workers look up rows, and push gradients of these rows alone."""
-    target = np.arange(24.0).reshape(12, 2) / 24
-
-    def work(strategy: ParameterServerStrategy) -> float:
-        with strategy.scope():
-            table = Variable(np.zeros((12, 2)), name="embedding")
-        chance = np.random.default_rng(strategy.topology.rank)
-        for _ in range(400):
-            ids = chance.integers(0, 12, 4)
-            rows = table.sparse_read(ids)
-            strategy.push(
-                table, IndexedSlices((rows - target[ids]) / num_workers(comm, num_ps), ids), server_rules.SGD(0.5)
-            )
-        strategy.barrier()
-        return float(np.abs(table.numpy() - target).max())
-
-    num_ps = 2
-    errors = on_workers(comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(3), num_ps=num_ps)
-    assert max(errors) < 0.05
 
 
 @pytest.mark.ranks(3)
@@ -125,21 +98,19 @@ def test_a_strategy_whose_servers_serve_another_one_is_refused(comm: Intracomm) 
 
 
 @pytest.mark.ranks(1, 3)
-def test_update_and_merge_call(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(1.0)
-        strategy.extended.update(variable, lambda var, delta: var.assign_add(delta), args=(2.0,))
+@worker_test()
+def test_update_and_merge_call(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        variable = Variable(1.0)
+    strategy.extended.update(variable, lambda var, delta: var.assign_add(delta), args=(2.0,))
 
-        def merge(_: mpidist.Strategy, delta: float) -> None:
-            variable.assign_add(delta)
+    def merge(_: mpidist.Strategy, delta: float) -> None:
+        variable.assign_add(delta)
 
-        strategy.run(lambda: mpidist.get_replica_context().merge_call(merge, args=(1.0,)))  # type: ignore[union-attr]
-        strategy.barrier()
-        assert float(variable) == 1.0 + 3.0 * strategy.topology.size
-        assert strategy.experimental_local_results(variable.numpy())[0] == float(variable)
-
-    on_workers(comm, work)
+    strategy.run(lambda: mpidist.get_replica_context().merge_call(merge, args=(1.0,)))  # type: ignore[union-attr]
+    strategy.barrier()
+    assert float(variable) == 1.0 + 3.0 * strategy.topology.size
+    assert strategy.experimental_local_results(variable.numpy())[0] == float(variable)
 
 
 @pytest.mark.ranks(3)

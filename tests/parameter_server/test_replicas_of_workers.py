@@ -1,20 +1,17 @@
 """Workers of several replicas: what those change in `run` is aggregated first, and the server gets one change."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-from parameter_server.clusters import num_workers, on_workers
+from parameter_server.clusters import num_workers, on_workers, worker_test
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import InvalidArgumentError
-from mpidist.experimental import ParameterServerStrategy, partitioners
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from mpidist.experimental import ParameterServerStrategy as Strategy
+from mpidist.experimental import partitioners
 
 
 def replica_id() -> int:
@@ -24,111 +21,101 @@ def replica_id() -> int:
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_each_replica_adds_once_and_the_step_counts_once(comm: Intracomm, replicas: int) -> None:
+@worker_test()
+def test_each_replica_adds_once_and_the_step_counts_once(strategy: Strategy, comm: Intracomm, replicas: int) -> None:
     """A worker's own replicas count."""
+    assert strategy.num_replicas_in_sync == replicas
+    with strategy.scope():
+        x = Variable(10.0, aggregation="SUM")
+        y = Variable(20.0, aggregation="SUM")
+        mean = Variable([0.0, 5.0], aggregation="MEAN")
+        z = Variable(30, aggregation="ONLY_FIRST_REPLICA")
 
-    def work(strategy: ParameterServerStrategy) -> None:
-        assert strategy.num_replicas_in_sync == replicas
-        with strategy.scope():
-            x = Variable(10.0, aggregation="SUM")
-            y = Variable(20.0, aggregation="SUM")
-            mean = Variable([0.0, 5.0], aggregation="MEAN")
-            z = Variable(30, aggregation="ONLY_FIRST_REPLICA")
+    def step() -> float:
+        x.assign_add(np.ones(()))
+        y.assign_add(np.ones(()))
+        mean.assign_sub(np.full(2, float(replica_id())))
+        z.assign_add(1)
+        return float(x)
 
-        def step() -> float:
-            x.assign_add(np.ones(()))
-            y.assign_add(np.ones(()))
-            mean.assign_sub(np.full(2, float(replica_id())))
-            z.assign_add(1)
-            return float(x)
-
-        seen = strategy.run(step)
-        assert len(seen.values) == replicas
-        assert min(seen.values) >= 10 + replicas
-        strategy.barrier()
-        workers = num_workers(comm)
-        assert (float(x), float(y), int(z)) == (10 + workers * replicas, 20 + workers * replicas, 30 + workers)
-        np.testing.assert_array_equal(mean, np.array([0.0, 5.0]) - workers * (replicas - 1) / 2)
-
-    on_workers(comm, work, replicas=replicas)
+    seen = strategy.run(step)
+    assert len(seen.values) == replicas
+    assert min(seen.values) >= 10 + replicas
+    strategy.barrier()
+    workers = num_workers(comm)
+    assert (float(x), float(y), int(z)) == (10 + workers * replicas, 20 + workers * replicas, 30 + workers)
+    np.testing.assert_array_equal(mean, np.array([0.0, 5.0]) - workers * (replicas - 1) / 2)
 
 
 @pytest.mark.ranks(1, 3)
-def test_replicas_push_their_sum(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            weights, table = Variable(np.zeros(5)), Variable(np.zeros((8, 2)))
+@worker_test(replicas=3, variable_partitioner=partitioners.FixedShardsPartitioner(2))
+def test_replicas_push_their_sum(strategy: Strategy, comm: Intracomm) -> None:
+    with strategy.scope():
+        weights, table = Variable(np.zeros(5)), Variable(np.zeros((8, 2)))
 
-        def step() -> None:
-            own = replica_id()
-            strategy.push([weights, table], [np.full(5, own + 1.0), IndexedSlices(np.ones((own, 2)), np.arange(own))])
+    def step() -> None:
+        own = replica_id()
+        strategy.push([weights, table], [np.full(5, own + 1.0), IndexedSlices(np.ones((own, 2)), np.arange(own))])
 
-        for _ in range(4):
-            strategy.run(step)
-        strategy.barrier()
-        workers = num_workers(comm)
-        assert weights.numpy()[0] == 4 * workers * 6
-        assert table.numpy()[:3, 0].tolist() == [8.0 * workers, 4.0 * workers, 0.0]
-
-    cut = partitioners.FixedShardsPartitioner(2)
-    on_workers(comm, work, replicas=3, variable_partitioner=cut)
-
-
-@pytest.mark.ranks(3)
-def test_rows_of_replicas(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            made = {how: Variable(np.zeros((4, 2)), aggregation=how) for how in ("SUM", "MEAN", "ONLY_FIRST_REPLICA")}
-
-        def step() -> None:
-            for variable in made.values():
-                variable.scatter_add(IndexedSlices(np.full((2, 2), replica_id() + 1.0), [0, replica_id() + 1]))
-
+    for _ in range(4):
         strategy.run(step)
-        strategy.barrier()
-        found = {how: (variable.numpy()[:, 0] / num_workers(comm)).tolist() for how, variable in made.items()}
-        assert found == {
-            "SUM": [3.0, 1.0, 2.0, 0.0],
-            "MEAN": [1.5, 0.5, 1.0, 0.0],
-            "ONLY_FIRST_REPLICA": [1.0, 1.0, 0.0, 0.0],
-        }
-
-    on_workers(comm, work, replicas=2)
+    strategy.barrier()
+    workers = num_workers(comm)
+    assert weights.numpy()[0] == 4 * workers * 6
+    assert table.numpy()[:3, 0].tolist() == [8.0 * workers, 4.0 * workers, 0.0]
 
 
 @pytest.mark.ranks(3)
-def test_what_replicas_must_not_do_is_refused(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            none, total = Variable(np.zeros(3)), Variable(np.zeros(3), aggregation="SUM")
+@worker_test(replicas=2)
+def test_rows_of_replicas(strategy: Strategy, comm: Intracomm) -> None:
+    with strategy.scope():
+        made = {how: Variable(np.zeros((4, 2)), aggregation=how) for how in ("SUM", "MEAN", "ONLY_FIRST_REPLICA")}
 
-        def refused(kind: type[Exception], text: str, fn: Any) -> None:
-            with pytest.raises(kind, match=text):
-                strategy.run(fn)
+    def step() -> None:
+        for variable in made.values():
+            variable.scatter_add(IndexedSlices(np.full((2, 2), replica_id() + 1.0), [0, replica_id() + 1]))
 
-        rows = IndexedSlices(np.ones(1), [0])
-        refused(ValueError, "aggregation NONE by several replicas", lambda: none.assign_add(np.ones(3)))
-        refused(ValueError, "would count 2 times", lambda: total.assign_add(1.0))
-        refused(ValueError, r"shape \[3\]", lambda: total.assign_add(np.ones(2 + replica_id())))
-        refused(NotImplementedError, "scatter_max", lambda: total.scatter_max(rows))
-        refused(InvalidArgumentError, "differ", lambda: strategy.push([none, total][replica_id()], np.ones(3)))
-        strategy.run(lambda: total.assign_add(np.ones(3)))
-        none.assign_add(1.0)  # outside of `run` a worker is one
-        strategy.barrier()
-        workers = num_workers(comm)
-        assert (none.numpy()[0], total.numpy()[0]) == (workers, 2 * workers)
-
-    on_workers(comm, work, replicas=2)
+    strategy.run(step)
+    strategy.barrier()
+    found = {how: (variable.numpy()[:, 0] / num_workers(comm)).tolist() for how, variable in made.items()}
+    assert found == {
+        "SUM": [3.0, 1.0, 2.0, 0.0],
+        "MEAN": [1.5, 0.5, 1.0, 0.0],
+        "ONLY_FIRST_REPLICA": [1.0, 1.0, 0.0, 0.0],
+    }
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("num_shards", [1, 2])
-def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, num_shards: int) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
+@worker_test(replicas=2)
+def test_what_replicas_must_not_do_is_refused(strategy: Strategy, comm: Intracomm) -> None:
+    with strategy.scope():
+        none, total = Variable(np.zeros(3)), Variable(np.zeros(3), aggregation="SUM")
+
+    def refused(kind: type[Exception], text: str, fn: Any) -> None:
+        with pytest.raises(kind, match=text):
+            strategy.run(fn)
+
+    rows = IndexedSlices(np.ones(1), [0])
+    refused(ValueError, "aggregation NONE by several replicas", lambda: none.assign_add(np.ones(3)))
+    refused(ValueError, "would count 2 times", lambda: total.assign_add(1.0))
+    refused(ValueError, r"shape \[3\]", lambda: total.assign_add(np.ones(2 + replica_id())))
+    refused(NotImplementedError, "scatter_max", lambda: total.scatter_max(rows))
+    refused(InvalidArgumentError, "differ", lambda: strategy.push([none, total][replica_id()], np.ones(3)))
+    strategy.run(lambda: total.assign_add(np.ones(3)))
+    none.assign_add(1.0)  # outside of `run` a worker is one
+    strategy.barrier()
+    workers = num_workers(comm)
+    assert (none.numpy()[0], total.numpy()[0]) == (workers, 2 * workers)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("variable_partitioner", [partitioners.FixedShardsPartitioner(count) for count in (1, 2)])
+def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, variable_partitioner: Any) -> None:
+    def work(strategy: Strategy) -> None:
         with strategy.scope():
             weights = Variable(np.zeros(4))
 
-        def merged(strategy: ParameterServerStrategy, gradients: Any) -> None:
+        def merged(strategy: Strategy, gradients: Any) -> None:
             mean = strategy.reduce("MEAN", gradients)
             strategy.extended.update(weights, lambda variable, delta: variable.assign_add(delta), args=(mean,))
 
@@ -143,36 +130,27 @@ def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, num_sh
         with pytest.raises(ValueError, match="reduce the PerReplica first"):
             strategy.extended.update(weights, lambda variable, delta: None, args=(gradients,))
 
-    on_workers(comm, work, replicas=3, variable_partitioner=partitioners.FixedShardsPartitioner(num_shards))
+    on_workers(comm, work, replicas=3, variable_partitioner=variable_partitioner)
 
 
 @pytest.mark.ranks(3)
-def test_a_replica_that_assigns_alone_is_named(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            total = Variable(np.zeros(2), aggregation="SUM")
+@worker_test(replicas=2)
+def test_a_replica_that_assigns_alone_is_named(strategy: Strategy) -> None:
+    with strategy.scope():
+        total = Variable(np.zeros(2), aggregation="SUM")
 
-        def alone() -> None:
-            if replica_id() == 0:
-                total.assign_add(np.ones(2))
-
-        def fails() -> None:
-            if replica_id() == 1:
-                raise KeyError("mine")
+    def alone() -> None:
+        if replica_id() == 0:
             total.assign_add(np.ones(2))
 
-        with pytest.raises(InvalidArgumentError, match="replica 1 returned from the function, while replica 0 called"):
-            strategy.run(alone)
-        with pytest.raises(KeyError, match="mine"):
-            strategy.run(fails)
-        strategy.barrier()
-        assert total.numpy().tolist() == [0.0, 0.0]
+    def fails() -> None:
+        if replica_id() == 1:
+            raise KeyError("mine")
+        total.assign_add(np.ones(2))
 
-    on_workers(comm, work, replicas=2)
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize(("replicas", "kind"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_wrong_numbers_are_refused(comm: Intracomm, replicas: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="replicas must be"):
-        ParameterServerStrategy(comm=comm, replicas=replicas if comm.rank == comm.size - 1 else 2)
+    with pytest.raises(InvalidArgumentError, match="replica 1 returned from the function, while replica 0 called"):
+        strategy.run(alone)
+    with pytest.raises(KeyError, match="mine"):
+        strategy.run(fails)
+    strategy.barrier()
+    assert total.numpy().tolist() == [0.0, 0.0]

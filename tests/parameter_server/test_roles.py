@@ -1,15 +1,15 @@
 """Which rank is a worker and which one a server, and clusters that are refused on every rank."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -20,18 +20,15 @@ from mpidist.experimental import ParameterServerStrategy, Server
 from mpidist.experimental.coordinator import ClusterCoordinator
 from mpidist.parameter_server.cluster import Role, Wanted
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
 SimpleTask = tuple[str, int]
 
 
-def resolver_of(tasks: list[SimpleTask], rank: int, **more: Any) -> SimpleClusterResolver:
+def resolver_of(tasks: list[SimpleTask], rank: int) -> SimpleClusterResolver:
     """Make the resolver of a rank, where rank r is the r-th task."""
     jobs: dict[str, list[str]] = {}
     for job, _ in tasks:
         jobs.setdefault(job, []).append("n:1")
-    return SimpleClusterResolver(ClusterSpec({**jobs, **more}), "", *tasks[rank])
+    return SimpleClusterResolver(ClusterSpec(jobs), "", *tasks[rank])
 
 
 def end(strategy: ParameterServerStrategy) -> None:
@@ -40,14 +37,32 @@ def end(strategy: ParameterServerStrategy) -> None:
     strategy.close()
 
 
-@pytest.mark.ranks(1, 3)
+PS, WORKER = ("ps", 0), ("worker", 0)
+# What makes the strategy of each of 3 ranks, which of them serve, and which one is the chief: the lowest worker.
+ROLES: dict[str, tuple[Callable[[int], dict[str, Any]], list[int], int]] = {
+    "default": (lambda rank: {}, [2], 0),
+    "two servers": (lambda rank: {"num_ps": 2}, [1, 2], 0),
+    "named ranks": (lambda rank: {"ps_ranks": [0]}, [0], 1),
+    "resolver": (lambda rank: {"cluster_resolver": resolver_of([PS, WORKER, ("chief", 0)], rank)}, [0], 2),
+}
+
+
+@pytest.mark.ranks(3)
 @pytest.mark.core
-def test_last_rank_serves_by_default(comm: Intracomm) -> None:
-    strategy = ParameterServerStrategy(comm=comm)
-    assert strategy.is_ps == (comm.rank == comm.size - 1 > 0)
-    assert strategy.num_ps == 1
-    assert strategy.num_replicas_in_sync == 1
-    assert comm.allgather(strategy.is_chief) == [True, *[False] * (comm.size - 1)]
+@pytest.mark.parametrize("how", ROLES)
+def test_roles_of_ranks_are_those_that_are_asked_for(comm: Intracomm, how: str) -> None:
+    """Devices are those of the servers, and of this worker."""
+    arguments, servers, chief = ROLES[how]
+    strategy = ParameterServerStrategy(comm=comm, **arguments(comm.rank))
+    own, workers = (f"/rank:{comm.rank}/cpu:0",), [rank for rank in range(3) if rank not in servers]
+    assert (strategy.is_ps, strategy.is_chief) == (comm.rank in servers, comm.rank == chief)
+    assert (strategy.num_ps, strategy.num_replicas_in_sync) == (len(servers), 1)
+    assert strategy.extended.parameter_devices == tuple(f"/rank:{rank}/cpu:0" for rank in servers)
+    assert strategy.extended.worker_devices == (() if strategy.is_ps else own)
+    if not strategy.is_ps:
+        assert strategy.topology.size == len(workers)
+        assert (strategy.topology.rank == 0) == strategy.is_chief
+        assert strategy.run(lambda: mpidist.get_replica_context().devices) == own  # type: ignore[union-attr]
     end(strategy)
 
 
@@ -55,7 +70,7 @@ def test_last_rank_serves_by_default(comm: Intracomm) -> None:
 @pytest.mark.core
 def test_nobody_waits_for_a_chief_whose_part_fails_as_it_ends(comm: Intracomm) -> None:
     strategy = ParameterServerStrategy(comm=comm, on_worker_lost="ignore")
-    role = parts_of(strategy).service
+    role = parts_of(strategy).peers
     assert isinstance(role, Role)
 
     def fail(reason: str | None) -> None:
@@ -71,25 +86,10 @@ def test_nobody_waits_for_a_chief_whose_part_fails_as_it_ends(comm: Intracomm) -
 
 
 @pytest.mark.ranks(3)
-def test_ranks_of_servers_can_be_named(comm: Intracomm) -> None:
-    """Then the chief is the lowest worker."""
-    strategy = ParameterServerStrategy(comm=comm, ps_ranks=[0])
-    assert strategy.is_ps == (comm.rank == 0)
-    assert strategy.is_chief == (comm.rank == 1)
-    own = 0 if comm.rank == 0 else comm.rank - 1
-    assert strategy.topology.rank == own
-    assert strategy.topology.size == (1 if comm.rank == 0 else comm.size - 1)
-    end(strategy)
-
-
-@pytest.mark.ranks(3)
 def test_one_rank_alone_is_worker_and_server_in_one() -> None:
     """Also in a program that asks for more servers."""
-    from mpi4py import MPI
-
     strategy = ParameterServerStrategy(num_ps=2, comm=MPI.COMM_SELF)
-    assert not strategy.is_ps
-    assert strategy.is_chief
+    assert (strategy.is_ps, strategy.is_chief, strategy.num_ps) == (False, True, 1)
     with strategy.scope():
         variable = mpidist.Variable(3.0)
     variable.assign_add(1.0)
@@ -103,26 +103,16 @@ def test_one_rank_alone_is_worker_and_server_in_one() -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.core
-def test_resolver_gives_roles_in_any_order_of_ranks(comm: Intracomm) -> None:
-    tasks = [("ps", 0), ("worker", 0), ("chief", 0)]
-    strategy = ParameterServerStrategy(resolver_of(tasks, comm.rank), comm=comm)
-    assert strategy.is_ps == (comm.rank == 0)
-    assert strategy.is_chief == (comm.rank == 2)
-    end(strategy)
-
-
-@pytest.mark.ranks(3)
-def test_tf_config_gives_roles(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_gives_roles_to_all_ranks_and_a_duplicate(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     job, index = [("ps", 0), ("ps", 1), ("worker", 0)][comm.rank]
     cluster = {"ps": ["a:1", "b:1"], "worker": ["c:1"]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": job, "index": index}}))
-    strategy = ParameterServerStrategy()
-    assert strategy.is_ps == (comm.rank < 2)
-    assert strategy.num_ps == 2
-    assert strategy.cluster_resolver is not None
-    assert strategy.cluster_resolver.task_type == job
-    end(strategy)
+    for ranks in (None, comm):
+        strategy = ParameterServerStrategy(comm=ranks)
+        assert (strategy.is_ps, strategy.num_ps) == (comm.rank < 2, 2)
+        assert strategy.cluster_resolver is not None
+        assert strategy.cluster_resolver.task_type == job
+        end(strategy)
 
 
 @pytest.mark.ranks(3)
@@ -137,73 +127,64 @@ def test_evaluator_has_variables_of_its_own(comm: Intracomm) -> None:
     end(strategy)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("cluster", "kind", "text"),
-    [
-        ({"ps": ["a"]}, ValueError, "at least one worker"),
-        ({"worker": ["a", "b"]}, ValueError, "needs to have `ps` jobs"),
-        ({"chief": ["a", "b"], "ps": ["c"]}, ValueError, "at most one chief"),
-        ({"boss": ["a"], "worker": ["b"], "ps": ["c"]}, ValueError, "Disallowed task type found"),
-        ({"worker": ["a", "b"], "ps": ["c"]}, TopologyError, "3 tasks.*MPI 2 ranks"),
-    ],
-)
-def test_wrong_clusters_are_refused_on_every_rank(
-    comm: Intracomm, cluster: dict[str, list[str]], kind: type[Exception], text: str
-) -> None:
-    jobs = [(job, index) for job, tasks in cluster.items() for index in range(len(tasks))]
-    task = jobs[min(comm.rank, len(jobs) - 1)]
-    with raises_everywhere(comm, kind, text):
-        ParameterServerStrategy(SimpleClusterResolver(ClusterSpec(cluster), "", *task), comm=comm)
+def cluster(jobs: dict[str, list[str]], *tasks: tuple[Any, Any]) -> Callable[[int], dict[str, Any]]:
+    """Give a resolver of these jobs to each rank: of its own task, or of the last one."""
+    listed = tasks or [(job, index) for job, hosts in jobs.items() for index in range(len(hosts))]
+    return lambda rank: {"cluster_resolver": SimpleClusterResolver(ClusterSpec(jobs), "", *listed[: rank + 1][-1])}
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("task", "text"),
-    [
-        ((None, None), "must also specify `task_type` and `task_id`"),
-        (("cook", 0), "Unrecognized"),
-        (("ps", 3), "no such"),
-    ],
-)
-def test_wrong_tasks_are_refused_on_every_rank(comm: Intracomm, task: tuple[Any, Any], text: str) -> None:
-    cluster = ClusterSpec({"worker": ["a"], "ps": ["b"]})
-    task = ("worker", 0) if comm.rank == 0 else task
-    with raises_everywhere(comm, ValueError, f"rank 1: .*{text}"):
-        ParameterServerStrategy(SimpleClusterResolver(cluster, "", *task), comm=comm)
+def of_last(**arguments: Any) -> Callable[[int], dict[str, Any]]:
+    return lambda rank: arguments if rank == 2 else {}
+
+
+def of_all(**arguments: Any) -> Callable[[int], dict[str, Any]]:
+    return lambda rank: arguments
+
+
+TWO = {"worker": ["a"], "ps": ["b"]}
+REFUSED: list[tuple[Callable[[int], dict[str, Any]], type[Exception], str]] = [
+    (cluster({"ps": ["a"]}), ValueError, "at least one worker"),
+    (cluster({"worker": ["a", "b"]}), ValueError, "needs to have `ps` jobs"),
+    (cluster({"chief": ["a", "b"], "ps": ["c"]}), ValueError, "at most one chief"),
+    (cluster({"boss": ["a"], "worker": ["b"], "ps": ["c"]}), ValueError, "Disallowed task type found"),
+    (cluster({"worker": ["a", "b", "c"], "ps": ["d"]}), TopologyError, "4 tasks.*MPI 3 ranks"),
+    (cluster(TWO, WORKER, (None, None), PS), ValueError, "rank 1: .*must also specify `task_type` and `task_id`"),
+    (cluster(TWO, WORKER, ("cook", 0), PS), ValueError, "rank 1: .*Unrecognized"),
+    (cluster(TWO, WORKER, ("ps", 3), PS), ValueError, "rank 1: .*no such"),
+    (cluster({"worker": ["a", "c"], "ps": ["b"]}, PS), TopologyError, "ranks 0 and 1 both say they are ps 0"),
+    (of_last(num_ps=0), ValueError, "the number of servers, must be a whole number >= 1, got 0"),
+    (of_last(num_ps=True), TypeError, "whole number"),
+    (of_last(num_ps=1, ps_ranks=[0]), ValueError, "leave one of the two out"),
+    (of_last(ps_ranks=[]), ValueError, "at least one ps"),
+    (of_last(ps_ranks=[0, 0]), ValueError, "each rank once"),
+    (of_last(ps_ranks="0"), TypeError, "list of ranks"),
+    (of_last(staleness=-1), ValueError, "staleness"),
+    (of_last(staleness=1), InvalidArgumentError, "staleness must be the same on all ranks, got None and 1 on"),
+    (of_last(staleness=0.5), TypeError, "staleness"),
+    (of_last(on_worker_lost="cry"), ValueError, "'abort' or 'ignore'"),
+    (of_last(placement="random"), ValueError, "'round_robin' or 'bytes'"),
+    (of_last(variable_partitioner=3), TypeError, "callable"),
+    (of_last(cluster_resolver="local"), TypeError, "ClusterResolver"),
+    (of_last(replicas=0), ValueError, "replicas must be"),
+    (of_last(replicas=1.5), TypeError, "replicas must be"),
+    (of_last(replicas=True), TypeError, "replicas must be"),
+    (of_all(num_ps=9), ValueError, "num_ps=9 of . ranks? leaves no worker; start more ranks"),
+    (of_all(ps_ranks=[7]), ValueError, "ranks are 0 to"),
+    (of_all(ps_ranks=[0, 1, 2]), ValueError, "leaves no worker; name fewer ranks"),
+    (of_all(communication_options=3.0), TypeError, "communication_options must be CommunicationOptions, got float"),
+    (lambda rank: {"communication_options": CommunicationOptions(timeout_seconds=1 + rank)}, InvalidArgumentError,
+     "timeout_seconds must be the same on all ranks"),
+    *((of_all(communication_options=CommunicationOptions(**{name: value})), ValueError, "takes timeout_seconds alone")
+      for name, value in (("bytes_per_pack", 5), ("implementation", "ring"), ("compression", "bf16"))),
+]  # fmt: skip
 
 
 @pytest.mark.ranks(3)
-def test_two_ranks_cannot_be_one_task(comm: Intracomm) -> None:
-    cluster = ClusterSpec({"worker": ["a"], "ps": ["b"]})
-    with raises_everywhere(comm, TopologyError, "ranks 0 and 1 both say they are ps 0"):
-        ParameterServerStrategy(SimpleClusterResolver(cluster, "", "ps", 0), comm=comm)
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        ({"num_ps": 0}, ValueError, "the number of servers, must be a whole number >= 1, got 0"),
-        ({"num_ps": True}, TypeError, "whole number"),
-        ({"num_ps": 1, "ps_ranks": [0]}, ValueError, "leave one of the two out"),
-        ({"ps_ranks": []}, ValueError, "at least one ps"),
-        ({"ps_ranks": [0, 0]}, ValueError, "each rank once"),
-        ({"ps_ranks": "0"}, TypeError, "list of ranks"),
-        ({"staleness": -1}, ValueError, "staleness"),
-        ({"staleness": 1}, InvalidArgumentError, "staleness must be the same on all ranks, got None and 1 on"),
-        ({"staleness": 0.5}, TypeError, "staleness"),
-        ({"on_worker_lost": "cry"}, ValueError, "'abort' or 'ignore'"),
-        ({"placement": "random"}, ValueError, "'round_robin' or 'bytes'"),
-        ({"variable_partitioner": 3}, TypeError, "callable"),
-        ({"cluster_resolver": "local"}, TypeError, "ClusterResolver"),
-    ],
-)
-def test_wrong_arguments_of_one_rank_are_refused_on_every_rank(
-    comm: Intracomm, arguments: dict[str, Any], kind: type[Exception], text: str
-) -> None:
-    with raises_everywhere(comm, kind, text):
-        ParameterServerStrategy(comm=comm, **(arguments if comm.rank == comm.size - 1 else {}))
+def test_strategy_of_wrong_arguments_is_refused_on_every_rank(comm: Intracomm) -> None:
+    """Wrong on one rank, or on all, or different; also options that have no effect here."""
+    for arguments, kind, text in REFUSED:
+        with raises_everywhere(comm, kind, text):
+            ParameterServerStrategy(comm=comm, **arguments(comm.rank))
 
 
 @pytest.mark.ranks(1)
@@ -213,20 +194,6 @@ def test_numbers_of_any_class_become_those_of_python() -> None:
     fields = Wanted(np.uint8(255), "abort", "bytes", None, np.int64(1), None, options, np.int8(2)).fields()
     numbers = [fields[name] for name in ("staleness", "num_ps", "replicas", "timeout_seconds")]
     assert list(map(type, numbers)) == [int, int, int, float]
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"num_ps": 9}, "num_ps=9 of . ranks? leaves no worker; start more ranks"),
-        ({"ps_ranks": [7]}, "ranks are 0 to"),
-        ({"ps_ranks": [0, 1, 2]}, "leaves no worker; name fewer ranks"),
-    ],
-)
-def test_servers_that_do_not_fit_the_ranks_are_refused(comm: Intracomm, arguments: dict[str, Any], text: str) -> None:
-    with raises_everywhere(comm, ValueError, text):
-        ParameterServerStrategy(comm=comm, **arguments)
 
 
 @pytest.mark.ranks(3)
@@ -286,20 +253,6 @@ def test_server_makes_no_requests(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.core
-def test_devices_are_those_of_the_servers_and_of_this_worker(comm: Intracomm) -> None:
-    num_ps = 2 if comm.size > 2 else 1
-    strategy = ParameterServerStrategy(comm=comm, num_ps=num_ps)
-    servers = range(comm.size - num_ps, comm.size) if comm.size > 1 else [0]
-    assert strategy.extended.parameter_devices == tuple(f"/rank:{rank}/cpu:0" for rank in servers)
-    own = (f"/rank:{comm.rank}/cpu:0",)
-    assert strategy.extended.worker_devices == (() if strategy.is_ps else own)
-    if not strategy.is_ps:
-        assert strategy.run(lambda: mpidist.get_replica_context().devices) == own  # type: ignore[union-attr]
-    end(strategy)
-
-
-@pytest.mark.ranks(3)
 def test_calls_of_a_worker_on_a_server_are_refused(comm: Intracomm) -> None:
     strategy = ParameterServerStrategy(comm=comm)
     if strategy.is_ps:
@@ -311,26 +264,6 @@ def test_calls_of_a_worker_on_a_server_are_refused(comm: Intracomm) -> None:
             ):
                 getattr(owner, call)(*given)
     end(strategy)
-
-
-@pytest.mark.ranks(3)
-def test_tf_config_is_read_for_a_duplicate_of_all_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for a part of them."""
-    tasks = ["ps", *["worker"] * (comm.size - 1)]
-    cluster = {"ps": ["a:1"], "worker": ["b:1"] * (comm.size - 1)}
-    task = {"type": tasks[comm.rank], "index": max(0, comm.rank - 1)}
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-    strategy = ParameterServerStrategy(comm=comm)
-    is_world = comm.size == MPI.COMM_WORLD.size
-    assert strategy.is_ps == (comm.rank == 0 if is_world else comm.rank == comm.size - 1)
-    end(strategy)
-
-
-@pytest.mark.ranks(3)
-def test_options_that_have_no_effect_are_refused(comm: Intracomm) -> None:
-    for name, value in (("bytes_per_pack", 5), ("implementation", "ring"), ("compression", "bf16")):
-        with raises_everywhere(comm, ValueError, "takes timeout_seconds alone"):
-            ParameterServerStrategy(communication_options=CommunicationOptions(**{name: value}), comm=comm)
 
 
 @pytest.mark.no_mpi

@@ -1,20 +1,18 @@
 """Rules of servers against the same rules on one process, and functions that a program registers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import Any
 
 import ml_dtypes  # noqa: F401  it gives NumPy bfloat16 by name
 import numpy as np
 import pytest
-from parameter_server.clusters import on_workers
+from parameter_server.clusters import worker_test
+from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import PeerFailedError
-from mpidist.experimental import ParameterServerStrategy, server_rules
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from mpidist.experimental import ParameterServerStrategy as Strategy
+from mpidist.experimental import server_rules
 
 LARGE = 600_001
 
@@ -28,7 +26,7 @@ def clipped_step(value: Any, gradient: Any, memory: dict[str, Any], limit: float
 @server_rules.register("fails")
 def fails(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
     value += 100
-    raise ZeroDivisionError("by intent")
+    raise ZeroDivisionError("by intent, of a file \udcff")  # as names of files may be
 
 
 class Sequential:
@@ -79,158 +77,123 @@ RULES = {
 @pytest.mark.core
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_rules_follow_their_formulas(comm: Intracomm, name: str, size: int) -> None:
+@worker_test()
+def test_rules_follow_their_formulas(strategy: Strategy, name: str, size: int) -> None:
     """All workers push the same gradients, so that their order does not matter."""
     rng = np.random.default_rng(1)
     start, gradient = rng.random(size) + 1, rng.random(size) + 0.5
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable, other = Variable(start), Variable(2 * start)
-        for _ in range(3):
-            strategy.push([variable, other], [gradient, 2 * gradient], RULES[name])
-        strategy.barrier()
-        expected = getattr(Sequential, name)(start, [gradient] * 3 * strategy.topology.size)
-        np.testing.assert_allclose(variable.numpy(), expected, 1e-9)
-        expected = getattr(Sequential, name)(2 * start, [2 * gradient] * 3 * strategy.topology.size)
-        np.testing.assert_allclose(other.numpy(), expected, 1e-9)
-
-    on_workers(comm, work)
+    with strategy.scope():
+        variable, other = Variable(start), Variable(2 * start)
+    for _ in range(3):
+        strategy.push([variable, other], [gradient, 2 * gradient], RULES[name])
+    strategy.barrier()
+    expected = getattr(Sequential, name)(start, [gradient] * 3 * strategy.topology.size)
+    np.testing.assert_allclose(variable.numpy(), expected, 1e-9)
+    expected = getattr(Sequential, name)(2 * start, [2 * gradient] * 3 * strategy.topology.size)
+    np.testing.assert_allclose(other.numpy(), expected, 1e-9)
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", RULES)
-def test_rules_take_rows(comm: Intracomm, name: str) -> None:
+@worker_test()
+def test_rules_take_rows(strategy: Strategy) -> None:
     """A row that is named twice gets the sum; other rows stay as they are."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
+    rows, times = IndexedSlices(np.array([[1.0, 2], [3, 4], [5, 6]]), [2, 0, 2]), strategy.topology.size
+    for name, rule in RULES.items():
         with strategy.scope():
             table = Variable(np.ones((4, 2)))
-        rows = IndexedSlices(np.array([[1.0, 2], [3, 4], [5, 6]]), [2, 0, 2])
-        strategy.push(table, rows, RULES[name])
+        strategy.push(table, rows, rule)
         strategy.barrier()
-        times = strategy.topology.size
         value = table.numpy()
         for row, gradient in ((0, np.array([3.0, 4])), (2, np.array([6.0, 8]))):
             np.testing.assert_allclose(value[row], getattr(Sequential, name)(np.ones(2), [gradient] * times), 1e-9)
         assert (value[[1, 3]] == 1).all()
 
-    on_workers(comm, work)
+
+TINY = np.full((2, 3), 1e-4)  # its square is 0 in float16, and what Adam divides by was 1e-7
+STEPS = [(name, TINY.astype(dtype)) for name in ("momentum", "adam") for dtype in ("float16", "bfloat16")]
 
 
 @pytest.mark.ranks(3)
-def test_adam_steps_along_a_complex_gradient(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
+@worker_test()
+def test_state_of_variables_is_as_precise_as_their_formulas_need(strategy: Strategy) -> None:
+    """Half precision has more in its state, and Adam steps along a complex gradient."""
+    for (name, gradient), is_in_rows in product(STEPS, (False, True)):
         with strategy.scope():
-            variable = Variable(np.ones(2, np.complex128))
-        if strategy.is_chief:
-            strategy.push(variable, np.array([3j, 4 - 3j]), server_rules.Adam(0.1))
-        strategy.barrier()
-        np.testing.assert_allclose(variable.numpy(), [1 - 0.1j, 1 - 0.1 * (0.8 - 0.6j)], 1e-6)
-
-    on_workers(comm, work)
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize(
-    ("name", "dtype", "is_in_rows"),
-    [
-        ("momentum", "float16", True),
-        ("momentum", "bfloat16", False),
-        ("adam", "float16", False),
-        ("adam", "bfloat16", True),
-    ],
-)
-def test_state_of_half_precision_variables_is_more_precise(
-    comm: Intracomm, name: str, dtype: str, is_in_rows: bool
-) -> None:
-    """The square of 1e-4 is 0 in float16, and what Adam divides by was 1e-7."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(np.ones((2, 3), dtype))
-        gradient = np.full((2, 3), 1e-4, dtype)
+            variable = Variable(np.ones((2, 3), gradient.dtype))
         if strategy.is_chief:
             for _ in range(3):
                 strategy.push(variable, IndexedSlices(gradient, [0, 1]) if is_in_rows else gradient, RULES[name])
         strategy.barrier()
         expected = getattr(Sequential, name)(np.ones((2, 3)), [gradient.astype(float)] * 3)
         np.testing.assert_allclose(variable.numpy().astype(float), expected, 0.01)
-
-    on_workers(comm, work)
+    with strategy.scope():
+        variable = Variable(np.ones(2, np.complex128))
+    if strategy.is_chief:
+        strategy.push(variable, np.array([3j, 4 - 3j]), server_rules.Adam(0.1))
+    strategy.barrier()
+    np.testing.assert_allclose(variable.numpy(), [1 - 0.1j, 1 - 0.1 * (0.8 - 0.6j)], 1e-6)
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize(("name", "dtype"), [("sgd", "int64"), ("momentum", "uint8"), ("adam", "bool")])
-def test_steps_that_are_fractions_need_a_variable_that_holds_them(comm: Intracomm, name: str, dtype: str) -> None:
+@worker_test()
+def test_steps_that_are_fractions_need_a_variable_that_holds_them(strategy: Strategy) -> None:
     """Before anything is sent: on a server the rate became a whole number, 0, and the variable did not change."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
+    for name, dtype in (("sgd", "int64"), ("momentum", "uint8"), ("adam", "bool")):
         with strategy.scope():
             count, weights = Variable(np.ones((2, 3), dtype), name="count"), Variable(np.ones(2))
+        text = f"needs a variable of floating-point numbers, and 'count' is of .*{dtype}"
         for gradient in (np.ones((2, 3), dtype), IndexedSlices(np.ones((1, 3), dtype), [1])):
-            with pytest.raises(
-                TypeError, match=f"needs a variable of floating-point numbers, and 'count' is of .*{dtype}"
-            ):
+            with pytest.raises(TypeError, match=text):
                 strategy.push([weights, count], [np.ones(2), gradient], RULES[name])
         strategy.barrier()
         assert weights.numpy().tolist() == [1, 1]
 
-    on_workers(comm, work)
-
 
 @pytest.mark.ranks(3)
-def test_the_learning_rate_may_change(comm: Intracomm) -> None:
+@worker_test()
+def test_the_learning_rate_may_change(strategy: Strategy) -> None:
     """What the server keeps belongs to the rule, whatever its numbers."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        if not strategy.is_chief:
-            with strategy.scope():
-                Variable(0.0)
-            return
+    if not strategy.is_chief:
         with strategy.scope():
-            variable = Variable(0.0)
-        velocity = value = 0.0
-        for rate in (0.5, 0.25, 0.125):
-            strategy.push(variable, 1.0, server_rules.Momentum(rate, 0.5))
-            velocity = 0.5 * velocity + 1
-            value -= rate * velocity
-        assert float(variable) == value
-
-    on_workers(comm, work)
+            Variable(0.0)
+        return
+    with strategy.scope():
+        variable = Variable(0.0)
+    velocity = value = 0.0
+    for rate in (0.5, 0.25, 0.125):
+        strategy.push(variable, 1.0, server_rules.Momentum(rate, 0.5))
+        velocity = 0.5 * velocity + 1
+        value -= rate * velocity
+    assert float(variable) == value
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_programs_own_rule(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(np.zeros(LARGE))
-        strategy.push(variable, np.arange(LARGE, dtype=float), server_rules.Registered("clipped step", 2.0, 0.5))
-        strategy.push(variable, IndexedSlices([1.0], [0]), server_rules.Registered("clipped step", 2.0, 0.5))
-        strategy.barrier()
-        assert variable.numpy()[:3].tolist() == [part * strategy.topology.size for part in (-0.5, -0.5, -1.0)]
-
-    on_workers(comm, work)
+@worker_test()
+def test_a_programs_own_rule(strategy: Strategy) -> None:
+    with strategy.scope():
+        variable = Variable(np.zeros(LARGE))
+    strategy.push(variable, np.arange(LARGE, dtype=float), server_rules.Registered("clipped step", 2.0, 0.5))
+    strategy.push(variable, IndexedSlices([1.0], [0]), server_rules.Registered("clipped step", 2.0, 0.5))
+    strategy.barrier()
+    assert variable.numpy()[:3].tolist() == [part * strategy.topology.size for part in (-0.5, -0.5, -1.0)]
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_a_rule_that_raises_is_told_and_changes_nothing(comm: Intracomm, size: int) -> None:
+@worker_test()
+def test_a_rule_that_raises_is_told_and_changes_nothing(strategy: Strategy, size: int) -> None:
     """The worker that pushed is told at its next request; the server goes on."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(np.zeros(size))
-        strategy.push(variable, np.ones(size), server_rules.Registered("fails"))
-        with pytest.raises(
-            RuntimeError, match=r"change of .* failed on parameter server 0 .*ZeroDivisionError: by int"
-        ):
-            strategy.flush()
-        strategy.barrier()
-        assert (variable.numpy() == 0).all()
-
-    on_workers(comm, work)
+    with strategy.scope():
+        variable = Variable(np.zeros(size))
+    strategy.push(variable, np.ones(size), server_rules.Registered("fails"))
+    with pytest.raises(
+        RuntimeError,
+        match=r"change of .* on parameter server 0 .*ZeroDivisionError: .*\\udcff \(at .*:\d+ in fails\)",
+    ):
+        strategy.flush()
+    strategy.barrier()
+    assert (variable.numpy() == 0).all()
 
 
 @pytest.mark.no_mpi
@@ -245,26 +208,32 @@ def test_rules_that_are_not_known_are_refused() -> None:
     with pytest.raises(ValueError, match="up to 6 numbers"):
         server_rules.Registered("fails", 1, 2, 3, 4, 5, 6, 7)
     assert repr(server_rules.SGD(0.5)) == "SGD(0.5)"
+    assert repr(server_rules.Registered("fails", 1)) == "Registered('fails', 1.0)"
+    with pytest.raises(TypeError, match=r"register takes a name: .*\("):
+        server_rules.register(fails)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"rule 'Step' must be a function of \(value, .*the class Sequential"):
+        server_rules.register("Step")(Sequential)
+    server_rules.register("pure")(lambda value, gradient, memory: value - gradient)
+    with pytest.raises(TypeError, match=r"rule 'pure' returned .*numpy\.ndarray; it must change `value` in place"):
+        server_rules.Registered("pure").apply(np.zeros(3), np.ones(3), {}, ())
 
 
 @pytest.mark.ranks(3)
-def test_rule_of_one_rank_alone_is_refused_by_the_server(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        server_rules.register("of workers")(lambda value, gradient, memory: None)
-        with strategy.scope():
-            variable = Variable(0.0)
-        with pytest.raises(RuntimeError, match="no rule 'of workers' is registered"):
-            strategy.push(variable, 1.0, server_rules.Registered("of workers"))
-        assert float(variable) == 0.0
-
-    on_workers(comm, work)
+@worker_test()
+def test_rule_of_one_rank_alone_is_refused_by_the_server(strategy: Strategy) -> None:
+    server_rules.register("of workers")(lambda value, gradient, memory: None)
+    with strategy.scope():
+        variable = Variable(0.0)
+    with pytest.raises(RuntimeError, match="no rule 'of workers' is registered"):
+        strategy.push(variable, 1.0, server_rules.Registered("of workers"))
+    assert float(variable) == 0.0
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.core
 def test_a_change_that_failed_is_told_when_the_strategy_is_closed(comm: Intracomm) -> None:
     """At the latest; and the server does not wait for that worker."""
-    strategy = ParameterServerStrategy(comm=comm)
+    strategy = Strategy(comm=comm)
     if strategy.is_ps:
         with pytest.raises(PeerFailedError, match="rank 0 left because of an exception: RuntimeError"):
             strategy.serve()

@@ -1,26 +1,22 @@
 """Variables on servers: where they live, how workers read and change them, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from parameter_server.clusters import num_workers, on_workers
+from parameter_server.clusters import on_workers, worker_test
 from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 
 import mpidist
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 LARGE = (3 << 20) // 4 + 5  # float32 numbers that take several messages
 
@@ -33,284 +29,253 @@ def made(strategy: ParameterServerStrategy, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("count", [2, 5 * LARGE])
-def test_a_read_is_a_snapshot_and_a_write_is_whole(comm: Intracomm, count: int) -> None:
+@worker_test()
+def test_a_read_is_a_snapshot_and_a_write_is_whole(strategy: ParameterServerStrategy, count: int) -> None:
     """All numbers that are written together are read together, and never fall behind."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        variable = made(strategy, np.zeros(count, np.float32))
-        last, delta = 0.0, np.ones(count, np.float32)
-        for step in range(30 if count == 2 else 12):
-            if strategy.topology.rank % 2 == 0:
-                variable.assign_add(delta)
-                strategy.flush()
-                time.sleep(0.003)  # so that others begin to read while this worker has begun to write
-                continue
-            value = variable.numpy()
-            assert (value == value[0]).all(), (step, value.min(), value.max())
-            assert value[0] >= last
-            last = value[0]
-        strategy.barrier()
-        assert (variable.numpy() == (30 if count == 2 else 12) * ((strategy.topology.size + 1) // 2)).all()
-
-    on_workers(comm, work)
+    variable = made(strategy, np.zeros(count, np.float32))
+    last, delta = 0.0, np.ones(count, np.float32)
+    for step in range(30 if count == 2 else 12):
+        if strategy.topology.rank % 2 == 0:
+            variable.assign_add(delta)
+            strategy.flush()
+            time.sleep(0.003)  # so that others begin to read while this worker has begun to write
+            continue
+        value = variable.numpy()
+        assert (value == value[0]).all(), (step, value.min(), value.max())
+        assert value[0] >= last
+        last = value[0]
+    strategy.barrier()
+    assert (variable.numpy() == (30 if count == 2 else 12) * ((strategy.topology.size + 1) // 2)).all()
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_variables_are_placed_in_turn(comm: Intracomm, num_ps: int) -> None:
+@pytest.mark.parametrize(("num_ps", "servers"), [(1, [0] * 5), (2, [0, 1, 1, 0, 1])])
+@worker_test()
+def test_variables_are_placed_in_turn(strategy: ParameterServerStrategy, num_ps: int, servers: list[int]) -> None:
     """`colocate_vars_with` does not take a turn."""
-
-    def work(strategy: ParameterServerStrategy) -> list[int]:
-        with strategy.scope():
-            n, x = Variable(1.0), Variable(2.0)
-            with strategy.extended.colocate_vars_with(x):
-                y = Variable(3.0)
-            z, more = Variable(4.0), Variable(5.0)
-        return [variable.server for variable in (n, x, y, z, more)]
-
-    expected = [0, 0, 0, 0, 0] if num_ps == 1 else [0, 1, 1, 0, 1]
-    assert on_workers(comm, work, num_ps=num_ps) == [expected] * num_workers(comm, num_ps)
+    with strategy.scope():
+        n, x = Variable(1.0), Variable(2.0)
+        with strategy.extended.colocate_vars_with(x):
+            y = Variable(3.0)
+        z, more = Variable(4.0), Variable(5.0)
+    assert [variable.server for variable in (n, x, y, z, more)] == servers
 
 
 @pytest.mark.ranks(3)
-def test_variables_can_be_placed_by_bytes(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> list[int]:
-        with strategy.scope():
-            return [Variable(np.zeros(size)).server for size in (100, 10, 10, 10, 80, 1)]
-
-    servers = on_workers(comm, work, num_ps=2, placement="bytes")
-    assert servers == [[0, 1, 1, 1, 1, 0]] * (comm.size - 2)
+@worker_test(num_ps=2, placement="bytes")
+def test_variables_can_be_placed_by_bytes(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        assert [Variable(np.zeros(size)).server for size in (100, 10, 10, 10, 80, 1)] == [0, 1, 1, 1, 1, 0]
 
 
 @pytest.mark.ranks(3)
-def test_reductions_are_those_of_the_workers_own_replica(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> tuple[Any, ...]:
-        rank = float(strategy.topology.rank)
-        context = strategy.run(mpidist.get_replica_context)
-        assert context.num_replicas_in_sync == strategy.num_replicas_in_sync == 1
-        inside = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", rank))  # type: ignore[union-attr]
-        with pytest.raises(ValueError, match="rank"):
-            strategy.extended.reduce_to("SUM", rank, 1)  # another worker
-        return float(strategy.reduce("MEAN", rank)), float(inside), rank
-
-    for one, other, rank in on_workers(comm, work):
-        assert one == other == rank
+@worker_test()
+def test_reductions_are_those_of_the_workers_own_replica(strategy: ParameterServerStrategy) -> None:
+    rank = float(strategy.topology.rank)
+    context = strategy.run(mpidist.get_replica_context)
+    assert context.num_replicas_in_sync == strategy.num_replicas_in_sync == 1
+    inside = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", rank))  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="rank"):
+        strategy.extended.reduce_to("SUM", rank, 1)  # another worker
+    assert float(strategy.reduce("MEAN", rank)) == float(inside) == rank
 
 
 @pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, "int8", "complex64", "bool"])
-def test_dtypes(comm: Intracomm, dtype: Any) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
+@worker_test()
+def test_variables_of_any_dtype_are_assigned_and_read(strategy: ParameterServerStrategy) -> None:
+    for dtype in map(np.dtype, (ml_dtypes.bfloat16, "int8", "complex64", "bool")):
         variable = made(strategy, np.ones((2, 3), dtype))
-        assert variable.dtype == np.dtype(dtype)
+        assert variable.dtype == dtype
         if strategy.is_chief:
             variable.assign(np.zeros((2, 3), dtype))
             variable.assign_add(np.ones((2, 3), dtype))
         strategy.barrier()
         value = variable.numpy()
-        assert value.dtype == np.dtype(dtype)
+        assert value.dtype == dtype
         assert (value == np.ones((2, 3), dtype)).all()
 
-    on_workers(comm, work)
+
+@pytest.mark.ranks(1, 3)
+@worker_test()
+def test_results_belong_to_the_caller(strategy: ParameterServerStrategy) -> None:
+    value = np.zeros(LARGE, np.float32)
+    variable = made(strategy, value)
+    value += 1
+    one = variable.numpy()
+    one += 5
+    delta = np.ones(LARGE, np.float32)
+    variable.assign_sub(delta)
+    delta[:] = 100  # what was passed may be changed at once
+    strategy.barrier()
+    assert (variable.numpy() == -strategy.topology.size).all()
 
 
 @pytest.mark.ranks(1, 3)
-def test_layouts_of_what_is_assigned(comm: Intracomm) -> None:
+@worker_test()
+def test_layouts_of_what_is_assigned(strategy: ParameterServerStrategy) -> None:
     """Reversed, Fortran-ordered, big-endian, 0-d, read-only, empty."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        if not strategy.is_chief:
-            with strategy.scope():
-                Variable(np.zeros((3, 4)))
-                Variable(np.zeros((0, 5)))
-            return
+    if not strategy.is_chief:
         with strategy.scope():
-            variable, empty = Variable(np.zeros((3, 4))), Variable(np.zeros((0, 5)))
-        base = np.arange(12.0).reshape(3, 4)
-        read_only = base.copy()
-        read_only.flags.writeable = False
-        for value in (base[::-1], np.asfortranarray(base), base.astype(">f8"), read_only, 2, np.float32(3), base.T.T):
-            before = np.array(value)
-            variable.assign(value)
-            assert (variable.numpy() == np.broadcast_to(value, (3, 4))).all()
-            assert (np.array(value) == before).all()
-        empty.assign_add(np.ones((0, 5)))
-        assert empty.numpy().shape == (0, 5)
-        variable.scatter_add(IndexedSlices(np.ones((0, 4)), np.zeros(0, int)))
-
-    on_workers(comm, work)
-
-
-@pytest.mark.ranks(1, 3)
-def test_results_belong_to_the_caller(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        value = np.zeros(LARGE, np.float32)
-        variable = made(strategy, value)
-        value += 1
-        one = variable.numpy()
-        one += 5
-        delta = np.ones(LARGE, np.float32)
-        variable.assign_sub(delta)
-        delta[:] = 100  # what was passed may be changed at once
-        strategy.barrier()
-        assert (variable.numpy() == -num_workers(comm)).all()
-
-    on_workers(comm, work)
+            Variable(np.zeros((3, 4)))
+            Variable(np.zeros((0, 5)))
+        return
+    with strategy.scope():
+        variable, empty = Variable(np.zeros((3, 4))), Variable(np.zeros((0, 5)))
+    base = np.arange(12.0).reshape(3, 4)
+    read_only = base.copy()
+    read_only.flags.writeable = False
+    for value in (base[::-1], np.asfortranarray(base), base.astype(">f8"), read_only, 2, np.float32(3), base.T.T):
+        before = np.array(value)
+        variable.assign(value)
+        assert (variable.numpy() == np.broadcast_to(value, (3, 4))).all()
+        assert (np.array(value) == before).all()
+    empty.assign_add(np.ones((0, 5)))
+    assert empty.numpy().shape == (0, 5)
+    variable.scatter_add(IndexedSlices(np.ones((0, 4)), np.zeros(0, int)))
 
 
 @pytest.mark.ranks(1, 3)
-def test_rows_are_changed_on_the_server(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        table = made(strategy, np.zeros((10, 2)))
-        rank, workers = strategy.topology.rank, strategy.topology.size
-        table.scatter_add(IndexedSlices(np.ones((3, 2)), [rank, 9, 9]))
-        strategy.barrier()
-        expected = np.zeros((10, 2))
-        expected[:workers] = 1
-        expected[9] = 2 * workers
-        assert (table.numpy() == expected).all()
-        assert (table.sparse_read([9, 0, 9]) == expected[[9, 0, 9]]).all()
-        assert table.sparse_read([]).shape == (0, *expected.shape[1:])
-        strategy.barrier()
-        if strategy.is_chief:
-            for call, number, result in (
-                ("scatter_update", 8.0, 8.0),
-                ("scatter_sub", 2.0, 6.0),
-                ("scatter_mul", 3.0, 18.0),
-                ("scatter_div", 2.0, 9.0),
-                ("scatter_max", 11.0, 11.0),
-                ("scatter_min", 5.0, 5.0),
-            ):
-                assert getattr(table, call)(IndexedSlices([[number, number]], [4])) is table
-                assert (table.numpy()[4] == result).all()
-
-    on_workers(comm, work)
+@worker_test()
+def test_rows_are_changed_on_the_server(strategy: ParameterServerStrategy) -> None:
+    table = made(strategy, np.zeros((10, 2)))
+    rank, workers = strategy.topology.rank, strategy.topology.size
+    table.scatter_add(IndexedSlices(np.ones((3, 2)), [rank, 9, 9]))
+    strategy.barrier()
+    expected = np.zeros((10, 2))
+    expected[:workers] = 1
+    expected[9] = 2 * workers
+    assert (table.numpy() == expected).all()
+    assert (table.sparse_read([9, 0, 9]) == expected[[9, 0, 9]]).all()
+    assert table.sparse_read([]).shape == (0, *expected.shape[1:])
+    strategy.barrier()
+    if strategy.is_chief:
+        for call, number, result in (
+            ("scatter_update", 8.0, 8.0),
+            ("scatter_sub", 2.0, 6.0),
+            ("scatter_mul", 3.0, 18.0),
+            ("scatter_div", 2.0, 9.0),
+            ("scatter_max", 11.0, 11.0),
+            ("scatter_min", 5.0, 5.0),
+        ):
+            assert getattr(table, call)(IndexedSlices([[number, number]], [4])) is table
+            assert (table.numpy()[4] == result).all()
 
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
-def test_nests_are_read_into_arrays_that_are_kept(comm: Intracomm) -> None:
+@worker_test()
+def test_nests_are_read_into_arrays_that_are_kept(strategy: ParameterServerStrategy) -> None:
     """Of any layout: side by side in one buffer, columns of a matrix, the other byte order, other parts of shards."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variables = [Variable(np.full(size, float(at), np.float32)) for at, size in enumerate([3, LARGE, 0])]
-            variables.append(Variable(np.float32(8.0)))
-        nest = {"twice": [variables[0]] * 2, "none": (), "large": variables[1]}
-        found = strategy.read(nest)
-        assert found["none"] == ()
-        assert found["twice"][0].tolist() == found["twice"][1].tolist() == [0.0] * 3
-        assert (found["large"] == 1).all()
-        buffer = np.zeros((3 + LARGE) * 2 + 1, np.float32)
-        swapped = np.dtype(np.float32).newbyteorder()
-        outs = [buffer[:3], buffer[3 : 3 + 2 * LARGE : 2], np.zeros(0, np.float32), np.zeros((), swapped)]
-        for step in range(3):
-            kept = strategy.read(variables, out=outs)
-            assert kept is outs
-            for at, (size, out) in enumerate(zip([3, LARGE, 0], outs, strict=False)):
-                assert out.tolist() == [at + step] * size
-            assert outs[3] == 8.0 + step
-            assert not buffer[4 : 3 + 2 * LARGE : 2].any()
-            strategy.barrier()
-            if strategy.is_chief:
-                strategy.push(variables, [1.0] * 4)
-            strategy.barrier()
-
-    on_workers(comm, work)
+    with strategy.scope():
+        variables = [Variable(np.full(size, float(at), np.float32)) for at, size in enumerate([3, LARGE, 0])]
+        variables.append(Variable(np.float32(8.0)))
+    nest = {"twice": [variables[0]] * 2, "none": (), "large": variables[1]}
+    found = strategy.read(nest)
+    assert found["none"] == ()
+    assert found["twice"][0].tolist() == found["twice"][1].tolist() == [0.0] * 3
+    assert (found["large"] == 1).all()
+    buffer = np.zeros((3 + LARGE) * 2 + 1, np.float32)
+    swapped = np.dtype(np.float32).newbyteorder()
+    outs = [buffer[:3], buffer[3 : 3 + 2 * LARGE : 2], np.zeros(0, np.float32), np.zeros((), swapped)]
+    for step in range(3):
+        kept = strategy.read(variables, out=outs)
+        assert kept is outs
+        for at, (size, out) in enumerate(zip([3, LARGE, 0], outs, strict=False)):
+            assert out.tolist() == [at + step] * size
+        assert outs[3] == 8.0 + step
+        assert not buffer[4 : 3 + 2 * LARGE : 2].any()
+        strategy.barrier()
+        if strategy.is_chief:
+            strategy.push(variables, [1.0] * 4)
+        strategy.barrier()
 
 
 @pytest.mark.ranks(3)
-def test_arrays_that_cannot_take_what_is_read_are_refused(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        variables = {"a": made(strategy, np.arange(3.0)), "b": made(strategy, np.zeros(2))}
-        a, b = np.full(3, 9.0), np.full(2, 9.0)
-        read_only = b.copy()
-        read_only.setflags(write=False)
-        assert strategy.read(variables, out={"a": a, "b": b})["a"] is a
-        a[:] = b[:] = 9.0
-        b.setflags(write=False)
-        with pytest.raises(InvalidArgumentError, match="read-only"):  # also after a call with the same array
-            strategy.read(variables, out={"a": a, "b": b})
-        b.setflags(write=True)
-        for out, text in [
-            ([a, b], "same form"),
-            ({"a": a}, "same form"),
-            ({"a": a, "b": b[:1]}, r"out 1 must be an array f64\[2\], got f64\[1\]"),
-            ({"a": a, "b": b.astype(np.float32)}, "got f32"),
-            ({"a": a, "b": [9.0, 9.0]}, "same form"),
-            ({"a": a, "b": 9.0}, "must be an array"),
-            ({"a": a, "b": read_only}, "read-only"),
-            ({"a": a, "b": a[1:]}, "share memory"),
-        ]:
-            with pytest.raises(InvalidArgumentError, match=text):
-                strategy.read(variables, out=out)
-        assert [*a, *b] == [9.0] * 5
-        assert strategy.read(variables, out={"a": a, "b": b})["a"].tolist() == [0.0, 1.0, 2.0]
-
-    on_workers(comm, work)
+@worker_test()
+def test_arrays_that_cannot_take_what_is_read_are_refused(strategy: ParameterServerStrategy) -> None:
+    variables = {"a": made(strategy, np.arange(3.0)), "b": made(strategy, np.zeros(2))}
+    a, b = np.full(3, 9.0), np.full(2, 9.0)
+    read_only = b.copy()
+    read_only.setflags(write=False)
+    assert strategy.read(variables, out={"a": a, "b": b})["a"] is a
+    a[:] = b[:] = 9.0
+    b.setflags(write=False)
+    with pytest.raises(InvalidArgumentError, match="read-only"):  # also after a call with the same array
+        strategy.read(variables, out={"a": a, "b": b})
+    b.setflags(write=True)
+    for out, text in [
+        ([a, b], "same form"),
+        ({"a": a}, "same form"),
+        ({"a": a, "b": b[:1]}, r"out 1 must be an array f64\[2\], got f64\[1\]"),
+        ({"a": a, "b": b.astype(np.float32)}, "got f32"),
+        ({"a": a, "b": [9.0, 9.0]}, "same form"),
+        ({"a": a, "b": 9.0}, "must be an array"),
+        ({"a": a, "b": read_only}, "read-only"),
+        ({"a": a, "b": a[1:]}, "share memory"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=text):
+            strategy.read(variables, out=out)
+    assert [*a, *b] == [9.0] * 5
+    assert strategy.read(variables, out={"a": a, "b": b})["a"].tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.ranks(3)
-def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        variable, whole = made(strategy, np.zeros((2, 3), np.float32)), made(strategy, np.zeros(2, np.int8))
-        flag = made(strategy, True)
-        for kind, text, call in (
-            (ValueError, r"shape \[2, 3\].*shape \[3\]", lambda: variable.assign(np.zeros(3))),
-            (ValueError, "another kind of number", lambda: whole.assign_add(0.5)),
-            (ValueError, "does not fit", lambda: whole.assign(300)),
-            (TypeError, "text|str", lambda: variable.assign("text")),
-            (TypeError, "bool", lambda: flag.assign_sub(True)),
-            (ValueError, "rows 0 to 1", lambda: variable.scatter_add(IndexedSlices(np.ones((1, 3)), [2]))),
-            (TypeError, "IndexedSlices", lambda: variable.scatter_add(np.ones((2, 3)))),
-            (IndexError, "out of bounds", lambda: variable.sparse_read([-1])),
-            (TypeError, "integers", lambda: variable.sparse_read([0.5])),
-            (TypeError, "assign_add", lambda: exec("variable += 1", {"variable": variable})),
-            (TypeError, "in part", lambda: variable.__setitem__(0, 1)),
-            (RuntimeError, "cannot be copied", lambda: copy.copy(variable)),
-            (RuntimeError, "cannot be copied", lambda: pickle.dumps(variable)),
-            (ValueError, r"push\(\): variables are", lambda: strategy.push([variable], {"a": 1.0})),
-            (TypeError, "update must be", lambda: strategy.push([variable], [1.0], "multiply")),
-            (TypeError, "variables of this strategy", lambda: strategy.read([variable, 3.0])),
-            (TypeError, "variables of this strategy", lambda: strategy.push([3.0], [3.0])),
-            (ValueError, "NONE", lambda: made(strategy, 1, synchronization="NONE")),
-            (ValueError, "MEDIAN", lambda: made(strategy, 1, aggregation="MEDIAN")),
-            (
-                ValueError,
-                "int32 cannot have aggregation ME",
-                lambda: made(strategy, 1, dtype="int32", aggregation="MEAN"),
-            ),
-            ((TypeError, ValueError), "'x' cannot be on a .*needs numbers", lambda: made(strategy, ["U"], name="x")),
-        ):
-            with pytest.raises(kind, match=text):
-                call()
-        assert (variable.numpy() == 0).all()
-        assert (whole.numpy() == 0).all()
-        assert made(strategy, np.zeros(2, "M8[s]"), name="x").dtype == np.dtype("M8[s]")
-        with mpidist.OneDeviceStrategy().scope(), pytest.raises(RuntimeError, match="mixing different strategies"):
-            variable.assign(2.0)
-
-    on_workers(comm, work)
+@worker_test()
+def test_what_does_not_fit_is_refused_before_anything_is_sent(strategy: ParameterServerStrategy) -> None:
+    variable, whole = made(strategy, np.zeros((2, 3), np.float32)), made(strategy, np.zeros(2, np.int8))
+    flag = made(strategy, True)
+    for kind, text, call in (
+        (ValueError, r"shape \[2, 3\].*shape \[3\]", lambda: variable.assign(np.zeros(3))),
+        (ValueError, "another kind of number", lambda: whole.assign_add(0.5)),
+        (ValueError, "does not fit", lambda: whole.assign(300)),
+        (TypeError, "text|str", lambda: variable.assign("text")),
+        (TypeError, "bool", lambda: flag.assign_sub(True)),
+        (ValueError, "rows 0 to 1", lambda: variable.scatter_add(IndexedSlices(np.ones((1, 3)), [2]))),
+        (TypeError, "IndexedSlices", lambda: variable.scatter_add(np.ones((2, 3)))),
+        (IndexError, "out of bounds", lambda: variable.sparse_read([-1])),
+        (TypeError, "integers", lambda: variable.sparse_read([0.5])),
+        (TypeError, "assign_add", lambda: exec("variable += 1", {"variable": variable})),
+        (TypeError, "in part", lambda: variable.__setitem__(0, 1)),
+        (RuntimeError, "cannot be copied", lambda: copy.copy(variable)),
+        (RuntimeError, "cannot be copied", lambda: pickle.dumps(variable)),
+        (ValueError, r"push\(\): variables are", lambda: strategy.push([variable], {"a": 1.0})),
+        (TypeError, "update must be", lambda: strategy.push([variable], [1.0], "multiply")),
+        (TypeError, "variables of this strategy", lambda: strategy.read([variable, 3.0])),
+        (TypeError, "variables of this strategy", lambda: strategy.push([3.0], [3.0])),
+        (ValueError, "NONE", lambda: made(strategy, 1, synchronization="NONE")),
+        (ValueError, "MEDIAN", lambda: made(strategy, 1, aggregation="MEDIAN")),
+        (
+            ValueError,
+            "int32 cannot have aggregation ME",
+            lambda: made(strategy, 1, dtype="int32", aggregation="MEAN"),
+        ),
+        ((TypeError, ValueError), "'x' cannot be on a .*needs numbers", lambda: made(strategy, ["U"], name="x")),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    assert (variable.numpy() == 0).all()
+    assert (whole.numpy() == 0).all()
+    assert made(strategy, np.zeros(2, "M8[s]"), name="x").dtype == np.dtype("M8[s]")
+    with mpidist.OneDeviceStrategy().scope(), pytest.raises(RuntimeError, match="mixing different strategies"):
+        variable.assign(2.0)
 
 
 @pytest.mark.ranks(3)
-def test_variable_says_what_it_is(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            first, second = Variable(1.0, name="w", aggregation="SUM"), Variable([1, 2], trainable=False)
-            third = Variable(0.0, synchronization="ON_READ")
-        assert (first.name, second.name, third.name) == ("w", "variable", "variable_1")
-        assert isinstance(first, Variable)
-        assert isinstance(first, mpidist.DistributedValues)
-        assert first.strategy is strategy
-        assert first.assign(first) is first
-        assert strategy.extended.variable_created_in_scope(first)
-        assert [first.trainable, second.trainable, third.trainable] == [True, False, False]
-        assert str(first.aggregation) == str(mpidist.VariableAggregation.SUM)
-        assert str(third.synchronization) == str(mpidist.VariableSynchronization.ON_READ)
-        assert repr(second) == "<mpidist.Variable 'variable' int64[2] on parameter server 0>"
-
-    on_workers(comm, work)
+@worker_test()
+def test_variable_says_what_it_is(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        first, second = Variable(1.0, name="w", aggregation="SUM"), Variable([1, 2], trainable=False)
+        third = Variable(0.0, synchronization="ON_READ")
+    assert (first.name, second.name, third.name) == ("w", "variable", "variable_1")
+    assert isinstance(first, Variable)
+    assert isinstance(first, mpidist.DistributedValues)
+    assert first.strategy is strategy
+    assert first.assign(first) is first
+    assert strategy.extended.variable_created_in_scope(first)
+    assert [first.trainable, second.trainable, third.trainable] == [True, False, False]
+    assert str(first.aggregation) == str(mpidist.VariableAggregation.SUM)
+    assert str(third.synchronization) == str(mpidist.VariableSynchronization.ON_READ)
+    assert repr(second) == "<mpidist.Variable 'variable' int64[2] on parameter server 0>"
 
 
 @pytest.mark.ranks(3)
@@ -335,19 +300,17 @@ def test_workers_must_make_the_same_variables(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_initial_value_that_raises_is_an_error_of_all_workers(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        def initial() -> float:
-            if strategy.topology.rank == 0:
-                raise KeyError("no file")
-            return 1.0
+@worker_test()
+def test_initial_value_that_raises_is_an_error_of_all_workers(strategy: ParameterServerStrategy) -> None:
+    def initial() -> float:
+        if strategy.topology.rank == 0:
+            raise KeyError("no file")
+        return 1.0
 
-        kind = KeyError if strategy.topology.rank == 0 else InvalidArgumentError
-        with pytest.raises(kind, match="no file"):
-            made(strategy, initial)
-        assert made(strategy, 2.0, name="next").name == "next"
-
-    on_workers(comm, work)
+    kind = KeyError if strategy.topology.rank == 0 else InvalidArgumentError
+    with pytest.raises(kind, match="no file"):
+        made(strategy, initial)
+    assert made(strategy, 2.0, name="next").name == "next"
 
 
 @pytest.mark.core

@@ -1,20 +1,16 @@
 """Partitioners, and variables that several servers hold."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-from parameter_server.clusters import num_workers, on_workers
+from parameter_server.clusters import on_workers, worker_test
+from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy, ShardedVariable, partitioners
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 
 @pytest.mark.no_mpi
@@ -40,87 +36,71 @@ def test_numbers_of_shards(partitioner: Any, shape: tuple[int, ...], shards: lis
 
 
 @pytest.mark.no_mpi
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: partitioners.FixedShardsPartitioner(0),
-        lambda: partitioners.MinSizePartitioner(0),
-        lambda: partitioners.MinSizePartitioner(max_shards=0),
-        lambda: partitioners.MinSizePartitioner(bytes_per_string=0),
-        lambda: partitioners.MaxSizePartitioner(0),
-        lambda: partitioners.MaxSizePartitioner(5, max_shards=0),
-    ],
-)
-def test_partitioners_refuse_numbers_below_one(make: Any) -> None:
-    with pytest.raises(ValueError, match="whole number >= 1, got 0"):
-        make()
-
-
-@pytest.mark.no_mpi
-@pytest.mark.parametrize("wrong", [True, 1.5, "2"])
-def test_partitioners_refuse_what_is_no_whole_number(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="whole number >= 1"):
-        partitioners.MaxSizePartitioner(wrong)
+def test_partitioners_of_wrong_numbers_are_refused() -> None:
+    for make in (
+        lambda number: partitioners.FixedShardsPartitioner(number),
+        lambda number: partitioners.MinSizePartitioner(number),
+        lambda number: partitioners.MinSizePartitioner(max_shards=number),
+        lambda number: partitioners.MinSizePartitioner(bytes_per_string=number),
+        lambda number: partitioners.MaxSizePartitioner(number),
+        lambda number: partitioners.MaxSizePartitioner(5, max_shards=number),
+    ):
+        for number, kind in ((0, ValueError), (True, TypeError), (1.5, TypeError), ("2", TypeError)):
+            with pytest.raises(kind, match="whole number >= 1, got"):
+                make(number)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_ps", [1, 2])
 @pytest.mark.core
-def test_shards_are_dealt_to_servers(comm: Intracomm, num_ps: int) -> None:
+@worker_test(variable_partitioner=partitioners.FixedShardsPartitioner(4))
+def test_shards_are_dealt_to_servers(strategy: ParameterServerStrategy, num_ps: int) -> None:
     """10 rows in 4 shards are 3, 3, 2, 2; servers take turns across shards and variables."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            table, number = Variable(np.arange(20.0).reshape(10, 2), name="t"), Variable(3.0)
-            more = Variable(np.zeros((2, 1)))
-        assert isinstance(table, ShardedVariable)
-        assert [shard.shape for shard in table.variables] == [(3, 2), (3, 2), (2, 2), (2, 2)]
-        assert [shard.name for shard in table.variables] == [f"t/part_{at}" for at in range(4)]
-        assert [shard.server for shard in table.variables] == [at % strategy.num_ps for at in range(4)]
-        assert number.server == 4 % strategy.num_ps
-        assert [shard.server for shard in more.variables] == [at % strategy.num_ps for at in (5, 6)]
-        assert (table.name, table.shape, table.dtype) == ("t", (10, 2), np.dtype("float64"))
-        assert table.trainable
-        assert (table.numpy() == np.arange(20.0).reshape(10, 2)).all()
-        values = strategy.read({"t": table, "n": number})
-        assert (values["t"] == table.numpy()).all()
-        assert float(values["n"]) == 3.0
-
-    on_workers(comm, work, num_ps=num_ps, variable_partitioner=partitioners.FixedShardsPartitioner(4))
+    with strategy.scope():
+        table, number = Variable(np.arange(20.0).reshape(10, 2), name="t"), Variable(3.0)
+        more = Variable(np.zeros((2, 1)))
+    assert isinstance(table, ShardedVariable)
+    assert [shard.shape for shard in table.variables] == [(3, 2), (3, 2), (2, 2), (2, 2)]
+    assert [shard.name for shard in table.variables] == [f"t/part_{at}" for at in range(4)]
+    assert [shard.server for shard in table.variables] == [at % strategy.num_ps for at in range(4)]
+    assert number.server == 4 % strategy.num_ps
+    assert [shard.server for shard in more.variables] == [at % strategy.num_ps for at in (5, 6)]
+    assert (table.name, table.shape, table.dtype) == ("t", (10, 2), np.dtype("float64"))
+    assert table.trainable
+    assert (table.numpy() == np.arange(20.0).reshape(10, 2)).all()
+    values = strategy.read({"t": table, "n": number})
+    assert (values["t"] == table.numpy()).all()
+    assert float(values["n"]) == 3.0
 
 
 @pytest.mark.ranks(1, 3)
-def test_shards_change_as_one_array(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            table = Variable(np.zeros((5, 2)))
-        rank, workers = strategy.topology.rank, strategy.topology.size
-        delta = np.arange(10.0).reshape(5, 2)
-        assert table.assign_add(delta) is table
-        table.assign_sub(1.0)
-        strategy.push([table], [delta])
-        strategy.push([table], [IndexedSlices(np.ones((3, 2)), [4, 0, 4])])
-        table.scatter_add(IndexedSlices(np.ones((2, 2)), [3, 1]))
-        strategy.barrier()
-        expected = (2 * delta - 1 + np.array([[1], [1], [0], [1], [2]])) * workers
-        assert (table.numpy() == expected).all()
-        assert (table.sparse_read([4, 0, 3]) == expected[[4, 0, 3]]).all()
-        assert table.sparse_read([]).shape == (0, 2)
-        assert (table[-1] == expected[-1]).all()
-        assert (table[1:4, 1] == expected[1:4, 1]).all()
-        assert (table[True] == expected[True]).all()
-        assert table[False].shape == (0, 5, 2)
-        assert (np.asarray(table) + 1 == table + 1).all()
-        strategy.barrier()
-        if rank == 0:
-            table.assign(delta)
-            table.scatter_update(IndexedSlices([[7.0, 8.0]], [2]))
-            assert (table[2] == [7, 8]).all()
-            assert (table[3] == delta[3]).all()
-
-    on_workers(
-        comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(2), num_ps=max(1, min(2, comm.size - 1))
-    )
+@worker_test(variable_partitioner=partitioners.FixedShardsPartitioner(2), num_ps=2)
+def test_shards_change_as_one_array(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        table = Variable(np.zeros((5, 2)))
+    rank, workers = strategy.topology.rank, strategy.topology.size
+    delta = np.arange(10.0).reshape(5, 2)
+    assert table.assign_add(delta) is table
+    table.assign_sub(1.0)
+    strategy.push([table], [delta])
+    strategy.push([table], [IndexedSlices(np.ones((3, 2)), [4, 0, 4])])
+    table.scatter_add(IndexedSlices(np.ones((2, 2)), [3, 1]))
+    strategy.barrier()
+    expected = (2 * delta - 1 + np.array([[1], [1], [0], [1], [2]])) * workers
+    assert (table.numpy() == expected).all()
+    assert (table.sparse_read([4, 0, 3]) == expected[[4, 0, 3]]).all()
+    assert table.sparse_read([]).shape == (0, 2)
+    assert (table[-1] == expected[-1]).all()
+    assert (table[1:4, 1] == expected[1:4, 1]).all()
+    assert (table[True] == expected[True]).all()
+    assert table[False].shape == (0, 5, 2)
+    assert (np.asarray(table) + 1 == table + 1).all()
+    strategy.barrier()
+    if rank == 0:
+        table.assign(delta)
+        table.scatter_update(IndexedSlices([[7.0, 8.0]], [2]))
+        assert (table[2] == [7, 8]).all()
+        assert (table[3] == delta[3]).all()
 
 
 @pytest.mark.ranks(3)
@@ -137,72 +117,65 @@ def test_shards_of_a_closed_strategy_are_not_read(comm: Intracomm) -> None:
             table.numpy()
 
 
-@pytest.mark.ranks(3)
-def test_wrong_indices_and_values_are_refused(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            table = Variable(np.zeros((5, 2)))
-        for kind, text, call in (
-            (IndexError, "out of bounds", lambda: table[100]),
-            (IndexError, "out of bounds", lambda: table[-100]),
-            (IndexError, "out of bounds", lambda: table.sparse_read([5])),
-            (TypeError, "sparse_read", lambda: table[np.array([1])]),
-            (ValueError, "zero", lambda: table[::0]),
-            (
-                ValueError,
-                r"shape \[5, 2\], and a value of shape \[5, 3\] was assigned",
-                lambda: table.assign(np.zeros((5, 3))),
-            ),
-            (ValueError, "rows 0 to 4", lambda: table.scatter_add(IndexedSlices(np.ones((1, 2)), [5]))),
-        ):
-            with pytest.raises(kind, match=text):
-                call()
-            with pytest.raises(RuntimeError, match=r"read its value, as with numpy\(\)"):
-                copy.copy(table)
-        assert (table.numpy() == 0).all()
-        assert (table.synchronization.name, table.aggregation.name) == ("ON_WRITE", "NONE")
-
-    on_workers(comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(2))
+WRONG_COUNTS = [None, [0, 1], [2, 2], [1, 1, 1], "ab"]
 
 
 @pytest.mark.ranks(3)
-def test_sharded_variables_can_be_made_of_variables(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            first, second, third = (Variable(np.full((rows, 2), float(rows))) for rows in (1, 2, 1))
-            integers, longer, number = Variable([[1, 2]]), Variable(np.zeros((1, 3))), Variable(0.0)
-        whole = ShardedVariable([first, second, third], name="whole")
-        assert whole.shape == (4, 2)
-        strategy.barrier()
-        if strategy.is_chief:
-            whole.assign(np.arange(8.0).reshape(4, 2))
-            whole.assign_add([[1, 1], [1, 1], [2, 2], [2, 2]])
-            assert second.numpy().tolist() == [[3, 4], [6, 7]]
-        for wrong, kind, text in (
-            (first, TypeError, "list of variables"),
-            ([first, np.zeros((1, 2))], TypeError, "variables on parameter servers"),
-            ([], ValueError, "at least one"),
-            ([first, integers], ValueError, "one dtype"),
-            ([first, longer], ValueError, "same shape but for axis 0"),
-            ([number], ValueError, "same shape but for axis 0"),
-        ):
-            with pytest.raises(kind, match=text):
-                ShardedVariable(wrong)  # type: ignore[arg-type]
-
-    on_workers(comm, work)
+@pytest.mark.parametrize("variable_partitioner", [lambda shape, dtype, its=its: its for its in WRONG_COUNTS])
+@worker_test()
+def test_wrong_answer_of_partitioner_is_refused(strategy: ParameterServerStrategy, variable_partitioner: Any) -> None:
+    with strategy.scope():
+        assert float(Variable(1.0)) == 1.0  # a variable without axes is not cut
+        with pytest.raises((ValueError, InvalidArgumentError), match="variable_partitioner must return"):
+            Variable(np.zeros((4, 2)))
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("counts", [None, [0, 1], [2, 2], [1, 1, 1], "ab"])
-def test_wrong_answers_of_partitioners_are_refused(comm: Intracomm, counts: Any) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            assert float(Variable(1.0)) == 1.0  # a variable without axes is not cut
-            with pytest.raises((ValueError, InvalidArgumentError), match="variable_partitioner must return"):
-                Variable(np.zeros((4, 2)))
+@worker_test(variable_partitioner=partitioners.FixedShardsPartitioner(2))
+def test_wrong_indices_and_values_are_refused(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        table = Variable(np.zeros((5, 2)))
+    for kind, text, call in (
+        (IndexError, "out of bounds", lambda: table[100]),
+        (IndexError, "out of bounds", lambda: table[-100]),
+        (IndexError, "out of bounds", lambda: table.sparse_read([5])),
+        (TypeError, "sparse_read", lambda: table[np.array([1])]),
+        (ValueError, "zero", lambda: table[::0]),
+        (
+            ValueError,
+            r"shape \[5, 2\], and a value of shape \[5, 3\] was assigned",
+            lambda: table.assign(np.zeros((5, 3))),
+        ),
+        (ValueError, "rows 0 to 4", lambda: table.scatter_add(IndexedSlices(np.ones((1, 2)), [5]))),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+        with pytest.raises(RuntimeError, match=r"read its value, as with numpy\(\)"):
+            copy.copy(table)
+    assert (table.numpy() == 0).all()
+    assert (table.synchronization.name, table.aggregation.name) == ("ON_WRITE", "NONE")
 
-    def partitioner(shape: Any, dtype: Any) -> Any:
-        return counts
 
-    on_workers(comm, work, variable_partitioner=partitioner)
-    assert num_workers(comm) > 0
+@pytest.mark.ranks(3)
+@worker_test()
+def test_sharded_variables_can_be_made_of_variables(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        first, second, third = (Variable(np.full((rows, 2), float(rows))) for rows in (1, 2, 1))
+        integers, longer, number = Variable([[1, 2]]), Variable(np.zeros((1, 3))), Variable(0.0)
+    whole = ShardedVariable([first, second, third], name="whole")
+    assert whole.shape == (4, 2)
+    strategy.barrier()
+    if strategy.is_chief:
+        whole.assign(np.arange(8.0).reshape(4, 2))
+        whole.assign_add([[1, 1], [1, 1], [2, 2], [2, 2]])
+        assert second.numpy().tolist() == [[3, 4], [6, 7]]
+    for wrong, kind, text in (
+        (first, TypeError, "list of variables"),
+        ([first, np.zeros((1, 2))], TypeError, "variables on parameter servers"),
+        ([], ValueError, "at least one"),
+        ([first, integers], ValueError, "one dtype"),
+        ([first, longer], ValueError, "same shape but for axis 0"),
+        ([number], ValueError, "same shape but for axis 0"),
+    ):
+        with pytest.raises(kind, match=text):
+            ShardedVariable(wrong)  # type: ignore[arg-type]

@@ -1,22 +1,19 @@
 """How far workers get ahead of each other."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-from parameter_server.clusters import PATIENT, meet, on_workers, set_deadline_of_meetings
+from parameter_server.clusters import PATIENT, meet, on_workers, set_deadline_of_meetings, worker_test
+from support.ranks import Intracomm
 
 from mpidist import Variable
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
-from mpidist.experimental import ParameterServerStrategy, server_rules
+from mpidist.experimental import ParameterServerStrategy as Strategy
+from mpidist.experimental import server_rules
 from mpidist.parameter_server.messages.ends import Channel
 from mpidist.parameter_server.messages.protocol import Op, Step
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 STEPS = 8
 
@@ -27,7 +24,7 @@ STEPS = 8
 def test_a_read_waits_for_the_slowest_worker(comm: Intracomm, staleness: int, num_ps: int) -> None:
     """Each worker writes the steps it has done beside those of the others."""
 
-    def work(strategy: ParameterServerStrategy) -> int:
+    def work(strategy: Strategy) -> int:
         rank, workers = strategy.topology.rank, strategy.topology.size
         with strategy.scope():
             done = [Variable(np.zeros(workers)) for _ in range(num_ps)]
@@ -54,24 +51,21 @@ def test_a_read_waits_for_the_slowest_worker(comm: Intracomm, staleness: int, nu
 @pytest.mark.ranks(3, 4)
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, pytest.param(2, marks=pytest.mark.ranks(4))])
-def test_workers_with_unlike_numbers_of_steps_meet(comm: Intracomm, num_ps: int) -> None:
+@worker_test(staleness=0, communication_options=PATIENT)
+def test_workers_with_unlike_numbers_of_steps_meet(strategy: Strategy, num_ps: int) -> None:
     """Who waits in a call of all workers holds nobody up, on any server; the next epoch goes on."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        workers, rank = strategy.topology.size, strategy.topology.rank
-        with strategy.scope():
-            counts = [Variable(0.0) for _ in range(num_ps)]
-        for epoch in range(1, 4):
-            for _ in range(3 + 2 * rank):
-                strategy.read(counts)
-                strategy.push(counts, [1.0] * num_ps)
-                strategy.step_done()
-            strategy.barrier()
-            wanted = epoch * sum(3 + 2 * other for other in range(workers))
-            assert strategy.read(counts) == [wanted] * num_ps
-            strategy.barrier()
-
-    on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=PATIENT)
+    workers, rank = strategy.topology.size, strategy.topology.rank
+    with strategy.scope():
+        counts = [Variable(0.0) for _ in range(num_ps)]
+    for epoch in range(1, 4):
+        for _ in range(3 + 2 * rank):
+            strategy.read(counts)
+            strategy.push(counts, [1.0] * num_ps)
+            strategy.step_done()
+        strategy.barrier()
+        wanted = epoch * sum(3 + 2 * other for other in range(workers))
+        assert strategy.read(counts) == [wanted] * num_ps
+        strategy.barrier()
 
 
 @server_rules.register("cannot be applied")
@@ -81,71 +75,61 @@ def cannot_be_applied(value: Any, gradient: Any, memory: dict[str, Any]) -> None
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.core
-def test_a_push_that_failed_before_a_call_of_all_workers_lets_nobody_ahead(comm: Intracomm) -> None:
+@worker_test(staleness=0, num_ps=2, communication_options=PATIENT)
+def test_a_push_that_failed_before_a_call_of_all_workers_lets_nobody_ahead(strategy: Strategy) -> None:
     """All workers learn of it; the servers count the worker afterwards, also where workers do not meet."""
-    num_ps = 2
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        workers, rank = strategy.topology.size, strategy.topology.rank
-        with strategy.scope():
-            done = [Variable(np.zeros(workers)) for _ in range(num_ps)]
-        if strategy.is_chief:
-            strategy.push(done[-1], np.ones(workers), server_rules.Registered("cannot be applied"))
-        error = RuntimeError if strategy.is_chief else InvalidArgumentError
-        with strategy.scope(), pytest.raises(error, match="KeyError: 'mine'"):
-            Variable(0.0)
-        own = np.eye(workers)[rank]
-        for step in range(STEPS):
-            time.sleep(0.01 * strategy.is_chief)
-            for counts in strategy.read(done):
-                assert counts.min() >= step
-            strategy.push(done, [own] * num_ps)
-            strategy.step_done()
-        strategy.barrier()
-
-    on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=PATIENT)
+    workers, rank = strategy.topology.size, strategy.topology.rank
+    with strategy.scope():
+        done = [Variable(np.zeros(workers)) for _ in range(2)]
+    if strategy.is_chief:
+        strategy.push(done[-1], np.ones(workers), server_rules.Registered("cannot be applied"))
+    error = RuntimeError if strategy.is_chief else InvalidArgumentError
+    with strategy.scope(), pytest.raises(error, match="KeyError: 'mine'"):
+        Variable(0.0)
+    own = np.eye(workers)[rank]
+    for step in range(STEPS):
+        time.sleep(0.01 * strategy.is_chief)
+        for counts in strategy.read(done):
+            assert counts.min() >= step
+        strategy.push(done, [own] * 2)
+        strategy.step_done()
+    strategy.barrier()
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_a_worker_that_has_ended_holds_nobody_up(comm: Intracomm) -> None:
+@worker_test(staleness=1)
+def test_a_worker_that_has_ended_holds_nobody_up(strategy: Strategy) -> None:
     """Nor one that ends while others wait for it."""
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(0.0)
-        if strategy.is_chief:
-            time.sleep(0.1)
-            return
-        for _ in range(STEPS):
-            strategy.step_done()
-            variable.numpy()
-
-    on_workers(comm, work, staleness=1)
+    with strategy.scope():
+        variable = Variable(0.0)
+    if strategy.is_chief:
+        time.sleep(0.1)
+        return
+    for _ in range(STEPS):
+        strategy.step_done()
+        variable.numpy()
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("call", ["read", "barrier"])
-def test_a_deadline_names_the_workers_that_are_late(comm: Intracomm, call: str) -> None:
-    workers = comm.Split(int(comm.rank == comm.size - 1), comm.rank)
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(0.0)
-        if not strategy.is_chief:
-            strategy.step_done()
-        else:
-            set_deadline_of_meetings(strategy, variable, 0.5)
-        strategy.flush()
-        workers.Barrier()
-        if not strategy.is_chief:
-            with pytest.raises(DeadlineExceededError, match=r"waited 0.5 s, and .*ranks? 0\b"):
-                {"read": variable.numpy, "barrier": strategy.barrier}[call]()
-        meet(workers)
-        if strategy.is_chief:
-            assert float(variable) == 0.0
-
-    on_workers(comm, work, staleness=0, communication_options=PATIENT)
+@worker_test(staleness=0, communication_options=PATIENT)
+def test_a_deadline_names_the_workers_that_are_late(strategy: Strategy, comm: Intracomm, call: str) -> None:
+    workers = comm.Create_group(comm.Get_group().Excl([comm.size - 1]))
+    with strategy.scope():
+        variable = Variable(0.0)
+    if not strategy.is_chief:
+        strategy.step_done()
+    else:
+        set_deadline_of_meetings(strategy, variable, 0.5)
+    strategy.flush()
+    workers.Barrier()
+    if not strategy.is_chief:
+        with pytest.raises(DeadlineExceededError, match=r"waited 0.5 s, and .*ranks? 0\b"):
+            {"read": variable.numpy, "barrier": strategy.barrier}[call]()
+    meet(workers)
+    if strategy.is_chief:
+        assert float(variable) == 0.0
 
 
 @pytest.mark.ranks(min=4)
@@ -161,7 +145,7 @@ def test_nobody_gets_ahead_of_a_worker_that_is_slow_to_leave_a_call_of_all_worke
             assert comm.recv(None, 0) == "has waited"
         start(channel, call, op, *args, **more)
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy: Strategy) -> None:
         with strategy.scope():
             _, elsewhere = Variable(0.0), Variable(0.0)
         if comm.rank == slow:
@@ -191,7 +175,7 @@ def test_staleness_without_step_done_warns_and_is_an_error_at_the_end(
     def texts() -> list[str]:
         return [record.getMessage() for record in caplog.records if "never called step_done()" in record.getMessage()]
 
-    strategy = ParameterServerStrategy(comm=comm, staleness=1)
+    strategy = Strategy(comm=comm, staleness=1)
     if not strategy.is_ps:
         with strategy.scope():
             count = Variable(0.0, name="count")
@@ -217,7 +201,7 @@ def test_staleness_without_step_done_warns_and_is_an_error_at_the_end(
 def test_staleness_with_step_done_is_no_error(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
     """Also of steps that change a variable for each of several gradients, after the first one."""
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy: Strategy) -> None:
         with strategy.scope():
             counts = [Variable(0.0) for _ in range(3)]
         for step in range(3):

@@ -1,7 +1,5 @@
 """Turns at a variable, and changes and reads whose worker is lost: nothing is half made, and nobody waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,7 +7,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mpidist.parameter_server import rules
 from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.ends import Connection
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane
@@ -156,23 +153,6 @@ def test_chunks_are_added_as_they_come_where_a_lost_worker_ends_the_job() -> Non
     assert not store.variables[1].queue
 
 
-def test_a_rule_of_the_program_that_raises_leaves_the_rest_as_it_is() -> None:
-    def fails(value: Any, gradient: Any, memory: Any) -> None:
-        value += 1
-        raise KeyError("no")
-
-    rules.register("fails in the middle")(fails)
-    store = made_store()
-    wanted = VariableList(list(store.variables.values()), is_near=False)
-    number = Change.RULE + 8 * store.number_of_rule("fails in the middle")
-    steps = Changing(connection(), store, header(number), may_be_lost=False).run(wanted)
-    with pytest.raises(KeyError):
-        run(steps)
-    for stored in store.variables.values():
-        assert not stored.value.any()
-        assert not stored.queue
-
-
 @pytest.mark.parametrize("num_messages", [0, 2])
 def test_a_read_of_a_lost_worker_keeps_nobody_from_writing(num_messages: int) -> None:
     store = made_store()
@@ -236,34 +216,24 @@ def test_rows_that_do_not_fit_change_nothing(wrong: str) -> None:
     assert not store.variables[0].value.any()
 
 
-def test_reads_go_together_and_writes_alone() -> None:
-    stored = Stored(np.zeros(2))
-    first, second = stored.enter(False), stored.enter(False)
-    assert stored.may_go(first)
-    assert stored.may_go(second)
-    write, later = stored.enter(True), stored.enter(False)
-    assert not stored.may_go(write)
-    assert not stored.may_go(later), "a read must not overtake a write, or writes would wait for ever"
-    stored.leave(second)
-    assert not stored.may_go(write)
-    stored.leave(first)
-    assert stored.may_go(write)
-    assert not stored.may_go(later)
-    other = stored.enter(True)
-    assert not stored.may_go(other)
-    stored.leave(write)
-    assert not stored.may_go(other)
-    assert stored.may_go(later)
-    stored.leave(later)
-    assert stored.may_go(other)
-    stored.leave(other)
+# What happens to the queue of a variable, by whom, and who may go then.
+QUEUE = [
+    ("reads", "a", "a"), ("reads", "b", "ab"), ("writes", "c", "ab"),
+    ("reads", "d", "ab"),  # a read must not overtake a write, or writes would wait for ever
+    ("leaves", "b", "a"), ("leaves", "a", "c"), ("writes", "e", "c"), ("leaves", "c", "d"), ("leaves", "d", "e"),
+    ("leaves", "e", ""),
+    ("writes", "f", "f"), ("writes", "g", "f"), ("reads", "h", "f"),
+    ("leaves", "g", "f"),  # it is lost while it waits, and keeps nobody waiting
+    ("leaves", "f", "h"), ("leaves", "h", ""),
+]  # fmt: skip
+
+
+def test_queue_lets_reads_go_together_and_writes_alone() -> None:
+    stored, places = Stored(np.zeros(2)), dict[str, Any]()
+    for what, who, may_go in QUEUE:
+        if what == "leaves":
+            stored.leave(places.pop(who))
+        else:
+            places[who] = stored.enter(what == "writes")
+        assert "".join(one for one, place in places.items() if stored.may_go(place)) == may_go, (what, who)
     assert not stored.queue
-
-
-def test_who_leaves_the_queue_keeps_nobody_waiting() -> None:
-    stored = Stored(np.zeros(2))
-    first, lost, last = stored.enter(True), stored.enter(True), stored.enter(False)
-    stored.leave(lost)
-    assert not stored.may_go(last)
-    stored.leave(first)
-    assert stored.may_go(last)

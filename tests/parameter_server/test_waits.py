@@ -1,28 +1,25 @@
 """How long requests may take, which thread makes them, and what is told of the ranks that others wait for."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
-from parameter_server.clusters import PATIENT, deadline_of, meet, on_workers, set_deadline_of_meetings
+from parameter_server.clusters import PATIENT, deadline_of, meet, on_workers, set_deadline_of_meetings, worker_test
 from support.deadlines import recorded_seconds
-from support.everywhere import raises_everywhere
+from support.ranks import Intracomm
 from transport.failures.clocks import Clock, clock
 
-from mpidist import CommunicationOptions, Variable
+from mpidist import Variable
 from mpidist.context_stack import parts_of
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, UnavailableError
+from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server.cluster import Role
 from mpidist.transport.failures.awaited_peers import AwaitedPeers
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 __all__ = ["clock"]
 
@@ -31,94 +28,79 @@ HERE: dict[str, Any] = {}  # what a rule of this rank finds
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_deadline_of_a_call_of_all_workers_comes_to_the_first_that_waits_and_not_early(comm: Intracomm) -> None:
+@worker_test(communication_options=PATIENT)
+def test_deadline_of_a_call_of_all_workers_comes_to_the_first_that_waits_and_not_early(
+    strategy: ParameterServerStrategy, comm: Intracomm
+) -> None:
     """The others that wait with it are told whose it was; afterwards the strategy works: reset() has nothing to do."""
-    workers = comm.Split(int(comm.rank == comm.size - 1), comm.rank)
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(0.0)
-        if strategy.is_chief:
-            set_deadline_of_meetings(strategy, variable, 1.0)
-        workers.Barrier()
-        if not strategy.is_chief:
-            time.sleep(0.1 * comm.rank)  # so that they come one after the other
-            with pytest.raises(DeadlineExceededError, match=r"ranks? 0.* did not .*longer timeout_seconds") as caught:
-                strategy.barrier()
-            text = str(caught.value)
-            told = re.match(rf"barrier\(\) of rank {comm.rank} cannot complete: rank (\d) waited 1 s, and", text)
-            assert told, text
-            assert int(told[1]) != comm.rank or recorded_seconds(strategy) >= 1
-            assert "rank 0: finished " in text
-            strategy.reset()
-        meet(workers)
-        if strategy.is_chief:
-            set_deadline_of_meetings(strategy, variable, 600.0)
-        meet(workers)
-        variable.assign_add(1.0)
-        strategy.barrier()
-        assert float(variable) == strategy.topology.size
-
-    on_workers(comm, work, communication_options=PATIENT)
-
-
-@pytest.mark.ranks(3)
-def test_deadlines_that_differ_are_refused(comm: Intracomm) -> None:
-    options = CommunicationOptions(timeout_seconds=1 + comm.rank)
-    with raises_everywhere(comm, InvalidArgumentError, "timeout_seconds must be the same on all ranks"):
-        ParameterServerStrategy(comm=comm, communication_options=options)
-    with raises_everywhere(comm, TypeError, "communication_options must be CommunicationOptions, got float"):
-        ParameterServerStrategy(comm=comm, communication_options=3.0)  # type: ignore[arg-type]
+    workers = comm.Create_group(comm.Get_group().Excl([comm.size - 1]))
+    with strategy.scope():
+        variable = Variable(0.0)
+    if strategy.is_chief:
+        set_deadline_of_meetings(strategy, variable, 1.0)
+    workers.Barrier()
+    if not strategy.is_chief:
+        time.sleep(0.1 * comm.rank)  # so that they come one after the other
+        with pytest.raises(DeadlineExceededError, match=r"ranks? 0.* did not .*longer timeout_seconds") as caught:
+            strategy.barrier()
+        text = str(caught.value)
+        told = re.match(rf"barrier\(\) of rank {comm.rank} cannot complete: rank (\d) waited 1 s, and", text)
+        assert told, text
+        assert int(told[1]) != comm.rank or recorded_seconds(strategy) >= 1
+        assert "rank 0: finished " in text
+        strategy.reset()
+    meet(workers)
+    if strategy.is_chief:
+        set_deadline_of_meetings(strategy, variable, 600.0)
+    meet(workers)
+    variable.assign_add(1.0)
+    strategy.barrier()
+    assert float(variable) == strategy.topology.size
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_one_thread_makes_the_requests(comm: Intracomm) -> None:
+@worker_test()
+def test_one_thread_makes_the_requests(strategy: ParameterServerStrategy) -> None:
     """As in the other strategies: another one is refused as long as the first one lives, and later takes over."""
+    with strategy.scope():
+        variable = Variable(0.0)
+    has_called, is_over = threading.Event(), threading.Event()
 
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(0.0)
-        has_called, is_over = threading.Event(), threading.Event()
+    def first() -> None:
+        variable.assign_add(1.0)
+        has_called.set()
+        is_over.wait()
 
-        def first() -> None:
-            variable.assign_add(1.0)
-            has_called.set()
-            is_over.wait()
-
-        thread = threading.Thread(target=first, name="first")
-        thread.start()
-        has_called.wait()
-        for call in (variable.numpy, strategy.flush, strategy.barrier, strategy.close):
-            with pytest.raises(RuntimeError, match="but thread 'first' makes this strategy's calls"):
-                call()
-        is_over.set()
-        thread.join()
-        strategy.barrier()
-        assert float(variable) == strategy.topology.size
-
-    on_workers(comm, work)
+    thread = threading.Thread(target=first, name="first")
+    thread.start()
+    has_called.wait()
+    for call in (variable.numpy, strategy.flush, strategy.barrier, strategy.close):
+        with pytest.raises(RuntimeError, match="but thread 'first' makes this strategy's calls"):
+            call()
+    is_over.set()
+    thread.join()
+    strategy.barrier()
+    assert float(variable) == strategy.topology.size
 
 
 @pytest.mark.ranks(3)
-def test_others_see_what_a_server_serves(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(0.0)
-        role, server = parts_of(strategy).service, comm.size - 1
-        assert isinstance(role, Role)
-        assert role.group is not None
-        text = ""
-        while " requests, the last one of worker 0, rank 0)" not in text:
-            if strategy.is_chief:
-                variable.numpy()
-            time.sleep(0.01)
-            (text,) = role.group.status_lines([server])
-        start = f"rank {server}: is in the middle of serve() (parameter server 0 (rank {server}): "
-        assert text.startswith(start)
-        strategy.barrier()
-
-    on_workers(comm, work)
+@worker_test()
+def test_others_see_what_a_server_serves(strategy: ParameterServerStrategy, comm: Intracomm) -> None:
+    with strategy.scope():
+        variable = Variable(0.0)
+    role, server = parts_of(strategy).peers, comm.size - 1
+    assert isinstance(role, Role)
+    assert role.group is not None
+    text = ""
+    while " requests, the last one of worker 0, rank 0)" not in text:
+        if strategy.is_chief:
+            variable.numpy()
+        time.sleep(0.01)
+        (text,) = role.group.status_lines([server])
+    start = f"rank {server}: is in the middle of serve() (parameter server 0 (rank {server}): "
+    assert text.startswith(start)
+    strategy.barrier()
 
 
 @server_rules.register("sleeps")
@@ -164,16 +146,14 @@ def take_a_moment(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_deadline_of_a_request_is_its_own(comm: Intracomm, clock: Clock) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variable = Variable(0.0)
-        for _ in range(3):
-            clock.go_on(400.0)
-            strategy.push(variable, 1.0, server_rules.Registered("takes a moment"))
-            strategy.flush()
-
-    on_workers(comm, work, communication_options=PATIENT)
+@worker_test(communication_options=PATIENT)
+def test_deadline_of_a_request_is_its_own(strategy: ParameterServerStrategy, clock: Clock) -> None:
+    with strategy.scope():
+        variable = Variable(0.0)
+    for _ in range(3):
+        clock.go_on(400.0)
+        strategy.push(variable, 1.0, server_rules.Registered("takes a moment"))
+        strategy.flush()
 
 
 @server_rules.register("is_away")
@@ -248,6 +228,17 @@ class Tells(logging.Handler):
             self._sends.append(self._comm.isend(text, self._to))
 
 
+@contextmanager
+def told(comm: Intracomm, pattern: str, to: int = 0) -> Iterator[Tells]:
+    """Tell a rank of warnings in the body."""
+    tells, ours = Tells(comm, pattern, to), logging.getLogger("mpidist")
+    ours.addHandler(tells)
+    try:
+        yield tells
+    finally:
+        ours.removeHandler(tells)
+
+
 def meet_message(comm: Intracomm, source: int) -> None:
     """Wait for a message, and leave the cores to others."""
     while not comm.iprobe(source):
@@ -268,8 +259,6 @@ LATE = {
 def test_the_server_warns_of_late_workers(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """And the worker that waits does not warn of the server, which answers it."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.3")
-    tells, ours = Tells(comm, f"mpidist: {LATE[call]}; rank 0: "), logging.getLogger("mpidist")
-    ours.addHandler(tells)
 
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -283,10 +272,8 @@ def test_the_server_warns_of_late_workers(comm: Intracomm, monkeypatch: pytest.M
         if call == "barrier":
             strategy.barrier()
 
-    try:
+    with told(comm, f"mpidist: {LATE[call]}; rank 0: ") as tells:
         on_workers(comm, work, staleness=0 if call == "read" else None)
-    finally:
-        ours.removeHandler(tells)
     waited = [text for text in tells.texts if re.match(f"mpidist: ({call}|read).* at parameter server", text)]
     assert waited == []
 
@@ -305,8 +292,6 @@ def test_a_worker_warns_of_a_server_that_is_in_a_long_rule(comm: Intracomm, monk
     monkeypatch.setattr(AwaitedPeers, "busy_seconds", 0.3)
     monkeypatch.setitem(HERE, "comm", comm)
     text = r"mpidist: barrier\(\) at parameter server 0 .*on rank 1 has waited for .*rank 2 .*does not answer"
-    tells, ours = Tells(comm, text, to=2), logging.getLogger("mpidist")
-    ours.addHandler(tells)
 
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
@@ -317,7 +302,5 @@ def test_a_worker_warns_of_a_server_that_is_in_a_long_rule(comm: Intracomm, monk
         strategy.barrier()
         assert float(variable) == 1
 
-    try:
+    with told(comm, text, to=2):
         on_workers(comm, work)
-    finally:
-        ours.removeHandler(tells)

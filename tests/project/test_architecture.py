@@ -25,7 +25,7 @@ MAX_MODULES = 16  # in a folder, besides its `__init__`
 # May be imported inside functions: they start MPI or CUDA, take long, or are needed by one function alone.
 GUARDED = ("mpi4py", "cupy", "ml_dtypes", "optax")
 WHERE_GUARDED = {
-    "mpi4py": ("mpidist.transport.mpi.library", "mpidist.transport.mpi.communicator", "mpidist.cluster_resolver."),
+    "mpi4py": ("mpidist.transport.mpi.library", "mpidist.transport.mpi.communicator"),
     "cupy": ("mpidist.transport.cuda",),
     "ml_dtypes": ("mpidist.transport.half",),
     "optax": ("mpidist.jax",),
@@ -376,11 +376,11 @@ TOUCH_PRIVATES = {
     "collectives/test_whole_calls.py": {"_timeout_seconds"},
     "parameter_server/test_programs.py": {"_advance"},
     "replica_context/test_gpus_of_one_process.py": {"_compile_module_with_cache", "_kernel_memo"},
+    "strategies/test_strategies.py": {"_value"},
     "transport/failures/test_deadlines.py": {"_ANSWER_SECONDS", "_pause"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},
-    "variables/test_per_node_variables.py": {"_value"},
 }
 
 

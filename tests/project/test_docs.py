@@ -28,7 +28,7 @@ AT_ONCE = 3  # jobs that run at the same time: each waits now and then
 # What the pages say of blocks that are not run, and how many there are of each.
 NOT_RUN = {
     "a fragment": 1,
-    "a part of a program": 2,
+    "a part of a program": 3,
     "changes the library": 10,
     "for any program": 2,
     "installs packages": 6,

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jobs.failing import ran
+from jobs.failing import ran, stand_in
 
 pytestmark = pytest.mark.no_mpi
 
@@ -18,12 +18,6 @@ JOB = {
     "VIRTUAL_ENV": "/nowhere",
 }
 TWO_COMPONENTS = {"SLURM_HET_SIZE": "2", "SLURM_NTASKS_HET_GROUP_0": "4", "SLURM_NTASKS_HET_GROUP_1": "2"}
-
-
-def stand_in(folder: Path, name: str, body: str) -> None:
-    """Write a program that answers for one of Slurm's."""
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-    (folder / name).chmod(0o755)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`Strategy.run` where the number of replicas was chosen: what each replica is, sees, passes and gets."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,24 @@ def test_outs_are_those_of_each_replica(strategy: Any) -> None:
         assert [array.tolist() for array in part] == expected
 
 
+@pytest.mark.ranks(2, 3)
+def test_repeated_calls_count_every_replica(strategy: Any) -> None:
+    """From the second one on they skip the checks, and add the arrays of a rank's replicas first."""
+    total, kept = strategy.num_replicas_in_sync, {}
+
+    def step(number: int, shape: Any, into: str) -> Any:
+        value = np.full(shape, number + replica_id())
+        out = {"value": value, "kept": kept.setdefault((replica_id(), shape), np.zeros(shape, int))}.get(into)
+        result = reduced(value, out=out)
+        assert out is None or result is out
+        return result
+
+    for number, shape, into in product(range(3), [(), (3,), (40_000,)], ["new", "value", "kept"]):
+        for result in strategy.experimental_local_results(strategy.run(step, (number, shape, into))):
+            assert np.all(result == total * number + total * (total - 1) // 2)
+            assert result.flags.writeable == (into != "new")
+
+
 def test_gathers_are_in_the_order_of_replicas(strategy: Any) -> None:
     total, ids = strategy.num_replicas_in_sync, ids_here(strategy)
 
@@ -160,7 +179,7 @@ def test_reduce_scatter_gives_each_replica_a_part(strategy: Any, comm: Intracomm
 
 
 def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
-    ids, calls, kept = ids_here(strategy), [], np.ones(2)
+    ids, calls, kept, total = ids_here(strategy), [], np.ones(2), strategy.num_replicas_in_sync
 
     def merge(inner: Any, value: Any, rate: Any, *, name: str) -> Any:
         assert inner is strategy
@@ -168,6 +187,7 @@ def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
         assert get_replica_context() is None
         calls.append((value.values, rate.values, name))
         # Numbers are those of the replicas, whether they are equal or not: a program does not depend on them.
+        assert local(strategy, strategy.run(lambda: reduced(1.0))) == [total] * len(ids)  # inside of another run
         return strategy.reduce("sum", value), value, kept, inner.reduce("sum", rate)
 
     def step() -> Any:
@@ -177,25 +197,15 @@ def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
             shared[...] = 5
         return total, mine == own, rates
 
-    total = strategy.num_replicas_in_sync
     for result in strategy.experimental_local_results(strategy.run(step)):
         assert result == (total * (total - 1) / 2, True, 0.5 * total)
     assert calls == [(tuple(map(float, ids)), (0.5,) * len(ids), "n")]
     kept += 1  # the program's own array stays its own
 
 
-@pytest.mark.ranks(3)
-def test_reduce_along_an_axis_weighs_rows(strategy: Any) -> None:
-    total = strategy.num_replicas_in_sync
-    value = strategy.experimental_distribute_values_from_function(
-        lambda own: np.full((own.replica_id_in_sync_group, 2), float(own.replica_id_in_sync_group))
-    )
-    rows = [float(at) for at in range(total) for _ in range(at)]
-    assert strategy.reduce("mean", value, axis=0) == pytest.approx([np.mean(rows)] * 2)
-    assert strategy.reduce("sum", value, axis=0).tolist() == [sum(rows)] * 2
-
-
 def test_value_of_a_rank_is_no_value_of_a_replica(strategy: Any, comm: Intracomm) -> None:
+    value = strategy.run(lambda: np.ones(2))
+    assert [strategy.reduce("mean", value).tolist() for _ in range(3)] == [[1.0, 1.0]] * 3
     for call in (
         lambda: strategy.reduce("sum", 1.0),
         lambda: strategy.reduce("mean", np.ones(2)),
@@ -242,6 +252,8 @@ def test_replica_that_differs_is_named_on_every_rank(strategy: Any, comm: Intrac
         with raises_everywhere(comm, InvalidArgumentError, text):
             strategy.run(step)
         assert local(strategy, strategy.run(lambda: reduced(1.0))) == [7.0] * len(ids_here(strategy))
+        for value in map(np.ones, [3] * 3):  # from now on replica 1 differs in what would be a repeated call
+            strategy.run(lambda value=value: [reduced(value.copy()), reduced(own := value.copy(), out=own)])
 
 
 @pytest.mark.ranks(3)

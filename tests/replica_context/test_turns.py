@@ -1,11 +1,14 @@
 """Replicas of one rank take turns between the calls in which they meet."""
 
 import decimal
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from greenlet import getcurrent, greenlet
 
 from mpidist import OneDeviceStrategy, context_stack
 from mpidist.context_stack import Entry
@@ -43,10 +46,39 @@ def test_replicas_meet_in_each_call_once(count: int) -> None:
             total += turns.meet("add", log.add, 10**at)
         return total
 
-    each = sum(10**at for at in range(count))
-    assert turns.run([lambda at=at: body(at) for at in range(count)]) == [3 * each] * count
-    assert log.calls == [tuple(10**at for at in range(count))] * 3
-    assert order == [(step, at) for step in range(3) for at in range(count)]  # in turn, by replica
+    def run() -> None:
+        each = sum(10**at for at in range(count))
+        assert turns.run([lambda at=at: body(at) for at in range(count)]) == [3 * each] * count
+        assert log.calls == [tuple(10**at for at in range(count))] * 3
+        assert order == [(step, at) for step in range(3) for at in range(count)]  # in turn, by replica
+        log.calls.clear()
+        order.clear()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+    run()
+    run()  # on the same stacks
+
+
+def test_stacks_are_kept_and_go_with_turns() -> None:
+    stacks: list[weakref.ref[greenlet]] = []
+
+    def run() -> None:
+        turns = turns_of(0, 1)
+        for _ in range(2):
+            turns.run([lambda: stacks.append(weakref.ref(getcurrent()))] * 2)
+        assert stacks[:2] == stacks[2:]
+
+    run()
+    assert [stack() for stack in stacks] == [None] * 4
+
+
+def test_turns_can_be_taken_after_an_error() -> None:
+    turns, log = turns_of(0, 1), Log()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            turns.run([lambda: add(turns, log), lambda: fail(turns, log)])
+        assert turns.run([lambda: add(turns, log), lambda: add(turns, log)]) == [2, 2]
 
 
 def differ(first: Callable[[Turns, Log], Any], second: Callable[[Turns, Log], Any]) -> Exception:

@@ -227,14 +227,14 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy:
 
 def test_each_rank_has_a_gpu(cluster: EmulatedCluster, tmp_path: Path) -> None:
     program = "import os; print(os.environ['SLURM_LOCALID'], 'of', os.environ['CUDA_VISIBLE_DEVICES'])"
-    ended = submit(cluster, tmp_path, MPICH, "train_gpu.sbatch", program, **NO_MPI).end()
+    ended = submit(cluster, tmp_path, MPICH, "train.sbatch", program, "--gpus-per-node=2", **NO_MPI).end()
     assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
     assert sorted(ended.output.splitlines()[1:]) == ["0 of 0,1"] * 2 + ["1 of 0,1"] * 2
 
 
 def test_more_ranks_than_gpus(cluster: EmulatedCluster, tmp_path: Path) -> None:
-    options = ("--nodes=1", "--ntasks-per-node=3")
-    ended = submit(cluster, tmp_path, MPICH, "train_gpu.sbatch", "print('began')", *options, **NO_MPI).end()
+    options = ("--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=2")
+    ended = submit(cluster, tmp_path, MPICH, "train.sbatch", "print('began')", *options, **NO_MPI).end()
     assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
     text = "a node has 3 ranks and 2 GPUs: needed is a GPU for each rank, by --gpus-per-node=3"
     assert ended.output.splitlines()[1:] == [text]
@@ -402,7 +402,7 @@ def test_script_without_the_common_part(cluster: EmulatedCluster, tmp_path: Path
     script = Path(shutil.copy(SCRIPTS / "train.sbatch", tmp_path))
     ended = submit(cluster, tmp_path, MPICH, script, ADD, *TWO_NODES).end()
     assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
-    assert ended.output.startswith(f"there is no {tmp_path}/env.sh: copy env.sh beside the job script, or JOB_ENV=")
+    assert ended.output.startswith(f"there is no {tmp_path}/env.sh: copy env.sh beside the script, or JOB_ENV=")
 
 
 def test_common_part_that_is_named(cluster: EmulatedCluster, tmp_path: Path) -> None:

@@ -1,22 +1,21 @@
 """CentralStorageStrategy: one copy of each variable in the memory of the node, which all replicas read."""
 
 import gc
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.gpus import down, gpus, one_node, up
-from support.everywhere import raises_everywhere, same_everywhere
+from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 from support.replicas import make_variable as make
 from support.replicas import replica_id
 
 import mpidist
-from mpidist import CollectiveAllReduce, IndexedSlices, PerReplica, Variable
+from mpidist import CollectiveAllReduce, Variable
 from mpidist.context_stack import parts_of
-from mpidist.errors import InvalidArgumentError, TopologyError
+from mpidist.errors import TopologyError
 from mpidist.experimental import CentralStorageStrategy
 from mpidist.transport import arrays
 
@@ -47,29 +46,6 @@ def test_replicas_and_devices(comm: Intracomm, number: str) -> None:
 
 
 @every_number
-@pytest.mark.core
-def test_rules_of_assigning_in_run(comm: Intracomm, number: str) -> None:
-    """Of two replicas: 10 and `assign_add(1.)` give SUM 12, MEAN 11, ONLY_FIRST_REPLICA 11, NONE an error."""
-    methods, aggregations = ("assign_add", "assign_sub", "assign"), ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE")
-    with strategy_of(comm, number) as strategy:
-        total = strategy.num_replicas_in_sync
-        for method, aggregation in product(methods, aggregations):
-            variable = make(strategy, 10.0, aggregation)
-            assign = getattr(variable, method)
-            if aggregation == "NONE" and total > 1:
-                with raises_everywhere(comm, ValueError, "aggregation NONE and is one for all ranks of a node"):
-                    strategy.run(assign, (np.asarray(1.0),))
-                assert float(variable) == 10
-                continue
-            assert strategy.run(assign, (np.asarray(1.0),)) is variable
-            change = total if aggregation == "SUM" else 1
-            assert float(variable) == {"assign_add": 10 + change, "assign_sub": 10 - change, "assign": change}[method]
-            if aggregation == "SUM" and total > 1:
-                with raises_everywhere(comm, ValueError, r"1\.0 cannot be reduced"):
-                    strategy.run(lambda: variable.assign_add(1.0))  # noqa: B023
-
-
-@every_number
 def test_variables_are_read_without_a_copy_and_written_once(comm: Intracomm, number: str) -> None:
     with strategy_of(comm, number) as strategy:
         weights = make(strategy, np.arange(6.0).reshape(2, 3), "MEAN")
@@ -83,38 +59,6 @@ def test_variables_are_read_without_a_copy_and_written_once(comm: Intracomm, num
         assert (view == 2).all()
         weights.assign(7.0 + comm.rank)  # rank 0 writes for the node
         assert (view == 7).all()
-
-
-@every_number
-def test_program_trains(comm: Intracomm, number: str) -> None:
-    """Gradients that replicas add up, rows of a table, a metric, a Python number where it has a meaning."""
-
-    def step(x: Any) -> Any:
-        weights.assign_sub(0.25 * x * (x @ weights))
-        table.scatter_add(IndexedSlices(np.ones((1, 2)), [replica_id()]))
-        seen.assign_add(len(x))
-        steps.assign_add(1)
-        return weights @ weights
-
-    with strategy_of(comm, number) as strategy:
-        total = strategy.num_replicas_in_sync
-        weights = make(strategy, np.array([1.0, 2.0]), "MEAN")
-        table = make(strategy, np.zeros((total, 2)), "SUM")
-        seen = make(strategy, 0, "SUM", "ON_READ")
-        steps = make(strategy, 0, "ONLY_FIRST_REPLICA")
-        xs = strategy.experimental_distribute_values_from_function(
-            lambda c: np.array([1.0, c.replica_id_in_sync_group])
-        )
-        plain = np.array([1.0, 2.0])
-        for _ in range(3):
-            losses = strategy.run(step, (xs,))
-            own = [np.array([1.0, at]) for at in range(total)]
-            plain = plain - np.mean([0.25 * x * (x @ plain) for x in own], axis=0)
-            assert np.allclose(weights.numpy(), plain)
-            assert np.allclose(strategy.experimental_local_results(losses), plain @ plain)
-        assert (table.numpy() == 3).all()
-        assert (int(seen), int(steps)) == (6 * total, 3)
-        assert same_everywhere(comm, weights.numpy())
 
 
 @pytest.mark.ranks(1)
@@ -172,17 +116,6 @@ def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, number: str) -> 
         with CentralStorageStrategy(compute, parameter, comm=comm) as strategy:
             assert arrays.is_device(make(strategy, np.arange(3.0)).local_value()) == is_on_gpu
             assert not is_on_gpu or strategy.extended.parameter_devices == ("/rank:0/gpu:0",)
-
-
-@pytest.mark.ranks(2)
-def test_per_replica_value_is_assigned_in_run(comm: Intracomm) -> None:
-    with strategy_of(comm, "2P") as strategy:
-        variable = make(strategy, 0.0, "SUM")
-        ids = PerReplica(tuple(np.float64(at) for at in parts_of(strategy).replicas.ids_here))
-        with raises_everywhere(comm, (ValueError, InvalidArgumentError), "reduce the PerReplica first"):
-            variable.assign(ids)
-        strategy.run(variable.assign, (ids,))
-        assert float(variable) == comm.size * (2 * comm.size - 1)
 
 
 def proportional_set_size() -> int:

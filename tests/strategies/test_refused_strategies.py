@@ -12,7 +12,7 @@ from support.everywhere import raises_everywhere
 import mpidist
 from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
 from mpidist.cluster_resolver import ClusterSpec, MPIClusterResolver, SimpleClusterResolver
-from mpidist.cluster_resolver.addresses import number_ports
+from mpidist.cluster_resolver.cluster_spec import number_ports
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.transport import cuda
 
@@ -80,21 +80,6 @@ def resolver(size: int, task_id: int) -> SimpleClusterResolver:
     return SimpleClusterResolver(ClusterSpec({"worker": ["n:1"] * size}), task_type="worker", task_id=task_id)
 
 
-@pytest.mark.ranks(1, 3)
-@pytest.mark.core
-def test_resolver_of_another_size_is_refused_on_all_ranks() -> None:
-    text = rf"^rank 0: SimpleClusterResolver says {WORLD.size + 1} tasks .* MPI has {WORLD.size} rank"
-    with pytest.raises(TopologyError, match=text):
-        MultiWorkerMirroredStrategy(resolver(WORLD.size + 1, WORLD.rank))
-
-
-@pytest.mark.ranks(2)
-def test_resolver_that_is_wrong_on_one_rank_is_refused_on_all() -> None:
-    wrong = WORLD.rank == WORLD.size - 1
-    with pytest.raises(TopologyError, match=rf"rank {WORLD.size - 1}: .*worker 0.*MPI says rank {WORLD.size - 1}"):
-        MultiWorkerMirroredStrategy(resolver(WORLD.size, 0 if wrong else WORLD.rank))
-
-
 class FailingResolver(SimpleClusterResolver):
     """One that fails on the last rank, as when a file is missing there."""
 
@@ -105,9 +90,23 @@ class FailingResolver(SimpleClusterResolver):
 
 
 @pytest.mark.ranks(2)
-def test_resolver_that_fails_on_one_rank_is_refused_on_all() -> None:
-    with pytest.raises((TopologyError, OSError), match=rf"rank {WORLD.size - 1}.*no such file"):
-        MultiWorkerMirroredStrategy(FailingResolver(ClusterSpec({"worker": ["n:1"] * WORLD.size})))
+@pytest.mark.core
+def test_resolver_that_is_wrong_is_refused_on_all_ranks() -> None:
+    """Of another size; and a wrong task, or a file that is missing, on one rank alone."""
+    for its, text in (
+        (resolver(3, WORLD.rank), "^rank 0: SimpleClusterResolver says 3 tasks .* MPI has 2 rank"),
+        (resolver(2, 0), "rank 1: .*worker 0.*MPI says rank 1"),
+        (FailingResolver(ClusterSpec({"worker": ["n:1"] * 2})), "rank 1.*no such file"),
+    ):
+        kind = (TopologyError, OSError) if isinstance(its, FailingResolver) else TopologyError
+        with pytest.raises(kind, match=text):
+            MultiWorkerMirroredStrategy(its)
+
+
+@pytest.mark.ranks(1)
+def test_resolver_of_another_size_is_refused_on_one_rank() -> None:
+    with pytest.raises(TopologyError, match=r"SimpleClusterResolver says 2 tasks .* MPI has 1 rank"):
+        MultiWorkerMirroredStrategy(resolver(2, 0))
 
 
 def tf_config(size: int, index: int, **more: Any) -> str:
@@ -146,28 +145,18 @@ def test_mpi_is_the_resolver_where_nothing_else_speaks_of_these_ranks(monkeypatc
 
 
 @pytest.mark.ranks(2)
-def test_tf_config_that_contradicts_mpi_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_that_is_wrong_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest: one that a launcher has handed to all ranks alike."""
-    for size in (WORLD.size + 1, WORLD.size):
-        monkeypatch.setenv("TF_CONFIG", tf_config(size, 0))
-        text = "TFConfigClusterResolver says .* or unset TF_CONFIG: MPI is enough"
+    right, contradicts = tf_config(2, WORLD.rank), "TFConfigClusterResolver says .* or unset TF_CONFIG: MPI is enough"
+    for configs, text in (
+        ([tf_config(3, 0)] * 2, contradicts),
+        ([tf_config(2, 0)] * 2, contradicts),
+        ([right, "{"], "rank 1: TF_CONFIG: ValueError: TF_CONFIG is not JSON"),
+        (["", right], "TF_CONFIG is set, .* but not on rank 0"),
+    ):
+        monkeypatch.setenv("TF_CONFIG", configs[WORLD.rank])
         with raises_everywhere(WORLD, TopologyError, text):
             MultiWorkerMirroredStrategy()
-
-
-@pytest.mark.ranks(2)
-def test_tf_config_that_is_not_understood_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TF_CONFIG", "{" if WORLD.rank == WORLD.size - 1 else tf_config(WORLD.size, WORLD.rank))
-    with raises_everywhere(WORLD, TopologyError, f"rank {WORLD.size - 1}: ValueError: TF_CONFIG is not JSON"):
-        MultiWorkerMirroredStrategy()
-
-
-@pytest.mark.ranks(2)
-def test_tf_config_on_some_ranks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    if WORLD.rank > 0:
-        monkeypatch.setenv("TF_CONFIG", tf_config(WORLD.size, WORLD.rank))
-    with raises_everywhere(WORLD, TopologyError, "TF_CONFIG is set, .* but not on rank 0"):
-        MultiWorkerMirroredStrategy()
 
 
 @pytest.mark.ranks(2)

@@ -12,6 +12,7 @@ from support.calls import calls_of_strategy
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
 from support.ranks import Intracomm
+from support.replicas import make_variable
 
 import mpidist
 from mpidist import (
@@ -23,6 +24,7 @@ from mpidist import (
     OneDeviceStrategy,
     Strategy,
 )
+from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, TopologyError, UnavailableError
 from mpidist.strategies.default import DefaultStrategy
 
@@ -220,15 +222,6 @@ def test_two_strategies_do_not_hear_each_other(comm: MPI.Intracomm) -> None:
     backwards.Free()
 
 
-@pytest.mark.ranks(2)
-def test_reset_of_a_working_strategy_leaves_it_working() -> None:
-    with MultiWorkerMirroredStrategy() as strategy:
-        variable = strategy.run(lambda: mpidist.Variable(1.0))
-        for _ in range(2):
-            strategy.reset()
-            assert strategy.reduce("SUM", variable.local_value()) == WORLD.size
-
-
 SOON = CommunicationOptions(timeout_seconds=0.3)
 MAKE: dict[str, Callable[..., Strategy]] = {
     "mirrored": lambda comm: MirroredStrategy(communication_options=SOON, comm=comm),
@@ -270,7 +263,7 @@ def test_communication_options_of_another_type_are_refused(comm: Intracomm) -> N
 
 @one_and_two_nodes
 @pytest.mark.core
-def test_communication_options_of_a_call_win_also_false(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_communication_options_of_a_call_win_also_false(comm: Intracomm, placement: object) -> None:
     """Numbers between two of bfloat16 show whether they were compressed."""
     options = CommunicationOptions(compression="bf16", compress_everywhere=True)
     value = np.full(3, 1 + 2**-12, np.float32)
@@ -291,3 +284,18 @@ def test_communication_options_of_an_algorithm_in_a_scope_are_those_of_the_strat
         refusing = mpidist.ReductionToOneDevice(accumulation_fn=sum)
         with pytest.raises(ValueError, match="which a ring cannot call"):
             refusing.reduce("sum", 1.0, "all")
+
+
+@pytest.mark.core
+def test_ranks_of_a_node_read_one_memory_of_a_variable(comm: Intracomm, placement: object) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm, per_node_variables=True) as strategy:
+        weights, topology = make_variable(strategy, np.full((3, 2), 1.0 + comm.rank)), strategy.topology
+        assert (weights.numpy() == 1).all()  # rank 0's
+        strategy.barrier()
+        if topology.is_leader:
+            parts_of(strategy).group.shared.place(weights._value).arrays[0][:] = 7 + topology.node
+        strategy.barrier()
+        assert (weights.local_value() == 7 + topology.node).all()
+        count = make_variable(strategy, np.zeros(1000), "SUM")
+        strategy.run(lambda: count.assign_add(np.full(1000, comm.rank + 1.0)))
+        assert (count.numpy() == comm.size * (comm.size + 1) / 2).all()

@@ -16,7 +16,8 @@ from mpidist.transport.tree import ReplicaTree
 
 __all__ = [
     "COMPLEX", "DTYPES", "HALVES", "INTEGERS", "REALS", "UFUNCS", "bits", "cancelling", "contribution", "flat_trees",
-    "in_rank_order", "in_tree_order", "reduction_of", "replica_tree", "rows_of_this_rank", "unlike_numbers",
+    "have_equal_bits", "in_rank_order", "in_tree_order", "list_of_all", "list_of_rank", "reduction_of", "replica_tree",
+    "rows_of_this_rank", "unlike_numbers",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
@@ -63,6 +64,30 @@ def in_rank_order(ufunc: np.ufunc, rows: Iterable[Array], dtype: DType, divisor:
     for other in others:
         first = ufunc(first, other)
     return (first / divisor if divisor != 1 else first).astype(dtype)  # type: ignore[no-any-return]
+
+
+# Of lists
+
+
+SCALES = {HALVES[0]: 2.0**-14}  # so that no sum of float16 overflows
+
+
+def list_of_rank(rank: int, lengths: Sequence[int], dtype: DType, seed: int = 0) -> list[Array]:
+    """Return what a rank contributes: sums of it depend on their order, and wrap around."""
+    made = np.random.default_rng([rank, seed]).integers(-(1 << 40), 1 << 40, sum(lengths))
+    whole = made.astype(dtype) if dtype.kind in "iu" else (made / 7919.0 * SCALES.get(dtype, 1)).astype(dtype)
+    return [part.copy() for part in np.split(whole, np.cumsum(lengths)[:-1])]
+
+
+def list_of_all(
+    size: int, lengths: Sequence[int], dtype: DType, divisor: int = 1, ufunc: np.ufunc = np.add, seed: int = 0
+) -> list[Array]:
+    every = zip(*(list_of_rank(rank, lengths, dtype, seed) for rank in range(size)), strict=True)
+    return [in_rank_order(ufunc, parts, dtype, divisor) for parts in every]
+
+
+def have_equal_bits(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(bits(one) == bits(other) for one, other in zip(some, others, strict=True))
 
 
 def bits(array: Any) -> bytes:

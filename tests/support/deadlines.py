@@ -14,6 +14,6 @@ def options(timeout_seconds: float | None) -> CommunicationOptions:
 
 def recorded_seconds(strategy: Strategy) -> float:
     parts: Any = parts_of(strategy)
-    last = (parts.group.membership if parts.service is None else parts.service.group).recorder.last()
+    last = (parts.group.membership if parts.peers.is_in_lock_step else parts.peers.group).recorder.last()
     assert last is not None
     return (abs(last.ended) - last.begun) / 1e9

@@ -12,16 +12,8 @@ from mpidist.context_stack import parts_of
 from support.ranks import Intracomm
 
 __all__ = [
-    "context",
-    "ids_here",
-    "inside",
-    "local",
-    "make_variable",
-    "replica_id",
-    "replicas",
-    "shared_ranks",
-    "strategy",
-]
+    "context", "ids_here", "inside", "local", "make_variable", "replica_id", "replicas", "shared_ranks", "strategy",
+]  # fmt: skip
 
 NUMBERS: dict[str, Callable[[int], int | None]] = {
     "None": lambda size: None,

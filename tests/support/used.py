@@ -1,11 +1,17 @@
-"""What a process has: files, shared windows, objects and memory."""
+"""What a process has: files, shared windows, objects and memory; and how many functions a call passes through."""
 
 import gc
 import os
 import resource
 import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
+
+import mpidist
 
 
 class Used(NamedTuple):
@@ -25,3 +31,29 @@ class Used(NamedTuple):
             sys.getallocatedblocks(),
             int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
         )
+
+
+def are_gone(references: Iterable[weakref.ref[Any]]) -> bool:
+    """Whether nothing refers to objects, once the thread of started calls has left the last of these."""
+    for _ in range(1000):
+        gc.collect()
+        if not any(reference() is not None for reference in references):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def functions_called(call: Callable[[], object]) -> int:
+    """Count the calls of functions of mpidist in this thread."""
+    number, folder = 0, str(Path(mpidist.__file__).parent)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal number
+        number += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return number

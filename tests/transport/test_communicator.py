@@ -13,16 +13,15 @@ from support.contributions import (
     REALS,
     UFUNCS,
     bits,
-    contribution,
     flat_trees,
     in_rank_order,
     in_tree_order,
-    reduction_of,
     rows_of_this_rank,
     unlike_numbers,
 )
 from support.everywhere import same_everywhere
 from support.ranks import Intracomm
+from transport.communicator_checks import CheckedMemory, checks_of
 
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
@@ -36,6 +35,7 @@ from mpidist.transport.topology import Topology
 pytestmark = pytest.mark.core
 
 CHUNK_BYTES = 28  # 7 numbers of float32, and less than one of complex longdouble
+SLOT_BYTES = 4096
 KINDS = ["solo", "mpi", "mpi in chunks", "shared", "shared in chunks"]
 A_FEW = [np.dtype(np.int32), np.dtype(np.float64), HALVES[1]]
 OPS = ["sum", "prod", "min", "max"]
@@ -52,7 +52,7 @@ def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Co
         host.free()
         return
     assert isinstance(host, MpiCommunicator)
-    slots = Slots(comm, LINE_BYTES if "chunks" in request.param else 4096)
+    slots = Slots(comm, LINE_BYTES if "chunks" in request.param else SLOT_BYTES)
     shared = SharedMemoryCommunicator(host, FusedReducer(slots, comm.size, 64, host.traffic))
     yield shared
     shared.free()
@@ -70,132 +70,13 @@ def can(op: str, dtype: Any) -> bool:
     return dtype.kind != "c" or op in ("sum", "prod")
 
 
-def mine(communicator: Communicator, op: str, count: int, dtype: Any) -> Any:
-    return contribution(op, communicator.rank, count, dtype)
-
-
-def whole(communicator: Communicator, op: str, count: int, dtype: Any) -> Any:
-    return reduction_of(op, communicator.size, count, dtype)
-
-
-def test_reductions_are_exact_for_every_dtype(communicator: Communicator) -> None:
-    """Twice in a row: the first call of a kind may set things up."""
-    size, rank = communicator.size, communicator.rank
-    count, root = 2 * size + 1, size - 1
-    start, stop = shard_bounds(count, size)[rank:][:2]
-    for op, dtype in product(OPS, DTYPES):
-        if can(op, dtype):
-            expected = whole(communicator, op, count, dtype)
-            for _ in range(2):
-                buffer = mine(communicator, op, count, dtype)
-                communicator.all_reduce(buffer, Reduction(op))
-                assert (buffer == expected).all(), (op, dtype)
-            buffer = mine(communicator, op, count, dtype)
-            communicator.reduce(buffer, Reduction(op), root)
-            assert rank != root or (buffer == expected).all(), (op, dtype)
-            shard = communicator.reduce_scatter(mine(communicator, op, count, dtype), Reduction(op))
-            assert (shard == expected[start:stop]).all(), (op, dtype)
-
-
-def test_reductions_are_exact_for_every_length_and_root(communicator: Communicator, counts: list[int]) -> None:
-    """A shard is a view of the buffer, so that a gather can follow."""
-    size, rank = communicator.size, communicator.rank
-    for dtype, count, in_order in product(A_FEW, counts, (False, True)):
-        for op in ("sum", "max"):
-            buffer = mine(communicator, op, count, dtype)
-            communicator.all_reduce(buffer, Reduction(op, in_rank_order=in_order))
-            assert (buffer == whole(communicator, op, count, dtype)).all(), (dtype, count, op, in_order)
-        right, reduction = whole(communicator, "sum", count, dtype), Reduction("sum", in_rank_order=in_order)
-        for root in range(size):
-            buffer = mine(communicator, "sum", count, dtype)
-            communicator.reduce(buffer, reduction, root)
-            assert rank != root or (buffer == right).all(), (root, dtype, count, in_order)
-        start, stop = shard_bounds(count, size)[rank:][:2]
-        buffer = mine(communicator, "sum", count, dtype)
-        shard = communicator.reduce_scatter(buffer, reduction)
-        assert (shard == right[start:stop]).all(), (dtype, count, in_order)
-        assert (buffer[start:stop] == shard).all()
-        assert not count or np.shares_memory(buffer, shard) or start == stop
-
-
-def test_all_gather_gives_every_rank_every_shard(communicator: Communicator, counts: list[int]) -> None:
-    """In shards of like lengths, and of any lengths, some of them 0."""
-    size, rank = communicator.size, communicator.rank
-    uneven = [0, *np.cumsum([(2 * rank + 1) % 4 * 3 for rank in range(size)])]
-    for dtype in DTYPES:
-        for bounds in [*(None for _ in counts), uneven, [0] * (size + 1)]:
-            count = counts[-1] if bounds is None else bounds[-1]
-            start, stop = (bounds or shard_bounds(count, size))[rank:][:2]
-            everything = contribution("sum", 5, count, dtype)
-            buffer = np.zeros(count, dtype)
-            buffer[start:stop] = everything[start:stop]
-            communicator.all_gather(buffer, bounds)
-            assert (buffer == everything).all(), (dtype, bounds)
-
-
-def test_broadcast_copies_from_any_root(communicator: Communicator, counts: list[int]) -> None:
-    for root in range(communicator.size):
-        for dtype in A_FEW if root else DTYPES:
-            for count in counts if dtype in A_FEW else [5]:
-                buffer = mine(communicator, "sum", count, dtype)
-                communicator.broadcast(buffer, root)
-                assert (buffer == contribution("sum", root, count, dtype)).all(), (root, dtype, count)
-
-
-def test_gather_brings_all_buffers_to_any_root_in_rank_order(communicator: Communicator, counts: list[int]) -> None:
-    for root in range(communicator.size):
-        for dtype in A_FEW if root else DTYPES:
-            for count in counts if dtype in A_FEW else [5]:
-                buffer = mine(communicator, "sum", count, dtype)
-                rows = communicator.gather(buffer, root)
-                assert (rows is None) == (communicator.rank != root)
-                assert (buffer == mine(communicator, "sum", count, dtype)).all()
-                if rows is not None:
-                    expected = [contribution("sum", rank, count, dtype) for rank in range(communicator.size)]
-                    assert (rows == np.stack(expected)).all(), (root, dtype, count)
-                    assert not np.shares_memory(rows, buffer)
-
-
-def test_exchange_passes_arrays_of_any_length_round(communicator: Communicator) -> None:
-    rank, size = communicator.rank, communicator.size
-    to, source = (rank + 1) % size, (rank - 1) % size
-    for dtype in (*A_FEW, COMPLEX[2]):
-        for times in (0, 1, 9):
-            outgoing = contribution("sum", rank, times * (rank + 1), dtype)
-            incoming = np.zeros(times * (source + 1), dtype)
-            communicator.send_receive(outgoing, to, incoming, source)
-            assert (incoming == contribution("sum", source, incoming.size, dtype)).all(), (dtype, times)
-            assert (outgoing == contribution("sum", rank, outgoing.size, dtype)).all()
-
-
-@pytest.mark.ranks(min=2)
-def test_exchange_sends_one_way(communicator: Communicator) -> None:
-    """The first rank to the last: the other direction is empty, and the others do nothing."""
-    buffer = mine(communicator, "sum", 20, np.dtype(np.float32))
-    last = communicator.size - 1
-    if communicator.rank == 0 and last:
-        communicator.send_receive(buffer, last, buffer[:0], last)
-    elif communicator.rank == last and last:
-        communicator.send_receive(buffer[:0], 0, buffer, 0)
-        assert (buffer == contribution("sum", 0, 20, buffer.dtype)).all()
-
-
-def test_neighbours_of_a_slice_are_untouched(communicator: Communicator) -> None:
-    rank, size = communicator.rank, communicator.size
-    for dtype in (np.dtype(np.int8), *A_FEW):
-        for count in (size + 1, 3 * size + 2):
-            around = np.full(count + 10, 99, dtype)
-            buffer = around[5:-5]
-            for reduction in (Reduction(), Reduction("max"), Reduction(in_rank_order=True)):
-                buffer[...] = 1
-                communicator.all_reduce(buffer, reduction)
-                communicator.reduce(buffer, reduction, size - 1)
-                communicator.reduce_scatter(buffer, reduction)
-            communicator.all_gather(buffer)
-            communicator.broadcast(buffer, size - 1)
-            communicator.send_receive(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
-            assert (around[:5] == 99).all(), (dtype, count)
-            assert (around[-5:] == 99).all(), (dtype, count)
+@pytest.mark.whole
+def test_communicator_of_host_memory_does_what_every_one_must(
+    communicator: Communicator, request: pytest.FixtureRequest
+) -> None:
+    chunk_bytes = CHUNK_BYTES if "chunks" in request.node.name else SLOT_BYTES
+    for check in checks_of(CheckedMemory(np.array, np.asarray, DTYPES, DTYPES, chunk_bytes)).values():
+        check(communicator)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

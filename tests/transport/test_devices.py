@@ -61,17 +61,10 @@ def test_ranks_of_a_node_take_gpus_in_turn(
     assert caplog.text.count("4 ranks share") == (1 < visible < 4)
 
 
-needs_no_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed here")
-
-
-@needs_no_cupy
-def test_without_cupy_there_are_no_gpus() -> None:
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed here")
+def test_without_cupy_there_are_no_gpus_and_one_that_is_asked_for_is_refused() -> None:
     assert arrays.num_visible_gpus() == 0
     assert choose_device(Topology(0, (0,), ("here",))) == Device("cpu")
-
-
-@needs_no_cupy
-def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(UnavailableError, match=r"/gpu:1 was asked for, and this process sees 0 GPUs.*cuda13"):
         Device("gpu", 1).use()
     Device("cpu").use()

@@ -73,14 +73,15 @@ WRONG = {
     "TRANSPORT": ("tcp", "MPI", "shared memory"),
     "LOG": ("loud",),
     "STAGING_BYTES": ("1", "262143", "8388609", "1e6", "-5", "2MiB"),
+    "RESULT_BYTES": ("all", "-1"),
 }
+RULES = {"STAGING_BYTES": ".*bytes, 262144 to 8388608", "RESULT_BYTES": ".*bytes, 0 or more"}
 
 
 def test_a_value_that_is_not_understood_names_its_variable() -> None:
     for name, texts in WRONG.items():
         for text in texts:
-            rule = ".*bytes, 262144 to 8388608" if name == "STAGING_BYTES" else " is not understood"
-            with pytest.raises(ValueError, match=f"MPIDIST_{name}='{text}'{rule}"):
+            with pytest.raises(ValueError, match=f"MPIDIST_{name}='{text}'{RULES.get(name, ' is not understood')}"):
                 Settings.from_environment({f"MPIDIST_{name}": text})
     assert Settings.from_environment({"MPIDIST_STAGING_BYTES": "262144"}).staging_bytes == 262144
 
@@ -137,13 +138,15 @@ def test_variables_that_mean_nothing_are_named_with_what_may_be_meant() -> None:
     ]
 
 
-def test_all_variables_that_the_library_reads_are_known() -> None:
+def test_all_variables_that_the_library_reads_are_known_and_on_their_page() -> None:
     text = "".join(path.read_text() for path in Path(mpidist.__file__).parent.rglob("*.py"))
     (known,) = re.findall(r"^_KNOWN: Final = \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL)
     name = re.compile(r"\"(MPIDIST_[A-Z_]*[A-Z])\"")
     read = set(name.findall(text.replace(known, "")))
     assert sorted(read) == name.findall(known)
     assert unknown_settings(dict.fromkeys(read, "")) == []
+    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text()
+    assert set(re.findall(r"^\| `(MPIDIST_\w+)", page, re.MULTILINE)) == read
 
 
 def test_tests_and_benchmarks_read_no_variables_that_mean_nothing() -> None:
@@ -154,11 +157,3 @@ def test_tests_and_benchmarks_read_no_variables_that_mean_nothing() -> None:
     read = {name for text in texts for name in reads.findall(text)}
     assert read >= {"MPIDIST_NCCL", "MPIDIST_CHECK", "MPIDIST_FLIGHT_DIR"}
     assert unknown_settings(dict.fromkeys(read, "")) == []
-
-
-def test_all_variables_that_are_known_are_on_their_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text()
-    documented = set(re.findall(r"^\| `(MPIDIST_\w+)", page, re.MULTILINE))
-    text = (Path(mpidist.__file__).parent / "transport" / "settings.py").read_text()
-    (known,) = re.findall(r"^_KNOWN: Final = \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL)
-    assert documented == set(re.findall(r"MPIDIST_\w+", known))

@@ -3,14 +3,12 @@
 See `tests/support/transports.py` for the modules that are run on both.
 """
 
-import gc
-from pathlib import Path
-
 import numpy as np
 import pytest
 from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import TRANSPORTS
+from support.used import Used
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
@@ -40,18 +38,13 @@ def test_the_environment_chooses(comm: Intracomm, transport: str, placement: tup
 @pytest.mark.ranks(2)
 def test_messages_need_no_shared_memory(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the program asks for arrays in it."""
-
-    def staged() -> int:
-        gc.collect()  # strategies of other tests
-        return Path("/proc/self/maps").read_text().count("/dev/shm/mpidist-")
-
     monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
-    before = staged()
+    before = Used.now().mapped
     with Strategy(comm=comm) as strategy:
         strategy.reduce("SUM", np.ones(300_000))
-        assert staged() == before + (comm.size > 1)  # where they show what they do, not what they send
+        assert Used.now().mapped == before + (comm.size > 1)  # where they show what they do, not what they send
         array = strategy.symmetric_empty(300_000, np.float64)
-        assert staged() == before + 2 * (comm.size > 1)
+        assert Used.now().mapped == before + 2 * (comm.size > 1)
         together = strategy.symmetric_empty(300_000, np.float64, per_node=True)
         array[...] = comm.rank
         assert (all_reduce(strategy, "SUM", array, out=together) == sum(range(comm.size))).all()

@@ -3,16 +3,16 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from support.contributions import bits, in_tree_order, unlike_numbers
+from support.contributions import bits, contribution, in_tree_order, unlike_numbers
 from support.placements import PLACEMENTS
 
 from mpidist.transport.communicator import shard_bounds
-from mpidist.transport.reduction import Reduction
 from mpidist.transport.topology import Topology
 from mpidist.transport.tree import Fold, ReplicaTree, rows_of
 
@@ -31,10 +31,9 @@ def nodes_of(size: int) -> Iterator[tuple[int, ...]]:
     yield from dict.fromkeys(tuple(place(rank, size) for rank in range(size)) for place in PLACEMENTS.values())
 
 
-def trees(total: int, size: int, nodes: Sequence[int], bounds: Sequence[int] | None = None) -> list[ReplicaTree]:
+def trees(total: int, size: int, nodes: Sequence[int]) -> list[ReplicaTree]:
     """The tree as each rank has it."""
-    bounds = shard_bounds(total, size) if bounds is None else bounds
-    return [ReplicaTree(tuple(bounds), topology_of(rank, nodes)) for rank in range(size)]
+    return [ReplicaTree(tuple(shard_bounds(total, size)), topology_of(rank, nodes)) for rank in range(size)]
 
 
 def combined(fold: Fold, ufunc: np.ufunc, parts: Sequence[Any]) -> list[Any]:
@@ -97,19 +96,6 @@ def test_every_spread_gives_the_bits_of_the_tree() -> None:
                     assert bits(result) == right, (size, nodes, way)
 
 
-def test_blocks_need_not_be_even() -> None:
-    choose = random.Random(2)
-    for _ in range(200):
-        total = choose.randint(1, 40)
-        size = choose.randint(1, total)
-        bounds = [0, *sorted(choose.sample(range(1, total), size - 1)), total]
-        nodes = [choose.randrange(3) for _ in range(size)]
-        numbers = unlike_numbers(total, 20, np.float32)
-        right = bits(in_tree_order(np.add, numbers))
-        for way, result in joined(trees(total, size, nodes, bounds), np.add, numbers).items():
-            assert bits(result) == right, (bounds, nodes, way)
-
-
 def test_every_operation_follows_the_tree() -> None:
     """Integers wrap around. Which of two zeros is the least depends on their order, not on how replicas are spread."""
     ufuncs: list[tuple[np.ufunc, str]] = [(np.add, "Q"), (np.multiply, "i"), (np.add, "F"), (np.maximum, "q")]
@@ -122,6 +108,10 @@ def test_every_operation_follows_the_tree() -> None:
                 for way, result in joined(trees(total, size, nodes), ufunc, numbers).items():
                     assert result.dtype == numbers[0].dtype
                     assert bits(result) == bits(in_tree_order(ufunc, numbers)), (ufunc, total, nodes, way)
+    powers = [contribution("prod", replica, 33, np.dtype("F")) for replica in range(13)]  # exact, of 2 and of i
+    for nodes in nodes_of(5):
+        for result in joined(trees(13, 5, nodes), np.multiply, powers).values():
+            assert (result == in_tree_order(np.multiply, powers)).all(), nodes
 
 
 def test_outs_may_be_any_of_the_parts() -> None:
@@ -175,21 +165,16 @@ def test_overflows_raise_nothing() -> None:
 
 
 def test_flat_trees_have_one_row_a_rank_and_a_node() -> None:
-    flat = {
-        (total, size, nodes)
-        for total in (3, 4, 6, 8)
-        for size in (1, 2, 3, 4)
-        if size <= total
-        for nodes in nodes_of(size)
-        if trees(total, size, nodes)[0].is_flat
-    }
-    assert (8, 4, (0, 0, 0, 0)) in flat
-    assert (8, 4, (0, 0, 1, 1)) in flat
-    assert (8, 4, (0, 1, 0, 1)) not in flat
-    assert (8, 4, (0, 0, 0, 1)) not in flat
-    assert (8, 3, (0, 0, 0)) not in flat
-    assert (6, 3, (0, 0, 1)) in flat
-    assert (8, 1, (0,)) in flat
+    for total, nodes, is_flat in (
+        (8, (0, 0, 0, 0), True),
+        (8, (0, 0, 1, 1), True),
+        (8, (0, 1, 0, 1), False),
+        (8, (0, 0, 0, 1), False),
+        (8, (0, 0, 0), False),
+        (6, (0, 0, 1), True),
+        (8, (0,), True),
+    ):
+        assert trees(total, len(nodes), nodes)[0].is_flat == is_flat
 
 
 def test_ranks_can_compare_their_trees() -> None:
@@ -206,17 +191,11 @@ def test_wrong_bounds_and_groups_are_refused() -> None:
         Fold(4, [[0, 1], [1]])
 
 
-def test_a_reduction_goes_on_in_the_order_across_nodes() -> None:
-    (tree, *_) = trees(8, 4, [0, 0, 1, 1])
-    reduction = Reduction("sum", fold=tree.within_node, fold_across=tree.across_nodes)
-    rest = reduction.rest
-    assert (rest.fold, rest.fold_across, rest.op) == (tree.across_nodes, None, "sum")
-    assert Reduction("max").rest == Reduction("max")
-
-
-def test_a_reduction_follows_its_fold() -> None:
-    numbers = unlike_numbers(7, 40, np.float32)
-    fold = Fold(7, [[replica] for replica in range(7)])
-    Reduction("sum", fold=fold).combine(numbers, out := numbers[3])
-    numbers = unlike_numbers(7, 40, np.float32)
-    assert bits(out) == bits(in_tree_order(np.add, numbers))
+def test_folds_in_order_need_no_tree() -> None:
+    for total in range(1, 10):
+        numbers = unlike_numbers(total, 40, np.float64)
+        is_same = bits(reduce(np.add, numbers)) == bits(in_tree_order(np.add, numbers))
+        assert Fold(total, [[replica] for replica in range(total)]).is_in_order == is_same == (total < 4)
+    assert Fold(8, [range(4), range(4, 8)]).is_in_order
+    assert not Fold(3, [[1], [0], [2]]).is_in_order
+    assert not Fold(4, [[0], [1], [2]]).is_in_order  # two rows

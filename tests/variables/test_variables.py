@@ -66,16 +66,18 @@ def test_assignment_in_run_is_aggregated_over_replicas_and_written_once(
             assert same_everywhere(comm, variable.local_value())
 
 
-def test_eight_replicas_come_to_the_same_on_any_nodes(comm: Intracomm, placement: tuple[int, ...]) -> None:
-    """The first replica is that of all nodes."""
-    for replicas, first in ((8, 0.0), (None, 7.0)):
-        with Strategy(comm=comm, replicas=replicas) as strategy:
+def test_replicas_come_to_the_same_on_any_nodes(comm: Intracomm, placement: object) -> None:
+    """The first replica is that of all nodes; also where a node has one copy."""
+    for (replicas, first), per_node in product(((8, 0.0), (None, 7.0)), (False, True)):
+        with Strategy(comm=comm, replicas=replicas, per_node_variables=per_node) as strategy:
             for aggregation, expected in (("SUM", 28.0), ("MEAN", 3.5), ("ONLY_FIRST_REPLICA", first)):
                 for synchronization in SYNCHRONIZATIONS:
                     if replicas or aggregation == "ONLY_FIRST_REPLICA":
                         variable = make(strategy, 5.0, aggregation, synchronization)
                         strategy.run(lambda v=variable, by=first: v.assign(np.float64(replica_id() + by)))
-                        assert float(variable) == expected
+                        strategy.run(lambda v=variable, by=first: v.assign_add(np.float64(replica_id() + by)))
+                        assert float(variable) == 2 * expected
+                        assert same_everywhere(comm, np.asarray(variable))
 
 
 @pytest.mark.ranks(3)
@@ -106,9 +108,28 @@ def test_components_and_numbers_assigned_in_run_are_aggregated(comm: Intracomm) 
             assert variable.read_value().tolist() == [expected] * 2
             strategy.run(lambda v=variable: v.assign(np.ones(2) if comm.rank else np.float64(1)))
             assert variable.read_value().tolist() == [expected] * 2
+            if aggregation != "SUM":
+                strategy.run(lambda v=variable: v.assign(Mirrored((np.full(2, 3.0),))))
+                assert variable.read_value().tolist() == [3.0] * 2
+        total = make(strategy, 0.0, "SUM")
+        strategy.run(lambda: total.assign(PerReplica((2.0,))))
+        assert total.local_value() == 2 * comm.size
+        strategy.extended.update(total, lambda var: var.assign(Mirrored((3.0,))))
+        assert total.read_value() == 3
         wraps = make(strategy, np.uint8(0), "SUM")
         strategy.run(lambda: wraps.assign_add(np.uint8(200)))
         assert wraps.local_value() == 600 % 256
+
+
+@pytest.mark.ranks(3)
+def test_values_assigned_in_run_take_the_dtype_of_the_variable(strategy: Strategy) -> None:
+    for synchronization in SYNCHRONIZATIONS:
+        variable = make(strategy, np.float32(0), "MEAN", synchronization)
+        for value in (1, np.float64(1), np.int8(1), np.ones((), ">f8"), np.float16(1)):
+            variable.assign(0.0)
+            strategy.run(variable.assign_add, (value,))
+            assert variable.local_value() == 1
+            assert variable.local_value().dtype == variable.read_value().dtype == np.float32
 
 
 # --- What is aggregated when it is read ---
@@ -116,15 +137,15 @@ def test_components_and_numbers_assigned_in_run_are_aggregated(comm: Intracomm) 
 
 @pytest.mark.core
 @every_combining
-def test_metric_has_a_copy_of_each_replica_and_is_aggregated_when_it_is_read(
-    strategy: Strategy, aggregation: str
-) -> None:
+def test_metric_has_a_copy_of_each_replica_and_is_aggregated_when_read(strategy: Strategy, aggregation: str) -> None:
     ids, total = ids_here(strategy), strategy.num_replicas_in_sync
     metric = make(strategy, [2.0], aggregation, "ON_READ")
     seen = strategy.run(lambda: (metric.assign_add(np.array([float(replica_id())])), metric[0])[1])
     assert local(strategy, seen) == [2.0 + at for at in ids]
     assert [value.tolist() for value in metric.values] == [[2.0 + at] for at in ids]
-    assert metric.local_value().tolist() == [2.0 + ids[0]]
+    with strategy.scope():
+        assert metric.local_value().tolist() == [2.0 + ids[0]]
+    assert len(ids) > 1 or f"this rank's copy: array([{2 + ids[0]}.])" in repr(metric)
     expected = combined(aggregation, strategy) + (2 * total if aggregation == "SUM" else 2)
     for read in (metric.read_value, metric.value, metric.numpy, lambda: np.asarray(metric), lambda: metric + 0):
         assert read().tolist() == [expected]
@@ -254,9 +275,7 @@ def test_per_replica_value_must_be_reduced_before_it_is_assigned(
 
 @pytest.mark.ranks(3)
 @every_combining
-def test_what_one_replica_cannot_assign_is_everyones_error(
-    comm: Intracomm, strategy: Strategy, aggregation: str
-) -> None:
+def test_what_a_replica_cannot_assign_is_everyones_error(comm: Intracomm, strategy: Strategy, aggregation: str) -> None:
     variable, total = make(strategy, np.zeros(2), aggregation), strategy.num_replicas_in_sync
     with raises_everywhere(comm, (ValueError, InvalidArgumentError), "shape"):
         strategy.run(lambda: variable.assign(np.ones(3 if replica_id() == total - 1 else 2)))
@@ -303,9 +322,7 @@ UNFIT: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize("rules", [("NONE",), ("SUM",), ("ONLY_FIRST_REPLICA",), ("SUM", "ON_READ")], ids=" ".join)
-def test_value_that_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(
-    comm: Intracomm, rules: tuple[str, ...]
-) -> None:
+def test_value_that_does_not_fit_is_refused_on_all_and_changes_nothing(comm: Intracomm, rules: tuple[str, ...]) -> None:
     with Strategy(comm=comm) as strategy:
         for dtype, value, text in UNFIT:
             variable = make(strategy, np.ones(2, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype), *rules)
@@ -397,3 +414,27 @@ def test_other_strategys_variable_is_read_and_not_assigned(strategy: Strategy, m
             other.extended.update(variable, lambda var: var.assign(2.0))
         assert other.run(lambda: variable + 1) == 2
     assert variable.local_value() == 1
+
+
+# --- One copy of each node ---
+
+
+@pytest.mark.core
+@pytest.mark.ranks(3)
+def test_what_one_rank_cannot_assign_to_the_memory_of_its_node_is_everyones_error(comm: Intracomm) -> None:
+    """In `run`, across replicas and in updates, where all ranks write one memory and wait for each other."""
+    with Strategy(comm=comm, per_node_variables=True) as strategy:
+        count = make(strategy, np.zeros(2, np.int64), "SUM")
+        wrong = np.full(2, 0.5) if comm.rank == comm.size - 1 else np.ones(2, np.int64)
+        for assign in (
+            count.assign,
+            lambda x: strategy.extended.update(count, lambda var: var.assign_add(x)),
+            lambda x: strategy.run(count.assign, (x,)),
+        ):
+            with raises_everywhere(comm, InvalidArgumentError, f"rank {comm.size - 1}: .*another kind of number"):
+                assign(wrong)
+        assert count.numpy().tolist() == [0, 0]
+        assert count.assign(np.ones(2, np.int64)).local_value().tolist() == [1, 1]
+        metric = make(strategy, 0.0, "SUM", "ON_READ")
+        strategy.run(lambda: metric.assign_add(1.0))
+        assert float(metric) == comm.size

@@ -14,19 +14,17 @@ import argparse
 import json
 import os
 import re
-import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from mpidist.cli.flight.job import Call, FlightFileError, JobFlight, StrategyFlight, find_job, load_job
-from mpidist.cli.flight.verdict import Verdict, judge, seconds_text, some_of
-from mpidist.cli.launching import count
+from mpidist.cli.flight.job import Call, JobFlight, StrategyFlight, load_job
+from mpidist.cli.flight.verdict import Verdict, judge, some_of
+from mpidist.cli.launching import RefusedError, count
 from mpidist.transport.stacks import together
-from mpidist.transport.text import count_text, name_ranks
+from mpidist.transport.text import count_text, group_ranks, name_ranks, time_text
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,49 +52,48 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = os.path.expanduser(os.environ.get("MPIDIST_FLIGHT_DIR", "").strip())
     named = Path(arguments.folder or chosen or _FOLDER)
     try:
-        folder = find_job(named)
-        job = load_job(folder)
-        if arguments.rank is not None and arguments.rank not in job.files:
-            raise FlightFileError(f"{folder} has no file of rank {arguments.rank}; it has {name_ranks(job.files)}")
-    except (FlightFileError, OSError) as error:
-        print(f"mpidist flight: {error}", file=sys.stderr)
-        return 2
+        job = load_job(named)
+    except OSError as error:
+        raise RefusedError(error) from None
+    if arguments.rank is not None and arguments.rank not in job.files:
+        raise RefusedError(f"{job.folder} has no file of rank {arguments.rank}; it has {name_ranks(job.files)}")
     verdicts = [judge(strategy) for strategy in job.strategies]
     if arguments.json:
-        text = json.dumps({"folder": str(folder), "strategies": [_plain(verdict) for verdict in verdicts]}, indent=1)
+        text = json.dumps({"folder": str(job.folder), "strategies": [*map(_plain, verdicts)]}, indent=1)
     elif arguments.rank is not None:
         text = "\n".join(_calls_of(job, arguments.rank))
     else:
-        choice = [] if folder == named else [f"The newest job in {named} is {folder.name}."]
+        choice = [] if job.folder == named else [f"The newest job in {named} is {job.folder.name}."]
         text = "\n".join([*choice, *_report(job, verdicts, arguments.calls)])
-    with suppress(BrokenPipeError):  # of a pager that was left
-        print(text, flush=True)
+    print(text, flush=True)
     return int(any(verdict.has_diverged for verdict in verdicts))
 
 
 def _report(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int) -> list[str]:
-    lines = _head(job)
+    lines = [_head(job)]
     for verdict in verdicts:
-        lines += ["", *_wrap(_title(verdict.strategy), "")]
-        places = [str(place) for place in verdict.places]
-        for text in [*some_of(places[:-1], _MOST_PLACES - 1, "more places"), places[-1]]:
-            lines += _wrap(text, "  ")
-        for text in verdict.lines:
-            lines += _wrap(text, "=> ")
+        *places, last = map(str, verdict.places)
+        lines += ["", _wrap(_title(verdict.strategy), "")]
+        lines += [_wrap(text, "  ") for text in [*some_of(places, _MOST_PLACES - 1, "more places"), last]]
+        lines += [_wrap(text, "=> ") for text in verdict.lines]
         if num_calls:
             lines += ["", *_table(verdict.strategy, num_calls)]
     if not verdicts:
         lines += ["", "No strategy was in use."]
-    return [*lines, "", *_where(job), *_reasons(job)]
+    stacks = {rank: file.stack for rank, file in job.files.items() if file.stack.frames}
+    if stacks:
+        lines += ["", "Where the ranks were in their programs (the whole stack: --rank R):"]
+        lines += [_wrap(f"{ranks}: {stack.place}", "  ") for ranks, stack in together(stacks)]
+    return [*lines, "", "Why the files were written:", *_reasons(job)]
 
 
-def _head(job: JobFlight) -> list[str]:
+def _head(job: JobFlight) -> str:
     times = [file.written for file in job.files.values()]
     missing = max(max((strategy.size for strategy in job.strategies), default=0) - len(job.files), 0)
     line = f"{job.folder}: {count_text(len(job.files), 'file')}"
     line += f", {count_text(missing, 'rank')} without one" if missing else ", of all ranks"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times)))
-    span = f", within {seconds_text(max(times) - min(times))}" if len(times) > 1 else ""
+    span = f", within {time_text(max(times) - min(times))}" if len(times) > 1 else ""
     return _wrap(f"{line}; written {when}{span}", "")
 
 
@@ -109,23 +106,11 @@ def _title(strategy: StrategyFlight) -> str:
     return title
 
 
-def _where(job: JobFlight) -> list[str]:
-    """Say where the ranks were in their programs, as far as that is known."""
-    stacks = {rank: file.stack for rank, file in job.files.items() if file.stack.frames}
-    lines = [line for ranks, stack in together(stacks) for line in _wrap(f"{ranks}: {stack.place}", "  ")]
-    return ["Where the ranks were in their programs (the whole stack: --rank R):", *lines, ""] if lines else []
-
-
 def _reasons(job: JobFlight) -> list[str]:
-    ranks: dict[str, list[int]] = {}
-    for rank, file in job.files.items():
-        ranks.setdefault(re.sub(r" on rank \d+", "", file.reason), []).append(rank)
+    ranks = group_ranks({rank: re.sub(r" on rank \d+", "", file.reason) for rank, file in job.files.items()})
     often = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
     texts = [f"{name_ranks(of_reason)}: {reason or 'not said'}" for reason, of_reason in often]
-    lines = ["Why the files were written:"]
-    for text in some_of(texts, _MOST_REASONS, "other reasons"):
-        lines += _wrap(text, "  ")
-    return lines
+    return [_wrap(text, "  ") for text in some_of(texts, _MOST_REASONS, "other reasons")]
 
 
 def _table(strategy: StrategyFlight, num_calls: int) -> list[str]:
@@ -142,7 +127,7 @@ def _table(strategy: StrategyFlight, num_calls: int) -> list[str]:
     for sequence, of_ranks in calls.items():
         absent = [rank for rank, flight in strategy.ranks.items() if flight.number < sequence]
         what = _what(of_ranks) + (f" [not yet: {name_ranks(absent)}]" if absent else "")
-        lines += _wrap(what, _row_of(sequence, of_ranks), 60)
+        lines.append(_wrap(what, _row_of(sequence, of_ranks), 60))
     return lines
 
 
@@ -154,43 +139,42 @@ def _row_of(sequence: int, calls: Mapping[int, Call]) -> str:
         came = {rank: call.begun - call.agreed for rank, call in calls.items()}
     last = max(came, key=came.__getitem__)
     late = came[last] - min(came.values())
-    who = f"rank {last} +{seconds_text(late)}" if late > _TOGETHER_SECONDS else "-"
+    who = f"rank {last} +{time_text(late)}" if late > _TOGETHER_SECONDS else "-"
     spans = [call.ended - call.agreed for call in calls.values() if call.agreed and call.state == "done"]
-    return f"{sequence:>9}  {first}  {who:<21}  {seconds_text(max(spans)) if spans else '-':>8}  "
+    return f"{sequence:>9}  {first}  {who:<21}  {time_text(max(spans)) if spans else '-':>8}  "
 
 
 def _what(calls: Mapping[int, Call]) -> str:
-    kinds = dict.fromkeys(f"{call.call}: {call.details}" if call.details else call.call for call in calls.values())
-    states: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        states.setdefault(call.state, []).append(rank)
+    kinds = dict.fromkeys(map(_called, calls.values()))
+    states = group_ranks({rank: call.state for rank, call in calls.items()})
     text = " / ".join(some_of([*kinds], 3, "others"))
-    if states.keys() == {"done"}:
-        return text
-    return (
-        f"{text} [{' | '.join(f'{name} {name_ranks(of)}' if len(states) > 1 else name for name, of in states.items())}]"
-    )
+    if len(states) > 1:
+        return f"{text} [{' | '.join(f'{state} {name_ranks(ranks)}' for state, ranks in states.items())}]"
+    return text if "done" in states else f"{text} [{next(iter(states))}]"
 
 
 def _calls_of(job: JobFlight, rank: int) -> list[str]:
     file = job.files[rank]
     writer = "" if file.written_by == rank else f" by rank {file.written_by}, because it could not itself"
     when = time.strftime("%Y-%m-%d", time.localtime(file.written))
-    lines = _wrap(f"Rank {rank} on {file.host}, written {when} {_clock(file.written)}{writer}: {file.reason}", "")
+    lines = [_wrap(f"Rank {rank} on {file.host}, written {when} {_clock(file.written)}{writer}: {file.reason}", "")]
     for strategy in job.strategies:
         for own, flight in strategy.ranks.items():
             if flight.file is file:
                 lines += ["", f"Strategy {strategy.group}, rank {own} of {strategy.size}, {flight.process}"]
                 lines.append(f"{'call':>9}  {'came':<12}  {'waited':>10}  {'data':>10}  {'state':<7}  what")
-                for call in flight.calls:
-                    lines += _wrap(f"{call.call}{': ' * bool(call.details)}{call.details}", _row(call), 60)
+                lines += [_wrap(_called(call), _row(call), 60) for call in flight.calls]
     frames = [f"  {frame}" for frame in file.stack.frames]
     return [*lines, "", "Where it was, innermost first:", *frames] if frames else lines
 
 
+def _called(call: Call) -> str:
+    return f"{call.call}: {call.details}" if call.details else call.call
+
+
 def _row(call: Call) -> str:
-    waited = seconds_text(call.agreed - call.begun) if call.agreed else "-"
-    data = seconds_text(call.ended - call.agreed) if call.agreed and call.ended else "-"
+    waited = time_text(call.agreed - call.begun) if call.agreed else "-"
+    data = time_text(call.ended - call.agreed) if call.agreed and call.ended else "-"
     number = str(call.sequence) if call.is_numbered else "-"
     return f"{number:>9}  {_clock(call.begun)}  {waited:>10}  {data:>10}  {call.state:<7}  "
 
@@ -206,9 +190,9 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
     return {**told, "diverged": verdict.has_diverged, "difference": difference, "verdict": verdict.lines}
 
 
-def _wrap(text: str, before: str, indent: int | None = None) -> list[str]:
+def _wrap(text: str, before: str, indent: int | None = None) -> str:
     """Break a text into lines, the first one after `before`, the others further to the right."""
-    return textwrap.wrap(
+    return textwrap.fill(
         text,
         _WIDTH,
         initial_indent=before,

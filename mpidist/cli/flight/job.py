@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from sys import intern
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
+from mpidist.cli.job_files import StrategyFiles, find_newest, list_files, parse
+from mpidist.cli.launching import RefusedError
 from mpidist.transport.failures.flight_files import FILE_VERSION
+from mpidist.transport.failures.status_board import RESET
 from mpidist.transport.stacks import Frame, Stack
 
-__all__ = ["Call", "FlightFile", "FlightFileError", "JobFlight", "RankFlight", "StrategyFlight", "find_job", "load_job"]
+__all__ = ["Call", "FlightFile", "JobFlight", "RankFlight", "StrategyFlight", "load_job"]
 
-_FILE: Final = re.compile(r"rank-(\d+)\.json")
-_NUMBERED: Final = 1 << 40  # calls from here on, and call 0, are not among those that all ranks count
-
-
-class FlightFileError(Exception):
-    """A folder without flight recorders, or a file that holds something else."""
+_FILES: Final = re.compile(r"rank-(\d+)\.json")
+_ADVICE: Final = (
+    "ranks write files there when a call fails, when a program crashes, or at a signal (MPIDIST_FLIGHT_SIGNAL, else "
+    "SIGUSR1). Name the folder if it is another one, as with MPIDIST_FLIGHT_DIR"
+)
 
 
 @final
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     @property
     def is_numbered(self) -> bool:
         """Whether it is among the calls that all ranks count."""
-        return 0 < self.sequence < _NUMBERED
+        return 0 < self.sequence < RESET
 
     @property
     def name(self) -> str:
@@ -76,18 +76,7 @@ class RankFlight(NamedTuple):
         return next((call.sequence for call in reversed(self.calls) if call.is_numbered), 0)
 
 
-@final
-class StrategyFlight(NamedTuple):
-    """The ranks of one strategy that have a file, by their rank in the strategy; `size` counts the others, too."""
-
-    group: str
-    size: int
-    ranks: dict[int, RankFlight]
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks without a file."""
-        return [rank for rank in range(self.size) if rank not in self.ranks]
+StrategyFlight: TypeAlias = StrategyFiles[RankFlight]
 
 
 @final
@@ -99,69 +88,30 @@ class JobFlight(NamedTuple):
     strategies: list[StrategyFlight]
 
 
-def find_job(folder: Path) -> Path:
-    """Choose the folder of a job: the one given, or the newest one in it.
-
-    Raises:
-        FlightFileError: If neither has files.
-    """
-    if not folder.is_dir():
-        raise FlightFileError(
-            f"there is no folder {folder}: ranks write files there when a call fails, when a program crashes, or at a "
-            "signal (MPIDIST_FLIGHT_SIGNAL, else SIGUSR1). Name the folder if it is another one, as with "
-            "MPIDIST_FLIGHT_DIR"
-        )
-    if any(_files_in(folder)):
-        return folder
-    jobs = {job: [path.stat().st_mtime for path in _files_in(job)] for job in folder.iterdir() if job.is_dir()}
-    times = {job: max(found) for job, found in jobs.items() if found}
-    if not times:
-        raise FlightFileError(f"{folder} has no files rank-N.json, and no folder of a job that has")
-    return max(times, key=lambda job: (times[job], job.name))
-
-
-def load_job(folder: Path) -> JobFlight:
-    """Read the files of a job.
-
-    Raises:
-        FlightFileError: If one cannot be understood.
-    """
+def load_job(named: Path) -> JobFlight:
+    """Read the files of a job, the newest one in a folder of several; refuse it if one cannot be understood."""
+    folder, _ = find_newest(named, _FILES, "rank-N.json", _ADVICE)
     files: dict[int, FlightFile] = {}
     strategies: dict[str, StrategyFlight] = {}
-    for path in sorted(_files_in(folder), key=_rank_in):
+    for rank, path in list_files(folder, _FILES):
         try:
-            content = json.loads(path.read_bytes())
-            file = _file(content, _rank_in(path))
+            content = parse(path.read_bytes(), FILE_VERSION)
+            if content["world_rank"] != rank:
+                raise ValueError(f"it says that it is of rank {content['world_rank']}")
+            frames, problem = content["stack"]
+            stack, written = Stack(tuple(Frame(*frame) for frame in frames), problem), float(content["time"])
+            file = FlightFile(rank, content["written_by"], content["host"], written, content["reason"], stack)
             for group in content["groups"]:
                 _add_group(strategies, group, file)
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise FlightFileError(f"{path} cannot be understood: {type(error).__name__}: {error}") from error
-        files[file.world_rank] = file
+            raise RefusedError(f"{path} cannot be understood: {type(error).__name__}: {error}") from error
+        files[rank] = file
     return JobFlight(folder, files, sorted(strategies.values(), key=lambda strategy: (-strategy.size, strategy.group)))
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.iterdir() if _FILE.fullmatch(path.name))
-
-
-def _rank_in(path: Path) -> int:
-    return int(path.stem.partition("-")[2])
-
-
-def _file(content: dict[str, Any], rank: int) -> FlightFile:
-    version, world_rank = content["version"], content["world_rank"]
-    if version != FILE_VERSION:
-        raise ValueError(f"it has version {version}; this mpidist reads version {FILE_VERSION}")
-    if world_rank != rank:
-        raise ValueError(f"it says that it is of rank {world_rank}")
-    frames, problem = content["stack"]
-    stack = Stack(tuple(Frame(*frame) for frame in frames), problem)
-    return FlightFile(rank, content["written_by"], content["host"], float(content["time"]), content["reason"], stack)
 
 
 def _add_group(strategies: dict[str, StrategyFlight], content: dict[str, Any], file: FlightFile) -> None:
     group, rank, size = content["group"], int(content["rank"]), int(content["size"])
-    strategy = strategies.setdefault(group, StrategyFlight(group, size, {}))
+    strategy = strategies.setdefault(group, StrategyFiles(group, size, {}))
     if strategy.size != size:
         raise ValueError(f"{group} has {size} ranks, but {strategy.size} in other files")
     if not 0 <= rank < size:

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from mpidist.cli.flight.job import Call, RankFlight, StrategyFlight
-from mpidist.transport.text import name_ranks
+from mpidist.transport.text import group_ranks, name_ranks, time_text
 
-__all__ = ["Place", "Verdict", "judge", "seconds_text", "some_of"]
+__all__ = ["Place", "Verdict", "judge", "some_of"]
 
 _TOLERANCE_SECONDS: Final = 0.1  # by which clocks of hosts may differ, and ranks of a healthy job
 _MOST: Final = 5
@@ -24,14 +24,10 @@ Difference: TypeAlias = tuple[int, list[tuple[str, str, list[int]]]]  # a number
 
 @final
 class Place(NamedTuple):
-    """Ranks that stood at the same place when their files were written.
+    """Ranks that stood at the same place when their files were written, and for how long, the shortest and the longest.
 
-    Attributes:
-        ranks: These ranks.
-        position: How far these ranks are; (-1, 0) before the first call.
-        last: The last call of one of them; `None` before the first.
-        process: What the operating system said of them.
-        seconds: For how long they had been there, the shortest and the longest.
+    `position` is (-1, 0) before the first call; `last` is the last call of one of them, and `process` what the
+    operating system said of them.
     """
 
     ranks: list[int]
@@ -46,7 +42,7 @@ class Place(NamedTuple):
         is_one, last = len(self.ranks) == 1, self.last
         if last is None:
             return f"{who} made no call"
-        call, (short, long) = _with(last.name, last.details), map(seconds_text, self.seconds)
+        call, (short, long) = _with(last.name, last.details), map(time_text, self.seconds)
         span = long if short == long else f"{short} to {long}"
         if last.state == "done":
             return f"{who} finished {call}, and made no call for {span}"
@@ -63,14 +59,10 @@ class Place(NamedTuple):
 
 @final
 class Verdict(NamedTuple):
-    """What is to be said of a strategy.
+    """What is to be said of a strategy: where its ranks stood, those behind first, and the first different call.
 
-    Attributes:
-        strategy: This one.
-        places: Where its ranks stood, those that were behind first.
-        difference: The first number at which ranks made different calls.
-        has_diverged: Whether ranks are behind, lost, or made different calls.
-        lines: Which ranks, and when; if none, where all ranks are.
+    It has diverged if ranks are behind, lost, or made different calls. `lines` say which and when; if none, where all
+    are.
     """
 
     strategy: StrategyFlight
@@ -91,41 +83,22 @@ def judge(strategy: StrategyFlight) -> Verdict:
     if difference is not None:
         sides = [f"{name_ranks(ranks)} called {_with(call, details)}" for call, details, ranks in difference[1]]
         lines.append(f"at call {difference[0]} {', '.join(some_of(sides, _MOST, 'other calls'))}")
-    is_in_step = _is_in_step(strategy)
-    if is_in_step:
+    rest = "no rank is lost: workers ask servers at times of their own"
+    calls = [call for flight in strategy.ranks.values() for call in flight.calls]
+    if not calls or any(call.sequence for call in calls):  # workers and parameter servers alone do not number theirs
+        rest = _together(strategy.size, places)
         lines += some_of(_behind(strategy, places), _MOST, "places with ranks behind")
-    if difference is None and is_in_step:
-        lines += _latecomers(strategy)
+        if difference is None:
+            lines += _latecomers(strategy)
     failed = [rank for place in places if place.last and place.last.state == "failed" for rank in place.ranks]
     if failed and not lines and len(failed) < len(strategy.ranks):
         lines.append(f"{name_ranks(failed)} failed, the others did not")
-    rest = (
-        _together(strategy.size, places) if is_in_step else "no rank is lost: workers ask servers at times of their own"
-    )
     return Verdict(strategy, places, difference, bool(lines), lines or [rest])
-
-
-def seconds_text(seconds: float) -> str:
-    """Say how long that is, in the unit that people would choose."""
-    if seconds < 9.95e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.0f} ms"
-    if seconds < 119.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def some_of(texts: Sequence[str], most: int, others: str) -> list[str]:
     """Leave out the last of too many texts, and say how many these were."""
     return [*texts] if len(texts) <= most else [*texts[: most - 1], f"and {len(texts) - most + 1} {others}"]
-
-
-def _is_in_step(strategy: StrategyFlight) -> bool:
-    """Whether the ranks number their calls, as all do but workers and parameter servers."""
-    calls = [call for flight in strategy.ranks.values() for call in flight.calls]
-    return not calls or any(call.sequence for call in calls)
 
 
 def _places(strategy: StrategyFlight) -> list[Place]:
@@ -139,13 +112,13 @@ def _places(strategy: StrategyFlight) -> list[Place]:
     )
     # Details may differ from rank to rank in a call that all ranks agreed on.
     agreed = {flight.last.sequence for flight in flights.values() if flight.last and flight.last.agreed}
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for rank, flight in sorted(flights.items()):
+    kinds: dict[int, tuple[Any, ...]] = {}
+    for rank, flight in flights.items():
         last = flight.last
         what = () if last is None else (last.call, last.sequence in agreed or last.details, last.state)
-        groups.setdefault((_position(flight, resumed), flight.process, *what), []).append(rank)
+        kinds[rank] = (_position(flight, resumed), flight.process, *what)
     places = []
-    for (position, process, *_), ranks in groups.items():
+    for (position, process, *_), ranks in group_ranks(kinds).items():
         members = [flights[rank] for rank in ranks]
         spans = [one.file.written - (one.last.ended or one.last.begun) for one in members if one.last] or [0.0]
         places.append(Place(ranks, position, members[0].last, process, (max(min(spans), 0.0), max(*spans, 0.0))))
@@ -193,7 +166,7 @@ def _behind(strategy: StrategyFlight, places: Sequence[Place]) -> list[str]:
         seconds = _seconds_behind(strategy, place, ahead)
         is_lost = place.process in _PROCESSES or (has_failed and not is_same_call)
         if furthest is not None and (is_lost or (seconds > _TOLERANCE_SECONDS and not has_failed)):
-            when = f" {seconds_text(seconds)} ago" if seconds > 0 else ""
+            when = f" {time_text(seconds)} ago" if seconds > 0 else ""
             where = "within" if is_same_call else "as far as"
             lines.append(f"{_are(place.ranks)} behind: {name_ranks(ahead)} went on{when}, {where} {furthest.name}")
     return lines
@@ -225,7 +198,7 @@ def _latecomers(strategy: StrategyFlight) -> list[str]:
     given_up = min((call.ended for call in lasts.values() if call.state == "failed"), default=math.inf)
     late = [rank for rank, call in lasts.items() if call.begun > given_up]
     begun = [call.begun for call in lasts.values()]
-    after = f"{seconds_text(max(begun) - min(begun))} after the first rank"
+    after = f"{time_text(max(begun) - min(begun))} after the first rank"
     return [f"{name_ranks(late)} came when others had given up, {after}"] if late else []
 
 

@@ -1,26 +1,44 @@
-"""Who waited, how long, and for whom?"""
+"""What calls are made of: staging, waiting for ranks, exchange, adding; who waited, how long, and for whom."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from mpidist.cli.trace.files import StrategyTrace, TracedCall
-from mpidist.cli.trace.phases import phases_of
 
-__all__ = ["LongestWait", "RankTimes", "StrategyWaits", "waits_of"]
+__all__ = [
+    "ADDING",
+    "EXCHANGE",
+    "STAGING",
+    "WAITING",
+    "Phase",
+    "RankTimes",
+    "StrategyWaits",
+    "phases_of",
+    "waits_of",
+]
+
+STAGING: Final = "staging"
+WAITING: Final = "waiting for ranks"
+EXCHANGE: Final = "exchange"
+ADDING: Final = "adding"
+
+
+@final
+class Phase(NamedTuple):
+    """A part of a call, in nanoseconds."""
+
+    name: str
+    begun: int
+    ended: int
 
 
 @final
 class RankTimes(NamedTuple):
-    """What one rank did, in nanoseconds.
+    """What one rank did, in nanoseconds: in calls, in all from the beginning to the end, and by phases of calls.
 
-    Attributes:
-        num_calls: Number of calls.
-        in_calls: The time in them.
-        in_all: The time from the beginning of the trace to its end.
-        phases: The time in each phase of calls.
-        waited_for: How long this rank waited until each other rank had joined a call, the last one of all.
+    `waited_for`: how long this rank waited until each other rank had joined a call, the last one of all.
     """
 
     num_calls: int
@@ -31,34 +49,51 @@ class RankTimes(NamedTuple):
 
 
 @final
-class LongestWait(NamedTuple):
-    """The longest wait of a rank for another one in one call, in nanoseconds."""
-
-    time: int
-    rank: int
-    late: int
-    call: TracedCall
-
-
-@final
 class StrategyWaits(NamedTuple):
-    """The waits in one strategy.
+    """The waits in one strategy, by rank; how often each rank came last, and others waited.
 
-    Attributes:
-        ranks: What each rank did.
-        came_last: How often a rank was the last one, by a wait of others.
-        num_calls: The number of calls that all ranks made together.
-        longest: The longest wait; `None` if nobody waited.
+    `num_calls` counts the calls that all ranks made together. `longest` is the longest wait in nanoseconds, the rank
+    that waited, the one that it waited for, and the call; `None` if nobody waited.
     """
 
     ranks: dict[int, RankTimes]
     came_last: Counter[int]
     num_calls: int
-    longest: LongestWait | None
+    longest: tuple[int, int, int, TracedCall] | None
 
     def waits_for(self, late: int) -> int:
         """Sum up how long all other ranks waited for a rank."""
         return sum(times.waited_for[late] for times in self.ranks.values())
+
+
+def phases_of(call: TracedCall) -> list[Phase]:
+    """Cut a call into its phases.
+
+    `STAGING` is before the rank joins the call, `WAITING` until all ranks have. Then `EXCHANGE` is waiting for data of
+    other ranks, and `ADDING` all else: this rank adds and copies. Of a call that was started, and of what a program
+    does meanwhile, only waits are known. A call that not all ranks make together is a request: all of it is exchange.
+    """
+    phases = [Phase(STAGING, call.entered, call.begun)] if call.entered else []
+    if not call.sequence:
+        return [*phases, Phase(EXCHANGE, call.begun, call.ended)]
+    agreed = call.agreed or call.ended
+    is_started = call.name.startswith("start_")
+    if not is_started:
+        phases.append(Phase(WAITING, call.begun, agreed))
+    at = agreed
+    for begun, ended in call.waits:
+        if is_started and begun < agreed:
+            phases.append(Phase(WAITING, begun, min(ended, agreed)))
+        if ended <= at:
+            continue
+        begun = max(begun, at)
+        if begun > at and not is_started:
+            phases.append(Phase(ADDING, at, begun))
+        phases.append(Phase(EXCHANGE, begun, ended))
+        at = ended
+    if call.ended > at and not is_started:
+        phases.append(Phase(ADDING, at, call.ended))
+    return [phase for phase in phases if phase.ended > phase.begun]
 
 
 def waits_of(strategy: StrategyTrace) -> StrategyWaits:
@@ -74,7 +109,7 @@ def waits_of(strategy: StrategyTrace) -> StrategyWaits:
             if call.sequence:
                 together.setdefault(call.sequence, {})[rank] = call
     came_last: Counter[int] = Counter()
-    longest: LongestWait | None = None
+    longest: tuple[int, int, int, TracedCall] | None = None
     for sequence, calls in together.items():
         late, joined = _last_of(strategy, sequence, calls)
         if late is None:
@@ -84,8 +119,8 @@ def waits_of(strategy: StrategyTrace) -> StrategyWaits:
             if rank == late or waited <= 0 or call.name.startswith("start_"):
                 continue
             ranks[rank].waited_for[late] += waited
-            if longest is None or waited > longest.time:
-                longest = LongestWait(waited, rank, late, call)
+            if longest is None or waited > longest[0]:
+                longest = waited, rank, late, call
         came_last[late] += len(calls) > 1 or late not in calls
     return StrategyWaits(ranks, came_last, len(together), longest)
 

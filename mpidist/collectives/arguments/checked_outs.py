@@ -25,25 +25,12 @@ _MAX_OUTS: Final = 256  # lists of outs of one plan: layers of one shape have on
 class CheckedOuts:
     """Outs that were checked, so that a later call with the same arrays skips the check.
 
-    Args:
-        outs: The arrays.
-        arrays: The values that are reduced.
-        specs: The shapes and dtypes of the values.
-        dtypes: The dtype of each result.
-        shared: The arrays that the node shares.
-        on_gone: Called when one of the arrays is gone.
-
     Attributes:
-        per_node_indices: The indices of outs that are per-node arrays.
         per_node_digest: A digest of `per_node_indices`; 0 for none.
         places: The places of the arrays in shared memory; `None` if some array is private.
-        places_digest: The digest of `places`.
         are_targets: Whether results can be made in all of the arrays: see `target_arrays`.
         are_private: Whether surely no array lies in shared memory.
         owners: What owns the host memory of the arrays: see `owners_of`.
-
-    Raises:
-        InvalidArgumentError: As `check_outs`.
     """
 
     def __init__(
@@ -72,12 +59,7 @@ class CheckedOuts:
         self.owners = None if any(spec.device for spec in specs) else owners_of(outs)
 
     def matches(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
-        """Whether these are the checked arrays, unchanged in shape, dtype and layout, and still writeable.
-
-        Args:
-            outs: The arrays.
-            arrays: The values that are reduced, of the plan's shapes and dtypes, as are outs among them.
-        """
+        """Whether these are the checked arrays, unchanged in shape, dtype and layout, and still writeable."""
         if not len(outs) == len(arrays) == len(self._outs):
             return False
         if native is not None and native.are_known(list(outs), list(arrays), self._outs, self._forms):
@@ -98,38 +80,19 @@ class CheckedOuts:
 
 @final
 class KnownOuts:
-    """The outs of earlier calls of one plan, which are not checked again. Arrays that are gone are forgotten.
-
-    Args:
-        specs: The shapes and dtypes of the values.
-        dtypes: The dtype of each result.
-    """
+    """The outs of earlier calls of one plan, which are not checked again. Arrays that are gone are forgotten."""
 
     def __init__(self, specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> None:
         self._specs, self._dtypes = specs, dtypes
         self._checked: dict[int, CheckedOuts] = {}  # by the id of the first out
 
     def find(self, outs: Sequence[Any], arrays: Sequence[Any]) -> CheckedOuts | None:
-        """Return outs as an earlier call has checked them; `None` for other ones.
-
-        Args:
-            outs: The arrays.
-            arrays: The values that are reduced.
-        """
+        """Return outs as an earlier call has checked them; `None` for other ones."""
         checked = self._checked.get(id(outs[0]) if outs else 0)
         return checked if checked is not None and checked.matches(outs, arrays) else None
 
     def check(self, outs: Sequence[Any], arrays: Sequence[Any], shared: SharedArrays) -> CheckedOuts:
-        """Check outs that are not known, and remember them until one is gone.
-
-        Args:
-            outs: The arrays.
-            arrays: The values that are reduced.
-            shared: The arrays that the node shares.
-
-        Raises:
-            InvalidArgumentError: As `check_outs`.
-        """
+        """Check outs that are not known, and remember them until one is gone."""
         key, weak = id(outs[0]) if outs else 0, weakref.ref(self)
 
         def forget() -> None:
@@ -148,9 +111,7 @@ class KnownOuts:
 class HostOuts:
     """The outs of a call that reduces nothing, and fills host memory. The same outs as last time are not checked again.
 
-    Attributes:
-        is_plain: Whether all outs of the last call are contiguous and in native byte order, so that bytes can be copied
-            into them.
+    `is_plain`: all outs of the last call are contiguous and in native byte order, so that bytes can be copied.
     """
 
     def __init__(self) -> None:
@@ -161,16 +122,7 @@ class HostOuts:
     def check(
         self, structure: nest.Structure, wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
     ) -> list[np.ndarray[Any, Any]]:
-        """List the arrays of the argument `out`. Local.
-
-        Args:
-            structure: The form of the nest of results.
-            wanted: Shape and dtype of each result.
-            out: The nest of arrays.
-
-        Raises:
-            InvalidArgumentError: See `flatten_out` and `check_outs`.
-        """
+        """List the arrays of `out`, which must have the wanted shapes and dtypes. Local."""
         outs = flatten_out(structure, False, out)
         if self._are_known(outs, wanted):
             return outs

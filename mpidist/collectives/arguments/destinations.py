@@ -54,20 +54,10 @@ _KINDS: Final = (
 
 
 def ranks_of(destinations: Any, size: int, value: Any = None) -> tuple[int, ...]:
-    """Return the ranks that a `destinations` argument stands for.
+    """Return the ranks that a `destinations` argument stands for, in ascending order, or refuse it.
 
-    Args:
-        destinations: A rank, a sequence of ranks, `"all"`, `"/rank:3"` or `"/rank:3/GPU:0"`, a `DistributedValues`
-            such as a variable (all ranks hold their components).
-        size: Number of ranks.
-        value: The value to reduce. The same object as `destinations` asks for an all-reduce, unless it is an `int`:
-            of these Python has one object for all that are equal.
-
-    Returns:
-        The ranks in ascending order, without repetition.
-
-    Raises:
-        ValueError: If `destinations` is none of these, or a rank is out of range.
+    The same object as the value to reduce asks for an all-reduce, unless it is an `int`: of these Python has one object
+    for all that are equal.
     """
     if destinations is not None and destinations is value and type(value) is not int:
         return tuple(range(size))
@@ -122,7 +112,6 @@ class FlatContributions(NamedTuple):
 
     Attributes:
         leaves: The leaves that are sent for this rank's first replica: all but mirrored ones.
-        structure: The form of the nest.
         mirrored: The mirrored leaves. They are not sent, as each is its own mean, minimum and maximum.
         others: The leaves that are sent for each other replica of this rank.
     """
@@ -137,13 +126,7 @@ NO_CONTRIBUTIONS: Final = FlatContributions([], nest.LEAF)
 
 
 def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: Replicas) -> FlatContributions:
-    """Split the leaves of a nest into those to send and mirrored ones.
-
-    Args:
-        op: The reduction.
-        value: The nest, or the nests of all replicas of this rank.
-        group: The ranks.
-        replicas: Which replicas this rank carries.
+    """Split the leaves of a nest, or of the nests of this rank's replicas, into those to send and mirrored ones.
 
     Raises:
         ValueError: If a leaf that is mirrored over several replicas is to be summed or multiplied; or, if the number of
@@ -163,7 +146,7 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
         mirrored = {at: _copied(leaf.values[0]) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
     if mirrored:
         leaves = [leaf for at, leaf in enumerate(leaves) if at not in mirrored]
-    if replicas.tree is None:
+    if replicas.are_bare:
         require_values(leaves, value)
         _require_small_ints(op, leaves, replicas.total)
         return FlatContributions(leaves, structure, mirrored)
@@ -180,9 +163,6 @@ def _require_small_ints(op: ReduceOp, leaves: Sequence[Any], num_replicas: int) 
     """Refuse a Python int so large that the sum of as large ones of all replicas would not fit in 64 bits.
 
     Each rank checks its own numbers: if no replica has a larger one, no sum overflows, and no message is needed.
-
-    Raises:
-        ValueError: If a leaf is such an int.
     """
     if op is not ReduceOp.SUM or int not in set(map(type, leaves)):
         return
@@ -196,20 +176,13 @@ def _require_small_ints(op: ReduceOp, leaves: Sequence[Any], num_replicas: int) 
 
 
 def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: bool = False) -> tuple[Any, ...]:
-    """Return what each replica of this rank contributes to a call.
+    """Return what each replica of this rank contributes; refuse a leaf of no replica if replicas were chosen.
 
-    Args:
-        call: The name of the call, for errors.
-        leaf: A leaf of what the call was given.
-        replicas: Which replicas this rank carries.
-        may_repeat: Whether it makes no difference how often a value counts, as in a minimum.
-
-    Raises:
-        ValueError: If the number of replicas was chosen, and `leaf` belongs to no replica.
+    `may_repeat`: it makes no difference how often a value counts, as in a minimum.
     """
     if isinstance(leaf, DistributedValues):
         return components_of(leaf, replicas.num_here)
-    if may_repeat or replicas.tree is None:
+    if may_repeat or replicas.are_bare:
         return (leaf,) * replicas.num_here
     raise ValueError(
         f"{call} of {value_text(leaf)}: it is this rank's and no replica's, so it would count once for each rank. Pass "
@@ -219,7 +192,7 @@ def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: boo
 
 def per_replica_value(components: Sequence[Any], replicas: Replicas) -> Any:
     """Return the value of which a call takes these components of this rank's replicas: see `replica_components`."""
-    return components[0] if replicas.tree is None else PerReplica(tuple(components))
+    return components[0] if replicas.are_bare else PerReplica(tuple(components))
 
 
 def rebuild_results(value: Any, results: list[Any], mirrored: MirroredLeaves) -> Any:
@@ -242,13 +215,7 @@ def _copied(own: Any) -> Any:
 @final
 @dataclass(frozen=True)
 class ValueWithDestinations:
-    """One value of a reducing call, and its destinations.
-
-    Attributes:
-        value: The caller's nest.
-        ranks: The ranks that get the result.
-        flat: The leaves of the nest.
-    """
+    """One value of a reducing call, its leaves, and the ranks that get the result."""
 
     value: Any
     ranks: tuple[int, ...]
@@ -256,13 +223,7 @@ class ValueWithDestinations:
 
     @classmethod
     def open(cls, op: ReduceOp, pair: Any, group: SyncGroup, replicas: Replicas) -> ValueWithDestinations:
-        """Check and flatten a tuple of a value and its destinations.
-
-        Raises:
-            ValueError: If `pair` is no tuple of two, if `ranks_of` refuses the destinations, or if a mirrored value of
-                several ranks is to be summed.
-            TypeError: If a leaf is neither an array nor a number.
-        """
+        """Check and flatten a tuple of a value and its destinations."""
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
                 "value_destination_pairs: each should be a tuple of size 2, (value, destinations); got a "

@@ -72,18 +72,13 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 
 @final
 class Operands:
-    """The values of one call, as native arrays.
+    """The values of one call, as native arrays; of distributed values, this rank's component, or its own copy.
 
-    Args:
-        values: Arrays, numbers and distributed values (of which this rank's component, or its own copy, is taken).
+    Refuses what is neither an array nor a number, and Python ints that do not fit in int64.
 
     Attributes:
         arrays: The native arrays. They may be the caller's memory and are only read.
         key: Equal for values of the same shapes and dtypes; a key of this rank's caches.
-
-    Raises:
-        TypeError: If a value is neither an array nor a number.
-        ValueError: If a Python int does not fit in int64.
     """
 
     __slots__ = ("_is_on_gpu", "_is_plain", "_specs", "_values", "arrays", "key")
@@ -156,13 +151,7 @@ def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @final
 class NewResults:
-    """Makes new arrays for the results of equal calls: in recycled host memory, or in device memory.
-
-    Args:
-        specs: The arrays of a call.
-        dtypes: The dtypes of the results.
-        memory: Recycles the host memory.
-    """
+    """Makes new arrays for the results of equal calls: in recycled host memory, or in device memory."""
 
     def __init__(self, specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory: ResultMemory) -> None:
         self._on_host, self._on_device = (
@@ -195,16 +184,9 @@ def host_sizes(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> list[i
 
 
 def require_memory(nbytes: int, num_local_ranks: int) -> None:
-    """Check that the new results of a call can fit into this rank's node at all. Local.
+    """Check that the new results of all ranks of this node, in host memory, can fit into the node at all. Local.
 
     Many systems promise more memory than they have, and kill a program once it writes there.
-
-    Args:
-        nbytes: The bytes of the results of all ranks of the node, in host memory.
-        num_local_ranks: How many ranks these are.
-
-    Raises:
-        MemoryError: If the node has less.
     """
     if nbytes > node_bytes():
         what = f"the results of the {count_text(num_local_ranks, 'rank')} of a node"
@@ -215,15 +197,7 @@ def require_memory(nbytes: int, num_local_ranks: int) -> None:
 
 
 def require_values(leaves: Sequence[Any], value: Any) -> None:
-    """Check that leaves are arrays or numbers. Local.
-
-    Args:
-        leaves: Leaves of `value`.
-        value: The nest.
-
-    Raises:
-        InvalidTypeError: If a leaf is something else. The text has the leaf's path in the nest.
-    """
+    """Check that leaves of a nest are arrays or numbers; the error has a leaf's path in the nest. Local."""
     if type(value) is np.ndarray or _KNOWN_TYPES.issuperset(map(type, leaves)):
         return
     for leaf in leaves:
@@ -238,16 +212,7 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
 
 
 def axis_of(axis: Any, shape: tuple[int, ...]) -> int:
-    """Count an axis from the front.
-
-    Args:
-        axis: A whole number; negative counts from the end.
-        shape: The shape of the array.
-
-    Raises:
-        TypeError: If `axis` is no whole number.
-        InvalidArgumentError: If the array has no such axis.
-    """
+    """Count an axis from the front; refuse one that the array does not have."""
     at = axis if type(axis) is int else _index(axis, "a whole number")
     if not -len(shape) <= at < len(shape):
         what = f"an array of shape {list(shape)}" if shape else "a scalar"
@@ -256,11 +221,7 @@ def axis_of(axis: Any, shape: tuple[int, ...]) -> int:
 
 
 def axes_tuple(axis: Any) -> tuple[int, ...]:
-    """Return an axis, or a tuple of axes, as a tuple.
-
-    Raises:
-        TypeError: If `axis` is neither.
-    """
+    """Return an axis, or a tuple of axes, as a tuple."""
     if type(axis) is int:
         return (axis,)
     what = "a whole number or a tuple of them"
@@ -268,11 +229,7 @@ def axes_tuple(axis: Any) -> tuple[int, ...]:
 
 
 def axes_of(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Count axes from the front.
-
-    Raises:
-        InvalidArgumentError: If the array has no such axis, or an axis is given twice.
-    """
+    """Count axes from the front; refuse one that the array does not have, or that is given twice."""
     counted = tuple([axis_of(axis, shape) for axis in axes])
     if len(axes) > 1 and len(set(counted)) < len(axes):
         raise InvalidArgumentError(f"an axis is given twice in {axes}")
@@ -316,12 +273,7 @@ def _index(axis: Any, what: str) -> int:
 
 
 def symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and the dtype of an array that ranks of a node share.
-
-    Raises:
-        InvalidArgumentError: If there can be no such array.
-        TypeError: If the shape consists of other things than whole numbers.
-    """
+    """Return the shape and the dtype of an array that ranks of a node share; refuse what cannot be one."""
     lengths = (shape,) if isinstance(shape, (int, np.integer)) else shape
     try:
         dims = tuple(map(operator.index, lengths))

@@ -35,16 +35,7 @@ _owns_data: Final = attrgetter("flags.owndata")
 
 
 def flatten_out(structure: nest.Structure, has_mirrored: bool, out: Any) -> list[Any]:
-    """List the arrays of the argument `out`. Local.
-
-    Args:
-        structure: The form of the nest of values.
-        has_mirrored: Whether some values are mirrored.
-        out: The nest of arrays that take results.
-
-    Raises:
-        InvalidArgumentError: If the forms of the nests differ, or some values are mirrored.
-    """
+    """List the arrays of the argument `out`, whose form must be that of the values, none of them mirrored. Local."""
     outs, form = nest.flatten(out)
     if has_mirrored:
         raise InvalidArgumentError(
@@ -58,17 +49,10 @@ def flatten_out(structure: nest.Structure, has_mirrored: bool, out: Any) -> list
 
 
 def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """View outs as native arrays of the same memory. `check_outs` refuses what is no array.
+    """View outs of any library as native arrays of the same memory, or refuse them; `check_outs` refuses no arrays.
 
-    Args:
-        outs: Arrays of any library.
-        values: The values that are reduced. An out that is its own value becomes that value's native array, unless
-            that is a copy: of a value on another GPU, or of one that is not aligned.
-        arrays: The native arrays of the values.
-
-    Raises:
-        InvalidArgumentError: If no array of an out's library can be written.
-        TypeError: If arrays of an out's library can be written, but not this one.
+    An out that is its own value becomes that value's native array, unless that is a copy: of a value on another GPU, or
+    of one that is not aligned.
     """
     return [
         _native(index, out, array if out is value else None)
@@ -107,12 +91,8 @@ def check_outs(
 ) -> None:
     """Check that arrays can take results.
 
-    Args:
-        outs: The arrays.
-        arrays: The values that are reduced. The shape of an out that is its own value is not checked.
-        specs: The shapes and dtypes of the values.
-        dtypes: The dtype of each result.
-        gpu: The index of the GPU on which outs in device memory must lie; by default the current one.
+    The shape of an out that is its own value is not checked. Outs in device memory must lie on a GPU, by default the
+    current one.
 
     Raises:
         InvalidArgumentError: If an out is no array, has another shape or dtype, lies on another GPU, is read-only, or
@@ -137,21 +117,7 @@ def check_outs(
 def result_outs(
     out: Any, structure: nest.Structure, specs: Sequence[Spec], replicas: Replicas, has_mirrored: bool = False
 ) -> list[Any]:
-    """Check the arrays of `out` for results that a call does not make in place of the values. Local.
-
-    Args:
-        out: The nest of arrays that take results; or the nests of all replicas of this rank.
-        structure: The form of the nest of values.
-        specs: The results.
-        replicas: Which replicas this rank carries.
-        has_mirrored: Whether some values are mirrored.
-
-    Returns:
-        The arrays, of the first replica.
-
-    Raises:
-        InvalidArgumentError: As `flatten_out` and `check_outs`.
-    """
+    """Check `out` for results that are not made in place of the values; return the first replica's arrays. Local."""
     nothing: list[Any] = [None] * len(specs)
     dtypes = [spec.dtype for spec in specs]
     of_replicas = []
@@ -235,12 +201,6 @@ def target_arrays(
 
     A new array replaces an out that cannot be viewed flat, or that all ranks of a node share: such an out must not be
     written while another rank of the node still reads it.
-
-    Args:
-        outs: The caller's arrays.
-        specs: The shapes of the results.
-        dtypes: The dtypes of the results.
-        shared: The arrays that the node shares.
     """
     return [
         out if is_target(out, shared) else native_arrays.empty(spec.shape, dtype, spec.device)
@@ -271,13 +231,8 @@ def copy_overwritten(
 ) -> list[Any]:
     """Return the values, with a copy of each value that the result of another value may overwrite too early.
 
-    That is `arrays` itself if surely no value is overwritten.
-
-    Args:
-        arrays: The values.
-        targets: The arrays in which results are made.
-        are_shared: Whether all targets lie in shared memory.
-        owners: What owns the memory of the targets, if that is known: see `owners_of`.
+    That is `arrays` itself if surely no value is overwritten. `are_shared`: all targets lie in shared memory. `owners`:
+    those of the targets, if known, as `owners_of` says.
     """
     if all(map(is_, arrays, targets)):
         return arrays
@@ -305,15 +260,9 @@ def copy_overwritten(
 
 
 def write_outs(outs: Sequence[Any], results: Sequence[Any], shared: SharedArrays) -> list[Any]:
-    """Copy results that were not made in the outs to the outs. Collective over the node, if an out is per node.
+    """Copy results that were not made in the outs to the outs, and return these.
 
-    Args:
-        outs: The arrays that take the results.
-        results: Native arrays, of which some may be the outs themselves.
-        shared: The arrays that the node shares.
-
-    Returns:
-        The outs.
+    Collective over the node, if an out is per node.
     """
     if all(map(is_, outs, results)):
         return list(outs)

@@ -22,13 +22,7 @@ __all__ = ["Arguments", "agreed_call", "name_call", "names_of", "require_usable"
 
 
 class Arguments(ABC):
-    """The checked arguments of one rank to a collective call.
-
-    Attributes:
-        operands: The arrays.
-        structure: The form of the nest of arrays.
-        variant: As in `CallRecord`.
-    """
+    """The checked arguments of one rank to a collective call. `variant`: as in `CallRecord`."""
 
     operands: Operands
     structure: nest.Structure
@@ -56,19 +50,8 @@ def agreed_call(
 ) -> Iterator[tuple[_Arguments, bool]]:
     """Agree on a call with all ranks; the body then does this rank's part of the call. Collective.
 
-    Args:
-        group: The ranks.
-        name: The name of the call, for errors.
-        options: Only `timeout_seconds` is used.
-        open_arguments: Checks this rank's arguments. Its exception becomes an error of all ranks.
-        error: An error in this rank's arguments that was found before; `None` for none.
-
-    Yields:
-        The arguments, and whether all ranks have the same `variant`.
-
-    Raises:
-        InvalidArgumentError: If the ranks differ. On every rank.
-        Exception: `error`, or that of `open_arguments`.
+    Yields the arguments, and whether all ranks have the same `variant`. An exception of `open_arguments`, which checks
+    this rank's arguments, becomes an error of all ranks, as `error` does.
     """
     record = Call(name, timeout_seconds=options.timeout_seconds, error=error)
     try:
@@ -99,11 +82,7 @@ def name_call(error: Exception, call: str) -> Exception:
 
 
 def require_usable(options: CommunicationOptions) -> None:
-    """Check that this machine can follow the options.
-
-    Raises:
-        UnavailableError: If the options require NCCL, which cannot be used here.
-    """
+    """Refuse options that require NCCL where it cannot be used."""
     if options.implementation is CommunicationImplementation.NCCL:
         reason = cuda.current().support.reason
         if reason:
@@ -122,12 +101,7 @@ def specs_text(specs: tuple[Spec, ...]) -> str:
 
 
 def names_of(structures: Sequence[Any], mirrored: Sequence[Sequence[int]]) -> tuple[list[str], list[str]]:
-    """Name the arrays of nests that are sent, and those that are mirrored.
-
-    Args:
-        structures: The forms of the nests.
-        mirrored: The indices of the leaves of each nest that are mirrored.
-    """
+    """Name the arrays of nests that are sent, and those at the indices `mirrored`."""
     sent_names: list[str] = []
     mirrored_names: list[str] = []
     for pair, (structure, mirrored_leaves) in enumerate(zip(structures, mirrored, strict=True)):

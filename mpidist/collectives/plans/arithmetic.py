@@ -25,14 +25,11 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Return the dtype in which numbers are sent, and the dtype of the result.
+    """Return the dtype in which numbers are sent, and that of the result; refuse numbers that `op` cannot reduce.
 
     A mean of 8 and 16-bit integers is float32, of 32 and 64-bit integers float64. For a mean, integers are sent in a
     dtype that holds the sum without wrapping: a wider integer, and float64 for 64 bits. All other numbers keep their
     dtype, and sums of integers wrap as NumPy's do. Booleans have a minimum and a maximum.
-
-    Raises:
-        InvalidArgumentError: If numbers of this dtype cannot be reduced with `op`.
     """
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if dtype.kind == "b":
@@ -52,16 +49,7 @@ def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype
 def result_dtypes(
     op: ReduceOp, dtypes: Sequence[np.dtype[Any]], names: Callable[[], Sequence[str]]
 ) -> list[np.dtype[Any]]:
-    """Return the dtype of each result.
-
-    Args:
-        op: The reduction.
-        dtypes: The dtypes of the values.
-        names: Names the values, for errors of nests.
-
-    Raises:
-        InvalidArgumentError: If a value cannot be reduced with `op`.
-    """
+    """Return the dtype of each result; refuse a value that cannot be reduced with `op`, by its name."""
     results: list[np.dtype[Any]] = []
     try:
         for dtype in dtypes:
@@ -77,7 +65,6 @@ class Arithmetic(NamedTuple):
     """How the numbers of one call are reduced and compressed.
 
     Attributes:
-        op: The reduction.
         num_replicas: What a mean divides by.
         in_rank_order: Whether contributions are added in rank order.
         half: The half precision that float32 numbers are sent in; `None` for no compression.
@@ -99,11 +86,7 @@ class Arithmetic(NamedTuple):
     def of(cls, op: ReduceOp, options: CommunicationOptions, levels: Levels, by_node: bool) -> Arithmetic:
         """Make the arithmetic of a call.
 
-        Args:
-            op: The reduction.
-            options: The options of the call.
-            levels: The communicators of the group.
-            by_node: `ReduceAlgorithm._compresses_between_nodes`, for a call whose destinations are all ranks.
+        `by_node`: `ReduceAlgorithm._compresses_between_nodes`, for a call whose destinations are all ranks.
         """
         plain = cls(op, levels.world.size, options.reproducible)
         if options.compression is Compression.NONE or levels.world.size == 1:
@@ -134,9 +117,7 @@ class Arithmetic(NamedTuple):
     def reduction(self, wire: np.dtype[Any], is_compressed: bool = False) -> tuple[Reduction, int]:
         """Return the transport's reduction, and the divisor of the transport's result (1 for none).
 
-        Args:
-            wire: The dtype in which numbers are sent.
-            is_compressed: Whether the numbers are float32 numbers that were rounded to `wire`.
+        `is_compressed`: the numbers are float32 numbers that were rounded to `wire`.
         """
         name = "sum" if self.op is ReduceOp.MEAN else self.op.name.lower()
         divisor = self.num_replicas if self.op is ReduceOp.MEAN else 1
@@ -153,13 +134,7 @@ class OverflowReport:
         self._seen = self._calls = 0
 
     def log_new(self, call: str, rank: int, overflowed: int) -> None:
-        """Log the numbers that have overflowed since the last call of this method.
-
-        Args:
-            call: The name of the call.
-            rank: This rank.
-            overflowed: How many numbers of the group have overflowed up to now.
-        """
+        """Log the numbers that have overflowed since the last call of this method, of `overflowed` in all."""
         new = overflowed - self._seen if overflowed >= self._seen else overflowed  # after a reset the count is new
         self._seen = overflowed
         if new <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -24,14 +25,18 @@ Destinations = tuple[int, ...]
 
 
 class Execution(ABC):
-    """Carries out the calls of one plan."""
+    """Carries out the calls of one plan.
+
+    Attributes:
+        can_join_ahead: Whether a started call may begin, and its comparison, while the calls before it are under way.
+    """
+
+    can_join_ahead = False
 
     def prepare(self, call: ReductionCall, is_started: bool) -> None:  # noqa: B027  most do nothing
         """Check arguments in device memory, before `begin`. Local; if it raises, all ranks raise the error.
 
-        Args:
-            call: The call.
-            is_started: Whether the call is a started one: calls before it may not be done.
+        `is_started`: calls before this one may not be done.
         """
 
     def begin(self, call: ReductionCall) -> None:  # noqa: B027  some do nothing
@@ -42,14 +47,9 @@ class Execution(ABC):
 
     @abstractmethod
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
-        """Reduce. Collective: the ranks have agreed on the call.
+        """Reduce; return native results, or the outs where results were made there. Collective; the ranks have agreed.
 
-        Args:
-            call: The call.
-            has_same_places: Whether the arguments of all ranks lie at the same places (`CallRecord.variant`).
-
-        Returns:
-            Native results; where a result was made in an out, the out.
+        `has_same_places`: the arguments of all ranks lie at the same places (`CallRecord.variant`).
         """
 
     @abstractmethod
@@ -58,57 +58,40 @@ class Execution(ABC):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Plan:
     """Everything that is the same for all calls of one op, options, nest, shapes and dtypes.
 
     Args:
         fingerprint: A digest of what all ranks must agree on, without the name of the call.
         configuration: The algorithm, its parameters and options.
-        specs: The arrays.
-        result_dtypes: The dtype of each result.
-        execution: Carries out the calls.
         details: The calls in a few words, for the flight recorder.
         local_sums: Adds the replicas of this rank before `execution` begins; `None` if there is nothing to add.
-
-    Attributes:
-        uses_device: Whether some arrays lie in device memory.
-        known_outs: The outs of earlier calls.
     """
 
-    def __init__(
-        self,
-        fingerprint: int,
-        configuration: tuple[Any, ...],
-        specs: Sequence[Spec],
-        result_dtypes: Sequence[np.dtype[Any]],
-        execution: Execution,
-        details: str,
-        local_sums: LocalSums | None = None,
-    ) -> None:
-        self.fingerprint = fingerprint
-        self.configuration = configuration
-        self.specs = specs
-        self.result_dtypes = result_dtypes
-        self.execution = execution
-        self.details = details
-        self.local_sums = local_sums
-        self.uses_device = any(spec.device for spec in specs)
-        self.known_outs = KnownOuts(specs, result_dtypes)
+    fingerprint: int
+    configuration: tuple[Any, ...]
+    specs: Sequence[Spec]
+    result_dtypes: Sequence[np.dtype[Any]]
+    execution: Execution
+    details: str
+    local_sums: LocalSums | None = None
+
+    def __post_init__(self) -> None:
+        self.uses_device = any(spec.device for spec in self.specs)
+        self.known_outs = KnownOuts(self.specs, self.result_dtypes)
 
 
 @final
+@dataclass(eq=False, repr=False)
 class ReductionCall(CallRecord):
     """One reducing call of this rank.
 
     Args:
-        name: The name of the call, for errors and logs.
-        op: The reduction.
-        options: The options of the call.
         values: The leaves that are sent: the contributions of this rank's first replica.
         structure: The form of the nest; with destinations, of each nest.
         mirrored: The indices of the nest's mirrored leaves, which are not sent; with destinations, of each nest.
         destinations: The ranks that get each value's result; `None` if all ranks get all results.
-        outs: Arrays that take the results.
         error: An error in this rank's arguments that was found before; `None` for none.
         others: The contributions of each other replica of this rank.
 
@@ -122,38 +105,26 @@ class ReductionCall(CallRecord):
         state: Whatever the execution stores in the call between `begin` and `finish`.
     """
 
-    plan: Plan
+    name: str
+    op: ReduceOp
+    options: CommunicationOptions
+    values: Sequence[Any]
+    structure: Any
+    mirrored: tuple[Any, ...] = ()
+    destinations: tuple[Destinations, ...] | None = None
+    outs: Sequence[Any] | None = None
+    error: Exception | None = None
+    others: Sequence[Sequence[Any]] = ()
+    plan: Plan = field(init=False)
+    operands: Operands = field(default=NO_OPERANDS, init=False)
+    components: Sequence[Sequence[Any]] = field(default=(), init=False)
+    checked_outs: CheckedOuts | None = field(default=None, init=False)
+    per_node_indices: Sequence[int] = field(default=(), init=False)
+    other_outs: Sequence[Sequence[Any]] = field(default=(), init=False)
+    state: Any = field(default=None, init=False)
 
-    def __init__(
-        self,
-        name: str,
-        op: ReduceOp,
-        options: CommunicationOptions,
-        values: Sequence[Any],
-        structure: Any,
-        mirrored: tuple[Any, ...] = (),
-        destinations: tuple[Destinations, ...] | None = None,
-        outs: Sequence[Any] | None = None,
-        error: Exception | None = None,
-        others: Sequence[Sequence[Any]] = (),
-    ) -> None:
-        self.name = name
-        self.op = op
-        self.options = options
-        self.timeout_seconds = options.timeout_seconds
-        self.values = values
-        self.structure = structure
-        self.mirrored = mirrored
-        self.destinations = destinations
-        self.outs = outs
-        self.error = error
-        self.others = others
-        self.operands: Operands = NO_OPERANDS
-        self.components: Sequence[Sequence[Any]] = ()
-        self.checked_outs: CheckedOuts | None = None
-        self.per_node_indices: Sequence[int] = ()
-        self.other_outs: Sequence[Sequence[Any]] = ()
-        self.state: Any = None
+    def __post_init__(self) -> None:
+        self.timeout_seconds = self.options.timeout_seconds
 
     def describe(self) -> Mapping[str, str]:
         options, per_node = self.options, self.per_node_indices

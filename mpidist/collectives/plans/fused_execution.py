@@ -13,11 +13,13 @@ from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.arguments.out_arrays import copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.fused_results import FusedResults
+from mpidist.collectives.plans.lists_of_dtypes import ListsOfDtypes
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.repeated_reductions import (
     LargeArray,
     ListInPlace,
+    ListIntoOthers,
     ListPerNode,
     Lists,
     NewList,
@@ -43,16 +45,7 @@ _Transfers = list[tuple[TwoShot | InPlace, bool]]  # [lists], each with `has_pas
 
 @final
 class FusedExecution(Execution):
-    """Carries out the calls of one plan through shared memory, with one list of fused arrays for each dtype.
-
-    Args:
-        group: The ranks.
-        reducer: The transport.
-        lists: The lists.
-        specs: The arrays.
-        results: The dtype of each result.
-        wants_results: Whether this rank gets the results.
-    """
+    """Carries out the calls of one plan through shared memory, with one list of fused arrays for each dtype."""
 
     def __init__(
         self,
@@ -74,7 +67,7 @@ class FusedExecution(Execution):
             FusedResults(fused, specs, group.result_memory, None if one_shots else arena)
             for fused, arena in zip(lists, arenas, strict=True)
         ]
-        self._small = SmallLists(lists, self._made, one_shots) if one_shots else None
+        self._small, self._one_shots = SmallLists(lists, self._made, one_shots) if one_shots else None, one_shots
         self._known = KnownPlaces(group.shared, self._is_compiled)
         self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
@@ -119,50 +112,50 @@ class FusedExecution(Execution):
         places, staged, new = call.state if has_same_places else (NOWHERE, None, [])
         if self._small is not None and not self._writes_outs(places):
             return self._add_small(call, staged)
-        results, new, transfers = self._transfers(call, places, staged, new)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-            for transfer, is_staged in transfers:
-                complete(transfer.steps(is_staged), self._reducer.check_peers)
-        self._set_new(results, new, transfers)
-        self._put_back(transfers)
+            results: list[Any] = complete(self._steps(call, places, staged, new), self._reducer.check_peers)
         return results
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
         places, staged, new = call.state if has_same_places else (NOWHERE, None, [])
         if self._small is not None and not self._writes_outs(places):
             return self._add_small(call, staged)
-        results, new, transfers = self._transfers(call, places, staged, new)
+        return (yield from self._steps(call, places, staged, new))
+
+    def _steps(self, call: ReductionCall, places: Places, staged: Any, lent: list[LentArrays]) -> Steps:
+        results, new, transfers = self._transfers(call, places, staged, lent)
         for transfer, is_staged in transfers:
             yield from transfer.steps(is_staged)
-        self._set_new(results, new, transfers)
+        for made, own, (transfer, _) in zip(self._made, new, transfers, strict=False):
+            made.set_new(made.recycled.finalize(own), results)
+            made.recycled.note_use(isinstance(transfer, TwoShot) and transfer.was_restaged)
         self._put_back(transfers)
         return results
 
     def of_one_array(self, flight: Any) -> RepeatedReduction | None:
-        """Return what reduces one private array again and again; `None` where these calls need more than that.
-
-        Args:
-            flight: `Agreement.flight`.
-        """
+        """Return what reduces one private array again and again; `None` where these calls need more than that."""
         if not (self._is_one_array and self._agreement_is_barrier and self._wants_results):
             return None
         fused, spec = self._lists[0], self._specs[0]
         if self._small is not None:
-            one_shot = self._small.one_shots[0]
+            one_shot = self._one_shots[0]
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
         return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
-    def of_list(self, call: ReductionCall, flight: Any) -> Lists | None:
-        """Return what reduces lists of contiguous private arrays again; `None` where no compiled code does all of it.
-
-        Args:
-            call: A call that was carried out: into new arrays, in place, or into per-node arrays.
-            flight: `Agreement.flight`.
-        """
+    def of_list(self, call: ReductionCall, flight: Any) -> Lists | ListsOfDtypes | None:
+        """Return what reduces contiguous private lists like this call's again; `None` where C does not add them."""
         places: Places = call.state[0]
-        kind: type[Lists] = NewList if call.outs is None else ListPerNode if self._writes_outs(places) else ListInPlace
-        is_whole = self._is_compiled and self._small is None and self._agreement_is_barrier and self._wants_results
-        if not is_whole or places.sources is not None or len(self._lists) != 1 or self._empty:
+        if call.outs is None:
+            kind: type[Lists] = NewList
+        elif self._writes_outs(places):
+            kind = ListPerNode
+        else:
+            kind = ListInPlace if all(map(is_, call.outs, call.operands.arrays)) else ListIntoOthers
+        if not (self._is_compiled and self._agreement_is_barrier and self._wants_results) or places.sources is not None:
+            return None
+        if len(self._lists) > 1 and kind in (NewList, ListInPlace):
+            return ListsOfDtypes(self, call)
+        if len(self._lists) != 1 or self._small is not None or self._empty:
             return None
         fused = self._lists[0]
         if fused.wire != fused.result_dtype or not fused.keeps_dtype:
@@ -173,11 +166,7 @@ class FusedExecution(Execution):
         return reduction if reduction.is_compiled else None
 
     def of_symmetric(self, call: ReductionCall) -> RepeatedReduction | None:
-        """Return what reduces the symmetric arrays of a call again, in place; `None` where they are not all such.
-
-        Args:
-            call: A call that was carried out.
-        """
+        """Return what reduces the symmetric arrays of a call again, in place; `None` where they are not all such."""
         places: Places = call.state[0]
         is_in_place = call.outs is not None and all(map(is_, call.outs, call.operands.arrays))
         is_one_list = len(self._lists) == 1 and self._lists[0].wire == self._lists[0].result_dtype and not self._empty
@@ -191,25 +180,15 @@ class FusedExecution(Execution):
         return PRIVATE.digest if self._shared.num_windows and not self._ignores_places else NOWHERE.digest
 
     def variant_of(self, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> int | None:
-        """Return `CallRecord.variant` of a call of one array; `None` if `begin` has to find it.
-
-        Args:
-            array: The array.
-            out: What takes the result; `None` for a new array.
-        """
+        """Return `CallRecord.variant` of a call of one array (`out` is `None`: new), `None` if `begin` finds it."""
         shared = self._shared
         if not shared.num_windows:
             return NOWHERE.digest
-        if out is not None and out is not array and not shared.is_private(out):
+        if self._ignores_places:
+            return None if out is not None and shared.is_per_node(out) else NOWHERE.digest
+        if out is not None and not shared.is_private(out):
             return None
-        if self._ignores_places and out is not array:
-            return NOWHERE.digest
-        if self._is_compiled and out is not array:
-            return PRIVATE.digest
-        if shared.is_private(array):
-            return NOWHERE.digest if self._ignores_places else PRIVATE.digest
-        place = shared.place(array) if self._ignores_places else None
-        return None if place is None or place.per_node else NOWHERE.digest
+        return PRIVATE.digest if self._is_compiled or shared.is_private(array) else None
 
     def _transfers(
         self, call: ReductionCall, places: Places, staged: Any, new: list[LentArrays]
@@ -241,12 +220,6 @@ class FusedExecution(Execution):
                 transfers.append((self._private_transfer(at, begun, arrays, are_copies, into), begun is not None))
         return results, new, transfers
 
-    def _set_new(self, results: list[Any], new: Sequence[LentArrays], transfers: _Transfers) -> None:
-        """Set the results to new arrays, which have been written."""
-        for made, lent, (transfer, _) in zip(self._made, new, transfers, strict=False):
-            made.set_new(made.recycled.finalize(lent), results)
-            made.recycled.note_use(isinstance(transfer, TwoShot) and transfer.was_restaged)
-
     def _new_results(self, call: ReductionCall) -> list[Any]:
         """Return the array of each result; `None` for an array that is set later."""
         outs, checked = call.outs, call.checked_outs
@@ -270,7 +243,7 @@ class FusedExecution(Execution):
         results = self._new_results(call)
         if self._wants_results and self._is_one_array:
             fused, result = self._lists[0], self._made[0].recycled.take()[0] if call.outs is None else results[0]
-            small.one_shots[0].add(staged[0], fused.reduction, fused.divide_by, result.reshape(-1))
+            fused.reduction.combine_and_divide(staged[0], result.reshape(-1), fused.divide_by)
             return [result]
         if self._wants_results:
             small.add(staged, results, call.outs is None)

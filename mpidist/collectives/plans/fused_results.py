@@ -20,17 +20,9 @@ _MANY: Final = 4  # arrays
 
 @final
 class FusedResults:
-    """The results of one fused list.
+    """The results of one fused list, in shared memory of `arena` if there is one.
 
-    Args:
-        fused: The list.
-        specs: The arrays of the call.
-        memory: Memory for new results.
-        arena: Shared memory for new results; `None` for memory of this rank.
-
-    Attributes:
-        are_joined: Whether new results are views of one new array.
-        recycled: The memory of the new array or arrays.
+    `are_joined`: new results are views of one new array. `recycled`: the memory of the new array or arrays.
     """
 
     def __init__(
@@ -56,12 +48,7 @@ class FusedResults:
         return views
 
     def set_new(self, new: list[Any], results: list[Any]) -> None:
-        """Set the results of the list to new arrays.
-
-        Args:
-            new: The new arrays, or the one that has all.
-            results: The results of the call.
-        """
+        """Set the results of the list to new arrays, or to views of the one that has all."""
         parts = self.split(new[0]) if self.are_joined else new
         for index, part in zip(self._fused.indices, parts, strict=True):
             results[index] = part

@@ -34,14 +34,9 @@ class _Run(NamedTuple):
 
 @final
 class LocalSums:
-    """Adds arrays of this rank's replicas in the order of a tree.
+    """Adds arrays of this rank's replicas, [specs], each in the dtype of its wire, in the order of a tree.
 
-    Args:
-        fold: From the replicas of this rank to this rank's rows.
-        ufunc: The elementwise operation.
-        specs: The arrays of one replica.
-        wires: The dtype in which each array is added.
-        gpus: Adds arrays of device memory, where each replica has a GPU of its own. `None` adds on the current GPU.
+    `gpus` adds arrays of device memory, where each replica has a GPU of its own; `None` adds on the current GPU.
     """
 
     def __init__(
@@ -73,14 +68,9 @@ class LocalSums:
             self._fold.combine(self._ufunc, parts, rows)
 
     def add(self, components: Sequence[Sequence[Any]], memory: SumMemory | None = None) -> list[Any]:
-        """Add to one sum for each array, of a rank that has one row.
+        """Add [replicas of this rank][arrays] to one sum for each array, of a rank that has one row.
 
-        Args:
-            components: [replicas of this rank][arrays], native arrays.
-            memory: Takes the sums of arrays in host memory; `None` for new arrays.
-
-        Returns:
-            [arrays]. The arrays of the one replica themselves, if there is one.
+        Sums in host memory lie in `memory`, if given. The arrays of one replica are their own sums.
         """
         if len(components) == 1:
             return list(components[0])
@@ -141,14 +131,9 @@ class LocalSums:
 
 
 def open_all_replicas(first: Operands, others: Sequence[Sequence[Any]], replicas: Replicas) -> list[Operands]:
-    """Open the values of the replicas of this rank. Local.
+    """Open the values of this rank's replicas, of which the first is opened. Local.
 
     Arrays in device memory stay where they are, if each replica has a GPU of its own; else they come to the first GPU.
-
-    Args:
-        first: Those of the first replica, opened.
-        others: Those of each other replica.
-        replicas: Which replicas this rank carries, on which devices.
     """
     if not replicas.gpus_here:
         if replicas.has_several_gpus:
@@ -175,11 +160,7 @@ def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[in
 
 
 def require_tree_order(options: CommunicationOptions, algorithm: str | None) -> None:
-    """Refuse options that add in another order than that of the replicas, or round on the way, and an algorithm's name.
-
-    Raises:
-        ValueError: If an option is of this kind, or an algorithm that adds by a rule of its own is named.
-    """
+    """Refuse options that add in another order than that of replicas, or round on the way, and a named algorithm."""
     what = algorithm
     if options.compression is not Compression.NONE:
         what = f"compression={str(options.compression).lower()!r}"

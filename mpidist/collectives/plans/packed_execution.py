@@ -22,7 +22,7 @@ from mpidist.collectives.plans.reduce_algorithm import Reduce, ReduceToRoot
 from mpidist.options import CommunicationImplementation
 from mpidist.transport.gpu.events import Launched, record_event
 from mpidist.transport.group.compression import narrow, widen
-from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl.launch_queue import DeviceQueue
@@ -54,13 +54,7 @@ class _Layout(NamedTuple):
 
 @final
 class PackedExecution(Execution):
-    """Carries out the calls of one plan: an algorithm reduces one message after the other.
-
-    Args:
-        group: The ranks.
-        parts: The values, by destinations.
-        implementation: Chooses the levels.
-    """
+    """Carries out the calls of one plan: an algorithm reduces one message after the other."""
 
     def __init__(
         self, group: SyncGroup, parts: Sequence[PackedPart], implementation: CommunicationImplementation
@@ -192,7 +186,7 @@ class PackedExecution(Execution):
         if self._is_ring or not self._is_all_device:
             return False
         levels = self._group.devices.made(self._needs_nccl)
-        if levels is None or levels.queue is None or levels.nccl is not NcclReach.WORLD:
+        if levels is None or levels.queue is None or not levels.is_all_nccl:
             return False
         return self._group.devices.has_compiled(self._kernels(levels))
 
@@ -294,6 +288,7 @@ class DeviceMessages:
         unpack for each message with several pieces, and one division of all direct pieces of a dtype.
         """
         kernels, parts = levels.kernels, self._pieces.of(results)
+        assert kernels is not None, "the levels for device memory have kernels"
         is_moved = list(map(is_not, self._pieces.whole(arrays), self._pieces.whole(results)))
         if any(is_moved):
             with levels.packing():  # a piece of an array that is not contiguous is copied here, too

@@ -27,7 +27,7 @@ class Places:
     Attributes:
         sources: The places of the values, if all are symmetric arrays, and none is a per-node array; else `None`.
         outs: The places of the outs, if all lie in shared memory; else `None`.
-        digest: A digest of the places, equal on all ranks if the places are: `CallRecord.variant`.
+        digest: Equal on all ranks if the places are: `CallRecord.variant`.
     """
 
     sources: list[Place] | None
@@ -45,10 +45,8 @@ class KnownPlaces:
 
     Places refer to shared memory, so they are forgotten as soon as one of their arrays is gone.
 
-    Args:
-        shared: The arrays that the node shares.
-        is_compiled: Whether compiled code copies all values of private results: it does so faster than others read
-            values in shared memory. Such values count as private.
+    `is_compiled`: compiled code copies all values of private results: it does so faster than others read values in
+    shared memory. Such values count as private.
     """
 
     def __init__(self, shared: SharedArrays, is_compiled: bool) -> None:
@@ -56,13 +54,7 @@ class KnownPlaces:
         self._known: dict[_Key, tuple[Places, list[weakref.ref[Any]]]] = {}
 
     def find(self, arrays: Sequence[Any], outs: Sequence[Any] | None, checked: CheckedOuts | None) -> Places:
-        """Find the places of the values and of the outs. Local.
-
-        Args:
-            arrays: The values.
-            outs: The outs; `None` for new results.
-            checked: The outs, checked.
-        """
+        """Find the places of the values and of the outs (`None`: new results). Local."""
         shared_outs = checked if checked is not None and checked.places is not None else None
         # Where some outs may be symmetric, and others not, results could overwrite values that other ranks still read.
         if shared_outs is None and (self._is_compiled or (checked is not None and not checked.are_private)):

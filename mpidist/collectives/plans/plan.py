@@ -56,8 +56,6 @@ class Message:
         pieces: One piece if `is_direct`, else pieces that share a pack buffer.
         wire: The dtype in which the pieces are sent.
         is_direct: Whether the piece is reduced in the memory of its result, without a pack buffer.
-        device: Whether the arrays lie in device memory.
-        reduction: The transport's reduction.
         divide_by: The divisor of the sums as they are copied out; 1 for none.
         is_compressed: Whether the numbers are float32 numbers that every rank rounds to `wire`.
         half: The half precision that float32 numbers are sent in between nodes; `None` for none.
@@ -95,13 +93,9 @@ class FusedList:
 
     Attributes:
         indices: The arrays, in the order of sending, without empty ones.
-        lengths: Number of elements of each array.
         wire: The dtype in which the arrays are sent.
-        result_dtype: The dtype of the results.
-        reduction: The transport's reduction.
         divide_by: The divisor of the sums; 1 for none.
         half: The half precision that float32 numbers are sent in between nodes; `None` for none.
-        schedule: How the list is cut into chunks.
         is_uniform: Whether all arrays have one shape, of at least one dimension.
         keeps_dtype: Whether all arrays already have the dtype `wire`.
     """
@@ -143,13 +137,9 @@ class FusedList:
 @final
 @dataclass(frozen=True)
 class _Wire:
-    """What arrays have in common that may be sent together.
+    """What arrays have in common that may be sent together, in `dtype`.
 
-    Attributes:
-        dtype: The dtype in which the arrays are sent.
-        result: The dtype of the results.
-        device: Whether the arrays lie in device memory.
-        is_compressed: Whether the arrays are float32, and every rank rounds them to `dtype`.
+    `is_compressed`: the arrays are float32, and every rank rounds them to `dtype`.
     """
 
     dtype: np.dtype[Any]
@@ -169,21 +159,9 @@ def _group_by_wire(specs: Sequence[Spec], dtypes: Sequence[tuple[np.dtype[Any], 
 
 
 def make_fused_lists(
-    arithmetic: Arithmetic, specs: Sequence[Spec], reducer: FusedReducer
+    arithmetic: Arithmetic, specs: Sequence[Spec], reducer: FusedReducer, least_bytes: int | None = None
 ) -> tuple[FusedList, ...] | None:
-    """Make the lists of a call for a reducer of fused arrays.
-
-    Args:
-        arithmetic: How the numbers are reduced.
-        specs: The arrays.
-        reducer: The reducer.
-
-    Returns:
-        The lists; `None` if the reducer cannot take some array, or if messages are faster for so few bytes.
-
-    Raises:
-        InvalidArgumentError: If arrays of these dtypes cannot be reduced.
-    """
+    """Make the lists of a call for a reducer; `None` if it cannot take some array, or messages are faster."""
     dtypes = [arithmetic.dtypes(spec.dtype) for spec in specs]
     lists = []
     for wire, indices in _group_by_wire(specs, dtypes).items():
@@ -194,7 +172,8 @@ def make_fused_lists(
         full = tuple(index for index in indices if specs[index].num_elements)
         if full:
             lists.append(_fused_list(arithmetic, specs, full, wire.dtype, wire.result, reducer))
-    return tuple(lists) if sum(fused.nbytes for fused in lists) >= reducer.least_bytes else None
+    least_bytes = reducer.least_bytes if least_bytes is None else least_bytes
+    return tuple(lists) if sum(fused.nbytes for fused in lists) >= least_bytes else None
 
 
 def _fused_list(
@@ -224,21 +203,11 @@ def _fused_list(
 def make_messages(
     arithmetic: Arithmetic, specs: Sequence[Spec], bytes_per_pack: int, num_packs: int, levels: Levels
 ) -> tuple[tuple[Message, ...], int]:
-    """Make the messages of a call.
+    """Make the messages of a call, in the order of sending, and count its packs.
 
-    Args:
-        arithmetic: How the numbers are reduced.
-        specs: The arrays.
-        bytes_per_pack: If it is not 0, every pack is one message, and is complete once it holds more bytes.
-        num_packs: If `bytes_per_pack` is 0: the number of packs per dtype, equal in size, which cut arrays; 0 makes
-            every array a pack. Such packs are sent in messages of the size that is fastest for the transport.
-        levels: The communicators, which know the best sizes of messages.
-
-    Returns:
-        The messages, in the order of sending, and the number of packs.
-
-    Raises:
-        InvalidArgumentError: If arrays of these dtypes cannot be reduced.
+    If `bytes_per_pack` is not 0, every pack is one message, and is complete once it holds more bytes. Else `num_packs`
+    is the number of packs per dtype, equal in size, which cut arrays; 0 makes every array a pack. Such packs are sent
+    in messages of the size that is fastest for the transport.
     """
     dtypes = [arithmetic.dtypes(spec.dtype) for spec in specs]
     messages: list[Message] = []
@@ -271,15 +240,7 @@ def _can_be_direct(spec: Spec, wire: np.dtype[Any], result: np.dtype[Any]) -> bo
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Group items, in order, into packs that are complete once they are larger than the limit.
-
-    Args:
-        sizes: Size of each item in bytes.
-        bytes_per_pack: The limit in bytes, not 0.
-
-    Returns:
-        Lists of indices into `sizes`; concatenated, they count from 0.
-    """
+    """Group items, in order, into packs, as indices; a pack is complete once it is larger than a limit, not 0."""
     packs: list[list[int]] = []
     held = bytes_per_pack + 1  # the first item opens a pack
     for index, size in enumerate(sizes):
@@ -316,18 +277,10 @@ def _pack_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
 def _cut_pack(
     pack: list[Piece], can_be_direct: list[bool], direct_count: int, pack_count: int, device: bool
 ) -> Iterator[tuple[bool, list[Piece]]]:
-    """Cut a pack into messages: one for each large piece, and one pack buffer for each run of small pieces.
+    """Cut a pack into messages, direct or not: one for each large piece, one pack buffer for each run of small ones.
 
-    Args:
-        pack: The pieces.
-        can_be_direct: For each piece, whether it can be reduced in the memory of its result.
-        direct_count: The least number of elements of a large piece.
-        pack_count: The number of elements of a pack buffer.
-        device: Whether the arrays lie in device memory: there, small pieces on both sides of a large piece share a
-            pack buffer, which saves launches.
-
-    Yields:
-        Whether the message is direct, and its pieces.
+    On a device, small pieces on both sides of a large piece share a pack buffer, which saves launches. `direct_count`
+    and `pack_count` are the least number of elements of a large piece, and that of a pack buffer.
     """
     run: list[Piece] = []
     held = 0

@@ -12,6 +12,7 @@ import numpy as np
 from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
+from mpidist.transport.group.started_calls import Steps
 from mpidist.transport.host_memory.result_memory import LentArrays, RecycledResults
 from mpidist.transport.native.loading import native
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
@@ -24,6 +25,7 @@ from mpidist.transport.waiting import complete
 __all__ = [
     "LargeArray",
     "ListInPlace",
+    "ListIntoOthers",
     "ListPerNode",
     "Lists",
     "NewList",
@@ -39,11 +41,8 @@ class RepeatedReduction(ABC):
     """Reduces arrays of one shape and dtype, or lists of such arrays.
 
     A call is `begin`, a barrier of the node, `finish` and `close`. Where compiled code can carry out all of a call, the
-    call is `run` and `close`; what `run` leaves is done by `resume` and `finish`.
-
-    Attributes:
-        run: Carries out a call as far as no rank has to wait long: `native.WholeCall.run`. `None` if there is no such
-            code.
+    call is `run` (`native.WholeCall.run`, or else `None`) and `close`; what `run` leaves is done by `resume` and
+    `finish`.
     """
 
     run: Any = None
@@ -54,48 +53,30 @@ class RepeatedReduction(ABC):
 
     @abstractmethod
     def begin(self, value: Any, result: Any, place: int) -> Any:
-        """Stage an array, or a list. Local.
+        """Stage an array, or a list, all contiguous; return the argument of `finish`. Local.
 
-        Args:
-            value: The array or the list, all contiguous.
-            result: What `lend` has returned, or what takes the result: a contiguous array, or the list itself.
-            place: What `lend` has returned with the result; otherwise 0.
-
-        Returns:
-            The argument of `finish`.
+        `result` and `place` are what `lend` has returned, or what takes the result, and 0.
         """
 
     @abstractmethod
     def finish(self, begun: Any, result: Any) -> None:
-        """Reduce. Collective.
+        """Reduce what `begin` or `resume` returned. Collective."""
 
-        Args:
-            begun: What `begin` or `resume` returned.
-            result: As in `begin`.
-        """
+    def steps(self, begun: Any, result: Any) -> Steps:
+        """Reduce as `finish` does, in the steps of a started call."""
+        self.finish(begun, result)
+        yield from ()
 
     def resume(self, value: Any, result: Any, place: int, have_agreed: bool) -> Any:
-        """Take over from `run`, which has begun a call. Local.
+        """Take over from `run`, which has begun a call; return the argument of `finish`. Local.
 
-        Args:
-            value: As in `begin`.
-            result: As in `begin`.
-            place: As in `begin`.
-            have_agreed: Whether `run` has found that all ranks make the call.
-
-        Returns:
-            The argument of `finish`.
+        `have_agreed`: `run` has found that all ranks make the call.
         """
         raise NotImplementedError(f"no compiled code begins the calls of {type(self).__name__}")
 
     @abstractmethod
     def close(self, result: Any, is_new: bool) -> Any:
-        """Count a call that is done, and return its result as the program gets it. Local.
-
-        Args:
-            result: As in `begin`.
-            is_new: Whether `lend` has returned it.
-        """
+        """Count a call that is done, and return its result to the program; `is_new` if `lend` returned it. Local."""
 
     def forget(self) -> None:  # noqa: B027  one subclass refers to no array
         """Drop the reference to an array that was staged, if `finish` is not called. Local."""
@@ -105,13 +86,7 @@ class RepeatedReduction(ABC):
 class SmallArray(RepeatedReduction):
     """Reduces small arrays: every rank adds all numbers.
 
-    Args:
-        memory: Memory for new results.
-        spec: The array.
-        fused: The list that has this array alone.
-        reducer: The transport.
-        one_shot: The transport's reduction of such lists.
-        flight: `Agreement.flight`. Where arrays have another dtype than what is sent, no call is compiled as a whole.
+    Where arrays have another dtype than what is sent, no call is compiled as a whole.
     """
 
     def __init__(
@@ -140,7 +115,7 @@ class SmallArray(RepeatedReduction):
         return self._one_shot.staged_for(self._whole.staged_for)
 
     def finish(self, begun: Any, result: Array) -> None:
-        self._one_shot.add(begun, self._reduction, self._divide_by, result.reshape(-1))
+        self._reduction.combine_and_divide(begun, result.reshape(-1), self._divide_by)
 
     def close(self, result: Array, is_new: bool) -> Array:
         self._reducer.count(self._nbytes)
@@ -148,13 +123,7 @@ class SmallArray(RepeatedReduction):
 
 
 class _TwoShots(RepeatedReduction):
-    """Reduces larger arrays: every rank adds a shard.
-
-    Args:
-        fused: The list of the arrays.
-        reducer: The transport.
-        flight: `Agreement.flight`; `None` for no compiled code of whole calls.
-    """
+    """Reduces larger arrays: every rank adds a shard. Without a `flight`, no call is compiled as a whole."""
 
     _shared: Sequence[Sequence[Array]] | None = None  # `FusedArrays.shared`, whose arrays are set in each call
 
@@ -185,6 +154,13 @@ class _TwoShots(RepeatedReduction):
         else:
             with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
                 complete(begun, self._reducer.check_peers)
+        self._settle()
+
+    def steps(self, begun: Any, result: Any) -> Steps:
+        yield from begun
+        self._settle()
+
+    def _settle(self) -> None:
         self._two_shot.forget()
         self._was_restaged = self._two_shot.was_restaged
 
@@ -203,15 +179,7 @@ class _TwoShots(RepeatedReduction):
 
 @final
 class LargeArray(_TwoShots):
-    """Reduces one larger array.
-
-    Args:
-        memory: Memory for new results.
-        spec: The array.
-        fused: The list that has this array alone.
-        reducer: The transport.
-        flight: As that of `SmallArray`.
-    """
+    """Reduces one larger array."""
 
     def __init__(
         self, memory: RecycledResults, spec: Spec, fused: FusedList, reducer: FusedReducer, flight: Array | None
@@ -236,15 +204,7 @@ class LargeArray(_TwoShots):
 
 
 class Lists(_TwoShots):
-    """Reduces lists of contiguous arrays, in compiled code.
-
-    Args:
-        made: Makes new arrays, for a list of them.
-        specs: The arrays.
-        fused: As all further arguments, that of `_TwoShots`.
-        reducer: See there.
-        flight: See there.
-    """
+    """Reduces lists of contiguous arrays, in compiled code."""
 
     def __init__(
         self, made: FusedResults, specs: Sequence[Spec], fused: FusedList, reducer: FusedReducer, flight: Array | None
@@ -261,7 +221,7 @@ class Lists(_TwoShots):
 
     def fits(self, arrays: list[Any]) -> bool:
         """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtype."""
-        return bool(native.have_forms(arrays, self._forms, False))
+        return bool(native.have_forms(arrays, self._forms, False, False))
 
     @abstractmethod
     def run(self, value: list[Array], result: Any, *numbers: int) -> int:
@@ -309,19 +269,36 @@ class NewList(Lists):
         self._arrays.place = place
 
 
-@final
-class ListPerNode(Lists):
-    """Reduces lists into per-node arrays, the results of all ranks of the node."""
-
-    _shared = ((),)  # one place, whose arrays `_set` gives
+class _ListIntoOuts(Lists, ABC):
+    """Reduces lists into other arrays. No value is a view, perhaps of a result, which is written early."""
 
     def fits(self, arrays: list[Any]) -> bool:
-        """As of other lists; and no array is a view, perhaps of a result, which other ranks write early."""
-        return bool(native.have_forms(arrays, self._forms, True))
+        return bool(native.have_forms(arrays, self._forms, True, False))
 
     def run(self, value: list[Array], result: list[Array], *numbers: int) -> int:
         progress: int = self._run_whole(self._in_order(value), self._in_order(result), *numbers)
         return progress
+
+
+@final
+class ListIntoOthers(_ListIntoOuts):
+    """Reduces lists into other private arrays."""
+
+    def can_write(self, values: list[Array], outs: list[Any]) -> bool:
+        """Whether outs take the results of values that fit, and each of all these arrays has memory of its own."""
+        are_apart = len({*map(id, values), *map(id, outs)}) == 2 * len(values)
+        return are_apart and bool(native.have_forms(outs, self._forms, True, True))
+
+    def _set(self, value: list[Array], result: list[Array], place: int) -> None:
+        self._arrays.sources, self._arrays.results = (self._flat(self._in_order(its)) for its in (value, result))
+        self._arrays.place = place
+
+
+@final
+class ListPerNode(_ListIntoOuts):
+    """Reduces lists into per-node arrays, the results of all ranks of the node."""
+
+    _shared = ((),)  # one place, whose arrays `_set` gives
 
     def _set(self, value: list[Array], result: list[Array], place: int) -> None:
         self._arrays.sources = self._flat(self._in_order(value))
@@ -330,13 +307,7 @@ class ListPerNode(Lists):
 
 @final
 class SymmetricInPlace(RepeatedReduction):
-    """Reduces symmetric arrays where they lie: every rank adds a shard for all.
-
-    Args:
-        fused: The list of the arrays.
-        reducer: The transport.
-        in_place: The transport's reduction of the arrays.
-    """
+    """Reduces symmetric arrays where they lie: every rank adds a shard for all."""
 
     def __init__(self, fused: FusedList, reducer: FusedReducer, in_place: InPlace) -> None:
         self._nbytes, self._reducer, self._in_place = fused.nbytes, reducer, in_place

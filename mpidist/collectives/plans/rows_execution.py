@@ -24,15 +24,7 @@ __all__ = ["RowList", "RowsExecution"]
 
 @final
 class RowList(NamedTuple):
-    """Arrays of one dtype and kind of memory, which are reduced as one.
-
-    Attributes:
-        indices: The arrays.
-        wire: The dtype in which the arrays are added.
-        device: Whether the arrays lie in device memory.
-        reduction: The elementwise operation.
-        divide_by: The divisor of the results.
-    """
+    """Arrays of one dtype, `wire`, and kind of memory, which are reduced as one."""
 
     indices: tuple[int, ...]
     wire: np.dtype[Any]
@@ -45,15 +37,7 @@ class RowList(NamedTuple):
 class RowsExecution(Execution):
     """Carries out the calls of one plan: adds replicas to rows, all-reduces the rows, and copies the sums out.
 
-    Args:
-        group: The ranks.
-        tree: The order in which replicas are added.
-        lists: The arrays, grouped.
-        local_sums: Adds the replicas of this rank.
-        memory: Takes the rows of arrays in host memory.
-        specs: The arrays.
-        result_dtypes: The dtype of each result.
-        is_wanted: For each result, whether this rank is a destination.
+    `is_wanted`: for each result, whether this rank is a destination.
     """
 
     def __init__(

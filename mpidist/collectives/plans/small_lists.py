@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
+from mpidist.transport.agreement.comparison_rounds import CarriedNumbers
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.one_shot import OneShot
 
@@ -24,48 +25,29 @@ _ALIGNMENT: Final = 64  # bytes: of lists in a slot
 
 @final
 class SmallLists:
-    """Reduces small lists, which share one barrier: a call is `stage`, a barrier of the node, and `add`.
-
-    Args:
-        lists: The lists, one for each dtype.
-        results: The results of each list.
-        one_shots: The all-reduce of each list.
-
-    Attributes:
-        one_shots: Those of the argument.
-    """
+    """Reduces small lists, which share one barrier: a call is `stage`, a barrier of the node, and `add`."""
 
     def __init__(
-        self, lists: Sequence[FusedList], results: Sequence[FusedResults], one_shots: Sequence[OneShot]
+        self,
+        lists: Sequence[FusedList],
+        results: Sequence[FusedResults],
+        one_shots: Sequence[OneShot | CarriedNumbers],
     ) -> None:
-        self._lists, self._results, self.one_shots = lists, results, one_shots
+        self._lists, self._results, self._one_shots = lists, results, one_shots
 
     def stage(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """Stage the values. Local.
-
-        Args:
-            arrays: All values of the call.
-
-        Returns:
-            The argument of `add`.
-        """
+        """Stage all values of a call; return the argument of `add`. Local."""
         return [
             one_shot.stage([arrays[index] for index in fused.indices])
-            for one_shot, fused in zip(self.one_shots, self._lists, strict=True)
+            for one_shot, fused in zip(self._one_shots, self._lists, strict=True)
         ]
 
     def add(self, staged: list[list[Any]], results: list[Any], are_new: bool) -> None:
-        """Add what all ranks have staged. Local.
-
-        Args:
-            staged: What `stage` returned.
-            results: The results of the call, which are written; `None` where they become new arrays.
-            are_new: Whether there are no outs.
-        """
+        """Add what all ranks have staged, to the results, or to new arrays if `are_new`. Local."""
         for at, (fused, made) in enumerate(zip(self._lists, self._results, strict=True)):
             keeps = fused.wire == fused.result_dtype
             total = np.empty(fused.count, fused.wire)
-            self.one_shots[at].add(staged[at], fused.reduction, fused.divide_by if keeps else 1, total)
+            fused.reduction.combine_and_divide(staged[at], total, fused.divide_by if keeps else 1)
             if not keeps:
                 with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
                     total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
@@ -74,18 +56,21 @@ class SmallLists:
             made.copy(total, results)
 
     @staticmethod
+    def starts_of(lists: Sequence[FusedList], alignment: int) -> tuple[list[int], int]:
+        """Return where lists begin that lie together, and where they end, in bytes."""
+        starts, end = [], 0
+        for fused in lists:
+            starts.append(-(-end // alignment) * alignment)
+            end = starts[-1] + fused.nbytes
+        return starts, end
+
+    @staticmethod
     def one_shots_for(reducer: FusedReducer, lists: Sequence[FusedList], is_compiled: bool) -> list[OneShot]:
         """Make the all-reduces of lists that are small together; none of larger ones. Equal on all ranks.
 
-        Args:
-            reducer: The transport.
-            lists: The lists.
-            is_compiled: Whether all ranks reduce larger lists by compiled code.
+        `is_compiled`: all ranks reduce larger lists by compiled code.
         """
-        starts, end = [], 0
-        for fused in lists:
-            starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-            end = starts[-1] + fused.nbytes
+        starts, end = SmallLists.starts_of(lists, _ALIGNMENT)
         is_one_array = len(lists) == len(lists[0].indices) == 1 if lists else False
         most = 0 if len(lists) == 1 else _COMPILED_DTYPES_BYTES
         if is_one_array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from mpidist.parameter_server.messages.protocol import (
     REQUEST,
     SERVE_CALL,
     WHOLE_NUMBERS,
+    WINDOW,
     Header,
     Op,
     Outcome,
@@ -32,7 +33,6 @@ from mpidist.parameter_server.messages.protocol import (
     join_bytes,
     plan_messages,
     plan_stream,
-    to_json,
 )
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.group.service_group import ServiceGroup
@@ -41,25 +41,31 @@ from mpidist.transport.shared_errors import repeat_of
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["Channel", "Connection"]
+__all__ = ["Channel", "Connection", "one_error"]
 
 Array = np.ndarray[Any, Any]
-Plan = Sequence[tuple[Piece, ...]]
 Received = Iterator[tuple[tuple[Piece, ...], Array]]
 
 _NO_NUMBERS = (0.0,) * MAX_NUMBERS
 _UINT8 = np.dtype(np.uint8)
-_ANSWERED_LATER = frozenset((Op.CHANGE, Op.CHANGE_ROWS, Op.STEP))  # the worker does something else meanwhile
+# The worker does something else meanwhile; nobody answers the last one.
+_ANSWERED_LATER = frozenset((Op.CHANGE, Op.CHANGE_ROWS, Op.STEP, Op.CALL, Op.LEAVE))
+_ANSWERED_WITH_DATA = frozenset((Op.READ, Op.READ_ROWS, Op.NAME_LIST))
+_SENT_AT_ONCE = _ANSWERED_LATER | {Op.READ, Op.READ_ROWS}  # behind what is not answered
+_SLOTS = WINDOW + 1  # memory for requests: one more to leave with
+_SPINS = 50  # tests before a wait is recorded: most small requests are answered within 10 us
 _ENDED = -1  # in the place of an entry of the flight recorder
 GRACE_SECONDS = 10.0  # that an answer may take, on a busy machine, after a server has found that other workers are late
 
 
 @final
 class Channel:
-    """The requests of this worker to one server, one at a time.
+    """The requests of this worker to one server, which answers them in order.
 
-    `start` sends a request and does not wait for its answer; `finish` does. An error of a request that nobody has
-    finished is raised by the next one. `broken` is why the server cannot be used any more, or `None`.
+    `start` sends a request and does not wait for its answer; `finish` waits for all answers. Changes and reads are sent
+    behind changes that are not answered yet, `WINDOW` requests at most: see `make_room`. Other requests first wait
+    for all answers. The error of a change is raised by the next `make_room` that finds its answer, or by `finish`.
+    `broken` is why the server cannot be used any more, or `None`.
     """
 
     def __init__(self, group: ServiceGroup, rank: int, name: str, lane: Lane | None = None) -> None:
@@ -67,18 +73,19 @@ class Channel:
         self._lane = lane
         self.rank, self.name = rank, name
         self._what = f"a request to {name}"
-        self._entry = _ENDED  # of the request under way, in the flight recorder
+        self._entry = _ENDED  # of the last request, in the flight recorder
         self.broken: Exception | None = None
         self._group, self._comm, self._byte = group, group.comm, mpi.BYTE
-        self._request = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._requests = _messages(_SLOTS)  # each is used again once it was answered
+        self._sends: list[Any] = [mpi.REQUEST_NULL] * _SLOTS  # of these
         self._answer = np.zeros(MESSAGE_BYTES, np.uint8)
         self._outcome = self._answer.data.cast("q")
-        self._request_memory = self._request.data
         self._scratch = np.empty(0, np.uint8)
         self._incoming = self._comm.Recv_init([self._answer, mpi.BYTE], rank, ANSWER)
-        self._sequence = 0
-        self._pending = ""  # the name of the request whose answer was not read
-        self._sends: list[Any] = []
+        self._awaits_data = False  # of the last request, which an interrupt may have kept from taking it
+        self._sequence = self._answered = 0  # the numbers of the last request, and of the last one that was answered
+        self._calls = [""] * _SLOTS  # the names of the requests
+        self._errors: list[Exception] = []  # of requests, which nobody was told
         self._test_all: Callable[[Any], bool] = mpi.Request.Testall
 
     def start(
@@ -93,25 +100,32 @@ class Channel:
     ) -> None:
         """Send a request of contiguous arrays. Returns when their memory can be used again.
 
-        `call` names the request for people; all others are as in `Header`.
+        `call` names the request for people; all others are as in `Header`. `make_room` comes before changes and reads:
+        of all servers of a call, so that no server gets its part if the call ends with the error of an earlier change.
         """
-        self.finish()
+        if op not in _SENT_AT_ONCE:
+            self.finish()
         try:
             self._entry = self._group.recorder.begin(0, call, self.name)
-            self._sequence += 1
-            message, nbytes = self._request, sum([array.nbytes for array in data])
-            WHOLE_NUMBERS.pack_into(self._request_memory, 0, op, self._sequence, variables, rows, change, nbytes)
+            self._awaits_data = op in _ANSWERED_WITH_DATA
+            self._sequence = sequence = self._sequence + 1
+            slot = sequence % _SLOTS
+            self._calls[slot] = call
+            message, memory = self._requests[slot]
+            nbytes = sum([array.nbytes for array in data])
+            WHOLE_NUMBERS.pack_into(memory, 0, op, sequence, variables, rows, change, nbytes)
             if numbers:
                 numbers = (*numbers, *_NO_NUMBERS[len(numbers) :])
-                HEADER.pack_into(message.data, 0, op, self._sequence, variables, rows, change, nbytes, *numbers)
+                HEADER.pack_into(memory, 0, op, sequence, variables, rows, change, nbytes, *numbers)
             end = HEADER_BYTES
             if nbytes <= INLINE_BYTES:
                 for array in data:
                     start, end = end, end + array.nbytes
                     message[start:end] = array.reshape(-1).view(_UINT8)
-            self._incoming.Start()
-            self._pending = call
-            self._sends = [self._comm.Isend([message, end, self._byte], self.rank, REQUEST)]
+            if sequence - self._answered == 1:
+                self._incoming.Start()
+            self._sends[slot].Test()  # which frees it: the server has the request, as it has answered
+            self._sends[slot] = self._comm.Isend([message, end, self._byte], self.rank, REQUEST)
             if nbytes > INLINE_BYTES:
                 sizes = tuple(array.nbytes for array in data)
                 self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
@@ -122,83 +136,81 @@ class Channel:
             self._break(call, error)
             raise
 
-    def finish(self, more_seconds: float = 0.0) -> None:
-        """Wait for the answer of the request that was started last, unless it was read already, and raise its error.
+    def make_room(self) -> None:
+        """Make sure that two more requests can be sent, as of a push, and raise the errors that are known by now."""
+        self.finish(most=WINDOW - 2)
 
-        `more_seconds` is how much longer than its deadline the answer may take: `GRACE_SECONDS` where the server itself
-        notices that other workers are late.
+    def finish(
+        self, more_seconds: float = 0.0, arrays: Sequence[Array] = (), places: tuple[int, ...] = (), most: int = 0
+    ) -> None:
+        """Wait until `most` answers are missing, put the data of the last one into arrays, and raise the first error.
+
+        `more_seconds` is how much longer than its deadline an answer may take: `GRACE_SECONDS` where the server itself
+        notices that other workers are late. The contiguous `arrays` are filled also if an earlier request has failed;
+        `places`, of an answer to READ, are those of the variables in the memory that is shared with the server.
         """
         self._group.enter(self._what)
+        if self._awaits_data and not arrays and self.broken is None:  # the next read would take what is left
+            self._break(self._calls[self._sequence % _SLOTS], KeyboardInterrupt())
         if self.broken is not None:
             raise repeat_of(self.broken)
-        call = self._pending
-        if not call:
-            return
+        self._awaits_data = False
         try:
-            if not self._incoming.Test():
-                if self._entry == _ENDED:
-                    self._entry = self._group.recorder.begin(0, f"the wait for the end of the {call}", self.name)
-                self._wait(call, self._incoming.Test, more_seconds)
+            while self._answered < self._sequence:
+                if not self._incoming.Test():
+                    if self._sequence - self._answered <= most:
+                        break
+                    self._wait_for_answer(more_seconds)
+                self._answered += 1
+                if self._outcome[0] != Outcome.OK:
+                    self._errors.append(self._error_of(self._calls[self._answered % _SLOTS]))
+                if self._answered < self._sequence:
+                    self._incoming.Start()
+            if arrays and self._outcome[0] == Outcome.OK:
+                self._take_data(arrays, places)
         except BaseException as error:
-            self._break(call, error)
+            self._break(self._oldest_call, error)
             raise
-        self._pending = ""
         if self._entry != _ENDED:
             self._group.recorder.end(self._entry)
             self._entry = _ENDED
-        if self._outcome[0] != Outcome.OK:
-            self._raise(call)
+        if self._errors:
+            errors, self._errors = self._errors, []
+            raise one_error(errors)
 
     @property
     def number(self) -> int:
         """The number in the last answer: `rows` of its header."""
         return int(self._outcome[3])
 
-    def data(self, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
-        """Put the data of the last answer into contiguous arrays, which it fills.
-
-        `places`: of an answer to READ, where the variables lie in the memory that is shared with the server.
-        """
-        at = HEADER_BYTES
-        if self._outcome[5] <= INLINE_BYTES:
-            for array in arrays:
-                array.reshape(-1).view(_UINT8)[...] = self._answer[at : at + array.nbytes]
-                at += array.nbytes
-            return
-        try:
-            self._receive_data(arrays, places if self._lane is not None else ())
-        except BaseException as error:
-            self._break("a read", error)
-            raise
+    @property
+    def _oldest_call(self) -> str:
+        """The name of the request whose answer is awaited, or was taken last."""
+        return self._calls[min(self._answered + 1, self._sequence) % _SLOTS]
 
     def leave(self, why: str) -> bool:
         """Tell the server that this worker makes no request any more; nobody answers. Returns whether it could."""
-        if self.broken is not None:
-            return False
-        self._sequence += 1
-        data = to_json(why[:1000])
-        message = self._request = np.zeros(MESSAGE_BYTES, np.uint8)  # the last one may be under way
-        HEADER.pack_into(message.data, 0, Op.LEAVE, self._sequence, 0, 0, 0, data.size, *_NO_NUMBERS)
-        end = HEADER_BYTES + data.size
-        message[HEADER_BYTES:end] = data
-        never_free((message, self._comm.Isend([message, end, self._byte], self.rank, REQUEST)))
-        return True
+        if self.broken is None:
+            text = why[:1000].encode(errors="backslashreplace")  # of a file's name, perhaps
+            self.start("leave", Op.LEAVE, data=[np.frombuffer(text[:INLINE_BYTES], np.uint8)])
+        return self.broken is None
 
     def close(self) -> None:
         """Give back what MPI holds for this channel. Local."""
         if self.broken is not None:
             return  # MPI may still write an answer
-        if self._pending:
+        if not self._incoming.Test():
             self._incoming.Cancel()
             self._incoming.Wait()
         self._incoming.Free()
         self._scratch = np.empty(0, np.uint8)
         self.broken = RuntimeError(f"a request to {self.name} on a closed strategy: it was closed, make a new one")
         if not self._test_all(self._sends):
-            never_free((self._sends, self._request))
+            never_free((self._sends, self._requests))
 
     def _send_data(self, call: str, data: Sequence[Array], plan: Iterable[tuple[Piece, ...]]) -> None:
-        lane = self._lane
+        lane, num = self._lane, self._sequence - self._answered  # the server answers earlier requests first
+        sends: list[Any] = []
         for pieces in plan:
             parts = [
                 data[item] if stop - start == data[item].nbytes else bytes_of(data[item])[start:stop]
@@ -206,15 +218,33 @@ class Channel:
             ]
             if lane is not None:
                 if not lane.can_send():
-                    self._wait(call, lane.can_send, 0.0)
+                    self._wait(call, lane.can_send, 0.0, num_requests=num)
                 lane.send(join_bytes(parts, lane.slot()).size)
                 continue
             memory = bytes_of(parts[0]) if len(parts) == 1 else join_bytes(parts, self._buffer())
-            self._sends.append(self._comm.Isend([memory, self._byte], self.rank, DATA))
+            sends.append(self._comm.Isend([memory, self._byte], self.rank, DATA))
             if len(parts) > 1:  # the buffer is one
-                self._wait(call, partial(self._test_all, self._sends), 0.0, data)
+                self._wait(call, partial(self._test_all, sends), 0.0, (sends, data), num)
         if lane is None:
-            self._wait(call, partial(self._test_all, self._sends), 0.0, data)
+            self._wait(call, partial(self._test_all, sends), 0.0, (sends, data), num)
+
+    def _wait_for_answer(self, more_seconds: float) -> None:
+        for _ in range(_SPINS):
+            if self._incoming.Test():
+                return
+        call = self._oldest_call
+        if self._entry == _ENDED:
+            self._entry = self._group.recorder.begin(0, f"the wait for the end of the {call}", self.name)
+        self._wait(call, self._incoming.Test, more_seconds)
+
+    def _take_data(self, arrays: Sequence[Array], places: tuple[int, ...]) -> None:
+        if self._outcome[5] > INLINE_BYTES:
+            self._receive_data(arrays, places or (self.number,) if self._lane is not None else ())
+            return
+        at = HEADER_BYTES
+        for array in arrays:
+            array.reshape(-1).view(_UINT8)[...] = self._answer[at : at + array.nbytes]
+            at += array.nbytes
 
     def _receive_data(self, arrays: Sequence[Array], places: tuple[int, ...]) -> None:
         lane = self._lane
@@ -241,9 +271,16 @@ class Channel:
             self._scratch = np.empty(CHUNK_BYTES, np.uint8)
         return self._scratch
 
-    def _wait(self, call: str, test: Callable[[], bool], more_seconds: float, memory: Sequence[Any] = ()) -> None:
+    def _wait(
+        self,
+        call: str,
+        test: Callable[[], bool],
+        more_seconds: float,
+        memory: Sequence[Any] = (),
+        num_requests: int = 1,
+    ) -> None:
         group, timeout = self._group, self._group.timeout_seconds
-        limit = timeout + more_seconds if timeout and more_seconds < math.inf else None
+        limit = timeout * num_requests + more_seconds if timeout and more_seconds < math.inf else None
         group.begin_wait(f"{call} at {self.name}", (self.rank,), limit, SERVE_CALL if more_seconds else None)
         try:
             poll(test, group.watchdog.check_peers)
@@ -257,8 +294,8 @@ class Channel:
         Raises:
             UnavailableError: If it was because the server is lost.
         """
-        never_free((self._sends, self._request, self._answer, self._incoming))
-        self._pending = ""
+        never_free((self._sends, self._requests, self._answer, self._incoming))
+        self._answered = self._sequence
         if is_process_failure(error):
             error = PeerFailedError(f"{call}: MPI has found that the process of rank {self.rank} has failed")
         elif not isinstance(error, (DeadlineExceededError, PeerFailedError)):
@@ -275,23 +312,24 @@ class Channel:
         self.broken = lost
         raise lost from error
 
-    def _raise(self, call: str) -> NoReturn:
+    def _error_of(self, call: str) -> Exception:
+        """Return the error with which the server has answered."""
         header = Header.read(self._answer)
         text = self._answer[HEADER_BYTES : HEADER_BYTES + header.nbytes].tobytes().decode(errors="replace")
         if header.op == Outcome.REFUSED:
-            raise InvalidArgumentError(text)
+            return InvalidArgumentError(text)
         if header.op == Outcome.TOO_LATE:
-            raise DeadlineExceededError(f"{call} of rank {self._comm.rank} cannot complete: {text}")
-        raise RuntimeError(f"{call} failed on {text}")
+            return DeadlineExceededError(f"{call} of rank {self._comm.rank} cannot complete: {text}")
+        return RuntimeError(f"{call} failed on {text}")
 
 
 @final
 class Connection:
-    """The messages of one worker, which has one request under way at a time. All methods are local.
+    """The messages of one worker, whose requests are answered one after the other. All methods are local.
 
     Attributes:
-        message, sequence: The last request, and its number.
-        lists: Lists of variables that the worker has numbered, in the server's own form.
+        message, memory, sequence: The last request, also as plain memory, and its number.
+        lists: Lists of variables that the worker has numbered, and single ones by key, in the server's own form.
         steps: What answers the request, if that takes several steps.
         is_making: Whether all data of a change is here, and the change is made: then it is made whole.
         call, num_changes: The call of a coordinator's that changes belong to, 0 for none; and how many have come.
@@ -306,51 +344,59 @@ class Connection:
         self.has_ended = self.is_making = False
         self.call = self.num_changes = 0
         self._comm, self.rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
-        self.message = np.zeros(MESSAGE_BYTES, np.uint8)
-        self._reply = np.zeros(MESSAGE_BYTES, np.uint8)
-        self._reply_memory = self._reply.data
+        messages = _messages(2)  # the next one comes while one is handled
+        self._requests = [(comm.Recv_init([one, mpi.BYTE], rank, REQUEST), one, memory) for one, memory in messages]
+        self._at, (self._incoming, self.message, self.memory) = 0, self._requests[0]
+        self._replies = _messages(WINDOW)
         self._buffers: list[Array] = []
         self._whole = np.empty(0, np.uint8)
-        self._received = 0  # bytes of the data of this request
-        self._sent: Any = None
-        self._incoming = comm.Recv_init([self.message, mpi.BYTE], rank, REQUEST)
-        self._is_listening = self._is_abandoned = False
-        self.listen()
+        self._nbytes = 0  # of data of the request
+        self._data: Iterator[Array | None] = iter(())  # what of it has not been received
+        self._sends: list[Any] = [mpi.REQUEST_NULL] * WINDOW  # of these
+        self._is_abandoned = False
+        for request, _, _ in self._requests:
+            request.Start()
 
     def listen(self) -> None:
-        """Make ready for the next request."""
-        self._received = 0
-        self._is_listening = True
+        """Go on to the next request."""
+        self.is_making = False
         self._incoming.Start()
+        self._at = 1 - self._at
+        self._incoming, self.message, self.memory = self._requests[self._at]
 
     def has_request(self) -> bool:
-        """Whether a request has come that is not begun."""
-        if self._incoming.Test():
-            self._is_listening = False
-            return True
-        return False
+        """Whether the request has come."""
+        has_come: bool = self._incoming.Test()
+        return has_come
+
+    def begin_steps(self) -> Header:
+        """Prepare to receive the data of the request, and return its header."""
+        header = Header.read(self.memory)
+        self._nbytes, self._data = header.nbytes, self._messages_of_data()
+        return header
 
     def answer(self, outcome: int, data: Array | None = None, nbytes: int = 0, rows: int = 0) -> None:
         """Answer the request: with `data` behind the header, or with `nbytes` that follow in messages of their own."""
-        sent, size = self._sent, 0
-        while sent is not None and not sent.Test():  # the worker has it already, as it has made another request
+        slot, size = self.sequence % WINDOW, 0
+        reply, memory = self._replies[slot]
+        while not self._sends[slot].Test():  # the worker has it already, as it has made `WINDOW` requests since
             pass
         if data is not None:
             size = nbytes = data.size
-            self._reply[HEADER_BYTES : HEADER_BYTES + size] = data
-        WHOLE_NUMBERS.pack_into(self._reply_memory, 0, outcome, self.sequence, 0, rows, 0, nbytes)
-        self._sent = self._comm.Isend([self._reply, HEADER_BYTES + size, self._byte], self.rank, ANSWER)
+            reply[HEADER_BYTES : HEADER_BYTES + size] = data
+        WHOLE_NUMBERS.pack_into(memory, 0, outcome, self.sequence, 0, rows, 0, nbytes)
+        self._sends[slot] = self._comm.Isend([reply, HEADER_BYTES + size, self._byte], self.rank, ANSWER)
 
     def answer_text(self, outcome: int, text: str) -> None:
         """Answer with a text, which is cut where it is too long."""
-        self.answer(outcome, np.frombuffer(text.encode()[:INLINE_BYTES], np.uint8))
+        self.answer(outcome, np.frombuffer(text.encode(errors="backslashreplace")[:INLINE_BYTES], np.uint8))
 
     def answer_all(self, data: Array) -> Generator[bool, None, None]:
         """Answer with bytes, however many."""
         if data.size <= INLINE_BYTES:
             self.answer(Outcome.OK, data)
             return
-        self.answer(Outcome.OK, nbytes=data.size)
+        self.answer(Outcome.OK, nbytes=data.size, rows=NO_PLACE)
         for ((_, start, stop),) in plan_messages((data.size,)):
             yield from self.send([data[start:stop]])
 
@@ -374,45 +420,28 @@ class Connection:
 
         While a message is used, the next one arrives. `sizes` are the bytes of each item of the data.
         """
-        nbytes = Header.read(self.message).nbytes
-        if nbytes != sum(sizes):
-            raise ValueError(f"a request came with {nbytes} bytes of data, and needs {sum(sizes)}")
-        if nbytes <= INLINE_BYTES:
-            pieces = tuple(Piece(item, 0, size) for item, size in enumerate(sizes) if size)
-            yield pieces, self.message[HEADER_BYTES : HEADER_BYTES + nbytes]
-        elif self.lane is not None:
-            yield from self._receive_from_lane(self.lane, plan_messages(sizes))
-        else:
-            yield from self._receive_messages(plan_messages(sizes))
+        if self._nbytes != sum(sizes):
+            raise ValueError(f"a request came with {self._nbytes} bytes of data, and needs {sum(sizes)}")
+        for pieces in plan_messages(sizes):
+            while (data := next(self._data)) is None:
+                yield (), self.message
+            yield pieces, data
+        next(self._data, None)  # which gives back the last slot of a lane
 
     def receive_all(self) -> Generator[bool, None, Array]:
         """Receive the data of the request, as one array that belongs to the caller."""
-        nbytes = Header.read(self.message).nbytes
-        data = np.empty(nbytes, np.uint8)
-        at = 0
-        for pieces, part in self.receive((nbytes,)):
-            if not pieces:
-                yield False
-                continue
-            data[at : at + part.size] = part
-            at += part.size
-            yield True
-        return data
+        memory, at = np.empty(self._nbytes, np.uint8), 0
+        for data in self._data:
+            if data is not None:
+                memory[at : at + data.size] = data
+                at += data.size
+            yield data is not None
+        return memory
 
     def drain(self) -> Generator[bool, None, None]:
         """Receive what is left of the data of the request, and drop the data."""
-        nbytes, lane = Header.read(self.message).nbytes, self.lane
-        while nbytes > INLINE_BYTES and self._received < nbytes:
-            if lane is not None:
-                while not lane.can_take():
-                    yield False
-                self._received += lane.sent_slot().size
-                lane.take()
-                continue
-            request = self._receive_into(self._buffer(0))
-            while not request.Test(self._status):
-                yield False
-            self._received += self._status.Get_count(self._byte)
+        for data in self._data:
+            yield data is not None
 
     def whole(self, nbytes: int) -> Array:
         """Return memory in which data can be collected that comes in several messages: the same at every call."""
@@ -424,43 +453,48 @@ class Connection:
         """Give up a worker that is lost: drop its request, and leave to MPI what is under way. Local."""
         if self.steps is not None:
             self.steps.close()
-            self.steps = None
-        never_free((self.message, self._reply, self._buffers, self._incoming, self._sent))
+            self.steps, self._data = None, iter(())
+        never_free((self._requests, self._replies, self._buffers, self._sends))
         self.has_ended = self._is_abandoned = True
 
     def close(self) -> None:
-        """Give back what MPI holds for this connection."""
+        """Give back what MPI holds for this connection, and the variables."""
+        self.lists = {}
         if self._is_abandoned:
             return
-        if self._is_listening:
-            self._incoming.Cancel()
-            self._incoming.Wait()
-        self._incoming.Free()
+        for request, _, _ in self._requests:
+            if not request.Test():
+                request.Cancel()
+                request.Wait()
+            request.Free()
         self._buffers, self._whole = [], np.empty(0, np.uint8)
-        if self._sent is not None and not self._sent.Test():
-            never_free((self._sent, self._reply))
+        if not all(sent.Test() for sent in self._sends):
+            never_free((self._sends, self._replies))
 
-    def _receive_from_lane(self, lane: Lane, plan: Plan) -> Received:
-        for pieces in plan:
-            while not lane.can_take():
-                yield (), self.message
-            data = lane.sent_slot()
-            self._received += data.size
-            try:
-                yield pieces, data
-            finally:
+    def _messages_of_data(self) -> Iterator[Array | None]:
+        """Yield the data of the request, message by message, or `None` while the next one has not come."""
+        nbytes, received = self._nbytes, 0
+        if nbytes <= INLINE_BYTES:
+            yield self.message[HEADER_BYTES : HEADER_BYTES + nbytes]
+            return
+        if (lane := self.lane) is not None:
+            while received < nbytes:
+                while not lane.can_take():
+                    yield None
+                data = lane.sent_slot()
+                received += data.size
+                yield data
                 lane.take()
-
-    def _receive_messages(self, plan: Plan) -> Received:
-        lengths = [sum(piece.stop - piece.start for piece in pieces) for pieces in plan]
-        request = self._receive_into(self._buffer(0)[: lengths[0]])
-        for at, pieces in enumerate(plan):
-            while not request.Test():
-                yield (), self.message
-            self._received += lengths[at]
-            if at + 1 < len(plan):
-                request = self._receive_into(self._buffer((at + 1) % 2)[: lengths[at + 1]])
-            yield pieces, self._buffer(at % 2)[: lengths[at]]
+            return
+        request, at = self._receive_into(self._buffer(0)), 0
+        while received < nbytes:
+            while not request.Test(self._status):
+                yield None
+            data = self._buffer(at)[: self._status.Get_count(self._byte)]
+            received, at = received + data.size, 1 - at
+            if received < nbytes:
+                request = self._receive_into(self._buffer(at))
+            yield data
 
     def _buffer(self, number: int) -> Array:
         """Return memory for one message of data: that of one of two buffers."""
@@ -478,3 +512,16 @@ def _split_bytes(memory: Array, parts: Sequence[Array]) -> None:
     for part in parts:
         part[...] = memory[at : at + part.size]
         at += part.size
+
+
+def _messages(count: int) -> list[tuple[Array, memoryview]]:
+    """Make memory for messages."""
+    return [(message, message.data) for message in np.zeros((count, MESSAGE_BYTES), np.uint8)]
+
+
+def one_error(errors: Sequence[Exception]) -> Exception:
+    """Return the first of some errors, whose text then tells of the others."""
+    first, *others = errors
+    if others:
+        first.args = (f"{first}\n  so did {len(others)} more, the last one: {others[-1]}",)
+    return first

@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -42,6 +43,7 @@ WHOLE_NUMBERS: Final = struct.Struct("=6q")  # the first part of a header: a rul
 HEADER_BYTES: Final = HEADER.size
 INLINE_BYTES: Final = MESSAGE_BYTES - HEADER_BYTES
 REQUEST, ANSWER, DATA = 1, 2, 3  # tags
+WINDOW: Final = 32  # requests of a worker that a server has not answered
 SERVE_CALL: Final = "serve()"  # what the flight recorder of a server says while it answers workers
 
 _MAX_PLANS: Final = 256  # remembered
@@ -117,7 +119,7 @@ class Header(NamedTuple):
     """The header of a request, or of an answer."""
 
     op: int  # an `Op`; of an answer an `Outcome`
-    sequence: int  # the number of the worker's request at this server
+    sequence: int  # the number of the worker's request at this server; of an answer, of the last one it is for
     variables: int  # the key of a variable, or the number of a list of them, below 0
     # How many rows, or of how many variables; of an answer to DONE, whether all workers have ended well;
     # of an answer to READ, where the first variable lies in shared memory.
@@ -175,31 +177,18 @@ def is_read_in_place(size: int, place: int) -> bool:
 
 def plan_stream(sizes: tuple[int, ...]) -> Iterator[tuple[Piece, ...]]:
     """Lay items over messages one behind the other, as if they were one. Yields the pieces of each message."""
-    together: list[Piece] = []
-    space = CHUNK_BYTES
-    for item, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            stop = min(size, start + space)
-            together.append(Piece(item, start, stop))
-            space -= stop - start
-            start = stop
-            if not space:
-                yield tuple(together)
-                together, space = [], CHUNK_BYTES
-    if together:
-        yield tuple(together)
+    bounds = [*enumerate(pairwise(accumulate(sizes, initial=0)))]
+    for begin in range(0, sum(sizes), CHUNK_BYTES):
+        end = begin + CHUNK_BYTES
+        cuts = [(item, first, max(first, begin), min(last, end)) for item, (first, last) in bounds]
+        yield tuple(Piece(item, start - first, stop - first) for item, first, start, stop in cuts if start < stop)
 
 
 def join_bytes(arrays: Sequence[Any], memory: Bytes) -> Bytes:
     """Copy contiguous arrays one behind the other into memory, and return as much of it as they fill."""
-    if len(arrays) == 1:
-        part = memory[: arrays[0].nbytes]
-        part[...] = bytes_of(arrays[0])
-        return part
     joined = memory[: sum([array.nbytes for array in arrays])]
-    if len({array.dtype for array in arrays}) == 1:
-        np.concatenate(arrays, axis=None, out=joined.view(arrays[0].dtype))
+    if len(arrays) == 1:  # as most: faster than to concatenate
+        joined[...] = bytes_of(arrays[0])
     else:
         np.concatenate([bytes_of(array) for array in arrays], out=joined)
     return joined

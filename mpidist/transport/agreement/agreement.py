@@ -1,7 +1,7 @@
 """Do all ranks make the same call? Compared before data moves, so that a mistake is an error and not a hang.
 
 Each rank describes its call. All ranks compare a fingerprint of the description: a barrier in shared memory on one
-node, a small all-reduce on several. Only if fingerprints differ do ranks exchange the descriptions, and every rank
+node, a small all-gather on several. Only if fingerprints differ do ranks exchange the descriptions, and every rank
 raises the same error. Waits are polled, so that Python's signal handlers run and a deadline can end a wait.
 """
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Final, final
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, NamedTuple, final
 
+from mpidist.transport.agreement.comparison_rounds import CarryingRounds
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.agreement.stop_notice import StopNotice
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FlightRecorder
 
-__all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "Progress", "SoloAgreement"]
+__all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "Posted", "Progress", "SoloAgreement"]
 
 # The last calls of a rank in its group: the rank closes the group, or its program ends.
 CLOSE: Final = "close()"
@@ -36,26 +38,40 @@ class Progress:
     JOINED_AGAIN: Final = 3  # as `JOINED`, and this rank has joined the second round, too: inside an agreement alone
 
 
+@final
+class Posted(NamedTuple):
+    """What a rank compares in one call.
+
+    Attributes:
+        words: The fingerprint of the call and its place in the program.
+        notice_bit: The bit that a notice changes in the fingerprint; 0 for no notice.
+        step_exit: How the rank has left a step before the call, which changes another bit.
+    """
+
+    words: int
+    notice_bit: int
+    step_exit: StepExit | None
+
+
 class CallRecord(ABC):
     """A call that a rank makes, and what it passes: what ranks compare before data moves.
 
     Attributes:
-        name: The name of the call, for people.
         fingerprint: A digest of everything that must be equal on all ranks.
         timeout_seconds: How long to wait; `None` is the group's own deadline, 0 for ever.
         error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the other ranks
             raise the error, too.
         variant: Digest of what may differ between ranks without an error, for example where the arguments lie in shared
             memory. `join` returns whether the digest is equal on all ranks. It is 0 on all ranks, or on none.
-        details: What the flight recorder says of the call.
         is_last: Whether the rank leaves the group with this call, so that the other ranks must leave with it.
-        timeout: `timeout_seconds`, or the group's own deadline; set when the rank joins the call.
         is_compared: Whether the ranks compare the call. False only where `Agreement.compares_all_calls` is.
         is_started: Whether the rank joins the call later than it makes the call.
+        posted: What the rank compares in the call, if it has joined the comparison: `Agreement.join_ahead`.
         step_exit: Of such a call, what `Agreement.take_step_exit` returned when the rank made the call.
+        run: Of such a call, `Agreement.run` when the rank made the call; `None`: the rank has joined the call at once.
     """
 
-    name = ""
+    name: str
     fingerprint = 0
     timeout_seconds: float | None = None
     error: Exception | None = None
@@ -66,6 +82,8 @@ class CallRecord(ABC):
     is_compared = True
     is_started = False
     step_exit: StepExit | None = None
+    run: int | None = None
+    posted: Posted | None = None
 
     @abstractmethod
     def describe(self) -> Mapping[str, str]:
@@ -73,32 +91,32 @@ class CallRecord(ABC):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Call(CallRecord):
     """A call that a function describes. The arguments are those of `CallRecord`."""
 
-    def __init__(
-        self,
+    name: str
+    fingerprint: int = 0
+    describe: Callable[[], Mapping[str, str]] = dict
+    _: KW_ONLY
+    timeout_seconds: float | None = None
+    error: Exception | None = None
+    variant: int = 0
+    details: str = ""
+    is_last: bool = False
+
+    @classmethod
+    def of_fields(
+        cls,
         name: str,
-        fingerprint: int = 0,
-        describe: Callable[[], Mapping[str, str]] = dict,
-        *,
+        fields: Mapping[str, str],
         timeout_seconds: float | None = None,
         error: Exception | None = None,
         variant: int = 0,
-        details: str = "",
-        is_last: bool = False,
-    ) -> None:
-        self.name = name
-        self.fingerprint = fingerprint
-        self.timeout_seconds = timeout_seconds
-        self.error = error
-        self.variant = variant
-        self.details = details
-        self.is_last = is_last
-        self._describe = describe
-
-    def describe(self) -> Mapping[str, str]:
-        return self._describe()
+    ) -> Call:
+        """Describe a call by fields, which must be equal on all ranks."""
+        fingerprint = fingerprint_of((name, sorted(fields.items())))
+        return cls(name, fingerprint, lambda: fields, timeout_seconds=timeout_seconds, error=error, variant=variant)
 
 
 class Agreement(ABC):
@@ -108,12 +126,10 @@ class Agreement(ABC):
         sequence: The number of the call that was joined last.
         end: Records that the call which was joined last is over. Local.
         check_peers: Raises if waiting for the other ranks cannot help. Local; for waits outside of the agreement.
-        ranks: The ranks of the group, as they are numbered in the whole job.
         run: The number of the last `Strategy.run` of a chosen number of replicas, which ranks compare; 0 for none.
         notice: Before which step all ranks stop together. Compared calls carry it to the other ranks.
         step_exit: How this rank has left a step by an exception since its last call; `None` if it has not. Ranks
             compare it.
-        flight: The memory of this rank's flight recorder, if all calls are recorded; else `None`.
         is_node_barrier: Whether every `join` that raises no error is a barrier of the node's shared memory, too.
         compares_all_calls: Whether the ranks compare every call. If not, they compare calls that have a deadline or a
             `variant`, and the last call.
@@ -121,6 +137,7 @@ class Agreement(ABC):
 
     compares_all_calls = True
     is_node_barrier = False
+    carrying: CarryingRounds | None = None  # carry a few numbers of each compared call to all ranks
     flight: Array | None = None
     step_exit: StepExit | None = None
 
@@ -134,12 +151,16 @@ class Agreement(ABC):
 
     @abstractmethod
     def arrive(self, record: CallRecord) -> None:
-        """Join the round of a call, without waiting: the first half of `join`. One round at a time.
+        """Join the round of a call without waiting: the first half of `join`. One round at a time."""
 
-        Raises:
-            DeadlineExceededError: If other ranks have given up waiting.
-            Exception: What made the group unusable, if it is.
-        """
+    @property
+    def can_join_ahead(self) -> bool:
+        """Whether there is room for `join_ahead`. Local."""
+        return False
+
+    def join_ahead(self, record: CallRecord) -> None:
+        """Join the comparison of a started call, while calls before it are under way: `arrive` follows. Local."""
+        raise NotImplementedError
 
     @abstractmethod
     def have_all_arrived(self) -> bool:
@@ -155,10 +176,7 @@ class Agreement(ABC):
 
     @final
     def join(self, record: CallRecord) -> bool:
-        """Wait until all ranks make this call, and compare what they pass. Collective.
-
-        Returns:
-            Whether all ranks have the same `variant`.
+        """Wait until all ranks make this call, and return whether all have the same `variant`. Collective.
 
         Raises:
             InvalidArgumentError: If the ranks differ. On every rank, with the same text.
@@ -172,26 +190,14 @@ class Agreement(ABC):
     def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
         """Join the round of a call in compiled code, which carries the whole call out if no rank has to wait long.
 
-        Args:
-            record: The call.
-            run: Does so, and returns the progress. Takes `given`, the numbers of the call and of its text in the flight
-                recorder, its fingerprint and its variant, and whether there is a second round.
-            given: The arguments of the call.
-
-        Returns:
-            The progress: what is left to do.
+        `run` takes `given`, the numbers of the call and of its text in the flight recorder, its fingerprint and its
+        variant, and whether there is a second round. It returns the progress: what is left to do.
         """
         return Progress.NOT_JOINED
 
     @final
     def fingerprint(self, call: str, key: Hashable, describe: Callable[[], Mapping[str, str]]) -> int:
-        """Return a digest of what a call passes, for `join`. Local.
-
-        Args:
-            call: As in `CallRecord`.
-            key: Key of this rank's cache of digests; equal only for equal descriptions.
-            describe: What must be equal on all ranks, as name and text.
-        """
+        """Return a digest of `describe()`, the texts that must be equal on all ranks; cached by `key`. Local."""
         known = self._fingerprints.get((call, key))
         if known is None:
             if len(self._fingerprints) >= _MAX_FINGERPRINTS:
@@ -233,37 +239,31 @@ class Agreement(ABC):
 
     @abstractmethod
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
-        """Measure the time of a wait, for its deadline, from now on. Local.
+        """Measure the wait in `record`, by default the call joined last, from `since` or from now on. Local."""
 
-        Args:
-            since: From then on instead, in seconds of the monotonic clock.
-            record: The call in which this rank waits, if it is not the call that was joined last.
-        """
+    def has_notes(self) -> bool:
+        """Whether another rank has told this one that it gave up, has ended or goes on alone. Local."""
+        return False
 
     def await_message(self, name: str) -> None:  # noqa: B027  a single rank gets no messages
-        """Begin a wait for a message of one rank, between two calls: then `check_peers` checks that wait. Local.
-
-        Args:
-            name: What this rank waits for, for people; "" ends the wait.
-        """
+        """Begin a wait for a message between two calls, called `name`, for `check_peers`; "" ends the wait. Local."""
 
     @property
     @abstractmethod
     def broken(self) -> Exception | None:
         """What made the group unusable, or `None`."""
 
+    def abandon(self) -> None:  # noqa: B027  a single rank has no messages
+        """Keep the memory of comparisons that are under way, after a call that failed. Local."""
+
     @abstractmethod
     def free(self) -> None:
-        """Free the communicator of the agreement. Collective."""
+        """Free the communicators of the agreement. Collective."""
 
 
 @final
 class SoloAgreement(Agreement):
-    """The agreement of one rank with itself.
-
-    Args:
-        recorder: Records the calls, if they are traced. Also an attribute.
-    """
+    """The agreement of one rank with itself. `recorder`: Records the calls, if they are traced. Also an attribute."""
 
     def __init__(self, recorder: FlightRecorder | None = None) -> None:
         super().__init__(end=self._end, check_peers=lambda: None, ranks=frozenset())

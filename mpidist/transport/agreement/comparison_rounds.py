@@ -1,90 +1,157 @@
-"""Rounds of comparison, one at a time: have all ranks joined, and with the same two numbers?"""
+"""Rounds of comparison by messages, one at a time: have all ranks joined, and with the same two numbers?"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.transport.communicator import Array
 from mpidist.transport.mpi.library import Intracomm, load_mpi
-from mpidist.transport.node_memory.barrier import Barrier
 
-__all__ = ["MpiRounds", "NodeRounds", "Rounds"]
+__all__ = ["CARRIED_BYTES", "CARRYING_RANKS", "CarriedNumbers", "CarryingRounds", "MpiRounds", "MaximumRounds"]
+
+CARRIED_BYTES: Final = 96  # of each rank, beside 16 of comparison
+CARRYING_RANKS: Final = 64  # each receives what all carry
+_ROUNDS: Final = 32  # of which the memory is used in turn: more than are under way at once
 
 
-class Rounds(ABC):
-    """Rounds in which all ranks compare two integers of 63 bits, a fingerprint and a variant.
-
-    The functions are attributes, not methods: those of `NodeRounds` are the barrier's own, which saves a call each.
+class MpiRounds(ABC):
+    """Rounds in which any ranks compare two integers of 63 bits, as a `NodeBarrier` does on one node.
 
     Attributes:
-        is_node_barrier: Whether a round is a barrier of the node's shared memory, too.
-        start: Joins a round, with this rank's fingerprint and variant. Local.
-        is_complete: Returns whether all ranks have joined. Local; called until it returns true.
-        compare: Returns whether all fingerprints of a complete round are equal, and whether all variants are. Local.
-    """
-
-    is_node_barrier = False
-    start: Callable[[int, int], None]
-    is_complete: Callable[[], bool]
-    compare: Callable[[], tuple[bool, bool]]
-
-    @property
-    @abstractmethod
-    def memory(self) -> tuple[Any, ...]:
-        """The objects that MPI may still write if this rank leaves a round before it is complete."""
-
-
-@final
-class MpiRounds(Rounds):
-    """One all-reduce of 32 bytes a round, on any ranks. Numbers are equal if their maximum is their minimum.
-
-    Args:
-        comm: The ranks. The caller frees `comm`.
+        is_over: Whether the round that this rank awaits, or has awaited last, is complete.
     """
 
     def __init__(self, comm: Intracomm) -> None:
         self._comm = comm
-        self._max = load_mpi().MAX
-        self._sent = np.zeros(4, np.int64)
-        self._received = np.zeros(4, np.int64)
         self._request: Any = None
-        self._is_complete = True
-        self.start, self.is_complete, self.compare = self._start, self._test, self._compare
+        self.is_over = True
 
-    def _start(self, fingerprint: int, variant: int) -> None:
-        self._sent[:] = fingerprint, -fingerprint, variant, -variant
-        self._request = self._comm.Iallreduce(self._sent, self._received, self._max)
-        self._is_complete = False
+    @staticmethod
+    def over(comm: Intracomm) -> MpiRounds:
+        """Make the rounds of a communicator: those that carry numbers, if there are few ranks."""
+        return CarryingRounds(comm) if comm.size <= CARRYING_RANKS else MaximumRounds(comm)
 
-    def _test(self) -> bool:
-        self._is_complete = self._is_complete or self._request.Test()  # a request can be completed only once
-        return self._is_complete
+    @abstractmethod
+    def post_words(self, first: int, second: int, /) -> None:
+        """Join a round, with this rank's numbers. Local."""
 
-    def _compare(self) -> tuple[bool, bool]:
-        largest, negated_smallest, largest_variant, negated_smallest_variant = self._received.tolist()
-        return largest == -negated_smallest, largest_variant == -negated_smallest_variant
+    def has_passed(self) -> bool:
+        """Whether all ranks have joined. Local."""
+        self.is_over = self.is_over or self._request.Test()  # a request can be completed only once
+        return self.is_over
+
+    @abstractmethod
+    def has_equal_words(self) -> tuple[bool, bool]:
+        """Whether all ranks have the same first number, and the same second one, in a complete round. Local."""
 
     @property
+    @abstractmethod
     def memory(self) -> tuple[Any, ...]:
-        return self._request, self._sent, self._received
+        """The objects that MPI may still write if this rank leaves the rounds that it has joined."""
+
+    def free(self) -> None:
+        """Free the communicator. Collective, after the last round."""
+        self._comm.Free()
 
 
 @final
-class NodeRounds(Rounds):
-    """One barrier in shared memory a round, on the ranks of one node. Sends no message.
+class MaximumRounds(MpiRounds):
+    """Rounds of one all-reduce of 32 bytes. Numbers are equal if their maximum is their minimum."""
 
-    Args:
-        barrier: The node's barrier.
-    """
+    def __init__(self, comm: Intracomm) -> None:
+        super().__init__(comm)
+        self._max = load_mpi().MAX
+        self._sent = np.zeros(4, np.int64)
+        self._received = np.zeros(4, np.int64)
 
-    is_node_barrier = True
+    def post_words(self, first: int, second: int, /) -> None:
+        self._sent[:] = first, -first, second, -second
+        self._request = self._comm.Iallreduce(self._sent, self._received, self._max)
+        self.is_over = False
 
-    def __init__(self, barrier: Barrier) -> None:
-        self.start, self.is_complete, self.compare = barrier.post_words, barrier.has_passed, barrier.has_equal_words
+    def has_equal_words(self) -> tuple[bool, bool]:
+        largest, negated_smallest, second_largest, negated_second_smallest = self._received.tolist()
+        return largest == -negated_smallest, second_largest == -negated_second_smallest
 
     @property
     def memory(self) -> tuple[Any, ...]:
-        return ()
+        return () if self.is_over else (self._request, self._sent, self._received)
+
+
+@final
+class CarryingRounds(MpiRounds):
+    """Rounds of one all-gather, which carries `CARRIED_BYTES` of each rank to all ranks, too.
+
+    A rank may join rounds ahead, before the round that it awaits is complete. What a round has carried is there until
+    the next round is awaited.
+
+    Attributes:
+        sent: [`_ROUNDS`, words], what this rank sends in some rounds in turn.
+        received: [`_ROUNDS`, ranks, words], what all ranks have sent.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        super().__init__(comm)
+        words = 2 + CARRIED_BYTES // 8
+        self._awaited = self._joined = 0  # the numbers of rounds
+        self._requests: list[Any] = [None] * _ROUNDS
+        self.sent = np.zeros((_ROUNDS, words), np.int64)
+        self.received = np.zeros((_ROUNDS, comm.size, words), np.int64)
+
+    @property
+    def next(self) -> int:
+        """Where the round that is joined next lies in `sent` and `received`."""
+        return (self._joined + 1) % _ROUNDS
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a round may be joined ahead: then MPI does not use the memory of the one after it, either. Local."""
+        return self._joined - self._awaited < _ROUNDS - 2
+
+    def post_words(self, first: int, second: int, /) -> None:
+        self.post_ahead(first, second)
+        self.await_next()
+
+    def post_ahead(self, first: int, second: int) -> None:
+        """Join a round after those that were joined, without awaiting it. Local."""
+        at = self.next
+        sent = self.sent[at]
+        sent[:2] = first, second
+        self._joined += 1  # first: after an interrupt MPI may use the memory
+        self._requests[at] = self._comm.Iallgather(sent, self.received[at])
+
+    def await_next(self) -> None:
+        """Await the next round that was joined. Local."""
+        self._awaited += 1
+        self._request, self.is_over = self._requests[self._awaited % _ROUNDS], False
+
+    def has_equal_words(self) -> tuple[bool, bool]:
+        (first, second), *others = self.received[self._awaited % _ROUNDS, :, :2].tolist()
+        return all(other[0] == first for other in others), all(other[1] == second for other in others)
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        is_idle = self.is_over and self._joined == self._awaited
+        return () if is_idle else (self._requests, self.sent, self.received)
+
+
+@final
+class CarriedNumbers:
+    """Numbers of one dtype that rounds carry, from a byte on: as `OneShot`, without a barrier of a node."""
+
+    def __init__(self, rounds: CarryingRounds, count: int, dtype: np.dtype[Any], start: int) -> None:
+        own = slice(16 + start, 16 + start + count * dtype.itemsize)
+        self._rounds = rounds
+        self._sent, self._received = (
+            memory.view(np.uint8)[..., own].view(dtype) for memory in (rounds.sent, rounds.received)
+        )
+
+    def stage(self, sources: Sequence[Array]) -> list[Array]:
+        """Copy arrays, of any layout, for the next round; return all ranks' numbers after it. Local."""
+        at = self._rounds.next
+        np.concatenate(sources, axis=None, out=self._sent[at])
+        return list(self._received[at])

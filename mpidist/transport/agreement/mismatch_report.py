@@ -32,13 +32,9 @@ class CallReport(NamedTuple):
     """What a rank reports of its call where calls differ.
 
     Attributes:
-        fields: What the call passes, as name and text. All have a "call". A field "advice" says what people can do
-            about a difference.
-        is_last: As in `CallRecord`.
+        fields: What the call passes, as name and text. All have a "call"; "advice" is what to do about a difference.
         posted: The fingerprint.
         notice: `StopNotice.own`.
-        step_exit: How the rank left a step by an exception since its last call; `None` if it did not.
-        waits: How long the rank waited in its last calls.
     """
 
     fields: Mapping[str, str]
@@ -100,14 +96,10 @@ def have_same_kind_of_error(reports: Sequence[CallReport]) -> bool:
 
 
 def mismatch_error(everyone: Sequence[Mapping[str, str]], sequence: int) -> InvalidArgumentError:
-    """Make the error of ranks that did not pass the same arguments, to be raised on all of them.
+    """Make the error of ranks that did not pass the same `CallReport.fields`, to be raised on all of them.
 
     The text has only the fields that differ, each with the ranks that passed the same in one group. The last line is
     the advice that all ranks have, if they have one.
-
-    Args:
-        everyone: `CallReport.fields` of each rank.
-        sequence: The number of the call.
     """
     calls = {fields["call"] for fields in everyone}
     names = list(dict.fromkeys(name for fields in everyone for name in fields if name != "advice"))

@@ -11,8 +11,8 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement.agreement import Agreement, CallRecord, Progress
-from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
+from mpidist.transport.agreement.agreement import Agreement, CallRecord, Posted, Progress
+from mpidist.transport.agreement.comparison_rounds import CarryingRounds, MaximumRounds, MpiRounds
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mismatch_report import (
     CallReport,
@@ -27,6 +27,7 @@ from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.failure_notes import BROKE_OFF
 from mpidist.transport.mpi.library import Intracomm, failed_ranks, load_mpi, ranks_in_world
+from mpidist.transport.node_memory.barrier import NodeBarrier
 from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
 from mpidist.transport.stacks import Stack
 from mpidist.transport.text import name_ranks, text_of
@@ -37,17 +38,13 @@ __all__ = ["MpiAgreement"]
 
 @final
 class MpiAgreement(Agreement):
-    """The agreement of MPI ranks.
+    """The agreement of MPI ranks. `comm` is for this object and its watchdog alone; this object frees it.
 
-    Args:
-        comm: A communicator for this object and its watchdog alone. This object frees it.
-        call_watchdog: The watchdog of calls in `comm`.
-        slow_ranks: Finds out for which rank the others wait.
-        check: Whether to compare all calls. If not, calls with a deadline are still compared, and so are all calls on
-            one node, where the barrier in shared memory compares at no cost.
-        timeout_seconds: The group's own deadline, or `None`.
-        rounds: How ranks compare; by default over `comm`.
-        sequence: The number of the last call before this object was made.
+    Comparisons have a communicator of their own, in the order of calls. What follows the comparison of a call, also in
+    the order of calls, goes through `comm`: its second round, or the descriptions of calls that differ.
+
+    If not all calls are compared (`check`), calls with a deadline still are, and so are all calls on one node, where
+    the barrier in shared memory compares at no cost. `sequence`: the last call before this object was made.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class MpiAgreement(Agreement):
         slow_ranks: SlowRanks,
         check: bool = True,
         timeout_seconds: float | None = None,
-        rounds: Rounds | None = None,
+        barrier: NodeBarrier | None = None,
         sequence: int = 0,
     ) -> None:
         super().__init__(call_watchdog.recorder.end, call_watchdog.check_peers, ranks_in_world(comm))
@@ -65,9 +62,17 @@ class MpiAgreement(Agreement):
         self._comm = comm
         self._call_watchdog, self._watchdog = call_watchdog, call_watchdog.watchdog
         self._slow_ranks = slow_ranks
-        self._rounds = MpiRounds(comm) if rounds is None else rounds
-        self.is_node_barrier = self._rounds.is_node_barrier
+        self._rounds: MpiRounds | NodeBarrier
+        self._second_rounds: MpiRounds | NodeBarrier
+        if barrier is not None:
+            self._rounds = self._second_rounds = barrier
+        else:
+            self._rounds, self._second_rounds = MpiRounds.over(comm.Dup()), MaximumRounds(comm)
+        self._awaited = self._rounds
+        self.is_node_barrier = barrier is not None
         self.compares_all_calls = check or self.is_node_barrier
+        if check and isinstance(self._rounds, CarryingRounds):
+            self.carrying = self._rounds
         self._posted = self._notice_bit = 0  # of this call: the fingerprint, and the bit that a notice changes in it
         self._step_exit: StepExit | None = None  # of this call: `step_exit`, which changes another bit
         self._timeout_seconds = timeout_seconds
@@ -84,26 +89,50 @@ class MpiAgreement(Agreement):
         if self._watchdog.broken is not None:
             raise self._repeated(self._watchdog.broken)
         self.sequence += 1
-        timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
-        record.timeout = timeout
+        record.timeout = timeout = self._timeout_of(record)
         call_watchdog.begin(self.sequence, record.name, record.details, timeout, record.is_last)
         if not self.compares_all_calls and not self._needs_round(record):
             record.is_compared = False
             return
-        error, fingerprint = record.error, record.fingerprint
-        if error is not None:
-            fingerprint = fingerprint_of(("error", record.name, repr(error)))
         if timeout or record.is_last:
             self._watchdog.require_no_notes()  # a note that is never received would keep MPI from ending
-        self._compared, self._has_second_round = None, bool(timeout)
-        posted, bit = fingerprint ^ bool(timeout), 0
-        step_exit = record.step_exit if record.is_started else self.take_step_exit()
+        self._compared, self._has_second_round, self._awaited = None, bool(timeout), self._rounds
+        if record.posted is not None and self.carrying is not None:
+            self._posted, self._notice_bit, self._step_exit = record.posted
+            self.carrying.await_next()
+            return
+        self._posted, self._notice_bit, self._step_exit = posted = self._words_of(record)
+        self._rounds.post_words(self._with_bits(posted, record), record.variant)
+
+    @property
+    def can_join_ahead(self) -> bool:
+        return self.carrying is not None and self.carrying.has_room and self._watchdog.broken is None
+
+    def join_ahead(self, record: CallRecord) -> None:
+        assert self.carrying is not None
+        posted = self._words_of(record)
+        self.carrying.post_ahead(self._with_bits(posted, record), record.variant)
+        record.posted = posted
+
+    def _words_of(self, record: CallRecord) -> Posted:
+        """Return what this rank compares in a call that it joins now. Local."""
+        error, fingerprint, bit = record.error, record.fingerprint, 0
+        if error is not None:
+            fingerprint = fingerprint_of(("error", record.name, repr(error)))
+        words = fingerprint ^ bool(self._timeout_of(record))
         if not record.is_last:
-            posted, bit = posted ^ (self.run << 1), self.notice.bit
-        self._posted, self._notice_bit, self._step_exit = posted, bit, step_exit
-        if step_exit is not None and not record.is_last:
-            posted ^= step_exit.bit
-        self._rounds.start(posted ^ bit, record.variant)
+            words, bit = words ^ (self._run_of(record) << 1), self.notice.bit
+        return Posted(words, bit, record.step_exit if record.is_started else self.take_step_exit())
+
+    def _with_bits(self, posted: Posted, record: CallRecord) -> int:
+        words, bit, step_exit = posted
+        return words ^ bit if step_exit is None or record.is_last else words ^ bit ^ step_exit.bit
+
+    def _run_of(self, record: CallRecord) -> int:
+        return self.run if record.run is None else record.run
+
+    def _timeout_of(self, record: CallRecord) -> float | None:
+        return self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
 
     def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
         call_watchdog = self._call_watchdog
@@ -140,22 +169,23 @@ class MpiAgreement(Agreement):
         return bool(record.timeout) or record.variant != 0  # which is 0 on all ranks, or on none
 
     def have_all_arrived(self) -> bool:
-        if not self._rounds.is_complete():
+        if not self._awaited.has_passed():
             return False
         if self._compared is None:
-            self._compared = self._rounds.compare()
+            self._compared = self._rounds.has_equal_words()
             if self._has_second_round and self._compared[0]:
                 self._call_watchdog.mark_joined()
                 # A rank that joins after others have given up completes the first round nevertheless. But it cannot
                 # complete this one, so it waits here, and receives their notes.
-                self._rounds.start(0, 0)
-                return self._rounds.is_complete()
+                self._awaited = self._second_rounds
+                self._awaited.post_words(0, 0)
+                return self._awaited.has_passed()
         return True
 
     def can_conclude_now(self, record: CallRecord) -> bool:
         if not record.is_compared:
             return True
-        return not self._notice_bit and (self._compared or self._rounds.compare())[0]
+        return not self._notice_bit and (self._compared or self._rounds.has_equal_words())[0]
 
     def conclude(self, record: CallRecord) -> bool:
         error = record.error
@@ -167,15 +197,15 @@ class MpiAgreement(Agreement):
                 raise error
             self._note_agreed()
             return True
-        have_arrived = self.have_all_arrived if self._has_second_round else self._rounds.is_complete
+        have_arrived = self.have_all_arrived if self._has_second_round else self._rounds.has_passed
         if not have_arrived():
             if self._watchdog.broken is not None:  # by an earlier call, in which this rank has waited since `arrive`
                 raise self._repeated(self._watchdog.broken)
             self._call_watchdog.timeout = record.timeout
             if not is_pausing() and self._slow_ranks.note_wait(self.sequence):  # else the program has computed, too
                 self.notice.ask()
-            self._wait(have_arrived, lambda: self._rounds.memory, not self.is_node_barrier)
-        are_equal, has_same_variant = self._compared or self._rounds.compare()
+            self._wait(have_arrived, self._memory, not self.is_node_barrier)
+        are_equal, has_same_variant = self._compared or self._rounds.has_equal_words()
         if not are_equal or self._notice_bit:  # fingerprints are equal, too, if every rank gives a notice
             self._take_notice_or_raise(record)
         if error is not None:
@@ -224,6 +254,9 @@ class MpiAgreement(Agreement):
         if record is not None:
             self._call_watchdog.timeout = record.timeout
 
+    def has_notes(self) -> bool:
+        return self._watchdog.has_notes()
+
     def await_message(self, name: str) -> None:
         self._call_watchdog.await_message(name)
 
@@ -231,10 +264,19 @@ class MpiAgreement(Agreement):
     def broken(self) -> Exception | None:
         return self._watchdog.broken
 
+    def abandon(self) -> None:
+        never_free(self._memory())
+
+    def _memory(self) -> tuple[Any, ...]:
+        """Return what MPI may still write of comparisons that are under way."""
+        return tuple(its.memory for its in (self._rounds, self._second_rounds) if isinstance(its, MpiRounds))
+
     def free(self) -> None:
         notes = self._watchdog.stop_answering()
         if self.all_reduce_or(any(notes.sent)):  # notes of long waits that ended without an error
             notes.drain(self.all_gather_object(notes.sent), self._call_watchdog.check_peers)
+        if isinstance(self._rounds, MpiRounds):
+            self._rounds.free()
         self._comm.Free()
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], is_message: bool = True) -> None:
@@ -254,11 +296,7 @@ class MpiAgreement(Agreement):
             raise
 
     def _give_up_if_mpi_knows_why(self, error: BaseException) -> None:
-        """Give up if an error is of messages, and MPI has found which processes have failed. Local.
-
-        Raises:
-            PeerFailedError: It names the ranks.
-        """
+        """Raise `PeerFailedError` if an error is of messages, and MPI has found which processes have failed. Local."""
         if self.broken is not None or not isinstance(error, (load_mpi().Exception, PeerFailedError)):
             return
         failed = failed_ranks(self._comm, self._comm)
@@ -267,12 +305,9 @@ class MpiAgreement(Agreement):
             self._watchdog.give_up(f"MPI has found that the {what} of {name_ranks(failed)} {have} failed")
 
     def _take_notice_or_raise(self, record: CallRecord) -> None:
-        """Find out how calls differ: take a notice if nothing else does, or raise an error. Collective.
-
-        A rank whose last call this is returns as well.
-        """
-        error = record.error
-        fields = {"call": record.name, "timeout": "set" if record.timeout else "none", "strategy.run()": f"{self.run}"}
+        """Take a notice if calls differ in nothing else, or this is the rank's last call; else raise. Collective."""
+        error, run = record.error, self._run_of(record)
+        fields = {"call": record.name, "timeout": "set" if record.timeout else "none", "strategy.run()": f"{run}"}
         if error is not None:
             said = str(error).removeprefix(f"{record.name}: ")  # the report names the call
             fields["error"] = f"{type(error).__name__}: {said}"

@@ -33,7 +33,6 @@ class WaitReport(NamedTuple):
     """How long a rank waited for others in the last calls before the one in which ranks exchange their reports.
 
     Attributes:
-        is_asked_for: Whether the rank has asked for reports.
         seconds: From the begin of the first of these calls until now.
         waits: [calls] seconds that the rank waited in each; 0 if all others had joined before, or soon after.
         reads: [calls] seconds that the rank read data before each.
@@ -56,11 +55,6 @@ class SlowRanks:
 
     A call in which a rank does not wait costs nothing. Once in an interval, a rank that waits adds up its waits; if
     they are of account, it asks all ranks for reports, with a bit of the fingerprint of its next call: `StopNotice`.
-
-    Args:
-        recorder: The flight recorder, which says when all ranks had joined a call.
-        topology: The ranks.
-        interval_seconds: The least time between two log lines; 0 for none at all.
     """
 
     def __init__(self, recorder: FlightRecorder, topology: Topology, interval_seconds: float) -> None:

@@ -19,7 +19,6 @@ class StepExit(NamedTuple):
 
     Attributes:
         step: The number of the rank's `Strategy.run`, counted from 1.
-        error: The exception's type and first line.
         is_own: Whether the exception is this rank's own, of which the other ranks have not been told.
     """
 

@@ -20,10 +20,8 @@ class StopNotice:
 
     Attributes:
         bit: The bit to change in the fingerprint of the next call; 0 if this rank has nothing to tell.
-        step: The number of the step that this rank is in.
         stop_step: The first step that no rank makes any more, equal on all ranks; `None` while no rank was asked to
             stop.
-        reason: Why the ranks stop.
     """
 
     def __init__(self) -> None:

@@ -30,11 +30,7 @@ _BY_TYPE: Final[dict[type, ArrayLibrary]] = {np.ndarray: _NUMPY, float: _NUMBERS
 
 
 def library_of(value: Any) -> ArrayLibrary:
-    """Return the library that a value belongs to.
-
-    Raises:
-        TypeError: If no library owns it.
-    """
+    """Return the library that a value belongs to; raise `TypeError` if no library owns it."""
     library = _BY_TYPE.get(type(value))
     if library is not None:
         return library

@@ -38,13 +38,7 @@ _FORMAT: Final = 1
 @final
 @dataclass(frozen=True)
 class TuningKey:
-    """What measured numbers hold for. No host is among it.
-
-    Attributes:
-        placement: Number of ranks of each node.
-        mpi: The MPI library's vendor.
-        processor: The processor's model.
-    """
+    """What measured numbers hold for: number of ranks of each node, MPI's vendor, processor's model. No host."""
 
     placement: Placement
     mpi: str
@@ -62,11 +56,7 @@ class TuningKey:
 
 
 def tuning_path(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of a key's file: in `MPIDIST_TUNE_DIR`, else `mpidist` in `XDG_CACHE_HOME` or in `~/.cache`.
-
-    Raises:
-        RuntimeError: If there is no home.
-    """
+    """Return the path of a key's file: in `MPIDIST_TUNE_DIR`, else `mpidist` in `XDG_CACHE_HOME` or in `~/.cache`."""
     chosen, cache = environ.get("MPIDIST_TUNE_DIR", "").strip(), environ.get("XDG_CACHE_HOME", "").strip()
     if chosen:
         return Path(os.path.expanduser(chosen)) / key.file_name
@@ -79,7 +69,6 @@ class Tuned:
     """The content of a file.
 
     Attributes:
-        model: The numbers.
         measured: The names of the numbers that were measured; the others are mpidist's guesses.
         date: When they were measured, in ISO 8601.
     """
@@ -90,10 +79,9 @@ class Tuned:
 
 
 def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned | None:
-    """Read the file of a key. Local: let one rank read, and send the others what it found, so that all choose alike.
+    """Read a key's file; `None` without one, and, with a warning that says why, for one that cannot be used. Local.
 
-    Returns:
-        `None` where there is no file, and, with a warning that says why, where there is one that cannot be used.
+    Let one rank read, and send the others what it found, so that all choose alike.
     """
     path: object = "the file of measured costs"
     try:
@@ -109,17 +97,7 @@ def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned
 def save_cost_model(
     key: TuningKey, model: CostModel, measured: tuple[str, ...], environ: Mapping[str, str] = os.environ
 ) -> Path:
-    """Write the numbers of a key: in one step, so that a reader finds the old file or the new one.
-
-    Args:
-        key: What the numbers hold for.
-        model: The numbers.
-        measured: The names of the numbers that were measured; the others are mpidist's guesses.
-        environ: The environment, which chooses the folder.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Write the numbers of a key: in one step, so that a reader finds the old file or the new one."""
     path = tuning_path(key, environ)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     content = {"format": _FORMAT, "date": date, "key": _plain(key), "measured": measured, "model": asdict(model)}

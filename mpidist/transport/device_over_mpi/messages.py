@@ -10,10 +10,10 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from mpidist.transport import arrays
+from mpidist.transport.arrays import address_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
-from mpidist.transport.gpu.array_lists import address_of
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator

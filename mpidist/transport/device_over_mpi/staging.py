@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpidist.transport import cuda
+from mpidist.transport.arrays import address_of
 from mpidist.transport.communicator import Array
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, StagingSizes, aligned
-from mpidist.transport.gpu.array_lists import address_of
 from mpidist.transport.gpu.events import is_complete, new_event, new_stream, on_stream
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.mpi.library import load_mpi
@@ -53,8 +53,7 @@ class Staging:
     Args:
         sizes: Those of chunks.
         kernels: What joins parts on the GPU.
-        wait_for_launches: Called with the name of a primitive before the host begins it: waits for what this rank has
-            launched on its GPU in the call under way. The host must not wait for a GPU but by polling.
+        wait_for_launches: Polls, before the host begins a primitive, for what this rank has launched on its GPU.
         is_direct: Whether MPI takes device memory, as the user says: then nothing is copied, and no slot is needed.
     """
 
@@ -102,13 +101,7 @@ class Staging:
         The first phases of as many chunks as there are slots are begun at once. Then, in the order of all ranks: the
         first phase of chunk i + 1 moves while the GPU works for the second of chunk i.
 
-        Args:
-            what: The primitive, for errors.
-            count: Number of chunks.
-            nbytes: What a chunk takes of its slot.
-            phases_of: Makes a chunk's phases.
-            check_peers: Asked while this rank waits for the GPU; may raise.
-            keeps: What must not be freed after an error.
+        `count`: of chunks, of which each takes `nbytes` of its slot. `keeps`: what must not be freed after an error.
         """
         self._require_usable(what)
         self._wait_for_launches(what)

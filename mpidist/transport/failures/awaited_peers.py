@@ -18,7 +18,6 @@ class AwaitedPeers(Awaited):
     """What a rank awaits that sends requests to other ranks, or answers them: `begin` says what a wait is for.
 
     Attributes:
-        what: Name of the wait, for people.
         ends_if_any_leaves: Whether the wait also ends when a rank leaves that is not awaited.
         dispensable: The ranks without which the group goes on when they are lost.
         lost: Lost ranks, as far as this rank knows -> why each is lost. The owner adds to it as well.

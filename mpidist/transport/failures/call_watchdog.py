@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, final
 
-from mpidist.transport.failures.failure_notes import ENDED, LEFT, FailureNote
+from mpidist.transport.failures.failure_notes import ENDED, FOLLOWS, GAVE_UP, LEFT, FailureNote
 from mpidist.transport.failures.status_board import Status, StatusBoard, name_call
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.failures.watchdog import Watchdog
@@ -17,18 +17,12 @@ __all__ = ["CallWatchdog"]
 
 # A rank that joined too late receives, within this time, the notes of ranks that gave up before.
 _LATE_NOTE_SECONDS: Final = 0.02
+_LOST_SECONDS: Final = 0.3  # after which time of waiting a message of a rank that is lost will not come
 
 
 @final
 class CallWatchdog(Awaited):
-    """One rank's watch over the numbered calls of its group, one call at a time. Each call awaits all ranks.
-
-    The arguments are those of `Watchdog`.
-
-    Attributes:
-        watchdog: What this rank checks while it waits.
-        recorder: This rank's flight recorder.
-    """
+    """One rank's watch over the numbered calls of its group, one call at a time. Each call awaits all ranks."""
 
     given_up = ", for it or for an earlier call"
 
@@ -54,13 +48,6 @@ class CallWatchdog(Awaited):
         """Note, and record, that this rank makes a call. Local.
 
         The wait of the watchdog begins at the first check, because most calls end before that.
-
-        Args:
-            sequence: The number of the call.
-            call: The name of the call.
-            details: What the flight recorder says of the call.
-            timeout: How long this rank may wait in the call, in seconds; `None` or 0 for ever.
-            is_last: Whether this rank closes the group with the call.
         """
         self.note(sequence, call, timeout, is_last)
         self.recorder.begin(sequence, call, details)
@@ -80,11 +67,7 @@ class CallWatchdog(Awaited):
         self.restart()
 
     def restart(self, since: float | None = None) -> None:
-        """Measure the time of the wait from now on, because this rank did other work since the call began.
-
-        Args:
-            since: From then on instead, in seconds of the monotonic clock.
-        """
+        """Measure the time of the wait from now on (`since`), because this rank did other work since the call began."""
         if self._is_new:
             self._is_new = False
             self.watchdog.begin(since)
@@ -131,7 +114,10 @@ class CallWatchdog(Awaited):
         # Other ranks may have given up on a later call than the one that this rank is finishing, which their notes must
         # not end. A rank that left has done its part of the call that its note names, and sends no message after it.
         has_done_part = note.tag == LEFT and not self._message
-        return note.tag == ENDED or note.sequence + has_done_part <= self.sequence
+        if note.tag == ENDED or note.sequence + has_done_part <= self.sequence:
+            return True
+        # But if a rank is lost, what it has sent for this call is here by now, or will not come.
+        return note.is_lost and note.tag in (GAVE_UP, FOLLOWS) and self.watchdog.waited >= _LOST_SECONDS
 
     def stragglers(
         self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]

@@ -20,16 +20,10 @@ _WHERE: Final = "raised_at"  # in `vars` of an exception: the stack, as text
 
 
 def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
-    """Call a function when a `SystemExit` that nobody caught is about to end the program.
+    """Call a function when a `SystemExit` that nobody caught is about to end the program; return what undoes this.
 
     Python has no hook for this. But the interpreter reads `SystemExit.code` at its end, when no Python function is on
     the stack: a property in the place of `SystemExit.code` detects that, wherever the exception was raised.
-
-    Args:
-        is_ending: The function. Whatever it does, the program ends after it.
-
-    Returns:
-        A function that undoes this one.
     """
 
     def code_of(error: SystemExit) -> Any:
@@ -55,14 +49,7 @@ def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
 
 
 def watch_immediate_exits(is_ending: Callable[[int], None]) -> Callable[[], None]:
-    """Call a function when this process is about to end by `os._exit`, and so without any other end. Local.
-
-    Args:
-        is_ending: The function; gets the exit status.
-
-    Returns:
-        A function that undoes this one.
-    """
+    """Call a function with the exit status when `os._exit` is about to end this process; return what undoes this."""
     own = os.getpid()
 
     def exit_at_once(status: int) -> NoReturn:

@@ -45,7 +45,6 @@ class FailureNote(NamedTuple):
         tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `LOST`, `FOLLOWS`, `STALLED` or `RESETS`.
         sequence: The number of the call that the writer was in; of a writer that left, the number of the last call in
             which it had done its part.
-        text: What happened, for people.
         is_lost: Whether some rank takes part in no call any more.
         lost: The ranks without which the writer cannot do its part, and which it has found to be lost.
         seen: The ranks on the writer's status board.
@@ -63,13 +62,9 @@ class FailureNote(NamedTuple):
 
 @final
 class FailureNotes:
-    """The notes of a communicator's ranks: one small message each.
+    """The notes of the ranks of `comm`, where nothing else is sent from rank to rank: one small message each.
 
-    Args:
-        comm: The ranks. All messages from rank to rank in `comm` are notes.
-
-    Attributes:
-        sent: How many notes this rank has sent to each rank.
+    `sent`: how many notes this rank has sent to each rank.
     """
 
     def __init__(self, comm: Intracomm) -> None:
@@ -101,12 +96,7 @@ class FailureNotes:
         return found
 
     def drain(self, sent: Sequence[Sequence[int]], check_peers: Callable[[], None]) -> None:
-        """Receive all notes that were ever sent: MPI frees no communicator with messages left in it.
-
-        Args:
-            sent: [ranks], what each rank has `sent`; none of them sends any more.
-            check_peers: As in `waiting.poll`.
-        """
+        """Receive all notes that ranks have `sent`: MPI frees no communicator with messages left in it."""
         wanted = [counts[self._comm.rank] for counts in sent]
 
         def has_all() -> bool:
@@ -139,11 +129,7 @@ class FailureNotes:
             return None
 
     def _acknowledge(self, error: Exception) -> None:
-        """Acknowledge that processes have failed: until then MPI refuses to look for a message from any rank.
-
-        Raises:
-            Exception: `error`, if it says something else.
-        """
+        """Acknowledge that processes have failed, before which MPI receives from no rank; raise any other error."""
         if not is_process_failure(error):
             raise error
         self._comm.Ack_failed()

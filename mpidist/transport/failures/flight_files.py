@@ -22,16 +22,7 @@ _FOLDER: Final = "mpidist-flight"
 
 @final
 class GroupFlight(NamedTuple):
-    """The calls of one rank in one group.
-
-    Attributes:
-        group: The name of the group, the same on all its ranks.
-        rank: The rank in the group.
-        size: How many ranks the group has.
-        process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
-        pid: The process id.
-        entries: The rank's last calls, oldest first.
-    """
+    """The calls of one rank in one group. `process`: `"running"`, `"stopped"`, `"gone"` or `"unknown"`."""
 
     group: str
     rank: int
@@ -42,12 +33,7 @@ class GroupFlight(NamedTuple):
 
 
 def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
-    """Choose the folder of a job's files: in `MPIDIST_FLIGHT_DIR`, by default `mpidist-flight` in the current folder.
-
-    Args:
-        environ: The environment. `MPIDIST_FLIGHT_DIR=off` is for no files.
-        token: A name for the job, where no scheduler has named it.
-    """
+    """Choose the folder of a job's files, by `MPIDIST_FLIGHT_DIR` ("off": `None`) and the job's name, else `token`."""
     parent = os.path.expanduser(environ.get("MPIDIST_FLIGHT_DIR", "").strip()) or _FOLDER
     try:
         return None if parent == "off" else Path(parent).absolute() / environ.get("SLURM_JOB_ID", token)
@@ -58,18 +44,9 @@ def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
 def write_flight(
     folder: Path, world_rank: int, reason: str, groups: Sequence[GroupFlight], stack: Stack, written_by: int
 ) -> None:
-    """Write the file of a rank, in place of an earlier one.
+    """Write the file of a rank, in place of an earlier one, in the folder, which is created if it does not exist.
 
-    Args:
-        folder: Created if it does not exist.
-        world_rank: The rank in the world, which names the file.
-        reason: Why the file is written, for people.
-        groups: The calls of the rank.
-        stack: Where the rank is in its program.
-        written_by: The rank in the world that writes: another one of the node, where the rank itself cannot.
-
-    Raises:
-        OSError: If the file cannot be written.
+    `written_by` is another rank of the node where the rank itself cannot write.
     """
     wall = time.time() - time.monotonic()  # recorders have the monotonic clock of the node
     flights = [_group(flight, wall) for flight in groups]

@@ -36,7 +36,6 @@ class FlightEntry(NamedTuple):
 
     Attributes:
         sequence: The number of the call among those that all ranks make together; 0 for other calls.
-        call: The name of the call.
         details: Operation, arrays, bytes, algorithm and packs, where there are any.
         begun: When the rank joined the call.
         agreed: When all ranks had joined, and had been found to make the same call.
@@ -66,11 +65,8 @@ class FlightEntry(NamedTuple):
 class FlightRecorder:
     """The last calls of one rank, newest over oldest. Recording one takes less than a microsecond.
 
-    Args:
-        memory: [`FLIGHT_BYTES`] bytes, zeros, which only this object writes.
-
     Attributes:
-        memory: That of the argument. Compiled code records the calls that it carries out as a whole by itself.
+        memory: [`FLIGHT_BYTES`] bytes, zeros at first. Compiled code records the calls that it carries out by itself.
         after_begin: Called when a call has begun. A trace copies calls then, before newer ones overwrite them.
     """
 

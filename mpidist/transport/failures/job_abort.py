@@ -57,9 +57,6 @@ class Job(NamedTuple):
 
     Attributes:
         abort: Ends all ranks with an exit code: `MPI_Abort`.
-        rank: This rank in the world.
-        hostname: The host of this rank.
-        tell_end: Tells the other ranks that this rank's program has failed, and why.
         save_flights: Writes flight recorders to files. The arguments: why, and where this rank is in its program;
             `None` where it still is there.
         is_thread_of_a_group: Whether other ranks may wait for this thread.
@@ -117,11 +114,6 @@ def install(
 
     `SystemExit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
     makes calls which other ranks wait for.
-
-    Args:
-        job: The callbacks.
-        flight_signal: The signal that writes the flight recorders to files, unless the program handles it; or `None`.
-        tell_of_immediate_exit: Called with the status before `os._exit` ends the process.
     """
     register_job(job)
     if _undo or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
@@ -146,11 +138,9 @@ def install(
 
 
 def install_before_start(job: Job, can_end: Callable[[], bool]) -> None:
-    """Make an uncaught exception, or an exit with another code than 0, end the job also before MPI is started.
+    """Let an uncaught exception, or an exit with another code than 0, end the job before MPI is started.
 
-    Args:
-        job: The callbacks that end the job. The first strategy of several ranks replaces them.
-        can_end: Whether `job` can still end it, in this process.
+    `can_end`: whether `job` can still end it. The first strategy of several ranks replaces the callbacks.
     """
     hook = sys.excepthook
 

@@ -62,11 +62,7 @@ __all__ = [
 
 
 class OpenGroup(ABC):
-    """A group of several ranks that this process is in.
-
-    Attributes:
-        owner: The kind of object, made by the user, to which the group belongs; for errors.
-    """
+    """A group of several ranks that this process is in. `owner`: the user's kind of object that has it, for errors."""
 
     owner = "strategy"
 
@@ -76,11 +72,7 @@ class OpenGroup(ABC):
 
     @abstractmethod
     def wait_for_peers_at_exit(self) -> str | None:
-        """Wait a while for all ranks of a group that has failed, so that all of them can finalize MPI together.
-
-        Returns:
-            A text that says which ranks are missing; `None` if none is.
-        """
+        """Wait a while until all ranks of a failed group can finalize MPI; return which are missing, or `None`."""
 
     @abstractmethod
     def disown(self) -> None:
@@ -89,10 +81,6 @@ class OpenGroup(ABC):
     @abstractmethod
     def advance(self) -> None:
         """Advance the calls that were started and not waited for, if this thread makes the group's calls. Local."""
-
-    @abstractmethod
-    def tell_end(self, text: str) -> None:
-        """Tell the other ranks that this rank's program has failed. Local."""
 
     @abstractmethod
     def watch(self) -> Watchdog | None:
@@ -151,22 +139,13 @@ def record_build_failure(reason: str) -> None:
 
 
 def require_no_build_failure() -> None:
-    """Refuse to build a group after building one timed out: messages for that one may still be under way.
-
-    Raises:
-        UnavailableError: If building a group has timed out.
-    """
+    """Refuse to build a group after building one timed out: messages for that one may still be under way."""
     if _unbuilt:
         raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
 
 
 def install_job_abort(world: Intracomm, settings: Settings) -> None:
-    """Make a failure of this rank's program end all ranks of the job, from now on, and show its stack. Local.
-
-    Args:
-        world: All ranks of the job.
-        settings: This rank's settings.
-    """
+    """Make a failure of this rank's program end all ranks of the job, from now on, and show its stack. Local."""
     if world.Get_size() == 1:
         return
     launcher = launcher_or_parent()
@@ -304,16 +283,12 @@ def advance_others(group: OpenGroup) -> None:
 
 def tell_end(text: str) -> None:
     """Tell the other ranks of all groups that this rank's program has failed. Local."""
-    for group in _open:
-        group.tell_end(text)
+    for watch in _watches(_open):
+        watch.tell_end(text)
 
 
 def leave(error: BaseException) -> bool:
-    """Leave all groups because of an exception that ends the program, if all of them go on without this rank. Local.
-
-    Returns:
-        Whether all groups go on without this rank.
-    """
+    """Leave all groups because of an exception that ends the program; return whether they go on without it. Local."""
     groups = (*_open, *_failed)
     if not groups or not all(group.is_dispensable() for group in groups):
         return False
@@ -344,23 +319,14 @@ def call_before_abort(function: Callable[[], None]) -> None:
 
 
 def save_with(saver: Callable[[], str]) -> None:
-    """Register a function that is called when flight recorders are written, and before this process ends.
-
-    Args:
-        saver: Returns how to read what it has written, for people; "" for nothing.
-    """
+    """Call a function when flight recorders are written, and before this process ends; it returns what to print."""
     _savers.append(saver)
 
 
 def save_flights(reason: str, own_stack: Stack | None = None) -> str:
-    """Write the flight recorders of this rank, and of late ranks of its node, to files. Local.
+    """Write the flight recorders of this rank, and of late ranks of its node; return how to read them. Local.
 
-    Args:
-        reason: Why, for people.
-        own_stack: Where this rank was; `None` where it still is there.
-
-    Returns:
-        Where the files are and how to read them, for people; "" if none are wanted.
+    `own_stack`: where this rank was; `None` where it still is there.
     """
     _save()
     groups = (*_open, *_failed)

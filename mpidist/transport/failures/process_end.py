@@ -31,10 +31,9 @@ def leave_mpi_to_parent() -> None:
 
 
 def end_without_mpi(watches: bool) -> None:
-    """Let this process end without MPI_Finalize, where Open MPI sometimes waits for processes that are lost. Local.
+    """End this process without MPI_Finalize, where Open MPI sometimes waits for lost processes. Local.
 
-    Args:
-        watches: Whether nothing else calls `note_status` when the program ends by `SystemExit`.
+    `watches`: nothing else calls `note_status` when the program ends by `SystemExit`.
     """
     vars(sys)["mpidist_end"] = _EndAtFinalization()  # the names in `sys` are cleared in the order in which they came
     if watches:

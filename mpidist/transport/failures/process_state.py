@@ -22,7 +22,6 @@ class Process(NamedTuple):
     """The identity of a process, which a later process with the same id does not have.
 
     Attributes:
-        pid: The process id, in `namespace`.
         begun: When the process began, in ticks since the machine was started.
         namespace: The namespace of process ids: each container has its own. 0 where it is unknown.
     """
@@ -41,11 +40,7 @@ class Process(NamedTuple):
             return cls(pid, 0, 0)
 
     def state(self, seen_from: Process) -> str:
-        """Return `RUNNING` (or asleep), `STOPPED` by a signal or a debugger, `GONE`, or `UNKNOWN`.
-
-        Args:
-            seen_from: The calling process; processes of other namespaces are `UNKNOWN`.
-        """
+        """Return `RUNNING` (or asleep), `STOPPED` (by a signal or a debugger), `GONE`, or `UNKNOWN` if out of sight."""
         if not self.namespace or self.namespace != seen_from.namespace:
             return UNKNOWN
         try:

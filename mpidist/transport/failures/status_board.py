@@ -35,11 +35,9 @@ class Status(NamedTuple):
     """What a rank was doing at the moment when its status was read, by itself or by another rank of its node.
 
     Attributes:
-        rank: The rank, in its group.
         last: The rank's last call; `None` if it made none.
         seconds: For how long that call has been in its state: waiting, moving data, started, done or failed.
         process: The state of the rank's process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
-        pid: The process id.
         where: Where it is in its program, as a clause; "" where that was not asked for, or is not known.
     """
 
@@ -104,16 +102,7 @@ def _past(text: str) -> str:
 class StatusBoard:
     """The flight recorders of a node's ranks, in memory that all of them read. The constructor is collective.
 
-    If the ranks cannot share memory, each has a board of its own, with that rank alone.
-
-    Args:
-        comm: The ranks of the node; `None` for a node of this rank alone.
-        ranks: The rank of each of them in the group.
-
-    Attributes:
-        recorder: This rank's own flight recorder.
-        rank: This rank, in the group.
-        ranks: The ranks on the board.
+    If the ranks cannot share memory, each has a board of its own, with that rank alone; so has one without `comm`.
     """
 
     def __init__(self, comm: Intracomm | None, ranks: Sequence[int]) -> None:

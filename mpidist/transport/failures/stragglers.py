@@ -23,7 +23,6 @@ class Stragglers(NamedTuple):
     Attributes:
         known: Late ranks whose status is known -> the status.
         unheard: The late ranks whose status is unknown: those of nodes that did not answer.
-        hostnames: The host of each rank.
         fault: What a late rank whose process runs does or did not do: the verb for one rank, and for several.
         advice: What a program must do so that no rank is late, as a sentence without its full stop; may be empty.
     """
@@ -121,19 +120,13 @@ class Awaited(ABC):
         """Whether a failure note of another rank ends this wait."""
 
     def go_on_without(self, gone: Collection[int]) -> list[int]:
-        """Stop waiting for ranks whose processes are gone, where the group goes on without them.
-
-        Returns:
-            The ranks that were not known to be lost before.
-        """
+        """Stop waiting for gone ranks, where the group goes on without them; return those newly known as lost."""
         return []
 
     def is_warned_of(self, late: Stragglers, stall_seconds: float) -> bool:
         """Whether another rank warns of this wait, because it knows better for whom both wait.
 
-        Args:
-            late: The ranks that are late.
-            stall_seconds: A rank that has shown no sign of life for as long warns of nothing.
+        A rank that has shown no sign of life for `stall_seconds` warns of nothing.
         """
         return False
 
@@ -141,13 +134,7 @@ class Awaited(ABC):
     def stragglers(
         self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]
     ) -> Stragglers:
-        """Pick the ranks that are late.
-
-        Args:
-            statuses: The known statuses, of any ranks.
-            seen: The ranks of this node, and of nodes that have sent notes.
-            hostnames: The host of each rank.
-        """
+        """Pick the late ranks. `seen`: the ranks of this node, and of nodes that have sent notes."""
 
 
 def _verb(ranks: Sequence[int], one: str, several: str) -> str:

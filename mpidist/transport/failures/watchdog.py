@@ -61,17 +61,13 @@ class Watchdog:
     """One rank's watch over its waits, one wait at a time.
 
     Args:
-        awaited: What this rank waits for.
         comm: The ranks. Messages from rank to rank in `comm` are this object's alone.
-        board: What the ranks of this node are doing.
-        hostnames: The host of each rank.
         stall_seconds: When to warn of a wait without a deadline; 0 for never.
-        remedy: What people can do after a failure, as a sentence without its full stop.
+        remedy: What people can do after a failure, as a sentence without its full stop. Also an attribute.
         on_failure: Called with the text of a failure, to save what explains it; returns what to tell people.
 
     Attributes:
         broken: The failure that made the group unusable, or `None`.
-        remedy: The argument.
         advance_others: Called while this rank waits, to advance what this rank started in other groups.
         resets: The note of each rank that has called reset().
     """
@@ -107,11 +103,7 @@ class Watchdog:
         self._may_answer = True
 
     def begin(self, since: float | None = None) -> None:
-        """Begin a new wait. Local.
-
-        Args:
-            since: When the wait began, in seconds of the monotonic clock; `None` is now.
-        """
+        """Begin a new wait, now or at `since`, on the monotonic clock. Local."""
         self._stall_at, self._warn_at, self._gone = self._stall_seconds, math.inf, ()
         self.restart(since)
 
@@ -119,13 +111,13 @@ class Watchdog:
         """Measure the time of the wait from now on, or from `since`. A warning that was given is not repeated."""
         self._since, self._next_check = time.monotonic() if since is None else since, 0.0
 
-    def check_peers(self) -> None:
-        """Raise if waiting further cannot help. Local.
+    @property
+    def waited(self) -> float:
+        """For how long the wait has lasted, in seconds."""
+        return time.monotonic() - self._since
 
-        Raises:
-            DeadlineExceededError: If the deadline has passed, here or on another rank.
-            PeerFailedError: If a rank broke off, ended, or is gone.
-        """
+    def check_peers(self) -> None:
+        """Raise if waiting further cannot help: the deadline has passed, or a rank broke off, ended or is gone."""
         self.advance_others()
         if self._received or self._notes.has_unread():
             self._check_notes(is_waiting=True)
@@ -134,12 +126,7 @@ class Watchdog:
             self._check_clock_and_processes(now)
 
     def require_no_notes(self, probes: int = 1, is_waiting: bool = False) -> None:
-        """Raise if another rank has given up or ended. Local.
-
-        Args:
-            probes: How often to ask MPI for notes: see `PROBES`.
-            is_waiting: Whether this rank has waited for others: then the error names the ranks that are late.
-        """
+        """Raise if another rank has given up or ended; the error names late ranks if this rank has waited."""
         for _ in range(probes):
             if self.has_notes():
                 self._check_notes(is_waiting)
@@ -149,11 +136,7 @@ class Watchdog:
         return bool(self._received) or self._notes.has_unread()
 
     def require_nobody_left(self, call: str, probes: int = 1) -> None:
-        """Raise if another rank makes no call of the group any more, not even reset(). Local.
-
-        Raises:
-            PeerFailedError: If a rank has left because of an exception, or its program has failed.
-        """
+        """Raise `PeerFailedError` if another rank makes no call of the group any more, not even reset(). Local."""
         for _ in range(probes):
             self._read()
         for _, reason in _ends_of({rank: note for rank, note in self._received.items() if note.tag != BROKE_OFF}):
@@ -180,10 +163,8 @@ class Watchdog:
     def tell_leaving(self, text: str, others_know: bool = True, done: int | None = None) -> None:
         """Tell the other ranks that this rank leaves their group, because of an exception. Local.
 
-        Args:
-            text: What happened, for people.
-            others_know: Whether, if a wait of this rank has failed, other ranks know of it, as in lock step.
-            done: The number of the last call in which this rank has done its part; `None` for the last that it joined.
+        `others_know`: if a wait of this rank has failed, other ranks know of it, as in lock step. `done`: the last call
+        in which this rank has done its part; `None` for the last that it joined.
         """
         if self.broken is None or not others_know:
             self.tell(LEFT, text, is_lost=True, sequence=done)
@@ -206,18 +187,11 @@ class Watchdog:
         to: Collection[int] | None = None,
         sequence: int | None = None,
     ) -> dict[int, Status]:
-        """Send a note to other ranks, so that none of them waits for this one. Local.
+        """Send a note to other ranks, so that none waits for this one; return the statuses of its node. Local.
 
-        Args:
-            tag: Which kind of `FailureNote`.
-            text: What happened, for people.
-            is_lost: Whether some rank never takes part again: this one, for example. An awaited rank of this node whose
-                process is gone is found anyway.
-            to: The ranks; by default all others.
-            sequence: That of the `FailureNote`; `None` for the number of the call that this rank joined last.
-
-        Returns:
-            What the ranks of this node did before: the question where a rank is may wake it from a sleep in C.
+        The statuses are of before: the question where a rank is may wake it from a sleep in C. `is_lost`: some rank
+        never takes part again, this one, for example; an awaited rank of this node whose process is gone is found
+        anyway.
         """
         statuses = here = self._board.statuses()
         is_lost |= any(one.process == GONE and rank in self._awaited.ranks for rank, one in here.items())
@@ -239,11 +213,7 @@ class Watchdog:
         return {rank: late.get(rank, status) for rank, status in here.items()}
 
     def give_up(self, reason: str) -> NoReturn:
-        """Tell the other ranks that what this rank waits for cannot happen, and raise.
-
-        Raises:
-            PeerFailedError: Always.
-        """
+        """Tell the other ranks that what this rank waits for cannot happen, and raise `PeerFailedError`."""
         self.tell(GAVE_UP, reason, is_lost=True)
         self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), follows=False)
 

@@ -1,17 +1,20 @@
-"""Tables for the kernels that copy: where each array is read and written, and where it lies in a buffer."""
+"""Lists of arrays for kernels, and the tables of those that copy: where each array lies, and where in a buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpidist.transport import cuda
+from mpidist.transport.arrays import address_of
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, copier, longest_table
+from mpidist.transport.native.known_lists import KnownLists
 
-__all__ = ["BLOCK", "CopyTable", "CopyTables", "Dtypes", "Numbers", "PackLayout", "by_value"]
+__all__ = ["BLOCK", "ArrayList", "CopyTable", "CopyTables", "Numbers", "PackLayout", "by_value", "is_plain"]
 
 BLOCK: Final = 256  # threads; a warp of them takes a row
 _WARP: Final = 32
@@ -21,8 +24,48 @@ _STEP: Final = 16  # bytes, the most that a thread copies at once
 _ARRAY: Final = np.dtype([("source", "u8"), ("target", "u8"), ("first_row", "u4"), ("last", "u2"), ("pad", "u2")])
 _LAUNCH: Final = np.dtype([("num_arrays", "u4"), ("num_rows", "u4"), ("divisor", "i8"), ("counter", "u8")])
 
+_is_contiguous: Final = attrgetter("_c_contiguous")  # CuPy makes an object of `flags`, which takes eight times as long
+_dtype_of: Final = attrgetter("dtype")
+_size_of: Final = attrgetter("size")
+
+Array = Any
 Numbers: TypeAlias = Sequence[int] | np.ndarray[Any, Any]
-Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
+_Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
+
+
+@final
+class ArrayList(NamedTuple):
+    """What kernels need of a list of CuPy's arrays."""
+
+    dtypes: _Dtypes  # of each array; one if all have the same, as hashing each takes longer
+    sizes: tuple[int, ...]  # elements of each array
+    places: np.ndarray[Any, Any]  # addresses, [n]
+    are_plain: bool  # contiguous, and aligned to their numbers' size: no context of a GPU survives what is not
+
+    @classmethod
+    def of(cls, arrays: list[Array]) -> ArrayList:
+        """Inspect arrays; of a repeated list whose arrays all live, return the same object."""
+        known = _KNOWN.find(arrays)
+        if known is not None:
+            return known
+        dtypes = tuple(map(_dtype_of, arrays))
+        if dtypes and dtypes.count(dtypes[0]) == len(dtypes):
+            dtypes = dtypes[:1]
+        places = np.fromiter(map(address_of, arrays), np.uint64, len(arrays))
+        widths = np.array([dtype.itemsize for dtype in dtypes], np.uint64)
+        are_plain = all(map(_is_contiguous, arrays)) and not (places % widths).any()
+        made = cls(dtypes, tuple(map(_size_of, arrays)), places, are_plain)
+        if are_plain:  # and stay so
+            _KNOWN.note(arrays, made)
+        return made
+
+
+_KNOWN: Final[KnownLists[ArrayList]] = KnownLists()
+
+
+def is_plain(array: Array) -> bool:
+    """Whether kernels can use an array: see `ArrayList`."""
+    return bool(_is_contiguous(array)) and address_of(array) % array.itemsize == 0
 
 
 @final
@@ -79,14 +122,7 @@ class CopyTables:
         return cls(counts, kernels, widths, pads) if len(kernels) == len(pairs) else None
 
     def fill(self, sources: Numbers, targets: Numbers, divisor: int = 1, counter: int = 0) -> Sequence[CopyTable]:
-        """Fill in what the kernels are told, and return the tables, which are good until the next call.
-
-        Args:
-            sources: The address of each array that is read, [n].
-            targets: The address to which it is copied, [n].
-            divisor: What numbers are divided by.
-            counter: The address of a number to which overflows are added; 0 for none.
-        """
+        """Fill in addresses [n], and that of a counter of overflows or 0. The tables are valid until the next call."""
         self._sources[self._slots] = sources
         self._targets[self._slots] = targets
         if self._told != (divisor, counter):
@@ -98,11 +134,8 @@ class CopyTables:
 class PackLayout:
     """Arrays of a list one after another in a buffer, and the tables of the copies to the buffer and back.
 
-    Args:
-        counts: The number of elements of each array; none is 0.
-        dtype: That of the buffer.
-        is_padded: Whether each array begins at a multiple of 16 bytes, so that threads copy 16 bytes at once whatever
-            the sizes of the arrays before it. What lies between arrays is 0.
+    With `is_padded` each array begins at a multiple of 16 bytes, so that threads copy 16 bytes at once whatever the
+    sizes of the arrays before it. What lies between arrays is 0. No count is 0.
 
     Attributes:
         offsets: The byte of the buffer at which each array begins, [n].
@@ -119,7 +152,7 @@ class PackLayout:
         self._pads = taken - counts
         self.tables = cache(self._make_tables)
 
-    def _make_tables(self, dtypes: Dtypes, is_in: bool, divides: bool = False) -> CopyTables | None:
+    def _make_tables(self, dtypes: _Dtypes, is_in: bool, divides: bool = False) -> CopyTables | None:
         """Make the tables of copies from arrays to the buffer, or back; `None` if there is a dtype without a kernel."""
         pairs = [(dtype, self.dtype) if is_in else (self.dtype, dtype) for dtype in dtypes]
         return CopyTables.between(self.counts, pairs, divides, self._pads if is_in else [0])

@@ -14,10 +14,9 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 
 from mpidist.transport import cuda
-from mpidist.transport.arrays import aligned, memory_bounds
-from mpidist.transport.gpu.array_lists import ArrayList, ArrayLists, address_of, is_plain
+from mpidist.transport.arrays import address_of, aligned, memory_bounds
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, combiner, compile_kernel, copier, longest_table
-from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, PackLayout, by_value
+from mpidist.transport.gpu.copy_table import BLOCK, ArrayList, CopyTables, Numbers, PackLayout, by_value, is_plain
 from mpidist.transport.reduction import Reduction, accumulator_dtype
 
 __all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]
@@ -51,7 +50,6 @@ class DeviceKernels:
         self._kernel = cache(compile_kernel)
         self._tables_alike = lru_cache(_MAX_ALIKE)(CopyTables.between)
         self._layout_alike = lru_cache(_MAX_ALIKE)(PackLayout)
-        self._lists = ArrayLists()
         self.num_launches = 0
 
     def compile(self, kernels: Iterable[str]) -> None:
@@ -65,41 +63,24 @@ class DeviceKernels:
     ) -> None:
         """Copy arrays one after another into a buffer, with its dtype.
 
-        Args:
-            sources: Arrays of any shapes, some perhaps empty. An array that is not contiguous, not aligned to its
-                numbers' size, or whose cast has no kernel is copied before, in a launch of its own.
-            buffer: [sum of the sizes], contiguous.
-            counts_overflow: Whether finite numbers that become infinite float16 count as `overflowed`.
-            layout: Where the arrays, none of them empty, lie in the buffer [layout.size]; by default without gaps.
-
-        Raises:
-            ValueError: If the sizes do not fit.
+        An array that is not contiguous, not aligned to its numbers' size, or whose cast has no kernel is copied before,
+        in a launch of its own. With a `layout`, no array is empty, and they lie in the contiguous buffer as it says.
         """
         sources, layout = self._laid_out("pack", sources, buffer, layout)
-        written, given = buffer.dtype, self._lists.of(sources)
+        written, given = buffer.dtype, ArrayList.of(sources)
         tables = layout.tables(given.dtypes, is_in=True)
         if tables is None or not given.are_plain:
             sources = [
                 _plain(its) if copier(its.dtype, written, False) else aligned(its).astype(written, "C")
                 for its in sources
             ]
-            given = self._lists.of(sources)
+            given = ArrayList.of(sources)
             tables = layout.tables(given.dtypes, is_in=True)
         counter = self._counter_for(written, counts_overflow)
         self._copy(tables, given.places, address_of(buffer) + layout.offsets, 1, counter)
 
     def unpack(self, buffer: Array, targets: list[Array], divide_by: int = 1, layout: PackLayout | None = None) -> None:
-        """Copy a buffer to contiguous arrays one after another, with their dtypes, and divide.
-
-        Args:
-            buffer: As in `pack`.
-            targets: Contiguous arrays of any shapes.
-            divide_by: What the numbers are divided by, as NumPy does it.
-            layout: As in `pack`.
-
-        Raises:
-            ValueError: If the sizes do not fit, or a target is not contiguous.
-        """
+        """Copy a buffer to contiguous arrays one after another, with their dtypes, and divide as NumPy does."""
         targets, layout = self._laid_out("unpack", targets, buffer, layout)
         divides, taken = divide_by != 1, self._writable(targets)
         tables = layout.tables(taken.dtypes, False, divides)
@@ -111,22 +92,16 @@ class DeviceKernels:
             target[...] = piece / divide_by if divides else piece
 
     def copy(self, sources: list[Array], targets: list[Array], divide_by: int = 1) -> None:
-        """Copy arrays to others of the same sizes and dtypes, and divide.
+        """Copy arrays, none empty, to contiguous ones of the same sizes and dtypes, or in place, and divide.
 
-        Args:
-            sources: Arrays of any shapes, none empty. Of those that are not contiguous, copies are made before.
-            targets: Contiguous arrays. A target may be its own source.
-            divide_by: As in `unpack`, for floating-point and complex numbers, but for half precision.
-
-        Raises:
-            ValueError: If the sizes or dtypes do not fit, or a target is not contiguous.
+        Numbers of half precision cannot be divided. Of sources that are not contiguous, copies are made before.
         """
-        given, taken = self._lists.of(sources), self._writable(targets)
+        given, taken = ArrayList.of(sources), self._writable(targets)
         if given.dtypes != taken.dtypes or given.sizes != taken.sizes:
             raise ValueError(f"cannot copy {_texts(sources)} to {_texts(targets)}: needed the same sizes and dtypes")
         if not given.are_plain:
             sources = list(map(_plain, sources))
-            given = self._lists.of(sources)
+            given = ArrayList.of(sources)
         tables = self._tables_alike(taken.sizes, tuple((dtype, dtype) for dtype in taken.dtypes), divide_by != 1)
         self._copy(tables, given.places, taken.places, divide_by)
 
@@ -138,13 +113,7 @@ class DeviceKernels:
         numbers take one launch, as do sums of complex ones; others go by CuPy's operations, some for each piece, and
         so do all with a `fold`.
 
-        Args:
-            parts: [P, m], whose rows are contiguous, or P contiguous arrays [m]. 16-byte aligned ones are faster.
-            reduction: How.
-            out: [m], contiguous, of the dtype of the parts. It may be one of the parts.
-
-        Raises:
-            ValueError: If the sizes do not fit.
+        The parts [P, m], or P arrays [m], are contiguous, and so is `out` [m], which may be one of them.
         """
         rows: Sequence[Array] = parts if isinstance(parts, (list, tuple)) else [parts[at] for at in range(len(parts))]
         if any(part.size != out.size or part.dtype != out.dtype for part in rows) or not rows:
@@ -219,7 +188,7 @@ class DeviceKernels:
 
     def _writable(self, arrays: list[Array]) -> ArrayList:
         """Ask arrays that are to be written."""
-        taken = self._lists.of(arrays)
+        taken = ArrayList.of(arrays)
         if not taken.are_plain:
             odd = next(array for array in arrays if not is_plain(array))
             raise ValueError(f"cannot write to {_text(odd)}, which is not contiguous, or not aligned")
@@ -238,13 +207,7 @@ class DeviceKernels:
 
 
 def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[Any], str]], num: int = 1) -> set[str]:
-    """Return the kernels that work may take on some rank; what CuPy's operations do takes none.
-
-    Args:
-        copies: Copies of arrays, `num` of them together. What has no kernel, CuPy casts before it is copied.
-        sums: The dtype of parts that `combine` joins, and the operation.
-        num: Number of arrays that are copied together.
-    """
+    """Return the kernels that copies, `num` together, and sums may take on some rank. CuPy casts what has no kernel."""
     needed = {copier(*copy) or copier(copy[1], copy[1], False) for copy in copies}
     needed |= {kernel + LONG for kernel in needed if kernel is not None and num > SHORT_TABLE}
     needed |= {combiner(dtype, op) for dtype, op in sums}

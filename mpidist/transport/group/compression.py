@@ -25,11 +25,6 @@ class CompressingCommunicator(Communicator):
 
     What a rank contributes is rounded, the rounded numbers are reduced in float32, and the result is rounded once more:
     the same bits on all ranks, and half the bytes that the methods of `Communicator` state.
-
-    Args:
-        inner: The communicator that carries the rounded numbers and counts the traffic. Its owner frees it.
-        half: float16 or bfloat16.
-        kernels: The kernels for device memory; `None` for host memory.
     """
 
     def __init__(self, inner: Communicator, half: np.dtype[np.generic], kernels: DeviceKernels | None = None) -> None:
@@ -104,11 +99,7 @@ class CompressingCommunicator(Communicator):
 
 
 def narrow(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> int:
-    """Round float32 numbers [m] to half precision, into `out` [m]. `kernels`: for device memory.
-
-    Returns:
-        How many finite numbers became infinite float16; 0 for device memory, where the kernels count.
-    """
+    """Round float32 numbers [m] to half precision; return how many became infinite float16, 0 where `kernels` count."""
     if kernels is not None:
         kernels.pack([numbers], out, counts_overflow=True)
         return 0

@@ -23,7 +23,7 @@ from mpidist.transport.devices import Device
 from mpidist.transport.gpu.background import Background
 from mpidist.transport.gpu.events import new_stream, on_stream, record_event
 from mpidist.transport.gpu.kernels import DeviceKernels
-from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.group.levels import Levels
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
@@ -52,10 +52,7 @@ _KERNELS: Final = f"the GPU's kernels could not be compiled; CuPy needs NVRTC fo
 
 @final
 class DeviceLevels:
-    """Makes a group's levels for device memory at their first use, when all ranks have agreed on a call.
-
-    `host` are the levels for host memory.
-    """
+    """Makes a group's levels for device memory at their first use, when all ranks have agreed on a call."""
 
     def __init__(
         self, host: Levels, topology: Topology, agreement: Agreement, settings: Settings, cost_model: CostModel
@@ -152,11 +149,7 @@ class DeviceLevels:
         return self._levels.get(everywhere)
 
     def gpus_of_process(self, indices: tuple[int, ...]) -> GpusOfProcess | None:
-        """Return GPUs of this process, the current device first, joined by NCCL; `None` without NCCL. Local.
-
-        Raises:
-            UnavailableError: If NCCL cannot be started, which the first use does.
-        """
+        """Return GPUs of this process, the current device first, joined by NCCL; `None` without NCCL. Local."""
         if indices not in self._gpus_of_process:
             reason = cuda.current().support.reason if self._settings.nccl else _NO_NCCL
             made = None
@@ -178,7 +171,7 @@ class DeviceLevels:
         """The levels through the host. Local."""
         levels = self._host.world, self._host.within_node, self._host.across_nodes
         world, within, across = (self._over(level, self._staging) for level in levels)
-        return Levels(world, within, across, self._host.is_even, own_kernels=self._kernels)
+        return Levels(world, within, across, self._host.is_even, kernels=self._kernels)
 
     @property
     def overflowed(self) -> int:
@@ -235,7 +228,7 @@ class DeviceLevels:
             return self.levels()
         if self._queue is None:
             self._queue = DeviceQueue()
-        reach = NcclReach.WORLD
+        is_all_nccl = everywhere or not spans_nodes
         across: Communicator = SoloCommunicator("across_nodes", device=True)
         if everywhere:
             within = self.levels().within_node
@@ -246,8 +239,8 @@ class DeviceLevels:
         else:
             world = within = self._connect("within_node", groups)
             if spans_nodes:
-                reach, (world, across) = NcclReach.NODE, self._between_nodes()
-        return Levels(world, within, across, self._host.is_even, None, reach, self._queue, self._kernels)
+                world, across = self._between_nodes()
+        return Levels(world, within, across, self._host.is_even, None, self._queue, is_all_nccl, self._kernels)
 
     def _between_nodes(self) -> tuple[Communicator, Communicator]:
         """Let MPI read device memory itself, if the user says that MPI can; else go through the host. Local."""

@@ -45,13 +45,7 @@ _START: Final = "start all ranks in one environment of Python"
 
 
 def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
-    """Initialize MPI, unless the program has, and check that the launcher started one world of ranks.
-
-    Args:
-        comm: The ranks of a group; `None` for all ranks of the job.
-
-    Returns:
-        The ranks of the group, and all ranks of the job.
+    """Initialize MPI, unless the program has; return the ranks of the group (`None`: all) and all ranks of the job.
 
     Raises:
         TypeError: If `comm` is no intra-communicator of mpi4py.
@@ -71,16 +65,7 @@ def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
 
 
 def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
-    """Wait until all ranks build a group. Collective.
-
-    Args:
-        comm: The ranks.
-        settings: This rank's settings.
-
-    Raises:
-        UnavailableError: If an earlier group could not be built.
-        DeadlineExceededError: If some ranks do not come within `MPIDIST_TIMEOUT_SECONDS`.
-    """
+    """Wait until all ranks build a group, at most `MPIDIST_TIMEOUT_SECONDS`. Collective."""
     open_groups.require_no_build_failure()
     timeout, stall = settings.timeout_seconds, settings.stall_seconds
     start = time.monotonic()
@@ -146,10 +131,7 @@ class _Report:
 
     Attributes:
         error: What is wrong with the rank's settings, or `None`.
-        variables: Its `MPIDIST_` variables.
-        versions: Its versions, by name.
         first_here: The first rank with which it shares memory.
-        hostname: Its host.
         token: A random name for the group; that of the first rank counts.
         mpi_files: The files in which MPI shares memory with the rank.
     """
@@ -204,17 +186,9 @@ def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
 
 
 def discover(comm: Intracomm) -> tuple[Settings, Topology, str]:
-    """Read the settings, which must be equal on all ranks, and find the node of each rank. Collective.
+    """Read the settings, find the node of each rank, and draw a random name for the group. Collective.
 
-    Args:
-        comm: The ranks. Freed if an error is raised.
-
-    Returns:
-        The settings, the nodes, and a random name for the group, equal on all ranks.
-
-    Raises:
-        ValueError: If a rank's environment variable is invalid. On every rank.
-        TopologyError: If settings or versions differ, or `MPIDIST_PRETEND_NODES` does not fit. On every rank.
+    If a rank's settings are invalid, or settings or versions differ, frees `comm`, and raises on every rank.
     """
     try:
         settings, error = Settings.from_environment(os.environ), None

@@ -30,10 +30,8 @@ class ExitBarrier:
         comm: The ranks. Messages from rank to rank in `comm` are this object's alone.
         found_gone: Lists the ranks whose processes were found gone, in repeated calls. Local.
         stall_seconds: After which time the lowest rank that waits tells which ranks it waits for; 0 for never.
-        write_line: Writes a line for people.
         lost: Ranks that are gone now.
         places_of: Says where some ranks of this node are in their programs.
-        place: Where the ranks meet.
     """
 
     def __init__(
@@ -55,12 +53,10 @@ class ExitBarrier:
         self._next_check = 0.0
 
     def wait(self) -> str | None:
-        """Wait for all ranks that are not lost. Collective over those.
+        """Wait for all ranks that are not lost; return why the job must end if ranks are lost. Collective over those.
 
-        Returns:
-            `None` if no rank is lost. Else, on the lowest rank that is not lost, a text that says which ranks are. So,
-            too, on a rank that has learnt of a loss after it sent its messages: other ranks may not know of the loss
-            and wait for ever, so the job must end.
+        The lowest rank that is not lost gets the text. So does a rank that has learnt of a loss after it sent its
+        messages: other ranks may not know of the loss and wait for ever.
         """
         own = np.zeros(self._comm.size, np.uint8)
         own[sorted(self._lost)] = _GONE

@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -34,7 +33,7 @@ from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNod
 from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.topology import Topology
 
-__all__ = ["Levels", "NcclReach", "report_no_shared_memory"]
+__all__ = ["Levels", "report_no_shared_memory"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -54,15 +53,6 @@ _SAME_STREAM: Final = nullcontext()
 
 
 @final
-class NcclReach(Enum):
-    """Among which ranks NCCL sends device memory."""
-
-    NOWHERE = 0
-    NODE = 1
-    WORLD = 2
-
-
-@final
 @dataclass(frozen=True)
 class Levels:
     """The communicators of an all-reduce algorithm, one for each level of the machine, for one kind of memory.
@@ -73,9 +63,9 @@ class Levels:
         across_nodes: The ranks with this rank's local rank, in order of nodes.
         is_even: Whether all nodes have equally many ranks, so that `across_nodes` of every rank has all nodes.
         fused: Reduces lists of arrays over all ranks through shared memory; `None` without shared memory.
-        nccl: Which communicators are NCCL's.
         queue: The queue of NCCL's launches; `None` without NCCL.
-        own_kernels: The kernels of levels for device memory; `None` of levels for host memory.
+        is_all_nccl: Whether no communicator for device memory needs the host.
+        kernels: What copies and reduces device memory; `None` of levels for host memory.
     """
 
     world: Communicator
@@ -83,28 +73,17 @@ class Levels:
     across_nodes: Communicator
     is_even: bool
     fused: FusedReducer | None = None
-    nccl: NcclReach = NcclReach.NOWHERE
     queue: DeviceQueue | None = None
-    own_kernels: DeviceKernels | None = None
+    is_all_nccl: bool = False
+    kernels: DeviceKernels | None = None
     _compressed: dict[np.dtype[Any], Levels] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def kernels(self) -> DeviceKernels:
-        """The kernels that copy and reduce device memory.
-
-        Raises:
-            RuntimeError: If these are the levels for host memory.
-        """
-        if self.own_kernels is None:
-            raise RuntimeError("the levels for host memory have no kernels; take those for device memory")
-        return self.own_kernels
 
     @classmethod
     def solo(cls, kernels: DeviceKernels | None = None) -> Levels:
         """Make the levels of a group of one, for device memory if there are kernels."""
-        device, reach = kernels is not None, NcclReach.NOWHERE if kernels is None else NcclReach.WORLD
+        device = kernels is not None
         world, within, across = (SoloCommunicator(name, device) for name in ("world", "within_node", "across_nodes"))
-        return cls(world, within, across, True, nccl=reach, own_kernels=kernels)
+        return cls(world, within, across, True, is_all_nccl=device, kernels=kernels)
 
     @classmethod
     def from_mpi(
@@ -115,17 +94,10 @@ class Levels:
         transport: str = "auto",
         cost_model: CostModel | None = None,
     ) -> Levels:
-        """Split a communicator by nodes. Collective.
+        """Split a communicator by nodes; its duplicates and parts become the levels. Collective.
 
-        Args:
-            comm: The communicator of the group, which is duplicated and split.
-            topology: The nodes of the ranks.
-            max_chunk_bytes: Larger arrays are sent in several calls.
-            transport: How the ranks of a node communicate: `Settings.transport`.
-            cost_model: The speeds of the machine, the same on all ranks; by default those of a common machine.
-
-        Raises:
-            UnavailableError: If shared memory is required and not available. On every rank.
+        Ranks of a node communicate as `Settings.transport` says; if that requires shared memory and it is not
+        available, every rank raises. `cost_model`: the same on all ranks; by default that of a common machine.
         """
         eager = MAX_CHUNK_BYTES
         if topology.num_nodes > 1:
@@ -154,19 +126,15 @@ class Levels:
         return cls(world, within, across, topology.is_even, fused)
 
     def compressed(self, half: np.dtype[Any] | None) -> Levels:
-        """Return levels whose `world` and `across_nodes` send float32 numbers in half precision. Local.
-
-        Args:
-            half: float16 or bfloat16; `None` for no compression, which returns these levels themselves.
-        """
+        """Return levels whose `world` and `across_nodes` send float32 in half precision; these for `None`. Local."""
         if half is None:
             return self
         if half not in self._compressed:
             world, across = self.world, self.across_nodes
             if world.size > 1:
-                world = CompressingCommunicator(world, half, self.own_kernels)
+                world = CompressingCommunicator(world, half, self.kernels)
             if across.size > 1:
-                across = CompressingCommunicator(across, half, self.own_kernels)
+                across = CompressingCommunicator(across, half, self.kernels)
             self._compressed[half] = replace(self, world=world, across_nodes=across, _compressed={})
         return self._compressed[half]
 
@@ -198,12 +166,7 @@ class Levels:
     ) -> set[str]:
         """Return the kernels that a reduction may need on the GPU of some rank. Local, equal on all ranks.
 
-        Args:
-            wire: The dtype of the buffer.
-            half: As in `compressed`.
-            reduction: The elementwise operation.
-            copies: The copies to the buffer and back.
-            num: Number of arrays that are copied together.
+        `wire` is the dtype of the buffer; `num` arrays are copied to it, or back, together.
         """
         added = {wire} if half is None else {wire, half}  # the dtypes that kernels add
         if isinstance(self.world, NcclCommunicator):
@@ -249,17 +212,7 @@ class Levels:
 
 
 def report_no_shared_memory(reason: str, transport: str, rank: int, free: Callable[[], None]) -> None:
-    """Warn on rank 0 that there is no shared memory; if the settings require it, free the group and raise. Collective.
-
-    Args:
-        reason: Why there is none, the same on all ranks.
-        transport: `Settings.transport`.
-        rank: This rank.
-        free: Frees what was made of the group.
-
-    Raises:
-        UnavailableError: If the settings require shared memory. On every rank.
-    """
+    """Warn on rank 0 that there is no shared memory; where it is required, `free` the group and raise. Collective."""
     if transport == "shared_memory":
         free()
         raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")

@@ -43,13 +43,9 @@ class Membership:
 
     Args:
         comm: The ranks. This object owns and frees the communicator.
-        topology: The nodes of the ranks.
         token: A name of the group, the same on all ranks.
-        settings: The settings that were read from the environment.
 
     Attributes:
-        comm: The ranks.
-        trace: The trace of this rank's calls; `None` if they are not traced.
         world_rank: This rank, as it is numbered in the whole job.
         folder: The folder of the flight recorders; `None` if none are kept.
     """
@@ -107,19 +103,9 @@ class Membership:
     def all_gather_at_reset(
         self, flags: tuple[int, int], timeout: float | None, calls: Watchdog | None
     ) -> list[tuple[int, int]]:
-        """Wait until all ranks call `reset`, and all-gather two numbers. Collective.
+        """Wait until all ranks call `reset`, and all-gather two numbers of each. Collective.
 
-        Args:
-            flags: The numbers of this rank.
-            timeout: How long to wait, in seconds; `None` or 0 for ever.
-            calls: The watchdog of the calls before the reset, which receives the notes of ranks that have left.
-
-        Returns:
-            The numbers of each rank, in rank order.
-
-        Raises:
-            DeadlineExceededError: If not all ranks call `reset` in time.
-            PeerFailedError: If a rank's process has ended, or a rank has left because of an exception.
+        `calls`: the watchdog of the calls before the reset, which receives the notes of ranks that have left.
         """
         call_watchdog, watchdog = self._reset_watchdog, self._reset_watchdog.watchdog
 

@@ -28,12 +28,9 @@ class Message:
     """A message to or from one rank that is under way.
 
     Args:
-        group: The ranks.
-        comm: The communicator of the message.
         name: What the rank does, for people: "recv from rank 1, tag 0".
         requests: MPI's requests of its pieces.
         buffer: Its bytes [n], which nobody may change until it is done.
-        is_receive: Whether this rank receives it.
     """
 
     def __init__(
@@ -66,12 +63,7 @@ class Message:
             return True
 
     def is_done(self) -> bool:
-        """Whether the message is sent or received. Also advances it. Local.
-
-        Raises:
-            InvalidArgumentError: If the message has another length than the memory to receive it.
-            PeerFailedError: If MPI cannot complete it.
-        """
+        """Whether the message is sent or received; raises if it has a wrong length, or is lost. Advances it. Local."""
         if self._error is not None:
             raise self._error
         if not self._is_done:
@@ -91,16 +83,7 @@ class Message:
         return self._is_done
 
     def wait(self, timeout_seconds: float | None) -> None:
-        """Wait until the message is sent or received, and advance started calls meanwhile.
-
-        Args:
-            timeout_seconds: How long to wait; `None` or 0 for ever. After that the group cannot be used any more.
-
-        Raises:
-            DeadlineExceededError: If the other rank does not come in time.
-            PeerFailedError: If a rank has left, has ended or is gone.
-            InvalidArgumentError: As `is_done` does.
-        """
+        """Wait until the message is sent or received, advancing started calls; a missed deadline breaks the group."""
         if self.is_done():
             return
         group, since = self._group, time.monotonic()
@@ -143,11 +126,7 @@ class Message:
 
 @final
 class Messages:
-    """The messages of a group, in a communicator of their own. Making it is collective.
-
-    Args:
-        group: The ranks.
-    """
+    """The messages of a group, in a communicator of their own. Making it is collective."""
 
     def __init__(self, group: SyncGroup) -> None:
         self._group = group
@@ -163,17 +142,7 @@ class Messages:
         return self._started(Message(self._group, comm, name, requests, buffer, is_receive=False))
 
     def receive(self, name: str, buffer: Array, source: int | None, tag: int) -> Message:
-        """Start to receive bytes [n]. Local.
-
-        Args:
-            name: As in `Message`.
-            buffer: The memory.
-            source: The rank that sends; `None` for any rank, for at most `MAX_CHUNK_BYTES`.
-            tag: The number of the message, at least 0.
-
-        Raises:
-            InvalidArgumentError: If a message from any rank is too long.
-        """
+        """Start to receive bytes [n] of one rank, or, at most `MAX_CHUNK_BYTES`, of any rank (`None`). Local."""
         comm = self._connected(name)
         if source is None and buffer.nbytes > MAX_CHUNK_BYTES:
             raise InvalidArgumentError(
@@ -184,11 +153,7 @@ class Messages:
         return self._started(Message(self._group, comm, name, requests, buffer, is_receive=True))
 
     def compare_sizes(self, call: str, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
-        """Compare what each rank sends to each with the room there. Collective. Arguments: as `all_to_all`.
-
-        Raises:
-            InvalidArgumentError: If two ranks do not match. On every rank.
-        """
+        """Compare the bytes that each rank sends to each with the room there; raise on all ranks if they differ."""
         agreement, (rank, size) = self._group.agreement, (self._group.topology.rank, self._group.topology.size)
         table = np.empty((size, 2, size), np.int64)
         table[rank] = [[one.size for one in parts] for parts in (outgoing, incoming)]
@@ -202,12 +167,9 @@ class Messages:
             raise error
 
     def all_to_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
-        """Send bytes to every rank, and receive some from every rank. Collective.
+        """Send bytes [n] to every rank, and receive as many bytes as each sends. Collective.
 
-        Args:
-            outgoing: For each rank the bytes [n] that it gets.
-            incoming: For each rank the memory for what it sends, of as many bytes, and apart from `outgoing`; but this
-                rank's own may be the same array.
+        `incoming` is apart from `outgoing`; but this rank's own may be the same array.
         """
         rank, comm = self._group.topology.rank, self._comm
         if incoming[rank] is not outgoing[rank]:

@@ -19,13 +19,7 @@ __all__ = ["ErrorReport", "LocalWork", "raise_reported"]
 
 @final
 class ErrorReport(NamedTuple):
-    """A rank's exception, as the rank reports it to the others.
-
-    Attributes:
-        error: The pickled exception; `None` if unpickling does not restore its type and text.
-        text: The exception's type and first line.
-        trace: The exception's traceback.
-    """
+    """A rank's exception, as the rank reports it: pickled, if unpickling restores its type and text, and as texts."""
 
     error: bytes | None
     text: str
@@ -44,9 +38,7 @@ class LocalWork(AbstractContextManager[None]):
     Not made by a generator, as none can raise the `StopIteration` of another rank.
 
     Args:
-        group: The ranks.
         call: The name of the user's call that the block is a part of, for errors; equal on all ranks.
-        timeout_seconds: How long to wait for all ranks; `None` is the group's own deadline.
         what: What the block does, if `call` does not say it; equal on all ranks.
         advice: What to do if rank 0 alone makes the call.
     """
@@ -87,14 +79,8 @@ class LocalWork(AbstractContextManager[None]):
 def raise_reported(own: Exception | None, reports: Sequence[ErrorReport | None], group: SyncGroup) -> None:
     """Raise the exception of the lowest rank that has one, on all ranks. Local.
 
-    Args:
-        own: This rank's own exception.
-        reports: The reports of all ranks, in rank order; `None` of a rank without exception.
-        group: The ranks.
-
-    Raises:
-        Exception: Of the same type and text as that rank's, with that rank's traceback as the cause; a
-            `PeerFailedError` with the text if the exception cannot be pickled.
+    It has the type and text of that rank's, and that rank's traceback as the cause; it is a `PeerFailedError` with the
+    text if the exception cannot be pickled.
     """
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     if not failed:

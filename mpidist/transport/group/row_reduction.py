@@ -18,16 +18,10 @@ __all__ = ["all_reduce_rows"]
 
 
 def all_reduce_rows(levels: Levels, tree: ReplicaTree, ufunc: np.ufunc, rows: Sequence[Array], out: Array) -> None:
-    """Add the rows of all ranks, in the order of the tree, on every rank. Collective.
+    """Add this rank's rows [n], and those of all other ranks, in the order of the tree, to `out` [n]. Collective.
 
-    For any tree. For a flat tree, a `Reduction` with folds moves as few bytes and is faster.
-
-    Args:
-        levels: The levels for host memory, without compression.
-        tree: The order, of the ranks and nodes of the levels.
-        ufunc: The operation on two arrays.
-        rows: This rank's rows, `tree.num_rows[rank]` arrays [n] of host memory: flat, contiguous and of one dtype.
-        out: [n], takes the sum. May be one of `rows`.
+    For any tree. For a flat tree, a `Reduction` with folds moves as few bytes and is faster. `out` may be one of
+    `rows`, which are flat, contiguous, of one dtype and in host memory; `levels` are without compression.
     """
     topology, fused = tree.topology, levels.fused
     world = levels.world.mpi if isinstance(levels.world, SharedMemoryCommunicator) else levels.world

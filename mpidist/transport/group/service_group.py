@@ -6,7 +6,6 @@ time. Its `AwaitedPeers` says which ranks a rank waits for, and what ends its wa
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
@@ -40,69 +39,17 @@ from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
-__all__ = ["Service", "ServiceGroup", "meet_ranks"]
+__all__ = ["ServiceGroup", "meet_ranks"]
 
 _REMEDY: Final = "Close the strategy, end the job, and start it again"
-
-
-class Service(ABC):
-    """What a rank does in a strategy whose ranks are not in lock step.
-
-    Attributes:
-        topology: The ranks that do the same as this one, and their nodes.
-        is_chief: Whether this rank writes checkpoints, summaries and progress.
-        rank: This rank's number among all ranks of the strategy.
-        why_idle: What this rank is that has no replica, and where replicas are; "" for a rank that has some.
-    """
-
-    topology: Topology
-    is_chief: bool
-    rank: int
-    why_idle = ""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Make this rank's part usable again, or raise an error that says why it cannot be. Local."""
-
-    @abstractmethod
-    def close(self, error: BaseException | None) -> Exception | None:
-        """End this rank's part. `error`: the exception that leaves the strategy.
-
-        Returns:
-            What was wrong with the part that has ended in order, to be raised once the strategy is closed.
-        """
-
-    @abstractmethod
-    def meet_peers(self, call: str, error: Exception | None = None) -> None:
-        """Wait until all ranks that do the same as this one make a call, and all their changes are carried out.
-
-        Args:
-            call: The name of the call, for people.
-            error: An error of this rank, which is raised here, and told to the others.
-
-        Raises:
-            InvalidArgumentError: If ranks differ, or another one has an error.
-        """
 
 
 def meet_ranks(
     comm: Intracomm | None, item: Any, require: Callable[[frozenset[int]], None]
 ) -> tuple[Intracomm, list[Any]]:
-    """Wait until all ranks come to build a group, and gather a picklable item of each. Collective.
+    """Wait until all ranks come to build a group; return their communicator and a picklable item of each. Collective.
 
-    Args:
-        comm: An intra-communicator of mpi4py; `None` is `MPI.COMM_WORLD`.
-        item: This rank's item.
-        require: Called before the wait, with the ranks as they are numbered in the whole job.
-
-    Returns:
-        The communicator, and the items in rank order.
-
-    Raises:
-        TypeError: If `comm` is something else.
-        UnavailableError: If there is no MPI.
-        TopologyError: If the processes are no ranks of one MPI world.
-        DeadlineExceededError: If some ranks do not come within `MPIDIST_TIMEOUT_SECONDS`.
+    `require` is called before the wait, with the ranks as they are numbered in the whole job.
     """
     comm, world = communicators(comm)
     settings = own_settings()
@@ -116,23 +63,13 @@ def meet_ranks(
 class ServiceGroup(OpenGroup):
     """Ranks that send each other requests. `from_mpi` makes one, on all its ranks.
 
-    Args:
-        membership: The ranks, and their status boards.
-        topology: The nodes of the ranks.
-        settings: The settings that were read from the environment.
-
     Attributes:
-        topology: The nodes of the ranks.
-        settings: The settings.
         comm: The communicator of the requests.
         ranks: The ranks, as they are numbered in the whole job.
         awaited: What this rank waits for, whenever it waits, and which ranks are lost.
-        watchdog: What a rank checks while it waits.
         arena: Memory that the ranks of this node share; `None` before `share_memory`, or if they share none.
-        recorder: This rank's flight recorder.
         timeout_seconds: How long a rank waits for an answer; `None` or 0 for ever. By default that of the settings.
-        end: Ends this rank's part; its argument is the exception that is the cause, or `None`. Called when the program
-            ends, if the part has not ended before.
+        end: Ends this rank's part, because of an exception or `None`. Called when the program ends, if not before.
         may_miss_ranks: Whether the group goes on without ranks that are lost. Then its ranks wait for each other only
             at the very end of their programs.
         is_needed: Whether the group cannot go on without this rank.
@@ -157,19 +94,7 @@ class ServiceGroup(OpenGroup):
 
     @classmethod
     def from_mpi(cls, comm: Intracomm, members: Sequence[int]) -> ServiceGroup | None:
-        """Make the group of some ranks of a communicator. Collective over the communicator.
-
-        Args:
-            comm: What `meet_ranks` returned.
-            members: The ranks, in the order that numbers them in the group.
-
-        Returns:
-            The group; `None` on ranks that are no members.
-
-        Raises:
-            ValueError: If an `MPIDIST_` variable cannot be understood. On every member.
-            TopologyError: If settings or versions differ. On every member.
-        """
+        """Make the group of `members`, numbered in their order; `None` on other ranks. Collective over `comm`."""
         mpi = load_mpi()
         is_member = comm.rank in members
         color, key = (0, members.index(comm.rank)) if is_member else (mpi.UNDEFINED, 0)
@@ -185,14 +110,7 @@ class ServiceGroup(OpenGroup):
         return self._membership.in_world(ranks)
 
     def share_memory(self, nbytes: int) -> None:
-        """Let the ranks of each node share memory, if they can, on all nodes or none: set `arena`. Collective.
-
-        Args:
-            nbytes: How much memory this rank takes at once, from the start of its part.
-
-        Raises:
-            UnavailableError: If shared memory is required and not available. On every rank.
-        """
+        """Share memory on all nodes, if all can: set `arena`, of which this rank takes `nbytes` at once. Collective."""
         topology, transport = self.topology, self.settings.transport
         if transport == "mpi" or max(topology.node_sizes) == 1:
             return
@@ -216,11 +134,7 @@ class ServiceGroup(OpenGroup):
         return not self._is_gone and not load_mpi().Is_finalized()
 
     def enter(self, call: str) -> None:
-        """Check that this thread may make a call. Local.
-
-        Raises:
-            RuntimeError: If another thread makes this group's calls.
-        """
+        """Check that this thread may make a call. Local."""
         if get_ident() != self._threads.ident:
             self._threads.take_over(call)
 
@@ -258,8 +172,7 @@ class ServiceGroup(OpenGroup):
     def abandon(self, has_ended: bool = False) -> None:
         """Leave the group without freeing what only all ranks together can free. Local.
 
-        Args:
-            has_ended: Whether this rank's part has ended in order, so that no rank reads its memory any more.
+        `has_ended`: this rank's part has ended in order, so that no rank reads its memory any more.
         """
         if self._is_gone:
             return
@@ -318,11 +231,6 @@ class ServiceGroup(OpenGroup):
     def advance(self) -> None:
         """See `OpenGroup.advance`. Does nothing: there are no started calls in this group."""
 
-    def tell_end(self, text: str) -> None:
-        """See `OpenGroup.tell_end`."""
-        if self.is_open:
-            self.watchdog.tell_end(text)
-
     def watch(self) -> Watchdog | None:
         """See `OpenGroup.watch`."""
         return None if load_mpi().Is_finalized() else self.watchdog
@@ -333,11 +241,7 @@ class ServiceGroup(OpenGroup):
         return is_process_failure(error) or (is_of_mpi and rank in self._membership.gone())
 
     def lose(self, rank: int) -> None:
-        """Note that a rank is lost, as MPI has found. Local.
-
-        Raises:
-            PeerFailedError: If the group does not go on without the rank.
-        """
+        """Note that a rank is lost, as MPI has found; raise if the group does not go on without it. Local."""
         if rank in self.awaited.dispensable:
             self.watchdog.go_on_without((rank,))
         elif self.watchdog.broken is not None:

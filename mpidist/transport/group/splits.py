@@ -13,22 +13,14 @@ __all__ = ["across_nodes", "on_node", "within_node"]
 
 
 def within_node(comm: Intracomm, topology: Topology) -> Intracomm | None:
-    """Make a communicator of the ranks of this rank's node, in rank order. Collective.
-
-    Returns:
-        `None` for a rank that is alone on its node.
-    """
+    """Make a communicator of the ranks of this rank's node, in rank order; `None` for a single rank. Collective."""
     if topology.size > 1 == topology.num_nodes:  # a duplicate takes half the messages of a split
         return comm.Dup()
     return _split(comm, topology.node, topology.rank) if max(topology.node_sizes) > 1 else None
 
 
 def across_nodes(comm: Intracomm, topology: Topology) -> Intracomm | None:
-    """Make a communicator of the ranks with this rank's local rank, in order of nodes. Collective.
-
-    Returns:
-        `None` for a rank that is the only one of them.
-    """
+    """Make a communicator of the ranks with this local rank, in order of nodes; `None` for an only one. Collective."""
     return _split(comm, topology.local_rank, topology.node) if topology.num_nodes > 1 else None
 
 

@@ -6,26 +6,28 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from enum import Enum
+from itertools import product
 from typing import Any, Final, final
 
 import numpy as np
 from greenlet import getcurrent, greenlet
 
-from mpidist.transport.agreement.agreement import Agreement
+from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.waiting import complete, is_pausing, never_free, pausing
 
-__all__ = ["Pending", "PendingCalls", "Steps", "Workplace", "steps_of"]
+__all__ = ["Pending", "PendingCalls", "Steps", "Workplace"]
 
 Steps = Generator[int, None, Any]
 
 _PAUSE_SECONDS: Final = 0.0001  # between two polls of the background thread, as long as calls end
 _LONGEST_PAUSE_SECONDS: Final = 0.001  # in a long call: polls take the program's core, and sockets hold enough for it
 _IDLE_STEPS: Final = 4  # after so many steps without progress, `advance` returns
+_MOST_OUTS_BEFORE: Final = 128  # each is compared with all values of calls that would join their comparisons ahead
 
 
 @final
@@ -53,14 +55,14 @@ class Pending:
         may_block: Whether the steps may block until other ranks arrive: in `wait()`, or in the background thread.
             `is_done()` of a call that works on a GPU never blocks.
         is_launched: Whether all work of the call was launched on this rank's GPU, so that the next call may progress.
-        is_done: Whether the result, or an error, is there.
-        place: Where the call works.
+        is_ahead: Whether calls before this one are under way.
+        has_joined: Whether this rank has joined the comparison of the call, and joins no other one for the call.
         sequence: The number of the call; 0 before this rank has joined the call.
-        advance_others: Advances the other started calls while the caller waits for this call.
     """
 
-    def __init__(self, steps: Callable[[Pending], Steps], place: Workplace) -> None:
-        self.is_waited_for = self.may_block = False
+    def __init__(self, steps: Callable[[Pending], Steps], place: Workplace, values: Any = None, outs: Any = ()) -> None:
+        self.is_waited_for = self.may_block = self.is_ahead = self.has_joined = False
+        self._values, self._outs = values, outs
         self.is_launched = self.is_done = False
         self.place, self._thread = place, threading.get_ident()
         self.sequence = 0
@@ -71,14 +73,19 @@ class Pending:
 
     @property
     def result(self) -> Any:
-        """The call's result.
-
-        Raises:
-            BaseException: The call's error.
-        """
+        """The call's result; raises the call's error."""
         if self._error is not None:
             raise self._error
         return self._result
+
+    def can_join_after(self, before: Iterable[Pending]) -> bool:
+        """Whether this rank may join the comparison of the call now, while calls before it are under way. Local."""
+        if self._values is None:
+            return False
+        outs = [out for call in before for out in call._outs if isinstance(out, np.ndarray)]
+        return len(outs) <= _MOST_OUTS_BEFORE and not any(
+            np.may_share_memory(*its) for its in product(self._values, outs)
+        )
 
     @property
     def is_for_this_thread(self) -> bool:
@@ -87,13 +94,23 @@ class Pending:
 
     def advance(self, may_block: bool = False) -> None:
         """Advance the call as far as possible now. Blocks only if `may_block`."""
-        self.may_block = may_block
+        if self.is_done:  # by an interrupt, which its caller has caught
+            return
+        self.is_ahead, self.may_block = False, may_block
+        self._advance()
+
+    def join_ahead(self) -> None:
+        """Join the comparison of the call, while calls before it are under way. Local."""
+        self.is_ahead = True
+        self._advance()
+
+    def _advance(self) -> None:
         at, idle = -1, 0
         try:
-            while idle < _IDLE_STEPS:
-                with np.errstate(all="ignore"):  # around each step: between steps the caller's error state holds
+            with np.errstate(all="ignore"):  # and not in the steps, between which the caller's error state holds
+                while idle < _IDLE_STEPS:
                     now = next(self._steps)
-                at, idle = (at, idle + 1) if now == at else (now, 0)
+                    at, idle = (at, idle + 1) if now == at else (now, 0)
         except StopIteration as end:
             self._end(end.value, None)
         except Exception as error:  # `result` raises it for the caller who waits
@@ -103,9 +120,24 @@ class Pending:
                 self._end(None, error)
             raise
 
+    def conclude(self, agreement: Agreement, record: CallRecord) -> Generator[int, None, bool]:
+        """Wait until all ranks have joined the call, and compare: `Agreement.conclude`, in steps."""
+        while not (self.is_waited_for or agreement.have_all_arrived()):
+            yield 0
+        # If calls differ, `conclude` waits for the descriptions of all ranks, and another rank may send its own only
+        # once this rank has done something else.
+        while not (self.may_block or agreement.can_conclude_now(record)):
+            yield 0
+        if not self.is_waited_for:  # it blocks from now on, and has done other work since it joined the call
+            agreement.restart_clock(record=record)
+        return agreement.conclude(record)
+
     def finish(self, check_peers: Callable[[], None], to_launch: bool = False) -> None:
         """Finish the call, or its steps before the launch on a GPU. Waits for the other ranks."""
+        if self.is_done:  # by an interrupt, which its caller has caught
+            return
         self.is_waited_for = self.may_block = True
+        self.is_ahead = False
         try:
             with np.errstate(all="ignore"):
                 complete(self._until_launched() if to_launch else self._until_done(), check_peers)
@@ -135,11 +167,11 @@ class Pending:
             self._end(end.value, None)
 
     def _end(self, result: Any, error: BaseException | None) -> None:
-        self.is_done = True
+        self.is_done, self._values, self._outs = True, None, ()
         self._result, self._error = result, error
 
 
-def steps_of(body: Callable[[], Any], pending: Pending) -> Steps:
+def _steps_of(body: Callable[[], Any], pending: Pending) -> Steps:
     """Run a function that makes blocking calls on a stack of its own: each poll of its waits is a step.
 
     Only one thread may advance the steps: their place is `Workplace.CALLER`.
@@ -173,7 +205,8 @@ def steps_of(body: Callable[[], Any], pending: Pending) -> Steps:
 class PendingCalls:
     """The started calls of a group, in the order of their start. Only the first call progresses.
 
-    Once a call is launched on a GPU, the next call progresses, and is launched after it.
+    Once a call is launched on a GPU, the next call progresses, and is launched after it. Calls whose comparison carries
+    their data are compared while the calls before them are under way.
 
     Within a node, moving data is work of this rank's core, so calls in host memory progress only when the rank advances
     them. Between nodes, calls mostly wait for the network, so a background thread advances them while the rank
@@ -181,7 +214,6 @@ class PendingCalls:
     this rank, which may itself wait for those ranks, in a barrier of the user's program.
 
     Args:
-        agreement: The agreement of the group, whose clock and peer checks apply while a call waits.
         in_thread: The workplaces whose calls a background thread advances, too.
         use_gpu: Makes the GPU of the calls the current device of the thread that calls it.
     """
@@ -201,23 +233,45 @@ class PendingCalls:
     def __bool__(self) -> bool:
         return bool(self._calls or self._launched)
 
-    def start(self, steps: Callable[[Pending], Steps], place: Workplace = Workplace.HOST) -> Pending:
-        """Append a call, and advance the first. Local."""
-        call = Pending(steps, place)
+    def start(
+        self,
+        steps: Callable[[Pending], Steps],
+        place: Workplace = Workplace.HOST,
+        values: Sequence[Any] | None = None,
+        outs: Sequence[Any] = (),
+    ) -> Pending:
+        """Append a call, and advance the first. Local.
+
+        Args:
+            steps: Make the steps of the call.
+            place: Where the call does its work.
+            values: The arrays that the call sends, if its comparison may be joined ahead; else `None`.
+            outs: The arrays that the call writes.
+        """
+        call = Pending(steps, place, values, outs)
         call.advance_others = self.advance
         self._calls.append(call)
         self.advance()
         return call
 
+    def start_function(self, function: Callable[[], Any]) -> Pending:
+        """Append a call that a function makes, which may block: see `_steps_of`. Local."""
+
+        def steps(started: Pending) -> Steps:
+            started.sequence = self._agreement.sequence + 1
+            return (yield from _steps_of(function, started))
+
+        return self.start(steps, Workplace.CALLER)
+
     def advance(self, may_block: bool = False) -> None:
         """Advance the calls as far as other ranks allow. Local.
 
-        Args:
-            may_block: Whether the calls may block until other ranks arrive, if no background thread advances them.
+        With `may_block` until other ranks arrive, if no background thread advances the calls.
         """
         if self._lock.acquire(blocking=False):  # else the background thread is advancing them
             try:
                 self._advance(may_block and Workplace.HOST not in self._in_thread, is_caller=True)
+                self._join_ahead()
                 self._mark_started()
             finally:
                 self._lock.release()
@@ -226,7 +280,7 @@ class PendingCalls:
     def finish(self, last: Pending | None = None) -> None:
         """Finish the call `last` and all calls before it; all calls if `last` is `None`. Waits for other ranks.
 
-        Does nothing in the steps of `steps_of`, which are part of a started call themselves.
+        Does nothing in the steps of `_steps_of`, which are part of a started call themselves.
         """
         if is_pausing():
             return
@@ -235,6 +289,7 @@ class PendingCalls:
             while last is None or not last.is_done:
                 if not all(call.is_for_this_thread for call in (*self._launched, *self._calls)):
                     raise RuntimeError("a call that another thread has started is not over: wait for it in that thread")
+                self._join_ahead()
                 if self._calls and self._calls[0].place is not Workplace.HOST and (last is None or last in self._calls):
                     self._launch_first()
                 elif self._launched:
@@ -310,6 +365,19 @@ class PendingCalls:
             if not call.is_done:
                 self._launched.append(call)
 
+    def _join_ahead(self) -> None:
+        """Join the comparisons of calls behind the first, in the order of calls, as far as there is room. Local."""
+        before = list(self._launched)
+        for at in range(len(self._calls)):  # another thread may append a call
+            call = self._calls[at]
+            if at and not call.has_joined:
+                if not (self._agreement.can_join_ahead and call.can_join_after(before)):
+                    return
+                call.join_ahead()
+            if not call.has_joined:
+                return
+            before.append(call)
+
     def _wake(self) -> None:
         """Start the background thread, or wake it, if there is a call that it may advance."""
         if self._calls and self._calls[0].place in self._in_thread and not self._is_closed:
@@ -325,10 +393,11 @@ class PendingCalls:
             with self._lock:
                 if self._is_closed:
                     return
-                first = self._calls[0] if self._calls else None
+                first = id(self._calls[0]) if self._calls else 0  # the call itself would keep arrays of the caller
                 self._advance(may_block=True, is_caller=False)
+                self._join_ahead()
                 if not self._calls or self._calls[0].place not in self._in_thread:
                     self._has_work.clear()
-                is_same = bool(self._calls) and self._calls[0] is first
+                is_same = bool(self._calls) and id(self._calls[0]) == first
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if is_same else _PAUSE_SECONDS
             time.sleep(pause)

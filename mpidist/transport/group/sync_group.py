@@ -14,7 +14,6 @@ from typing import Final, final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
-from mpidist.transport.agreement.comparison_rounds import NodeRounds
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.agreement.step_exit import StepExit
@@ -232,18 +231,24 @@ class SyncGroup(OpenGroup):
             self.agreement.break_off(error)
 
     @contextmanager
-    def data_phase(self) -> Iterator[None]:
-        """End a call after the body, which joins the call and does this rank's part; break off if the body raises."""
-        number = self.agreement.sequence + 1
+    def breaking_off(self) -> Iterator[None]:
+        """Break off if the body raises: this rank has begun a call that other ranks make, too. Local."""
         try:
             yield
-            if self.agreement.sequence == number:  # else another call was joined since the launch on a GPU
-                self.agreement.end()
         except GeneratorExit:  # `reset` or `close` has abandoned the call
             raise
         except BaseException as error:
             self.break_off(error)
             raise
+
+    @contextmanager
+    def data_phase(self) -> Iterator[None]:
+        """End a call after the body, which joins the call and does this rank's part; break off if the body raises."""
+        number = self.agreement.sequence + 1
+        with self.breaking_off():
+            yield
+            if self.agreement.sequence == number:  # else another call was joined since the launch on a GPU
+                self.agreement.end()
 
     def disown(self) -> None:
         """Mark the group as closed in a forked child: it belongs to the parent process. Local."""
@@ -274,6 +279,7 @@ class SyncGroup(OpenGroup):
                 self.result_memory.clear()
                 self.devices.abandon()
                 self.levels.abandon()
+                self.agreement.abandon()
             else:
                 self._free_levels()
         self._connect()
@@ -403,6 +409,7 @@ class SyncGroup(OpenGroup):
         self.result_memory.clear()
         self.devices.abandon()
         self.levels.abandon()
+        self.agreement.abandon()
         self._connect_alone()  # drops the old levels, and so their memory; the membership stays until the program ends
         self.shared = SharedArrays(self.levels.within_node)
 
@@ -414,11 +421,6 @@ class SyncGroup(OpenGroup):
         """See `OpenGroup.advance`."""
         if self.calls and self.is_of_this_thread():
             self.calls.advance()
-
-    def tell_end(self, text: str) -> None:
-        """See `OpenGroup.tell_end`."""
-        if self._watchdog is not None and not self._is_finalized():
-            self._watchdog.tell_end(text)
 
     def watch(self) -> Watchdog | None:
         """See `OpenGroup.watch`."""
@@ -452,15 +454,15 @@ class SyncGroup(OpenGroup):
         comm, check, timeout = membership.comm, settings.check, settings.timeout_seconds
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
         comm, fused = comm.Dup(), self.levels.fused
-        rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
+        barrier = None if fused is None or fused.spans_nodes else fused.slots.barrier
         call_watchdog = membership.make_call_watchdog(comm, _REMEDIES[self.on_rank_lost])
         self._watchdog = watchdog = call_watchdog.watchdog
         watchdog.advance_others = partial(open_groups.advance_others, self)
         slow_ranks = SlowRanks(call_watchdog.recorder, self.topology, settings.straggler_seconds)
-        self.agreement = MpiAgreement(comm, call_watchdog, slow_ranks, check, timeout, rounds, self._sequence)
+        self.agreement = MpiAgreement(comm, call_watchdog, slow_ranks, check, timeout, barrier, self._sequence)
         self.levels.set_wait_hook(call_watchdog.check_peers)
         self.devices = self._device_levels()
-        self.calls = PendingCalls(self.agreement, Workplace.of_thread(rounds is not None), self.devices.use)
+        self.calls = PendingCalls(self.agreement, Workplace.of_thread(barrier is not None), self.devices.use)
         open_groups.add(self)
 
     def _connect_alone(self) -> None:

@@ -17,11 +17,7 @@ _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
 def forbid_calls_here(why: str) -> None:
-    """Refuse all calls of any strategy in this thread, from now on. Local.
-
-    Args:
-        why: What the error says after the call's name.
-    """
+    """Refuse all calls of any strategy in this thread from now on; errors say `why` after the call's name. Local."""
     _forbidden.why = why
 
 
@@ -31,9 +27,6 @@ class ThreadGuard:
 
     The thread that builds a strategy may hand its calls over to a second thread, and take them back when that one has
     ended. If MPI does not allow calls from several threads at a time, one thread makes the calls of all groups.
-
-    Attributes:
-        ident: The number of the thread that makes the calls.
     """
 
     _of_process: ThreadGuard | None = None
@@ -58,11 +51,7 @@ class ThreadGuard:
         return threading.get_ident() == self.ident
 
     def take_over(self, call: str) -> None:
-        """Let this thread make the group's calls, in the place of another thread. Local.
-
-        Raises:
-            RuntimeError: If the other thread still makes the calls, or this thread may make none.
-        """
+        """Let this thread make the group's calls, in the place of another thread, which makes none any more. Local."""
         why = getattr(_forbidden, "why", "")
         if why:
             raise RuntimeError(f"{call} {why}")
@@ -72,11 +61,7 @@ class ThreadGuard:
 
     @contextmanager
     def lend(self, call: str) -> Iterator[None]:
-        """Let this thread make the group's calls while the thread that makes them waits for it. Local.
-
-        Raises:
-            RuntimeError: If this thread may make none.
-        """
+        """Let this thread make the group's calls while the thread that makes them waits for it. Local."""
         owner = self._owner, self.ident
         self._require_free(call, lends=True)
         self._owner, self.ident, self._is_lent = threading.current_thread(), threading.get_ident(), True

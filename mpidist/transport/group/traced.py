@@ -27,14 +27,7 @@ _END: Final = "the end of trace()"
 def traced(
     group: SyncGroup, folder: str | os.PathLike[str], timeout_seconds: float | None, is_in_lock_step: bool
 ) -> Iterator[None]:
-    """See `Strategy.trace`.
-
-    Args:
-        group: The ranks.
-        folder: Where the files go.
-        timeout_seconds: How long a rank waits for the others at the beginning and at the end.
-        is_in_lock_step: Whether these are all ranks of the strategy.
-    """
+    """See `Strategy.trace`. `is_in_lock_step`: whether these are all ranks of the strategy."""
     text, error = "", None
     try:
         text = os.fspath(folder)

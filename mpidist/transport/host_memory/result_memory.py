@@ -57,11 +57,6 @@ def _aligned(nbytes: int) -> int:
 class _Blocks:
     """The memory of one list of results.
 
-    Args:
-        shapes: The shapes of the results.
-        dtypes: Their dtypes.
-        block: The shared memory in which they lie; `None` for other memory.
-
     Attributes:
         nbytes: Bytes of all of them.
         taken_at: When results last lay here, counted in lists.
@@ -117,14 +112,10 @@ def _is_used(blocks: weakref.ref[_Blocks]) -> bool:
 
 @final
 class ResultMemory:
-    """The memory of the results of one group of ranks. Local.
-
-    Args:
-        limit: The most bytes that are kept, whether results lie there or not; 0 keeps nothing.
-    """
+    """The memory of the results of one group of ranks: at most `limit` bytes, used or not; 0 keeps nothing. Local."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._nbytes = limit, 0
+        self._limit, self.nbytes = limit, 0  # `nbytes`: of all that is kept
         self._clock = count(1)
         self._kept: OrderedDict[_Blocks, RecycledResults] = OrderedDict()  # the one that was taken last comes last
         self._alike: dict[tuple[Any, ...], RecycledResults] = {}
@@ -161,11 +152,6 @@ class ResultMemory:
         for blocks in list(self._kept):
             self.drop(blocks)
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes are kept."""
-        return self._nbytes
-
     def has_taken(self, blocks: _Blocks) -> None:
         """Note that results lie in `blocks` from now on."""
         now = blocks.taken_at = next(self._clock)
@@ -182,16 +168,16 @@ class ResultMemory:
         """Keep memory for later results, instead of what was not used for the longest time where there is too much."""
         if not self.has_room(blocks.nbytes):
             return
-        while self._nbytes + blocks.nbytes > self._limit:
+        while self.nbytes + blocks.nbytes > self._limit:
             self.drop(next(iter(self._kept)))
         self._kept[blocks] = results
-        self._nbytes += blocks.nbytes
+        self.nbytes += blocks.nbytes
         results.kept.append(blocks)
 
     def drop(self, blocks: _Blocks) -> None:
         """Keep memory no longer."""
         results = self._kept.pop(blocks)
-        self._nbytes -= blocks.nbytes
+        self.nbytes -= blocks.nbytes
         results.kept.remove(blocks)
         if not results.kept:
             self._alike.pop(results.key, None)

@@ -59,11 +59,7 @@ def is_forked_from_rank(environ: Mapping[str, str]) -> bool:
 
 
 def require_no_child(environ: Mapping[str, str]) -> None:
-    """Refuse to start MPI in a child process of a rank, or to use it in a forked one.
-
-    Raises:
-        TopologyError: If this process is such a child. The text says what to do.
-    """
+    """Refuse to start MPI in a child process of a rank, or to use it in a forked one; the error says what to do."""
     pid, own = environ.get(_MARK, ""), os.getpid()
     if pid == str(own):
         return

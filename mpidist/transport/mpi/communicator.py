@@ -53,10 +53,13 @@ class MpiCommunicator(Communicator):
 
     Args:
         comm: An intra-communicator of mpi4py. This object owns it and frees it.
-        name: For logs, errors and debuggers.
-        max_chunk_bytes: Larger arrays go in several calls.
         message_bytes: Arrays of up to a few MiB that ranks send each other directly are cut into messages of at most
             this size: the eager limit, for example. The same on all ranks.
+
+    Attributes:
+        comm: That of the argument.
+        others: All ranks but this one, from the next one on.
+        max_chunk_bytes: The largest array that goes in one call.
     """
 
     def __init__(
@@ -69,31 +72,16 @@ class MpiCommunicator(Communicator):
         super().__init__(name, comm.Get_rank(), comm.Get_size())
         comm.Set_name(f"mpidist.{name}")
         mpi = load_mpi()
-        self._comm = comm
+        self.comm = comm
         self._in_place = mpi.IN_PLACE
         self._byte = mpi.BYTE
         self._ops: dict[str, MPI.Op] = {op: getattr(mpi, name) for op, name in _OPS.items()}
         self._test_all: Callable[[Any], Any] = mpi.Request.Testall
         self._mpi_error: type[Exception] = mpi.Exception
-        self._max_chunk_bytes, self._message_bytes = max_chunk_bytes, message_bytes
-        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
+        self.max_chunk_bytes, self._message_bytes = max_chunk_bytes, message_bytes
+        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
         self._pack = np.empty(0, np.uint8)
         self._scratch = np.empty(0, np.uint8)
-
-    @property
-    def comm(self) -> Intracomm:
-        """The mpi4py communicator."""
-        return self._comm
-
-    @property
-    def others(self) -> list[int]:
-        """All ranks but this one, from the next one on."""
-        return self._others
-
-    @property
-    def max_chunk_bytes(self) -> int:
-        """The largest array that goes in one call."""
-        return self._max_chunk_bytes
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         nbytes = count * dtype.itemsize
@@ -106,11 +94,11 @@ class MpiCommunicator(Communicator):
         self.traffic.add("all_reduce", 2 * nbytes * (self.size - 1) // self.size)
         if _is_right_in_mpi(buffer.dtype, reduction) and not self._goes_directly(nbytes):
             op, mpi_dtype = self._ops[reduction.op], _mpi_dtype(buffer.dtype)
-            if nbytes <= self._max_chunk_bytes:  # spares small calls the generator
-                self._wait(self._comm.Iallreduce(self._in_place, [buffer, mpi_dtype], op), buffer)
+            if nbytes <= self.max_chunk_bytes:  # spares small calls the generator
+                self._wait(self.comm.Iallreduce(self._in_place, [buffer, mpi_dtype], op), buffer)
                 return
             for chunk in self._chunks(buffer):
-                self._wait(self._comm.Iallreduce(self._in_place, [chunk, mpi_dtype], op), buffer)
+                self._wait(self.comm.Iallreduce(self._in_place, [chunk, mpi_dtype], op), buffer)
             return
         for chunk in self._chunks(buffer):
             bounds = shard_bounds(chunk.size, self.size)
@@ -130,7 +118,7 @@ class MpiCommunicator(Communicator):
         own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         shard = own if into is None else into
         self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
-        if buffer.nbytes > self._max_chunk_bytes:
+        if buffer.nbytes > self.max_chunk_bytes:
             if into is not None:  # reductions of pieces overwrite what they reduce
                 into[...] = self._reduce_scatter_in_pieces(buffer.copy(), reduction, bounds)
                 return into
@@ -141,7 +129,7 @@ class MpiCommunicator(Communicator):
             counts = [stop - start for start, stop in pairwise(bounds)]
             # MPI's in-place form would leave the shard at the front of the buffer
             op = self._ops[reduction.op]
-            request = self._comm.Ireduce_scatter([buffer, mpi_dtype], [received, mpi_dtype], counts, op)
+            request = self.comm.Ireduce_scatter([buffer, mpi_dtype], [received, mpi_dtype], counts, op)
             self._wait(request, buffer, received, counts)
             if into is None:
                 shard[...] = received
@@ -151,7 +139,7 @@ class MpiCommunicator(Communicator):
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = self._start_all_gather(buffer, bounds)
-        if buffer.nbytes <= self._max_chunk_bytes:
+        if buffer.nbytes <= self.max_chunk_bytes:
             self._all_gather(buffer, bounds)
             return
         for root in range(self.size):
@@ -166,14 +154,14 @@ class MpiCommunicator(Communicator):
     def gather(self, buffer: Array, root: int) -> Array | None:
         if self.rank != root:
             self.traffic.add("gather", buffer.nbytes)
-            requests = [self._comm.Isend([chunk, self._byte], root) for chunk in self._byte_chunks(buffer)]
+            requests = [self.comm.Isend([chunk, self._byte], root) for chunk in self._byte_chunks(buffer)]
             self._wait_all(requests, buffer)
             return None
         self.traffic.add("gather", buffer.nbytes * (self.size - 1))
         rows = np.empty((self.size, buffer.size), buffer.dtype)
         rows[root] = buffer
         requests = [
-            self._comm.Irecv([chunk, self._byte], source)
+            self.comm.Irecv([chunk, self._byte], source)
             for source in range(self.size)
             if source != root
             for chunk in self._byte_chunks(rows[source])
@@ -183,22 +171,22 @@ class MpiCommunicator(Communicator):
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
-        requests = [self._comm.Irecv([chunk, self._byte], source) for chunk in self._byte_chunks(incoming)]
-        requests += [self._comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]
+        requests = [self.comm.Irecv([chunk, self._byte], source) for chunk in self._byte_chunks(incoming)]
+        requests += [self.comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]
         self._wait_all(requests, outgoing, incoming)
 
     def send(self, buffer: Array, to: int, tag: int) -> list[Request]:
         """Start to send an array of at most `MAX_CHUNK_BYTES`. Local."""
-        return [self._comm.Isend([part, self._byte], to, tag) for part in self._messages(buffer)]
+        return [self.comm.Isend([part, self._byte], to, tag) for part in self._messages(buffer)]
 
     def receive(self, buffer: Array, source: int, tag: int) -> list[Request]:
         """Start to receive an array of at most `MAX_CHUNK_BYTES`. Local."""
-        return [self._comm.Irecv([part, self._byte], source, tag) for part in self._messages(buffer)]
+        return [self.comm.Irecv([part, self._byte], source, tag) for part in self._messages(buffer)]
 
     def start_parts(self, buffer: Array, bounds: Sequence[int], rows: Array, tag: int) -> list[Request]:
         """Start to send every rank its part of `buffer`, and to receive all ranks' parts as `rows` [P, m]. Local."""
-        requests = [request for rank in self._others for request in self.receive(rows[rank], rank, tag)]
-        for rank in self._others:
+        requests = [request for rank in self.others for request in self.receive(rows[rank], rank, tag)]
+        for rank in self.others:
             requests += self.send(buffer[bounds[rank] : bounds[rank + 1]], rank, tag)
         return requests
 
@@ -211,21 +199,18 @@ class MpiCommunicator(Communicator):
     def start_shards(self, buffer: Array, bounds: Sequence[int], tag: int) -> list[Request]:
         """Start to send this rank's shard to all ranks, and to receive theirs, in place. Local."""
         parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        requests = [request for rank in self._others for request in self.receive(parts[rank], rank, tag)]
-        for rank in self._others:
+        requests = [request for rank in self.others for request in self.receive(parts[rank], rank, tag)]
+        for rank in self.others:
             requests += self.send(parts[self.rank], rank, tag)
         return requests
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
-        """Send and receive some messages at once, and wait for all of them. Counts nothing.
+        """Send and receive some messages of at most `MAX_CHUNK_BYTES` at once, and wait for them. Counts nothing.
 
-        Args:
-            sends: Arrays of at most `MAX_CHUNK_BYTES`, or MPI's buffers, each with the rank it goes to. Empty ones
-                are left out.
-            receives: As many bytes as are sent, each with the rank they come from.
+        Each is an array, or MPI's buffer, with the other rank. Empty ones are left out.
         """
-        requests = [self._comm.Irecv([_bytes(part), self._byte], source) for part, source in receives if part.nbytes]
-        requests += [self._comm.Isend([_bytes(part), self._byte], to) for part, to in sends if part.nbytes]
+        requests = [self.comm.Irecv([_bytes(part), self._byte], source) for part, source in receives if part.nbytes]
+        requests += [self.comm.Isend([_bytes(part), self._byte], to) for part, to in sends if part.nbytes]
         if requests:
             self._wait_all(requests, *(part for part, _ in (*sends, *receives)))
 
@@ -237,18 +222,14 @@ class MpiCommunicator(Communicator):
         return self._scratch[:nbytes].view(dtype)
 
     def test_all(self, requests: list[Request]) -> bool:
-        """Return whether messages are complete, and advance them. Local.
-
-        Raises:
-            PeerFailedError: If MPI cannot complete them.
-        """
+        """Return whether messages are complete, and advance them; raise if MPI cannot complete them. Local."""
         try:
             return bool(self._test_all(requests))
         except self._mpi_error as error:
             self.raise_loss(error)
 
     def free(self) -> None:
-        self._comm.Free()
+        self.comm.Free()
         self._pack = self._scratch = np.empty(0, np.uint8)
 
     def _wait(self, request: Request, *memory: Any) -> None:
@@ -262,17 +243,16 @@ class MpiCommunicator(Communicator):
         poll_or_keep(partial(self.test_all, requests), self._check_peers, (requests, memory), _busy_seconds(memory))
 
     def raise_loss(self, error: Exception) -> NoReturn:
-        """Raise that another rank is lost. MPI may find it in a message before this rank looks at processes and notes.
+        """Raise that another rank is lost: the error of the wait hook, which names the rank, or else that of MPI.
 
-        Raises:
-            PeerFailedError: What the wait hook raises, which names the rank; else what MPI says.
+        MPI may find a loss in a message before this rank looks at processes and notes.
         """
         until = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < until:
             self._check_peers()
             time.sleep(_SHORT_SECONDS)
         world = load_mpi().COMM_WORLD
-        failed, others = failed_ranks(self._comm, world), ranks_in_world(self._comm) - {world.rank}
+        failed, others = failed_ranks(self.comm, world), ranks_in_world(self.comm) - {world.rank}
         if failed:
             why = f"the process of {name_ranks(failed)} of the job has failed"
         elif len(others) == 1:
@@ -289,10 +269,10 @@ class MpiCommunicator(Communicator):
         return nbytes >= _DIRECT_BYTES and self.size <= _DIRECT_RANKS
 
     def _broadcast(self, chunk: Array, root: int) -> None:
-        self._wait(self._comm.Ibcast([_bytes(chunk), self._byte], root), chunk)
+        self._wait(self.comm.Ibcast([_bytes(chunk), self._byte], root), chunk)
 
     def _chunks(self, buffer: Array) -> Iterator[Array]:
-        step = max(1, self._max_chunk_bytes // buffer.itemsize)
+        step = max(1, self.max_chunk_bytes // buffer.itemsize)
         for start in range(0, buffer.size, step):
             yield buffer[start : start + step]
 
@@ -309,9 +289,9 @@ class MpiCommunicator(Communicator):
         if _is_right_in_mpi(chunk.dtype, reduction):
             spec, op = [chunk, _mpi_dtype(chunk.dtype)], self._ops[reduction.op]
             if self.rank == root:
-                self._wait(self._comm.Ireduce(self._in_place, spec, op, root), chunk)
+                self._wait(self.comm.Ireduce(self._in_place, spec, op, root), chunk)
             else:
-                self._wait(self._comm.Ireduce(spec, None, op, root), chunk)
+                self._wait(self.comm.Ireduce(spec, None, op, root), chunk)
             return
         bounds = shard_bounds(chunk.size, self.size)
         own = chunk[bounds[self.rank] : bounds[self.rank + 1]]
@@ -319,9 +299,9 @@ class MpiCommunicator(Communicator):
         shard = [_bytes(own), self._byte]
         if self.rank == root:
             shards = self._shards(chunk, bounds)
-            self._wait(self._comm.Igatherv(self._in_place, shards, root), chunk, shards)
+            self._wait(self.comm.Igatherv(self._in_place, shards, root), chunk, shards)
         else:
-            self._wait(self._comm.Igatherv(shard, None, root), shard)
+            self._wait(self.comm.Igatherv(shard, None, root), shard)
 
     def _combine_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard, and combine them in rank order."""

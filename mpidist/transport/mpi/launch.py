@@ -53,21 +53,10 @@ def check_launch(
     """Refuse a world of one rank where the launcher started several, or that another library's launcher has split.
 
     A world of more than one rank is accepted, whatever launchers of MPI say: a step may hold several programs. One rank
-    is accepted if the launcher says one. Plain `python` in a batch job of several tasks is legal, and logs a warning. A
-    program that a rank starts with another MPI library looks just like the wrong launcher; the error says which
-    variables to unset for it.
-
-    Args:
-        environ: The environment. `MPIDIST_ALONE=1` in it accepts every world.
-        world_size: Ranks in MPI.COMM_WORLD.
-        library_version: What `MPI.Get_library_version()` says.
-        command: The command line, interpreter first: `[sys.executable, *sys.orig_argv[1:]]`.
-        inherits_from_rank: Whether a rank has started this program: then the variables of other libraries are that
-            rank's.
-
-    Raises:
-        TopologyError: If each rank is alone in its world, or with fewer than were started. The text holds the command
-            to use instead.
+    is accepted if the launcher says one, or `MPIDIST_ALONE=1` is set. Plain `python` in a batch job of several tasks is
+    legal, and logs a warning. A program that a rank starts with another MPI library (`inherits_from_rank`) looks just
+    like the wrong launcher; the error says which variables to unset for it, or the command to use instead of `command`:
+    the command line, interpreter first.
     """
     if environ.get(_ALONE, "").strip() == "1":
         return
@@ -91,14 +80,6 @@ def check_before_init(environ: Mapping[str, str], library_version: str, command:
     """Refuse a launcher that MPI_Init would end the process over: PMIx, with an MPICH that lacks it.
 
     MPI_Get_library_version may be called before MPI_Init: with `mpi4py.rc.initialize = False`.
-
-    Args:
-        environ: The environment.
-        library_version: What `MPI.Get_library_version()` says.
-        command: The command line, interpreter first: `[sys.executable, *sys.orig_argv[1:]]`.
-
-    Raises:
-        TopologyError: If MPI_Init would fail. The text holds the command to use instead.
     """
     library = recognise(library_version)
     # An MPICH with PMIx has --with-pmix=... in the line "MPICH configure:".
@@ -114,10 +95,6 @@ def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> No
 
     MPICH prefers UCX. But UCX's addresses are too long for the lines of Slurm's PMI-2, which garbles them: MPI_Init
     fails, or waits for ever. A netmod that the user has set stays.
-
-    Args:
-        environ: The environment, which is changed.
-        library_version: What `MPI.Get_library_version()` says.
     """
     library = recognise(library_version)
     device = next((line for line in library_version.splitlines() if line.startswith("MPICH Device:")), "")

@@ -29,8 +29,6 @@ class LaunchedRank:
     """This process as one of several that a launcher started.
 
     Attributes:
-        rank: The rank in the world.
-        size: How many ranks the launcher started.
         local_size: How many of them on this node; 0 if the launcher does not say.
         launcher: The id of the launcher's process on this node.
     """

@@ -19,13 +19,10 @@ _ANSWER_SECONDS: Final = 1.0
 
 
 def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """Describe this process, if its launcher waits for ever when a process ends before it has started MPI.
+    """Describe this process, if its launcher waits for ever when a process ends before it has started MPI, or `None`.
 
     MPICH's launcher, Hydra, and launchers built on Hydra wait. Those of Open MPI and Slurm end the job themselves, or
-    have an option for it.
-
-    Returns:
-        `None` if the launcher is another one, or if this process has started MPI or is a child of a rank.
+    have an option for it. `None`, too, if this process has started MPI or is a child of a rank.
     """
     if not environ.get(PMI_FD, "").isdecimal() or HYDRA_LOCAL_SIZE not in environ:
         return None
@@ -37,12 +34,9 @@ def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: bool = False) -> None:
-    """Ask Hydra to end all ranks of the job with an exit code, as MPI_Abort does, by the protocol PMI-1. Local.
+    """Ask Hydra, if it is there, to end all ranks with an exit code, as MPI_Abort does, by the protocol PMI-1. Local.
 
-    Args:
-        environ: The environment. Without Hydra's variables, this function does nothing.
-        code: The exit code.
-        is_connected: Whether MPI has begun to start, and has greeted the launcher.
+    `is_connected`: MPI has begun to start, and has greeted the launcher.
     """
     if HYDRA_LOCAL_SIZE not in environ:
         return

@@ -42,13 +42,7 @@ STEP_SIZE: Final = "SLURM_STEP_NUM_TASKS"
 
 @final
 class _Variables(NamedTuple):
-    """The variables of one launcher; "" for those that it does not have.
-
-    Attributes:
-        rank: The rank in the world.
-        size: How many ranks there are.
-        local_size: How many of them are on this node.
-    """
+    """The variables of one launcher; "" for those that it does not have. `local_size`: ranks of this node."""
 
     rank: str
     size: str

@@ -41,12 +41,7 @@ _COMPILE: Final = "pip install --force-reinstall --no-deps --no-cache-dir --no-b
 
 @functools.cache
 def load_mpi() -> ModuleType:
-    """Import mpi4py, and start MPI unless it was started.
-
-    Raises:
-        UnavailableError: If mpi4py, or an MPI library for mpi4py, cannot be loaded.
-        TopologyError: If the launcher belongs to another MPI library, with which this one would not start.
-    """
+    """Import mpi4py, and start MPI unless it was started; raise if it cannot be loaded, or has another launcher."""
     mpi, settings = _import_mpi()
     if settings.initialize:
         check_before_init(os.environ, mpi.Get_library_version(), command_line())
@@ -57,11 +52,7 @@ def load_mpi() -> ModuleType:
 
 
 def library_version() -> str:
-    """Return what the MPI library says of itself, without starting MPI: for a process that is no rank.
-
-    Raises:
-        UnavailableError: If mpi4py, or an MPI library for mpi4py, cannot be loaded.
-    """
+    """Return what the MPI library says of itself, without starting MPI: for a process that is no rank."""
     version: str = _import_mpi()[0].Get_library_version()
     return version.replace("\0", "")
 
@@ -135,12 +126,7 @@ def survives_losses() -> bool:
 
 
 def failed_ranks(comm: Intracomm, numbering: Intracomm) -> list[int]:
-    """Return the ranks whose processes have failed, as far as an MPI that survives it (ULFM) has found. Local.
-
-    Args:
-        comm: Whose ranks are meant.
-        numbering: The communicator that numbers the ranks that are returned; it has all ranks of `comm`.
-    """
+    """Return the ranks of `comm` that a fault-tolerant MPI (ULFM) found failed, as `numbering` numbers them. Local."""
     mpi = load_mpi()
     if mpi.ERR_PROC_FAILED == mpi.ERR_UNKNOWN:  # without ULFM
         return []

@@ -18,7 +18,6 @@ class MpiLibrary:
     """How ranks of one kind of MPI library are started.
 
     Attributes:
-        name: The library's usual name.
         sign: The text in `MPI_Get_library_version` that identifies the library, in lower case.
         slurm_plugin: The library's plugin for `srun --mpi=`.
         size_variable: The variable in which the library's own mpiexec passes the number of ranks.

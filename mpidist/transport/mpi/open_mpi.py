@@ -24,11 +24,7 @@ _LEAST_BYTES: Final = 16 << 10  # many shorter messages cost more than a rendezv
 
 
 def eager_limit_bytes() -> int | None:
-    """Return the size of the longest message that Open MPI sends over TCP at once. Local.
-
-    Returns:
-        `None` if messages between nodes do not go over Open MPI's TCP, or the library does not say.
-    """
+    """Return the size of the longest message that Open MPI sends over TCP at once; `None` elsewhere. Local."""
     mpi = load_mpi()
     if mpi.get_vendor()[0] != _LIBRARY:
         return None

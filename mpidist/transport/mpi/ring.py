@@ -20,11 +20,6 @@ def ring_all_reduce(communicator: Communicator, buffer: Any, reduction: Reductio
     precision travels as float32, because a partial sum must not be rounded P - 1 times.
 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009.
-
-    Args:
-        communicator: The ranks.
-        buffer: [n], reduced in place.
-        reduction: The elementwise operation.
     """
     if communicator.size > 1:
         with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others

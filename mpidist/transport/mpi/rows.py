@@ -22,19 +22,11 @@ def all_reduce_rows(
     rows: Sequence[Array],
     out: Array,
 ) -> None:
-    """Add the rows of all ranks on every rank. Collective.
+    """Add the rows of all ranks on every rank, and write the sum to `out` [n], which may be one of `rows`. Collective.
 
     Every rank sends each other rank its rows of that rank's shard, adds its own shard, and sends the sum to all: two
     rounds of messages, of which the first has one message for each row. With P ranks, S bytes and k rows on this rank,
-    whose shard has s bytes, it sends k (S - s) + (P - 1) s bytes.
-
-    Args:
-        communicator: The ranks.
-        fold: From the rows of all ranks, in rank order, to the sum.
-        num_rows: Number of rows of each rank.
-        ufunc: The operation on two arrays.
-        rows: This rank's rows, each [n], flat, contiguous and of one dtype.
-        out: [n], takes the sum. May be one of `rows`.
+    whose shard has s bytes, it sends k (S - s) + (P - 1) s bytes. `fold` is of all `num_rows`, in rank order.
     """
     rank, others = communicator.rank, communicator.others
     bounds = shard_bounds(out.size, communicator.size)
@@ -59,11 +51,7 @@ def all_reduce_rows(
 def row_traffic(num_rows: Sequence[int], rank: int, nbytes: int, own: int) -> tuple[int, int]:
     """Return how many bytes a rank sends and receives if ranks exchange rows, and then the sums of shards.
 
-    Args:
-        num_rows: Number of rows of each rank.
-        rank: The rank.
-        nbytes: Size of a row.
-        own: Size of the rank's shard.
+    Rows have `nbytes`, and the rank's own shard of each has `own` bytes.
     """
     of_others = sum(num_rows) - num_rows[rank]
     return num_rows[rank] * (nbytes - own) + (len(num_rows) - 1) * own, of_others * own + nbytes - own

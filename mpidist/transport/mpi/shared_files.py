@@ -36,9 +36,6 @@ def unlink_files_of_all(mapped: Iterable[Collection[File]]) -> None:
     MPI_Finalize finds none to remove. The memory lives as long as a rank has it mapped, however the rank ends. Without
     that, MPICH leaves a file of some MiB for every job that is aborted or killed, and Open MPI for every job whose
     launcher is killed.
-
-    Args:
-        mapped: The `mapped_mpi_files` of each rank of the node.
     """
     first, *others = map(frozenset, mapped)
     for name, inode in first.intersection(*others):

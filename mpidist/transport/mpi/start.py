@@ -36,12 +36,6 @@ def start_mpi(mpi: ModuleType, thread_level: int, errors: str, environ: Mapping[
 
     mpi4py holds Python's lock while MPI starts, so no other thread could watch; a call through ctypes releases it. If
     ctypes does not find the library's function, or no other rank is awaited, mpi4py starts MPI.
-
-    Args:
-        mpi: `mpi4py.MPI`, which has not started MPI.
-        thread_level: The thread support to ask for.
-        errors: `mpi4py.rc.errors`.
-        environ: The environment.
     """
     rank = LaunchedRank.of(environ)
     settings = _settings(environ)

@@ -77,18 +77,19 @@ static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, 
 }
 
 PyDoc_STRVAR(have_forms_doc,
-             "have_forms(arrays, forms, own_data)\n--\n\n"
+             "have_forms(arrays, forms, own_data, writeable)\n--\n\n"
              "Whether all items of a list are NumPy's arrays, aligned and C-contiguous, of these (shape, dtype), and perhaps\n"
-             "no views of others.");
+             "no views of others, and can be written.");
 
 static PyObject *have_forms(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
 {
-    if (num_given != 3 || !PyList_Check(given[0]) || !PyList_Check(given[1]) ||
+    if (num_given != 4 || !PyList_Check(given[0]) || !PyList_Check(given[1]) ||
         PyList_GET_SIZE(given[0]) != PyList_GET_SIZE(given[1])) {
         PyErr_SetString(PyExc_TypeError, "have_forms: needed are two lists of one length");
         return NULL;
     }
-    const int flags = NPY_ARRAY_CARRAY_RO | (given[2] == Py_True ? NPY_ARRAY_OWNDATA : 0);
+    const int flags =
+        NPY_ARRAY_CARRAY_RO | (given[2] == Py_True ? NPY_ARRAY_OWNDATA : 0) | (given[3] == Py_True ? NPY_ARRAY_WRITEABLE : 0);
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(given[0]); at++) {
         PyObject *array = PyList_GET_ITEM(given[0], at), *form = PyList_GET_ITEM(given[1], at);
         if (!PyArray_CheckExact(array) || !PyArray_CHKFLAGS((PyArrayObject *)array, flags)) Py_RETURN_FALSE;

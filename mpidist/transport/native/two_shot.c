@@ -318,6 +318,7 @@ static void begin(TwoShot *self, int is_direct)
     self->is_direct = is_direct;
     /* Results that are not in the cache would be read first, to be written twice. */
     self->stages_in_results = self->is_direct && self->total * self->itemsize < STREAMS_BYTES;
+    self->places_barrier = self->barrier->count + 1;
     if (!self->num_chunks) return;
     self->staged.piece = self->own.piece = self->added.piece = self->copied.piece = self->copied_in.piece = 0;
     self->is_waiting = 0;
@@ -351,7 +352,6 @@ int two_shot_take(TwoShot *self, PyObject *arrays, PyObject *into, npy_int64 pla
     Py_XDECREF(results);
     if (is_set <= 0) return is_set;
     barrier_publish(self->barrier, place);
-    self->places_barrier = self->barrier->count + 1;
     begin(self, place != 0);
     return 1;
 }
@@ -417,24 +417,9 @@ static PyObject *call_begin(TwoShot *self, PyObject *is_direct)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(set_places_doc,
-             "set_places(places)\n--\n\n"
-             "Set where the results of each rank lie in its part of the shared memory of results: before a direct `advance`.");
-
-static PyObject *call_set_places(TwoShot *self, PyObject *places)
+static PyObject *call_take_places(TwoShot *self, PyObject *Py_UNUSED(none))
 {
-    const int size = self->barrier->size, rank = self->barrier->rank;
-    if (!PyList_Check(places) || PyList_GET_SIZE(places) != size) {
-        PyErr_SetString(PyExc_ValueError, "set_places: needed is a place in the memory of each rank");
-        return NULL;
-    }
-    const char *results[MOST_PARTS];
-    for (int at = 0; at < size; at++) {
-        const Py_ssize_t place = PyLong_AsSsize_t(PyList_GET_ITEM(places, at));
-        if ((place == -1 && PyErr_Occurred()) || !(results[at] = results_at(self, at, place))) return NULL;
-    }
-    for (int at = 0; at < size; at++) self->distances[at] = results[at] - results[rank];
-    Py_RETURN_NONE;
+    return bool_or_error(two_shot_take_places(self));
 }
 
 static PyObject *call_advance(TwoShot *self, PyObject *Py_UNUSED(none))
@@ -453,7 +438,8 @@ static PyMethodDef two_shot_methods[] = {
     {"set_results", (PyCFunction)call_set_results, METH_O,
      "Set the arrays that take the sums, none on a rank that gets none; False if NumPy has to."},
     {"begin", (PyCFunction)call_begin, METH_O, begin_doc},
-    {"set_places", (PyCFunction)call_set_places, METH_O, set_places_doc},
+    {"take_places", (PyCFunction)call_take_places, METH_NOARGS,
+     "Take the places that the ranks have published; False if some have none, and others do. Before a direct `advance`."},
     {"advance", (PyCFunction)call_advance, METH_NOARGS,
      "Go on until this rank has to wait for others. Returns whether everything is done."},
     {"forget", (PyCFunction)call_forget, METH_NOARGS, "Let the arrays go. Others have to be set before the next call."},

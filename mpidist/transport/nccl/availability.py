@@ -51,12 +51,7 @@ class GpuFacts:
 
 
 def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
-    """Say why ranks cannot use NCCL, and must send device memory through the host; nothing if they can.
-
-    Args:
-        facts: Of all ranks.
-        groups: The ranks that would have an NCCL communicator together.
-        hosts: The name of each rank's host, for people.
+    """Return why the ranks of a group cannot have an NCCL communicator together; nothing if all groups can.
 
     Raises:
         TopologyError: If ranks of a group have other versions of NCCL, which is all that NCCL itself asks for.

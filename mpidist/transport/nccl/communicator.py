@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 
 from mpidist.transport import cuda
+from mpidist.transport.arrays import address_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.gpu.array_lists import address_of
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle
@@ -41,15 +41,7 @@ class NcclCommunicator(Communicator):
     That moves no more than NCCL's own all-reduce, 2 S (P - 1) / P bytes a rank, but needs memory for S bytes more.
 
     Within `DeviceQueue.launch` a call returns at once, and else when its work is done. After an error all NCCL
-    communicators of the process are aborted.
-
-    Args:
-        handle: NCCL's communicator of the ranks, which this object owns and ends.
-        name: For logs and errors.
-        rank: This rank in it.
-        size: Number of ranks.
-        queue: The queue for all communicators of this rank.
-        kernels: What joins parts.
+    communicators of the process are aborted. The communicator owns its handle, and shares queue and kernels.
     """
 
     def __init__(

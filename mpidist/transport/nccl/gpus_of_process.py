@@ -11,8 +11,8 @@ import numpy as np
 
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
+from mpidist.transport.arrays import address_of
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.gpu.array_lists import address_of
 from mpidist.transport.gpu.events import is_complete, new_event, new_stream, on_stream
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.nccl import handles as nccl_handles
@@ -49,11 +49,7 @@ class GpusOfProcess:
 
     To add arrays of S bytes of k GPUs moves (k - 1) S bytes to the shards, and (k - 1) / k S bytes for each row to the
     first GPU. To broadcast them moves (k - 1) S bytes. After a failure, such as `DeadlineExceededError`, the
-    communicators are aborted.
-
-    Args:
-        indices: The GPUs, each once. The first one is the current device, before and after each call.
-        patience: How long a call waits for the GPUs.
+    communicators are aborted. The first one of the GPUs is the current device, before and after each call.
 
     Raises:
         UnavailableError: If NCCL cannot start.
@@ -68,14 +64,7 @@ class GpusOfProcess:
                 self._gpus.append(_Gpu(handle, new_stream(), new_event(), DeviceKernels()))
 
     def add(self, fold: Fold, ufunc: np.ufunc, parts: Sequence[Sequence[Array]], rows: Sequence[Array]) -> None:
-        """Add arrays of the GPUs in the order of a tree, to rows on the first GPU that hold one array after the other.
-
-        Args:
-            fold: From the GPUs' arrays to the rows.
-            ufunc: The elementwise operation.
-            parts: [GPUs][arrays], of equal shapes on all GPUs.
-            rows: [rows], flat arrays on the first GPU, of the dtype in which the arrays are added.
-        """
+        """Add parts [GPUs][arrays] in the order of a tree, to flat rows on the first GPU, of the dtype of the sums."""
         count, dtype = rows[0].size, rows[0].dtype
         if not count:
             return

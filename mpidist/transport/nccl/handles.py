@@ -186,10 +186,8 @@ def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -
     NCCL connects the ranks for collectives then, unless the user says otherwise. Else the first call of each algorithm
     does that, and waits for the other ranks in `ncclGroupEnd`, without end.
 
-    Args:
-        size: Number of ranks.
-        unique_id: NCCL's, of the first rank; `None` to make one, if all ranks are here.
-        devices: The GPU of each rank of this process. The first one is the current device.
+    `unique_id` is NCCL's, of the first rank; `None` makes one, if all ranks are here. `devices` has the GPU of each
+    rank of this process; the first one is the current device.
     """
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 

@@ -81,12 +81,8 @@ class DeviceQueue:
     def launch(self, what: str, work: Callable[[], Any], memory: Any = None, after: Any = None) -> Launched:
         """Call `work`, which launches work on the GPU and waits for nothing. Returns what `wait` takes.
 
-        Args:
-            what: The call, for errors.
-            work: Calls transports and works on arrays; its current stream is NCCL's.
-            memory: Arrays that must live as long as the work.
-            after: An event of `record_event` after which the work begins. By default it begins after what the caller's
-                current stream holds now, and that stream waits for it.
+        The current stream of `work` is NCCL's, and `memory` must live as long as the work. It begins `after` an event;
+        by default after what the caller's current stream holds now, and that stream waits for it.
         """
         current = self._cuda.get_current_stream()
         self._require_usable(what)
@@ -146,12 +142,8 @@ class DeviceQueue:
         The first calls of a kind connect ranks, for which NCCL waits in `ncclGroupEnd`: they are made in a thread of
         their own, so that this one notices that a rank has stopped.
 
-        Args:
-            what: The primitive, for errors.
-            handle: The communicator.
-            memory: The arrays that the calls read and write.
-            launch: Makes the calls: with CuPy's communicator, and the address of the stream.
-            kind: Equal for calls that go to the same ranks in the same ways; by default `what`.
+        `memory` is what the calls read and write. `kind` is equal for calls that go to the same ranks in the same ways;
+        by default `what`.
         """
         if self._held is None:
             self.run(what, partial(self.issue, what, handle, memory, launch, kind))

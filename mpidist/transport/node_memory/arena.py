@@ -33,7 +33,6 @@ class SharedArena:
     need only tell the other ranks where that memory begins.
 
     Args:
-        comm: The ranks of the node.
         nbytes: How much this rank takes at once, from the start of its part.
         most_bytes: How much a rank may take; `None` for as much as there is.
         left_to_others: The share of the memory file system that the arena leaves free, for other uses.
@@ -41,9 +40,6 @@ class SharedArena:
     Attributes:
         own: This rank's part.
         parts: [ranks], each rank's part as bytes. Bytes that were not taken must not be touched.
-
-    Raises:
-        UnavailableError: If there is too little shared memory, on every rank of the node.
     """
 
     def __init__(
@@ -73,11 +69,7 @@ class SharedArena:
         return self._fence.sync
 
     def take(self, nbytes: int) -> int | None:
-        """Take memory. Local.
-
-        Returns:
-            Where it begins in this rank's part, at a whole `LINE_BYTES`; `None` if there is too little.
-        """
+        """Take memory; return where it begins in this rank's part, at a whole `LINE_BYTES`, or `None`. Local."""
         start = -(-self._next // LINE_BYTES) * LINE_BYTES
         end = start + nbytes
         if end > self._taken and not (self._extend(end + _STEP_BYTES) or self._extend(end)):
@@ -86,11 +78,7 @@ class SharedArena:
         return start - self._start
 
     def take_pages(self, nbytes: int) -> int | None:
-        """Take memory that can be given back. Local.
-
-        Returns:
-            Where it begins in this rank's part, at a whole page; `None` if there is too little.
-        """
+        """Take memory that can be given back; return where it begins, at a whole page, or `None`. Local."""
         size = whole_pages(nbytes)
         while self._returned:
             self._gaps = _joined([*self._gaps, self._returned.popleft()])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 from mpidist.transport.waiting import SPINS
 
-__all__ = ["Barrier", "Fence", "NodeBarrier", "make_barrier"]
+__all__ = ["Fence", "NodeBarrier", "make_barrier"]
 
 # On these processors, all cores see the stores of one core in order; on others, memory fences have to order them.
 _ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
@@ -41,52 +41,21 @@ class Fence:
             self._window = None
 
 
-class Barrier(Protocol):
-    """A barrier of a node's ranks in shared memory, in which ranks can compare two words and pass on another one.
-
-    A rank posts its arrival, and then polls until all other ranks have posted theirs. All that a rank wrote into shared
-    memory before its post, the other ranks see when they have passed the barrier.
-    """
-
-    @property
-    def count(self) -> int:
-        """The number of the barrier that this rank posted last."""
-
-    def post(self) -> None:
-        """Post this rank's arrival."""
-
-    def post_words(self, first: int, second: int, /) -> None:
-        """Post this rank's arrival, with two words of 63 bits."""
-
-    def publish(self, word: int, /) -> None:
-        """Pass a word of 63 bits to the other ranks, with the next barrier."""
-
-    def published(self, count: int, /) -> list[int]:
-        """Return [ranks], the word that each passed with barrier `count`: the last one, or the one before."""
-
-    def has_passed(self) -> bool:
-        """Whether all ranks have arrived."""
-
-    def has_equal_words(self) -> tuple[bool, bool]:
-        """Whether all ranks posted the same first word, and the same second word, in the barrier passed last."""
-
-
-def make_barrier(window: SharedWindow, rank: int, fence: Callable[[], None] | None) -> Barrier:
-    """Make the barrier of a node; the arguments are those of `NodeBarrier`. Local."""
+def make_barrier(window: SharedWindow, rank: int, fence: Callable[[], None] | None) -> NodeBarrier:
+    """Make the barrier of a node, in C if it is there; the arguments are those of `NodeBarrier`. Local."""
     if native is None:
         return NodeBarrier(window, rank, fence)
-    barrier: Barrier = native.Barrier(window.parts, rank, SPINS)
+    barrier: NodeBarrier = native.Barrier(window.parts, rank, SPINS)
     return barrier
 
 
 @final
 class NodeBarrier:
-    """The `Barrier` in Python.
+    """A barrier of a node's ranks in shared memory, in which ranks can compare two words and pass on another one.
 
-    Args:
-        window: The memory; the first `LINE_BYTES` of each part are the barrier's.
-        rank: This rank on the node.
-        fence: `Fence.sync`.
+    A rank posts its arrival, and then polls until all other ranks have posted theirs. All that a rank wrote into shared
+    memory before its post, the other ranks see when they have passed the barrier. The first `LINE_BYTES` of each part
+    of the window are the barrier's; `count` is the number of the barrier that this rank posted last.
     """
 
     def __init__(self, window: SharedWindow, rank: int, fence: Callable[[], None] | None = None) -> None:
@@ -97,7 +66,7 @@ class NodeBarrier:
         self._fence = fence
 
     def post_words(self, first: int, second: int, /) -> None:
-        """See `Barrier.post_words`."""
+        """Post this rank's arrival, with two words of 63 bits."""
         count = self.count + 1
         at = 1 + count % 2 * 4  # two places in turn: slow ranks may still read the words of the last barrier
         own = self._own
@@ -108,16 +77,16 @@ class NodeBarrier:
         self.count = own[0] = count
 
     def publish(self, word: int, /) -> None:
-        """See `Barrier.publish`."""
+        """Pass a word of 63 bits to the other ranks, with the next barrier."""
         # Four places in turn: a rank that is two barriers ahead may publish its next word.
         self._own[9 + (self.count + 1) % 4] = word
 
     def published(self, count: int, /) -> list[int]:
-        """See `Barrier.published`."""
+        """Return [ranks], the word that each passed with barrier `count`: the last one, or the one before."""
         return [line[9 + count % 4] for line in self._lines]
 
     def has_equal_words(self) -> tuple[bool, bool]:
-        """See `Barrier.has_equal_words`."""
+        """Whether all ranks posted the same first word, and the same second word, in the barrier passed last."""
         at = 1 + self.count % 2 * 4
         first, second = self._own[at], self._own[at + 1]
         same_first = same_second = True
@@ -127,14 +96,14 @@ class NodeBarrier:
         return same_first, same_second
 
     def post(self) -> None:
-        """See `Barrier.post`."""
+        """Post this rank's arrival."""
         if self._fence is not None:
             self._fence()
         self.count += 1
         self._own[0] = self.count
 
     def has_passed(self) -> bool:
-        """See `Barrier.has_passed`."""
+        """Whether all ranks have arrived."""
         count = self.count
         for line in self._peers:
             if line[0] < count:

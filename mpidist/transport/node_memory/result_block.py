@@ -28,14 +28,8 @@ _copies = threading.local()  # `made`: the copies that this thread has made for 
 class ResultBlock:
     """A block of an arena, which is given back when no array lies in it any more. `take` makes it.
 
-    Args:
-        arena: The arena.
-        place: Where the block begins in this rank's part, in bytes.
-        nbytes: Its size in bytes.
-
     Attributes:
-        place: That of the argument; never 0.
-        memory: The bytes of the block.
+        place: Where the block begins in this rank's part, in bytes; never 0.
         is_used: Whether there are results in the block. Only blocks with results are copied for a forked process.
     """
 

@@ -29,11 +29,8 @@ class Slots:
 
     Args:
         comm: The ranks of the node, or `None` for a node of one.
-        slot_bytes: Size of a slot in bytes; a multiple of `LINE_BYTES`.
+        slot_bytes: A multiple of `LINE_BYTES`.
         depth: The number of additional barriers for which a slot is in use.
-
-    Raises:
-        UnavailableError: If there is too little shared memory.
     """
 
     def __init__(self, comm: Intracomm | None, slot_bytes: int, depth: int = 0) -> None:

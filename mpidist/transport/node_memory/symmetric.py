@@ -42,12 +42,7 @@ class Place:
 
 @final
 class Run(NamedTuple):
-    """Elements that are contiguous both in the sources and in the targets.
-
-    Attributes:
-        sources: [ranks], each rank's contribution, flat.
-        targets: [ranks], or one for the node: where the results are written.
-    """
+    """Elements that are contiguous both in the sources [ranks] and in the targets, [ranks], or one for the node."""
 
     sources: tuple[Array, ...]
     targets: tuple[Array, ...]
@@ -58,8 +53,6 @@ class _Window:
     """The layout of one window's arrays. Holds no reference to the memory: only the arrays keep it alive.
 
     Args:
-        window: The window.
-        per_node: Whether there is one array for all ranks of the node.
         next_offsets: The end of each array -> the offset of the array that was allocated after it.
         on_end: Called when the last array is gone and the memory is given back.
     """
@@ -86,10 +79,8 @@ class _Window:
 class SharedArrays:
     """The arrays in shared memory of a node. A window's memory is given back when all its arrays are gone.
 
-    Args:
-        within_node: The ranks of the node. Also an attribute, which is replaced in a reset.
-
     Attributes:
+        within_node: The ranks of the node; replaced in a reset.
         num_windows: How many windows were allocated: equal on all ranks, unlike the number of windows that still exist.
     """
 
@@ -108,19 +99,7 @@ class SharedArrays:
     def empty(
         self, specs: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], per_node: bool, call: str
     ) -> list[np.ndarray[Any, Any]]:
-        """Allocate arrays in shared memory. Collective over the node.
-
-        Args:
-            specs: Shape and dtype of each array, the same on every rank.
-            per_node: Whether to make one array for all ranks of the node, instead of one for each rank.
-            call: The name of the call, for errors.
-
-        Returns:
-            C-contiguous arrays, zero at first.
-
-        Raises:
-            UnavailableError: If there is too little shared memory, on every rank of the node.
-        """
+        """Allocate arrays in shared memory, C-contiguous zeros, one for each rank or node. Collective over the node."""
         offsets, end, next_offsets = [], 0, {}
         for shape, dtype in specs:
             nbytes = prod(shape) * dtype.itemsize
@@ -182,11 +161,6 @@ class SharedArrays:
         """Join arrays that were allocated one after the other, so that many small arrays are added as one large run.
 
         The padding between arrays, which aligns each to whole cache lines, is added with them; it is in no array.
-
-        Args:
-            sources: Where the values lie.
-            outs: Where the results go.
-            dtype: The dtype of all arrays.
         """
         runs: list[tuple[Place, Place, int]] = []
         for source, out in sorted(zip(sources, outs, strict=True), key=lambda both: (both[0].window, both[0].offset)):
@@ -206,7 +180,7 @@ class SharedArrays:
     def is_private(self, array: Any) -> bool:
         """Whether an array surely is private, in host memory: one of NumPy's by a quick look."""
         root = _root(array)
-        if not isinstance(root, np.ndarray):
+        if not isinstance(root, np.ndarray) or id(root) in self._bases:
             return False
         if not self._windows or root.flags.owndata or is_result(root):
             return True
@@ -215,8 +189,12 @@ class SharedArrays:
 
     def is_per_node(self, array: Any) -> bool:
         """Whether an array is a per-node array, or a view of any kind of one."""
-        if not self._windows or not isinstance(array, np.ndarray):
+        root = _root(array)
+        if not self._windows or not isinstance(root, np.ndarray) or root.flags.owndata or is_result(root):
             return False
+        number = self._bases.get(id(root))
+        if number is not None:
+            return self._windows[number].per_node
         return _overlaps(array, [window.bounds[0] for window in list(self._windows.values()) if window.per_node])
 
     def write(self, out: Any, result: Any) -> None:

@@ -65,20 +65,10 @@ class _Mapping:
 
 
 def map_file(comm: Intracomm, nbytes: int, start: int, taken: int, needed: int = 0) -> tuple[int, Any]:
-    """Map a nameless file of the node's memory file system into every rank of a node. Collective over the node.
+    """Map a nameless file of the node's memory file system into every rank of a node, and return both. Collective.
 
-    Args:
-        comm: The ranks of the node.
-        nbytes: The size of the file, the same on all ranks.
-        start: Where the bytes begin for which this rank reserves memory.
-        taken: Number of these bytes.
-        needed: The bytes that an error names; by default `taken`, or all.
-
-    Returns:
-        The open file, and its bytes, which are zero at first.
-
-    Raises:
-        UnavailableError: If there is too little shared memory, on every rank of the node.
+    It has `nbytes` on all ranks, zeros at first, of which this rank reserves memory for `taken` from `start` on. An
+    error, on every rank if there is too little, names the bytes `needed`, by default those.
     """
     file, problem, memory = _open_nameless(comm, nbytes), None, None
     try:
@@ -158,7 +148,7 @@ class SharedWindow:
 
     The memory is a nameless file of the node's memory file system, and exists at least as long as any array in it. An
     MPI window does not: freeing it unmaps the memory from ranks that still read it. And if memory is too short, MPI may
-    kill the process instead of returning an error.
+    kill the process instead of returning an error; here every rank of the node raises.
 
     Args:
         comm: The ranks of the node; `None` for a node of this rank alone, which needs no MPI.
@@ -167,9 +157,6 @@ class SharedWindow:
 
     Attributes:
         parts: [ranks], each rank's part as bytes, on page boundaries; only one if `is_common`.
-
-    Raises:
-        UnavailableError: If there is too little memory, on every rank of the node.
     """
 
     def __init__(self, comm: Intracomm | None, nbytes: int, is_common: bool = False) -> None:
@@ -199,11 +186,7 @@ class SharedWindow:
 
 
 def _own_memory(nbytes: int) -> Any:
-    """Return memory of this rank alone, zeros.
-
-    Raises:
-        UnavailableError: If there is too little memory.
-    """
+    """Return memory of this rank alone, zeros; raise if there is too little."""
     try:
         return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
     except (OSError, OverflowError) as error:
@@ -221,11 +204,7 @@ def discard(memory: Any) -> None:
 
 @final
 class PrivateCopy:
-    """A copy of whole pages, for a process that is about to be forked. No other Python code runs meanwhile.
-
-    Args:
-        memory: The pages, as bytes.
-    """
+    """A copy of whole pages, for a process that is about to be forked. No other Python code runs meanwhile."""
 
     def __init__(self, memory: Any) -> None:
         self._address: int = memory.__array_interface__["data"][0]
@@ -266,10 +245,6 @@ def _libc_with_lock() -> Any:
 
 
 def file_system_bytes() -> tuple[int, int]:
-    """Return the size of the node's memory file system, and how much of it is free.
-
-    Raises:
-        OSError: If there is none.
-    """
+    """Return the size of the node's memory file system, and how much of it is free; raise `OSError` without one."""
     facts = os.statvfs(_DIRECTORY)
     return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize

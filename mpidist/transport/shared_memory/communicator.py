@@ -11,7 +11,6 @@ import numpy as np
 
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.mpi.communicator import MpiCommunicator
-from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
@@ -30,36 +29,27 @@ class SharedMemoryCommunicator(Communicator):
 
     Every reduction adds in rank order. `send_receive` and `gather` use MPI.
 
-    Args:
+    Attributes:
         mpi: The communicator of the same ranks over MPI, which this object owns and frees.
+        comm: That of `mpi`.
         fused: The reducer of all-reduces, which this object does not free.
     """
 
     def __init__(self, mpi: MpiCommunicator, fused: FusedReducer) -> None:
         super().__init__(mpi.name, mpi.rank, mpi.size)
-        self._mpi = mpi
+        self.mpi, self.comm = mpi, mpi.comm
         self.fused = fused
         self.traffic = mpi.traffic
         self._slots = fused.slots
         self._scatter = lru_cache(_SCHEDULES)(scatter_schedule)
         self._whole = lru_cache(_SCHEDULES)(fused_schedule)
 
-    @property
-    def comm(self) -> Intracomm:
-        """The mpi4py communicator."""
-        return self._mpi.comm
-
-    @property
-    def mpi(self) -> MpiCommunicator:
-        """The same ranks over MPI."""
-        return self._mpi
-
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        self._mpi.set_wait_hook(check_peers)
+        self.mpi.set_wait_hook(check_peers)
         self.fused.check_peers = check_peers
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        return self._mpi.pack_buffer(count, dtype)
+        return self.mpi.pack_buffer(count, dtype)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
@@ -103,13 +93,13 @@ class SharedMemoryCommunicator(Communicator):
         complete(self._spread(schedule, [buffer], [root], into), self.fused.check_peers)
 
     def gather(self, buffer: Array, root: int) -> Array | None:
-        return self._mpi.gather(buffer, root)
+        return self.mpi.gather(buffer, root)
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
-        self._mpi.send_receive(outgoing, to, incoming, source)
+        self.mpi.send_receive(outgoing, to, incoming, source)
 
     def free(self) -> None:
-        self._mpi.free()
+        self.mpi.free()
 
     def _chunk_count(self, dtype: np.dtype[Any]) -> int:
         return max(1, self._slots.slot_bytes // dtype.itemsize)

@@ -6,7 +6,7 @@ Fused arrays are staged, added and copied out chunk by chunk: the staging copy p
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -34,7 +34,6 @@ class InterNode(NamedTuple):
 
     Attributes:
         exchange: All-reduces this rank's shards across nodes; `None` on ranks that have no lane.
-        least_bytes: The smallest list that is faster fused than in one pack, in bytes.
         is_in_blocks: Whether each node has consecutive ranks, in the order of nodes.
     """
 
@@ -83,15 +82,11 @@ class FusedReducer:
         self._one_shot_bytes = min(one_shot_bytes, slots.slot_bytes)
         self.traffic = traffic
         self.schedule = lru_cache(_SCHEDULES)(self._schedule)
-        self.one_shot = lru_cache(_SCHEDULES)(self._one_shot)
+        self.one_shot = lru_cache(_SCHEDULES)(partial(OneShot, slots))
 
     def _schedule(self, lengths: tuple[int, ...], itemsize: int) -> Schedule:
         """Cut pieces of these lengths into chunks."""
         return fused_schedule(lengths, self.lanes, max(1, self.slots.slot_bytes // itemsize))
-
-    def _one_shot(self, count: int, dtype: np.dtype[Any], start: int = 0) -> OneShot:
-        """Make the one-shot all-reduce of small lists of a length, which begin at some byte of a slot."""
-        return OneShot(self.slots, count, dtype, start)
 
     def count(self, nbytes: int) -> None:
         """Count the traffic of an all-reduce within the node. `ShardExchange` counts that across nodes."""
@@ -146,10 +141,9 @@ class FusedReducer:
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         """Reduce a flat array in place. Collective."""
         if self.is_small(buffer.nbytes):
-            small = self.one_shot(buffer.size, buffer.dtype)
-            parts = small.stage([buffer])
+            parts = self.one_shot(buffer.size, buffer.dtype).stage([buffer])
             self.synchronize()
-            self.traffic.overflowed += small.add(parts, reduction, 1, buffer)
+            self.traffic.overflowed += reduction.combine(parts, buffer)
         else:
             self.run(self.two_shot(FusedArrays(buffer.dtype, [buffer], [buffer]), reduction))
 

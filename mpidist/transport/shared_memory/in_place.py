@@ -23,12 +23,6 @@ class InPlace:
     """All-reduces of the same arrays, of which views are made once. Each rank adds a shard of the elements.
 
     Of S bytes a rank reads S and writes S, block by block, and copies nothing.
-
-    Args:
-        runs: The arrays.
-        slots: The node's staging memory; only its barrier is used.
-        reduction: The elementwise operation.
-        divide_by: The divisor of the results.
     """
 
     def __init__(self, runs: Sequence[Run], slots: Slots, reduction: Reduction, divide_by: int) -> None:
@@ -51,12 +45,11 @@ class InPlace:
     def steps(self, has_passed_barrier: bool) -> Generator[int, None, None]:
         """All-reduce. Yields while other ranks have not arrived at a barrier.
 
-        Args:
-            has_passed_barrier: Whether the node has passed a barrier since the arrays were written.
+        `has_passed_barrier`: the node has passed a barrier since the arrays were written.
         """
         if not has_passed_barrier:
             yield from self._slots.synchronize()
-        if native is not None and self._reduction.fold is None:
+        if native is not None and self._reduction.is_in_order:
             self._combine_compiled(partial(native.combine, self._reduction.op))
         elif len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_low_precision(self._blocks[0][1].dtype):
             self._add_two()

@@ -33,11 +33,7 @@ class ShardAllReduce(ABC):
 
 @final
 class ShardExchange:
-    """All-reduces shards among the ranks of a lane, several shards at a time. Only `progress` advances them.
-
-    Args:
-        across_nodes: The ranks of the lane, in order of nodes.
-    """
+    """All-reduces shards among the ranks of a lane, several shards at a time. Only `progress` advances them."""
 
     def __init__(self, across_nodes: MpiCommunicator) -> None:
         self._across = across_nodes
@@ -45,16 +41,11 @@ class ShardExchange:
         self._started = 0
 
     def start(self, buffer: Array, reduction: Reduction, half: np.dtype[Any] | None = None) -> ShardAllReduce:
-        """Start to all-reduce a shard, added in the order of nodes.
+        """Start to all-reduce a shard [m] in place, added in the order of nodes. Nobody may touch it until it is done.
 
         With K nodes and m bytes: every rank sends each other rank a K-th of the shard, adds the parts that it receives,
         and sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes per rank: the least that an
-        all-reduce can send. Half as many bytes with `half`.
-
-        Args:
-            buffer: [m], reduced in place. It must not be touched until the shard is done.
-            reduction: The elementwise operation.
-            half: The half precision that float32 numbers are sent in; `None` for no compression.
+        all-reduce can send. Half as many bytes with `half`, in which float32 numbers are sent.
         """
         tag = self._next_tag()
         if half is None:
@@ -64,12 +55,9 @@ class ShardExchange:
     def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> ShardAllReduce:
         """Start to all-reduce a shard in rank order: node after node adds its parts; the result returns the same way.
 
-        With K nodes and m bytes: 2 (K - 1) steps; the first and the last node send m bytes, those between 2 m.
-
-        Args:
-            buffer: [m], which takes the result.
-            fold: Adds the parts of this node to its argument, the sum of all earlier nodes (`None` on the first node),
-                and leaves the sum in `buffer`.
+        With K nodes and m bytes: 2 (K - 1) steps; the first and the last node send m bytes, those between 2 m. `fold`
+        adds the parts of this node to the sum of all earlier nodes (`None` on the first), and leaves the sum in
+        `buffer` [m].
         """
         return self._track(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
 

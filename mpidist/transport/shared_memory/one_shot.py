@@ -9,7 +9,6 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.node_memory.staging_slots import Slots
-from mpidist.transport.reduction import Reduction
 
 __all__ = ["OneShot"]
 
@@ -18,13 +17,8 @@ __all__ = ["OneShot"]
 class OneShot:
     """All-reduces of one length and dtype within a node, with one barrier. S bytes in, P S bytes read, per rank.
 
-    A call is `stage`, a barrier of the slots, and `add`.
-
-    Args:
-        slots: The node's staging memory.
-        count: Number of elements.
-        dtype: The dtype of the elements.
-        start: Where the elements lie in a slot, in bytes: several all-reduces may share a barrier.
+    A call is `stage`, a barrier of the slots, and `Reduction.combine_and_divide`. The elements lie at byte `start` of a
+    slot: several all-reduces may share a barrier.
     """
 
     def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any], start: int = 0) -> None:
@@ -33,11 +27,7 @@ class OneShot:
         self._parts = [[view[first : first + count] for view in views] for views in slots.views(dtype)]
 
     def stage(self, sources: Sequence[Array]) -> list[Array]:
-        """Copy arrays, of any shape and layout, one after the other into this rank's slot. Local.
-
-        Returns:
-            [ranks], every rank's part of the slot: the argument of `add`.
-        """
+        """Copy arrays, of any layout, into this rank's slot; return all ranks' parts of it, to be added. Local."""
         slots = self._slots
         parts = self._parts[(slots.barrier.count + 1) % slots.num_slots]
         own = parts[slots.rank]
@@ -51,11 +41,3 @@ class OneShot:
     def staged_for(self, barrier: int) -> list[Array]:
         """Return what `stage` has returned before the barrier of a number."""
         return self._parts[barrier % self._slots.num_slots]
-
-    def add(self, parts: list[Array], reduction: Reduction, divide_by: int, total: Array) -> int:
-        """Reduce all ranks' parts into `total` [count], of the same dtype. Local.
-
-        Returns:
-            As `Reduction.combine`.
-        """
-        return reduction.combine_and_divide(parts, total, divide_by)

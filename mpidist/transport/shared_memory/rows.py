@@ -35,10 +35,7 @@ class RowsInSlots:
     """One all-reduce of rows: adds the rows of all ranks on every rank.
 
     Args:
-        reducer: The shared memory of all ranks' nodes.
         across_nodes: The ranks of this rank's lane; `None` on one node. Only ranks that add use it.
-        tree: The order.
-        ufunc: The operation on two arrays.
         rows: This rank's rows, each [n], flat, contiguous and of one dtype.
         out: [n], takes the sum. May be one of `rows`.
     """

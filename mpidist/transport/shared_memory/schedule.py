@@ -36,12 +36,9 @@ class Move(NamedTuple):
     """Elements to copy that are contiguous both in the arrays and in a chunk.
 
     Attributes:
-        first: The index of the piece, or of the first of several whole pieces.
-        last: One after the index of the last piece.
-        start: The first element in the piece; 0 if there are several pieces.
-        stop: One after the last element in the piece.
-        at: The first element in the chunk.
-        end: One after the last element in the chunk.
+        first: The index of the piece, or of the first of several whole pieces; `last` is one after the last.
+        start: The first element in the piece, 0 if there are several; `stop` is one after the last element.
+        at: The first element in the chunk; `end` is one after the last.
     """
 
     first: int
@@ -58,7 +55,6 @@ class Chunk:
     """One chunk.
 
     Attributes:
-        count: Number of elements.
         bounds: [lanes + 1], the bounds of the shards in the chunk.
         shards: [lanes], the moves of each shard.
     """
@@ -70,12 +66,7 @@ class Chunk:
 
 @final
 class Chunks:
-    """The chunks of a list, in order, each computed when it is first asked for: a plan may never be carried out.
-
-    Args:
-        count: Number of chunks.
-        make: Computes the chunk of an index.
-    """
+    """The chunks of a list, in order, each computed when it is first asked for: a plan may never be carried out."""
 
     def __init__(self, count: int, make: Callable[[int], Chunk]) -> None:
         self._count = count
@@ -99,7 +90,6 @@ class Schedule:
     """The chunks of a list of pieces.
 
     Attributes:
-        count: Number of elements.
         lengths: [pieces], number of elements of each piece.
         chunks: The chunks, in order.
         is_fine: Whether the pieces are so small that copying them into the slot and adding them there is faster than
@@ -125,13 +115,7 @@ def chunk_bounds(count: int, lanes: int) -> tuple[int, ...]:
 
 
 def fused_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Schedule:
-    """Cut a list of pieces into chunks.
-
-    Args:
-        lengths: Number of elements of each piece.
-        lanes: Number of lanes.
-        chunk_count: Number of elements of a chunk; the last may be shorter.
-    """
+    """Cut a list of pieces of these lengths into chunks of `chunk_count` elements; the last may be shorter."""
     ends = list(accumulate(lengths))
     total = ends[-1] if ends else 0
 
@@ -165,12 +149,7 @@ def _moves(lengths: Sequence[int], ends: Sequence[int], begin: int, start: int, 
 
 
 def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
-    """Cut the shards of a buffer into chunks of which each holds a slice of every shard. Each shard is a piece.
-
-    Args:
-        bounds: [lanes + 1], the bounds of the shards in the buffer.
-        chunk_count: The most elements of a chunk.
-    """
+    """Cut the shards [lanes] of a buffer into chunks, each with a slice of every shard. Each shard is a piece."""
     lanes = len(bounds) - 1
     longest = max(stop - start for start, stop in pairwise(bounds))
     step = max(1, chunk_count // lanes)

@@ -40,18 +40,15 @@ class TwoShot:
     """All-reduces of arrays, in steps: of one list, or of one after the other with the same schedule.
 
     Args:
-        slots: The node's staging memory.
         exchange: All-reduces shards across nodes; `None` on one node, and on ranks that do not add.
         depth: How many chunks may be between nodes at once; 0 on one node.
         schedule: The chunks, with as many shards as there are lanes.
-        arrays: The arrays.
-        reduction: The elementwise operation.
-        divide_by: The divisor of the results.
         half: The half precision that float32 numbers are sent in between nodes; `None` for none.
         regions: [ranks], each rank's part of the shared memory of results; `None` if there is none.
 
     Attributes:
         arrays: The arrays. Results may be set until `steps` begins, and others once `steps` has ended.
+        compiled: The compiled code that does all, if the arrays are contiguous; `None` if there is none.
         overflowed: The sum of what `Reduction.combine` returned.
         was_restaged: Whether, in the last call, some ranks had results in shared memory, and others not, so that all
             staged once more. Equal on all ranks.
@@ -77,7 +74,7 @@ class TwoShot:
         self._lane = slots.rank if slots.rank < lanes else -1
         self._views: list[list[Array]] = []
         can_compile = native is not None and not schedule.is_scattered
-        self._compiled: Any = self._make_compiled(lanes, regions) if can_compile else None
+        self.compiled: Any = self._make_compiled(lanes, regions) if can_compile else None
         self._places_barrier = 0  # the number of the barrier with which ranks publish where their results lie
         self._begun: Sequence[Array] | None = None  # the sources of which compiled code has copied the first chunk in
         self.overflowed = 0
@@ -85,7 +82,7 @@ class TwoShot:
 
     def begin(self) -> None:
         """Copy the first chunk in. Local. A barrier of the node and `steps` follow, or nothing."""
-        arrays, compiled, barrier = self.arrays, self._compiled, self._slots.barrier
+        arrays, compiled, barrier = self.arrays, self.compiled, self._slots.barrier
         self._begun = arrays.sources if compiled is not None and compiled.set_sources(arrays.sources) else None
         is_direct = bool(arrays.place and self._begun is not None and compiled.set_results(arrays.results))
         self._places_barrier = barrier.count + 1
@@ -100,20 +97,11 @@ class TwoShot:
     def resume(self, knows_places: bool) -> Generator[int, None, None]:
         """Take over `arrays` from compiled code, which has begun, and has passed on where the results lie. Local.
 
-        Args:
-            knows_places: Whether compiled code knows where the results of the other ranks lie.
-
-        Returns:
-            The steps that are left, after a barrier of the node.
+        `knows_places`: compiled code knows where other ranks' results lie. Returns the steps left, after a barrier.
         """
-        self._begun, self._places_barrier = self.arrays.sources, self._compiled.places_barrier
+        self._begun, self._places_barrier = self.arrays.sources, self.compiled.places_barrier
         self.was_restaged = False
         return self._rest() if knows_places else self.steps(has_passed_barrier=True)
-
-    @property
-    def compiled(self) -> Any:
-        """The compiled code that does all, if the arrays are contiguous; `None` if there is none."""
-        return self._compiled
 
     def set_results_schedule(self, schedule: Schedule) -> None:
         """Set the schedule of results whose pieces differ from those of the sources."""
@@ -122,8 +110,7 @@ class TwoShot:
     def steps(self, has_passed_barrier: bool) -> Generator[int, None, None]:
         """All-reduce. Yields the number of a barrier while this rank waits there for other ranks.
 
-        Args:
-            has_passed_barrier: Whether this rank has called `begin`, and the node has passed a barrier since then.
+        `has_passed_barrier`: this rank has called `begin`, and the node has passed a barrier since then.
         """
         if not has_passed_barrier:
             self.begin()
@@ -135,8 +122,8 @@ class TwoShot:
             self.begin()
             yield from self._pass_barrier()
         elif places[0]:
-            self._compiled.set_places(places)
-        if self._begun is not None and self._can_run_compiled(self._compiled, self._begun):
+            self.compiled.take_places()
+        if self._begun is not None and self._can_run_compiled(self.compiled, self._begun):
             yield from self._rest()
             return
         exchange, chunks = self._exchange, self._chunks
@@ -170,11 +157,11 @@ class TwoShot:
         if self.arrays.shared is not None:
             self.arrays.shared = [()] * len(self.arrays.shared)
         self._begun = None
-        if self._compiled is not None:
-            self._compiled.forget()
+        if self.compiled is not None:
+            self.compiled.forget()
 
     def _rest(self) -> Generator[int, None, None]:
-        while not self._compiled.advance():
+        while not self.compiled.advance():
             yield self._slots.barrier.count
 
     def _pass_barrier(self) -> Generator[int, None, None]:

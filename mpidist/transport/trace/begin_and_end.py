@@ -28,14 +28,7 @@ _of_job: Final[list[Path]] = []  # the folder of the trace of the whole job; at 
 
 @final
 class Seat(NamedTuple):
-    """Where a rank is.
-
-    Attributes:
-        group: The name of the group, the same on all its ranks.
-        rank: The rank in the group.
-        size: How many ranks the group has.
-        world_rank: The rank in the world.
-    """
+    """Where a rank is: in the group, whose name is the same on all its ranks, and in the world."""
 
     group: str
     rank: int
@@ -53,16 +46,9 @@ def begin_trace(
 ) -> Trace:
     """Begin to record the calls of a group, in a new folder within a folder. Collective.
 
-    Args:
-        comm: The ranks; `None` for this one alone.
-        folder: Where the new folder is made.
-        seat: This rank.
-        recorder: The flight recorder of this rank.
-        is_of_job: Whether all groups of the job have one folder, and not each trace its own.
-        gather: All-gathers an object, and gives up where a rank's file system does not answer; by default without end.
-
-    Raises:
-        UnavailableError: If a rank cannot write there. On every rank.
+    `is_of_job`: all groups of the job have one folder, and not each trace its own. `gather` all-gathers an object, and
+    gives up where a rank's file system does not answer; by default it waits for ever. If a rank cannot write, every
+    rank raises.
     """
     if gather is None:
         gather = _alone if comm is None else comm.allgather

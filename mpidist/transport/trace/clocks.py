@@ -50,16 +50,7 @@ def name_clock() -> str:
 
 
 def compare_clocks(comm: Intracomm | None, name: str, now: Clock = time.monotonic_ns) -> list[ClockSample]:
-    """Compare each host's clock with that of rank 0. Collective.
-
-    Args:
-        comm: The ranks; `None` for this one alone.
-        name: The name of this rank's clock.
-        now: The clock.
-
-    Returns:
-        A sample of each clock, the same on all ranks.
-    """
+    """Compare each host's clock with that of rank 0; return a sample of each, the same on all ranks. Collective."""
     if comm is None:
         return [ClockSample(name, now())]
     names = comm.allgather(name)

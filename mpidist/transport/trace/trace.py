@@ -36,15 +36,7 @@ _now = time.monotonic_ns
 
 @final
 class Trace:
-    """What one rank records of its calls in one strategy.
-
-    Args:
-        path: The file, which is made here.
-        recorder: The rank's flight recorder.
-
-    Raises:
-        OSError: If the file cannot be made.
-    """
+    """What one rank records of its calls in one strategy. The file is made here."""
 
     def __init__(self, path: Path, recorder: FlightRecorder) -> None:
         self.path, self.recorder = path, recorder
@@ -86,11 +78,7 @@ class Trace:
                 self._stop(f"it has {_MAX_BYTES >> 20} MiB, and gets no more; trace a part of the program")
 
     def end(self, clocks: Sequence[ClockSample] = ()) -> None:
-        """Write the rest, and record no more. Local.
-
-        Args:
-            clocks: The clocks at the end; none where the ranks do not end together.
-        """
+        """Write the rest, and the clocks where the ranks end together, and record no more. Local."""
         self.write()
         if self.is_open:
             self._append({"end": _now(), "clocks": clocks})

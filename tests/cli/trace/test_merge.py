@@ -85,8 +85,8 @@ def test_who_came_last_is_named_with_the_waits_for_it(tmp_path: Path, merge: Mer
     assert "Strategy a1b2, 2 ranks: 3 calls that all made together" in text
     assert "ranks waited 30.5 ms in all for others to come, 30.5 ms of it for rank 1, which came last to 3 of 3" in text
     assert "the longest wait: rank 0 waited 20 ms for rank 1 in call 8, reduce (SUM of 3 x float32)" in text
-    assert " 0 node1 3 60 ms (7 %) 0 33 ms rank 1: 30.5 ms 3 ms 24 ms 0 " in text
-    assert " 1 node1 3 29.5 ms (3 %) 0 2.5 ms - 0 27 ms 30.5 ms =>" in text
+    assert " 0 node1 3 60 ms (7 %) 0 s 33 ms rank 1: 30.5 ms 3 ms 24 ms 0 s " in text
+    assert " 1 node1 3 29.5 ms (3 %) 0 s 2.5 ms - 0 s 27 ms 30.5 ms =>" in text
     assert slices(tmp_path, "waiting for ranks", 0) == [(10, 11), (40, 21), (80, 1)]
     assert slices(tmp_path, "exchange", 0) == [(22, 3)]
     assert slices(tmp_path, "adding", 0)[:2] == [(21, 1), (25, 5)]
@@ -175,7 +175,7 @@ def test_requests_that_overlap_have_rows_of_their_own(tmp_path: Path, merge: Mer
         row[1] = 0  # not among the calls that all ranks make together
     write(tmp_path, 0, requests, size=1)
     text = merge()
-    assert " 0 node1 3 50 ms (6 %) 0 0 - 75 ms 0 0 " in text
+    assert " 0 node1 3 50 ms (6 %) 0 s 0 s - 75 ms 0 s 0 s " in text
     events = read_events(tmp_path / "trace.json")
     rows = [(event["ts"] / 1000, event["tid"]) for event in events if event.get("cat") == "call"]
     assert rows == [(10, 1), (20, 2), (45, 1)]

@@ -1,29 +1,27 @@
 """What goes through shared memory between the workers and the servers of a node, and what through messages."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pytest
-from parameter_server.clusters import num_workers, on_workers
+from parameter_server.clusters import num_workers, on_workers, worker_test
+from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, Variable
 from mpidist.context_stack import parts_of
 from mpidist.errors import PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server.cluster import Role
+from mpidist.parameter_server.messages.ends import Channel
 from mpidist.parameter_server.messages.lane import LANE_BYTES, NUM_SLOTS, Lane
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.node_memory.arena import SharedArena
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 SIZES = (3_000_000, 100_000, 17, 20_000)  # of float32 numbers: several chunks, one that is read in place, small ones
 
@@ -90,15 +88,17 @@ def bytes_of_messages(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> tuple
 def push_and_pull(strategy: ParameterServerStrategy) -> None:
     with strategy.scope():
         variables = [Variable(np.zeros(size, np.float32)) for size in SIZES]
-        table = Variable(np.zeros((5000, 40)))
+        table = Variable(
+            np.full((5000, 40), 100.0)
+        )  # and not as the others, which are where the server's memory begins
     for number in (1, 2):
         strategy.push(variables, [np.ones(size, np.float32) for size in SIZES])
         table.scatter_add(IndexedSlices(np.ones((4000, 40)), np.arange(4000)))
-        assert table.sparse_read(np.arange(3000)).min() >= number
+        assert table.sparse_read(np.arange(3000)[::-1]).min() >= 100 + number
         assert all(value.min() >= number for value in strategy.read(variables))
         assert variables[0].numpy().min() >= number
     strategy.barrier()
-    for value in [*strategy.read(variables), table.numpy()[:4000]]:
+    for value in [*strategy.read(variables), table.numpy()[:4000] - 100]:
         assert (value == 2 * strategy.topology.size).all()
 
 
@@ -116,26 +116,23 @@ def push_and_wait(strategy: ParameterServerStrategy, variables: list[Any], rule:
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
-def test_a_push_that_fails_leaves_the_lane_in_order(comm: Intracomm) -> None:
+@worker_test()
+def test_a_push_that_fails_leaves_the_lane_in_order(strategy: ParameterServerStrategy) -> None:
     """All of its data is taken, and the next push is made."""
     size = 2_000_000
-
-    def work(strategy: ParameterServerStrategy) -> None:
-        with strategy.scope():
-            variables = [Variable(np.zeros(count, np.float32)) for count in (size, 10, size, 300)]
-        for _ in range(3):
-            with pytest.raises((RuntimeError, ValueError), match=f"too many: {size}"):  # a rank alone is the server
-                push_and_wait(strategy, variables, server_rules.Registered("fails if there are many"))
-        strategy.push(variables, [1.0] * 4)
-        for value in strategy.read(variables):
-            assert (value == value[0]).all()
-
-    on_workers(comm, work)
+    with strategy.scope():
+        variables = [Variable(np.zeros(count, np.float32)) for count in (size, 10, size, 300)]
+    for _ in range(3):
+        with pytest.raises((RuntimeError, ValueError), match=f"too many: {size}"):  # a rank alone is the server
+            push_and_wait(strategy, variables, server_rules.Registered("fails if there are many"))
+    strategy.push(variables, [1.0] * 4)
+    for value in strategy.read(variables):
+        assert (value == value[0]).all()
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("is_read", [False, True])
-def test_an_interrupt_in_the_middle_breaks_the_channel(
+def test_interrupted_request_breaks_the_channel(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_read: bool
 ) -> None:
     """Ctrl-C comes while a chunk is copied."""
@@ -165,35 +162,60 @@ def test_an_interrupt_in_the_middle_breaks_the_channel(
         program(strategy)
 
 
+@pytest.mark.ranks(3)
+def test_data_that_an_interrupted_read_has_left_is_not_taken_by_the_next_one(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes while two servers send."""
+
+    really = Channel.finish
+
+    def interrupted(channel: Channel, more_seconds: float = 0.0, arrays: Any = (), *of: Any, **most: int) -> None:
+        if arrays:
+            raise KeyboardInterrupt
+        really(channel, more_seconds, arrays, *of, **most)
+
+    def program(strategy: ParameterServerStrategy) -> None:
+        if strategy.is_ps:
+            strategy.serve()
+        with strategy.scope():
+            variables = [Variable(np.full(100_000, float(number))) for number in range(4)]
+            others = variables[2:], variables[:2]
+        strategy.flush()
+        assert len(strategy.read(variables)) == 4  # which numbers the lists
+        monkeypatch.setattr(Channel, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            strategy.read(variables)
+        monkeypatch.undo()
+        for pair in others:
+            with pytest.raises((UnavailableError, PeerFailedError), match=r"interrupted|left"):
+                strategy.read(pair)
+        raise KeyError("mine")
+
+    kinds = (KeyError, PeerFailedError) if comm.rank == 0 else PeerFailedError
+    with pytest.raises(kinds), ParameterServerStrategy(num_ps=2, comm=comm) as strategy:
+        program(strategy)
+
+
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_no_gradient_goes_through_mpi_in_a_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["", "memory is full", "MPIDIST_TRANSPORT", "MPIDIST_PRETEND_NODES"])
+def test_no_gradient_goes_through_mpi_in_a_node_and_all_do_elsewhere(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Variables for which a container's memory, which is soon full, has no place go through the slots."""
+    really, has_room = SharedArena.take, cycle((True, False))
+    if why == "memory is full":
+
+        def take(arena: SharedArena, nbytes: int) -> Any:
+            return really(arena, nbytes) if next(has_room) else None
+
+        monkeypatch.setattr(SharedArena, "take", take)
+    elif why:
+        nodes = ",".join(["0"] * (comm.size - 1) + ["1"])
+        monkeypatch.setenv(why, "mpi" if why == "MPIDIST_TRANSPORT" else nodes)
     sent, data = bytes_of_messages(comm, monkeypatch)
-    assert sent < 100_000 < data
-
-
-@pytest.mark.core
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("why", ["MPIDIST_TRANSPORT", "MPIDIST_PRETEND_NODES"])
-def test_messages_carry_everything_elsewhere(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    nodes = ",".join(["0"] * (comm.size - 1) + ["1"])
-    monkeypatch.setenv(why, "mpi" if why == "MPIDIST_TRANSPORT" else nodes)
-    sent, data = bytes_of_messages(comm, monkeypatch)
-    assert sent > data
-
-
-@pytest.mark.ranks(3)
-def test_variables_without_shared_memory_go_through_the_slots(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second variable has none left: a container's memory is soon full."""
-    really, calls = SharedArena.take, [0]
-
-    def take(arena: SharedArena, nbytes: int) -> int | None:
-        calls[0] += 1
-        return really(arena, nbytes) if calls[0] % 2 else None
-
-    monkeypatch.setattr(SharedArena, "take", take)
-    sent, data = bytes_of_messages(comm, monkeypatch)
-    assert sent < 100_000 < data
+    assert sent > data if why.startswith("MPIDIST") else sent < 100_000 < data
 
 
 @pytest.mark.ranks(3)
@@ -244,7 +266,7 @@ def test_ended_strategies_hold_no_shared_memory_and_no_files(comm: Intracomm, wh
         num_files.append(len(os.listdir("/proc/self/fd")))
         file = -1
         with contextlib.suppress(KeyError), ParameterServerStrategy(comm=comm, on_worker_lost=when_lost) as strategy:
-            role = parts_of(strategy).service
+            role = parts_of(strategy).peers
             assert isinstance(role, Role)
             if role.group is not None and role.group.arena is not None:
                 file = os.dup(max(shared_files()))

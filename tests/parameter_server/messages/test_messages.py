@@ -1,12 +1,11 @@
 """What a server makes of messages, also of those that no worker of this package sends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from support.ranks import Intracomm
 
 from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.protocol import (
@@ -27,42 +26,29 @@ from mpidist.parameter_server.messages.protocol import (
 from mpidist.parameter_server.server import ParameterServer
 from mpidist.transport.group.service_group import ServiceGroup, meet_ranks
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
 Ask = Callable[..., tuple[int, bytes]]
 NOTHING = np.empty(0)
 
 
+LISTS = [(), (0,), (5,), (CHUNK_BYTES,), (CHUNK_BYTES + 1,), (3, 0, 2 * CHUNK_BYTES, 7)]
+LISTS += [(CHUNK_BYTES // 2,) * 5, (8,) * 999]
+
+
 @pytest.mark.no_mpi
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (),
-        (0,),
-        (5,),
-        (CHUNK_BYTES,),
-        (CHUNK_BYTES + 1,),
-        (3, 0, 2 * CHUNK_BYTES, 7),
-        (CHUNK_BYTES // 2,) * 5,
-        (8,) * 999,
-    ],
-    ids=len,
-)
-def test_messages_hold_every_byte_once_and_in_order(sizes: tuple[int, ...]) -> None:
-    messages = plan_messages(sizes)
-    assert all(0 < sum(stop - start for _, start, stop in pieces) <= CHUNK_BYTES for pieces in messages)
-    at = [0] * len(sizes)
-    for pieces in messages:
-        assert len(pieces) == 1 or all((start, stop) == (0, sizes[item]) for item, start, stop in pieces)
-        for item, start, stop in pieces:
-            assert start == at[item]
-            at[item] = stop
-    assert tuple(at) == sizes
+def test_messages_of_any_sizes_hold_every_byte_once_and_in_order() -> None:
+    for sizes in LISTS:
+        messages, at = plan_messages(sizes), [0] * len(sizes)
+        assert all(0 < sum(stop - start for _, start, stop in pieces) <= CHUNK_BYTES for pieces in messages)
+        for pieces in messages:
+            assert len(pieces) == 1 or all((start, stop) == (0, sizes[item]) for item, start, stop in pieces)
+            for item, start, stop in pieces:
+                assert start == at[item]
+                at[item] = stop
+        assert tuple(at) == sizes
 
 
 def with_a_server(comm: Intracomm, work: Callable[[Ask], None]) -> None:
-    """Give rank 0 a function that sends a request, of any number, and waits for the answer; the last rank serves."""
+    """Give rank 0 a function that sends a request and waits for the answer; the last rank serves."""
     comm, _ = meet_ranks(comm, None, lambda ranks: None)
     group = ServiceGroup.from_mpi(comm, [0, comm.size - 1])
     if group is None:
@@ -73,8 +59,8 @@ def with_a_server(comm: Intracomm, work: Callable[[Ask], None]) -> None:
         return
     last = [0]
 
-    def send(op: int, key: int = 0, data: Any = NOTHING, rows: int = 0, change: int = 0, number: int = 0) -> Any:
-        last[0] = number or last[0] + 1
+    def send(op: int, key: int = 0, data: Any = NOTHING, rows: int = 0, change: int = 0) -> Any:
+        last[0] += 1
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         message = np.zeros(MESSAGE_BYTES, np.uint8)
         HEADER.pack_into(message.data, 0, op, last[0], key, rows, change, raw.size, *[0.0] * 6)
@@ -98,23 +84,6 @@ def allocate(ask: Ask, key: int, value: Any) -> None:
     about = to_json([list(value.shape), value.dtype.name])
     data = np.concatenate([about, value.reshape(-1).view(np.uint8)])
     assert ask(Op.ALLOCATE, key, data, rows=about.size)[0] == Outcome.OK
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.core
-def test_a_request_that_comes_twice_is_made_once(comm: Intracomm) -> None:
-    def work(ask: Ask) -> None:
-        allocate(ask, 0, np.zeros(2))
-        for number in (2, 2, 3, 3, 2):
-            assert ask(Op.CHANGE, 0, np.ones(2), change=Change.ADD, number=number)[0] == Outcome.OK
-        outcome, data = ask(Op.READ, 0, number=4)
-        assert (outcome, np.frombuffer(data).tolist()) == (Outcome.OK, [2.0, 2.0])
-        outcome, data = ask(Op.CHANGE, 0, np.ones(2), change=Change.ADD, number=9)
-        assert (outcome, data) == (Outcome.FAILED, b"the server got request 9 after 4: requests were lost")
-        outcome, data = ask(Op.READ, 0, number=5)
-        assert np.frombuffer(data).tolist() == [2.0, 2.0]
-
-    with_a_server(comm, work)
 
 
 @pytest.mark.ranks(3)

@@ -65,24 +65,21 @@ def test_sizes_stay_in_their_bounds(model: CostModel, placement: tuple[int, ...]
 
 @settings(deadline=None, derandomize=True)
 @given(models, placements, sizes)
-def test_choice_is_what_the_thresholds_say(model: CostModel, placement: tuple[int, ...], nbytes: int) -> None:
+def test_choice_is_what_the_thresholds_say_and_the_faster_way(
+    model: CostModel, placement: tuple[int, ...], nbytes: int
+) -> None:
+    """Within the power of two that thresholds are rounded to."""
     chosen = model.choose(nbytes, placement)
     if len(placement) == 1:
-        assert (chosen == "one_shot") == (nbytes <= model.one_shot_bytes(placement))
-    else:
-        assert (chosen == "two_shot") == (nbytes >= model.least_bytes(placement))
-
-
-@settings(deadline=None, derandomize=True)
-@given(models, placements)
-def test_choice_is_the_faster_way(model: CostModel, placement: tuple[int, ...]) -> None:
-    """Where a threshold says that it is, within the power of two that thresholds are rounded to."""
-    if len(placement) == 1:
         limit = model.one_shot_bytes(placement)
+        assert (chosen == "one_shot") == (nbytes <= limit)
         if limit:
             near = round(limit / math.sqrt(2))
             assert model.seconds("one_shot", near, placement) <= model.seconds("two_shot", near, placement)
-    elif (least := model.least_bytes(placement)) < NEVER:
+        return
+    least = model.least_bytes(placement)
+    assert (chosen == "two_shot") == (nbytes >= least)
+    if least < NEVER:
         is_even = len(set(placement)) == 1 < placement[0]
         for nbytes in (least, 2 * least):
             other = "hierarchical" if is_even and nbytes > LEADER_BYTES else "leader"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from jobs.failing import HEAD, LONG_SECONDS, PROJECT, SIGNS, Ended, Job, end_of
@@ -16,6 +17,194 @@ pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
 
 IS_MPICH = "MPICH" in MPI.Get_library_version()
+
+
+IMPORTS = HEAD.partition("strategy =")[0]
+DEADLINE = {"MPIDIST_TIMEOUT_SECONDS": "0.5"}
+LATER = """
+from mpidist.transport.failures import job_abort
+job_abort._ACKNOWLEDGE_SECONDS = 60.0
+strategy.reduce("SUM", 1.0)
+if rank == 0:
+    {}
+time.sleep(2)
+reduce_for_ever()
+"""
+MUTE = """
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+if rank == 1:
+    raise Mute
+reduce_for_ever()
+"""
+IN_DELETED_FOLDER = """
+import tempfile
+from mpi4py import MPI
+folder = tempfile.mkdtemp()
+os.chdir(folder)
+strategy = mpidist.MultiWorkerMirroredStrategy()
+rank = strategy.topology.rank
+os.rmdir(folder)
+if rank == 1:
+    await_signs("rank 0")
+try:
+    strategy.reduce("SUM", 1.0, options=mpidist.CommunicationOptions(timeout_seconds=0.5))
+except mpidist.errors.DeadlineExceededError as error:
+    sys.stdout.write(f"rank {rank} is told\\n")
+    sys.stdout.flush()
+leave_sign(f"rank {rank}")
+await_signs("rank 0")
+raise KeyError("mine")
+"""
+IN_A_THREAD = f"""
+strategy.reduce("SUM", 1.0)
+def train():
+    strategy.reduce("SUM", 1.0)
+    if rank == 1:
+        raise KeyError("mine")
+    reduce_for_ever()
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+time.sleep({LONG_SECONDS})
+"""
+STORM = """
+def storm():
+    for _ in range(200):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.002)
+threading.Thread(target=storm, daemon=True).start()
+end = time.monotonic() + 0.8
+while strategy.reduce("MIN", end - time.monotonic()) > 0:
+    pass
+strategy.close()
+"""
+BUILD = """
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+if rank == 1:
+    await_signs({})
+for _ in range(3):
+    try:
+        strategy = mpidist.MultiWorkerMirroredStrategy()
+    except (mpidist.errors.DeadlineExceededError, mpidist.errors.UnavailableError) as error:
+        sys.stdout.write(f"rank {{rank}}: {{type(error).__name__}} {{error}}\\n")
+        sys.stdout.flush()
+leave_sign(f"rank {{rank}} has tried")
+"""
+STEP = """
+import ctypes
+def step(number):
+    if rank == 1 and number == 2:
+        {what}
+    mpidist.get_replica_context().all_reduce("sum", 1.0)
+with strategy.scope():
+    for number in range(4):
+        strategy.run(step, args=(number,))
+"""
+LAUNCHED = """
+import os, sys, time
+rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
+"""
+BUILD_AND_ADD = """
+strategy = mpidist.MultiWorkerMirroredStrategy()
+sys.stdout.write(f"sum {strategy.reduce('sum', 1.0)}\\n")
+strategy.close()
+"""
+# Rank 1 fails; rank 2 does not come for long.
+EARLY = f"""{LAUNCHED}import mpidist
+if rank == 1:
+    time.sleep(0.5)
+    FAULT
+if rank == 2:
+    time.sleep({LONG_SECONDS})
+{BUILD_AND_ADD}"""
+
+
+class End(NamedTuple):
+    """A program, and how the job ends."""
+
+    program: str
+    status: int | None  # `None` is any but 0
+    said: dict[str, int | None]  # how often the job writes what matches; `None` is at least once
+    ranks: int = 2
+    head: str = HEAD
+    variables: dict[str, str] | None = None  # `{folder}` is one of the test's own
+
+
+ENDS = {
+    "exit with a code on all ranks": End("strategy.reduce('SUM', 1.0)\nsys.exit(3)", 3, {"SystemExit: 3": 1}),
+    # An end without an error is one for those who still reduce.
+    "exit where others reduce": End(
+        "strategy.reduce('SUM', 1.0)\nif rank == 1:\n    sys.exit()\nreduce_for_ever()", None,
+        {"PeerFailedError.*rank 1 ended the program while ranks 0, 2 called reduce": None}, ranks=3,
+    ),
+    "exception before others call": End(
+        LATER.format("raise KeyError('mine')"), None, {r"\[rank 1 on .*PeerFailedError.*rank 0 ended": None}
+    ),
+    "exit before others call": End(
+        LATER.format("sys.exit(3)"), None, {r"\[rank 1 on .*PeerFailedError.*rank 0 ended": None}
+    ),
+    # Nothing has to be ended.
+    "one rank": End(
+        "print(strategy.reduce('SUM', 1.0), flush=True)\nraise KeyError('mine')", None,
+        {r"\A1\.0\n": 1, r"^1\.0$": 1, "KeyError: 'mine'": None}, ranks=1,
+    ),
+    "exception that cannot say what it is": End(
+        MUTE, None, {r"\[rank 1 on .*\] Mute: <exception str\(\) failed>$": 1, "Error in sys.excepthook": 0}
+    ),
+    "deleted folder": End(
+        IN_DELETED_FOLDER, None, {"rank 0 is told": None, "KeyError: 'mine'": None, "FileNotFoundError": 0},
+        head=IMPORTS + SIGNS, variables={"MPIDIST_FLIGHT_DIR": ""},
+    ),
+    "exception in the thread that makes the calls": End(
+        IN_A_THREAD, None, {r"\[rank 1 on .*\] KeyError: 'mine'$": 1, "Traceback": 1}, ranks=3
+    ),
+    "many signals at once": End(STORM, 0, {}, variables={"MPIDIST_FLIGHT_DIR": "{folder}"}),
+    # Also one that is tried again, and for the rank that comes too late.
+    "strategy that a rank builds too late": End(
+        BUILD.format("'rank 0 has tried'"), None,
+        {
+            "rank 0: DeadlineExceededError building a strategy on rank 0 has waited": None,
+            "rank 0: UnavailableError not all ranks came to build a strategy before": 2,
+        },
+        head=IMPORTS + SIGNS, variables=DEADLINE,
+    ),
+    "strategy that a rank never builds": End(
+        BUILD.format("'never'"), None,
+        {"this job ends with exit code 75: not all ranks came to build a strategy": None},
+        head=IMPORTS + SIGNS, variables=DEADLINE,
+    ),
+    "crash": End(
+        STEP.format(what="ctypes.string_at(0)"), None,
+        {"Segmentation fault": None, "program.py": None, " in step": None},
+    ),
+    # Whether the other ranks wait in MPI_Init for the rank, or do not come there for long.
+    "exception before the first strategy": End(
+        EARLY.replace("FAULT", "raise KeyError('mine')"), 1, {"KeyError: 'mine'": 1, "Traceback": 1}, ranks=3, head=""
+    ),
+    "exit before the first strategy": End(EARLY.replace("FAULT", "sys.exit(3)"), 3, {}, head=""),
+    "mistake of all ranks": End(
+        LAUNCHED + "import mpidist\ntime.sleep(60 * rank)\nraise KeyError('ours')\n", 1,
+        {"KeyError: 'ours'": 1}, head="",
+    ),
+    "exit in good order": End(
+        LAUNCHED + "import mpidist\nif rank:\n    time.sleep(0.5)\n    print('came')\nsys.exit(0)\n", 0,
+        {r"\Acame\n": 1, "came": 1}, head="",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_end_of_a_job_has_its_status_and_its_texts(job: Job, tmp_path: Path, name: str) -> None:
+    end = ENDS[name]
+    variables = {variable: text.format(folder=tmp_path) for variable, text in (end.variables or {}).items()}
+    ended = job(end.program, end.ranks, end.head, **variables)
+    assert ended.status == end.status if end.status is not None else ended.status != 0, ended
+    for pattern, times in end.said.items():
+        found = len(re.findall(pattern, ended.out + ended.err, re.MULTILINE))
+        assert found == times if times is not None else found > 0, (pattern, ended)
 
 
 def test_exception_that_left_a_strategy_and_was_caught_ends_no_rank_in_silence(job: Job) -> None:
@@ -36,36 +225,6 @@ with mpidist.MultiWorkerMirroredStrategy() as second:
         r"close\(\) \(call \d\) on rank . .* rank 1 left because of an exception: KeyError: 'labels'", lines[-1]
     )
     assert "Traceback (most recent call last):" in lines  # nobody else shows where it happened
-
-
-def test_exit_with_a_code_on_all_ranks_is_told_once(job: Job) -> None:
-    ended = job("strategy.reduce('SUM', 1.0)\nsys.exit(3)", ranks=2)
-    assert ended.status == 3
-    assert ended.err.count("SystemExit: 3") == 1
-
-
-def test_rank_that_ends_early_is_named_where_others_wait_for_it(job: Job) -> None:
-    """An end without an error is one for those who still reduce."""
-    ended = job("strategy.reduce('SUM', 1.0)\nif rank == 1:\n    sys.exit()\nreduce_for_ever()")
-    assert ended.status != 0
-    assert "PeerFailedError" in ended.err
-    assert "rank 1 ended the program while ranks 0, 2 called reduce" in ended.err
-
-
-@pytest.mark.parametrize("end", ["raise KeyError('mine')", "sys.exit(3)"])
-def test_error_of_a_rank_is_raised_on_a_rank_that_calls_later(job: Job, end: str) -> None:
-    program = f"""
-from mpidist.transport.failures import job_abort
-job_abort._ACKNOWLEDGE_SECONDS = 60.0
-strategy.reduce("SUM", 1.0)
-if rank == 0:
-    {end}
-time.sleep(2)
-reduce_for_ever()
-"""
-    ended = job(program, ranks=2)
-    assert ended.status != 0
-    assert any("PeerFailedError" in line and "rank 0 ended" in line for line in ended.lines_of(1)), ended.err
 
 
 def test_on_error_raise_leaves_the_job_alone_and_others_learn_of_it(job: Job) -> None:
@@ -145,13 +304,6 @@ mpidist.MultiWorkerMirroredStrategy().symmetric_empty(10, float, per_node=True)
 def test_normal_end_is_silent(job: Job, end: str) -> None:
     ended = job(ORDERLY + end, ranks=2)
     assert (ended.status, ended.out, ended.err) == (0, "", "")
-
-
-def test_job_of_one_rank_keeps_pythons_own_way(job: Job) -> None:
-    """Nothing has to be ended."""
-    ended = job("print(strategy.reduce('SUM', 1.0), flush=True)\nraise KeyError('mine')", ranks=1)
-    assert (ended.status != 0, ended.out) == (True, "1.0\n")
-    assert "KeyError: 'mine'" in ended.err
 
 
 def test_wrong_launcher_is_refused_with_the_command_to_use(tmp_path: Path) -> None:
@@ -275,101 +427,6 @@ strategy.reduce("sum", 1.0)
     assert (ended.status, ended.out.count("2.0")) == (0, 2), ended
 
 
-IMPORTS = HEAD.partition("strategy =")[0]
-DEADLINE = {"MPIDIST_TIMEOUT_SECONDS": "0.5"}
-
-
-def test_exception_that_cannot_say_what_it_is_is_named(job: Job) -> None:
-    program = """
-class Mute(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-if rank == 1:
-    raise Mute
-reduce_for_ever()
-"""
-    ended = job(program, ranks=2)
-    assert ended.status != 0
-    assert ended.lines_of(1)[-1] == "Mute: <exception str() failed>"
-    assert "Error in sys.excepthook" not in ended.err
-
-
-def test_a_deleted_folder_is_no_other_error(job: Job, tmp_path: object) -> None:
-    program = (
-        IMPORTS
-        + SIGNS
-        + """
-import tempfile
-from mpi4py import MPI
-folder = tempfile.mkdtemp()
-os.chdir(folder)
-strategy = mpidist.MultiWorkerMirroredStrategy()
-rank = strategy.topology.rank
-os.rmdir(folder)
-if rank == 1:
-    await_signs("rank 0")
-try:
-    strategy.reduce("SUM", 1.0, options=mpidist.CommunicationOptions(timeout_seconds=0.5))
-except mpidist.errors.DeadlineExceededError as error:
-    sys.stdout.write(f"rank {rank} is told\\n")
-    sys.stdout.flush()
-leave_sign(f"rank {rank}")
-await_signs("rank 0")
-raise KeyError("mine")
-"""
-    )
-    ended = job(program, ranks=2, head="", MPIDIST_FLIGHT_DIR="")
-    assert ended.status != 0
-    assert "rank 0 is told" in ended.out
-    assert "FileNotFoundError" not in ended.err
-    assert "KeyError: 'mine'" in ended.err
-
-
-def test_many_signals_at_once_are_one(job: Job, tmp_path: object) -> None:
-    program = """
-def storm():
-    for _ in range(200):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.002)
-threading.Thread(target=storm, daemon=True).start()
-end = time.monotonic() + 0.8
-while strategy.reduce("MIN", end - time.monotonic()) > 0:
-    pass
-strategy.close()
-"""
-    ended = job(program, ranks=2, MPIDIST_FLIGHT_DIR=str(tmp_path))
-    assert ended.status == 0, ended.err
-
-
-BUILD = """
-from mpi4py import MPI
-rank = MPI.COMM_WORLD.rank
-if rank == 1:
-    await_signs({signs})
-for _ in range(3):
-    try:
-        strategy = mpidist.MultiWorkerMirroredStrategy()
-    except (mpidist.errors.DeadlineExceededError, mpidist.errors.UnavailableError) as error:
-        sys.stdout.write(f"rank {{rank}}: {{type(error).__name__}} {{error}}\\n")
-        sys.stdout.flush()
-leave_sign(f"rank {{rank}} has tried")
-"""
-
-
-def test_strategy_that_a_rank_builds_too_late_ends_the_job(job: Job) -> None:
-    """Also one that is tried again, and for the rank that comes too late."""
-    ended = job(IMPORTS + SIGNS + BUILD.format(signs="'rank 0 has tried'"), ranks=2, head="", **DEADLINE)
-    assert ended.status != 0
-    assert "rank 0: DeadlineExceededError building a strategy on rank 0 has waited" in ended.out
-    assert ended.out.count("rank 0: UnavailableError not all ranks came to build a strategy before") == 2
-
-
-def test_strategy_that_a_rank_never_builds_ends_the_job(job: Job) -> None:
-    ended = job(IMPORTS + SIGNS + BUILD.format(signs="'never'"), ranks=2, head="", **DEADLINE)
-    assert ended.status != 0
-    assert "this job ends with exit code 75: not all ranks came to build a strategy" in ended.err
-
-
 NOT_BUILT = f"""
 import time
 from mpi4py import MPI
@@ -387,18 +444,6 @@ def test_ranks_warn_that_rank_0_does_not_build_a_strategy(job: Job, before: tupl
     pattern = r"building a strategy on rank [12] has waited \d+ s, and not all 3 ranks have come to build it"
     places = r" \(rank 0: \S+program\.py:7 in <module>; ranks 1-2: \S+program\.py:8 in <module>\)"
     assert len(re.findall(pattern + (r"" if before else places), ended.err)) == 1, ended.err
-
-
-STEP = """
-import ctypes
-def step(number):
-    if rank == 1 and number == 2:
-        {what}
-    mpidist.get_replica_context().all_reduce("sum", 1.0)
-with strategy.scope():
-    for number in range(4):
-        strategy.run(step, args=(number,))
-"""
 
 
 @pytest.mark.parametrize("what", ["raise KeyError('mine')", "sys.exit('mine')"])
@@ -440,14 +485,6 @@ def test_traceback_of_a_refused_call_ends_in_the_program_unless_asked_for(is_who
     assert (lines[-2] == "  (then within mpidist: MPIDIST_TRACEBACK=full prints these frames, too)") != is_whole
 
 
-def test_crash_of_a_rank_shows_the_line(job: Job) -> None:
-    ended = job(STEP.format(what="ctypes.string_at(0)"), ranks=2)
-    assert ended.status != 0
-    assert "Segmentation fault" in ended.err
-    assert "program.py" in ended.err
-    assert " in step" in ended.err
-
-
 def test_immediate_exit_of_a_rank_is_told(job: Job) -> None:
     ended = job(STEP.format(what="os._exit(3)"), ranks=2)
     assert ended.status in (3, 9), "MPICH sometimes tells how it ended the other ranks"
@@ -456,15 +493,6 @@ def test_immediate_exit_of_a_rank_is_told(job: Job) -> None:
     ]
 
 
-LAUNCHED = """
-import os, sys, time
-rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
-"""
-BUILD_AND_ADD = """
-strategy = mpidist.MultiWorkerMirroredStrategy()
-sys.stdout.write(f"sum {strategy.reduce('sum', 1.0)}\\n")
-strategy.close()
-"""
 # Rank 1 comes when another one has warned of it.
 COMES_LATE = """
 import logging
@@ -478,31 +506,6 @@ if rank == 1:
     await_signs("a warning")
 """
 WARNING = "starting MPI on rank 0 has waited"
-
-
-@pytest.mark.parametrize(
-    ("fault", "status", "ranks"), [("raise KeyError('mine')", 1, 3), ("sys.exit(3)", 3, 2)], ids=["exception", "exit"]
-)
-def test_rank_that_fails_before_its_first_strategy_ends_the_job(job: Job, fault: str, status: int, ranks: int) -> None:
-    """Whether the other ranks wait in MPI_Init for the rank, or do not come there for long."""
-    program = LAUNCHED + f"import mpidist\nif rank == 1:\n    time.sleep(0.5)\n    {fault}\n"
-    program += f"if rank == 2:\n    time.sleep({LONG_SECONDS})\n"
-    ended = job(program + BUILD_AND_ADD, ranks=ranks, head="")
-    assert ended.status == status
-    if status == 1:
-        assert ended.err.count("KeyError: 'mine'") == ended.err.count("Traceback") == 1
-
-
-def test_a_mistake_of_all_ranks_is_printed_once(job: Job) -> None:
-    ended = job(LAUNCHED + "import mpidist\ntime.sleep(60 * rank)\nraise KeyError('ours')\n", ranks=2, head="")
-    assert ended.status == 1
-    assert ended.err.count("KeyError: 'ours'") == 1
-
-
-def test_exit_in_good_order_ends_no_job(job: Job) -> None:
-    program = LAUNCHED + "import mpidist\nif rank:\n    time.sleep(0.5)\n    print('came')\nsys.exit(0)\n"
-    ended = job(program, ranks=2, head="")
-    assert (ended.status, ended.out) == (0, "came\n")
 
 
 def test_a_rank_that_comes_late_is_named_once(job: Job) -> None:

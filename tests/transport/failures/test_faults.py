@@ -19,7 +19,6 @@ from jobs.faults import (
     Ended,
     Job,
     Placement,
-    Sessions,
     job,
     late,
     of_others,
@@ -30,7 +29,6 @@ from jobs.faults import (
 from jobs.ulfm import HAS_ULFM, survivor
 
 from mpidist.transport.failures.job_abort import EXIT_CODE_AFTER_FAILURE
-from mpidist.transport.text import name_ranks
 
 __all__ = ["job", "survivor"]
 
@@ -155,8 +153,12 @@ DEATHS = {
     "os._exit": "os._exit(3)",
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    # Some ranks have its first message, complete the call without the others, and give up in the next one.
+    "in a comparison": "CarryingRounds.has_passed = lambda _: os.kill(os.getpid(), signal.SIGKILL)",
 }
 DIES = """
+from mpidist.transport.agreement.comparison_rounds import CarryingRounds
+
 def die():
     {death}
 if is_faulty:
@@ -174,7 +176,7 @@ error = attempt("error", lambda: reduce(DEADLINE))
 
 @pytest.mark.parametrize(
     ("death", "placement", "is_caught"),
-    [("os._exit", TWO, True), ("SIGTERM", UNEVEN, False), ("SIGKILL", BLOCKS, True)],
+    [("os._exit", TWO, True), ("SIGTERM", UNEVEN, False), ("SIGKILL", BLOCKS, True), ("in a comparison", BLOCKS, True)],
     ids=str,
 )
 def test_death_is_seen_by_all_without_a_deadline(job: Job, death: str, placement: Placement, is_caught: bool) -> None:
@@ -306,117 +308,6 @@ def test_signal_to_the_launcher_ends_all_ranks_once(job: Job, placement: Placeme
     ended = job("while True:\n    reduce()\n", placement, interfere=interfere)
     assert ended.status in ({130, 1} if number == signal.SIGINT else {15, 143, 1})  # launchers differ
     assert ended.err.count("Traceback") <= 1
-
-
-SESSION = """
-def go_on(what):
-    strategy.reset()
-    attempt(what + ", after", reduce)
-
-if is_faulty:
-    await_notes("late rank", *others)
-attempt("late rank", lambda: reduce(DEADLINE))
-go_on("late rank")
-
-if is_faulty:
-    await_notes("missing call", *others)  # and makes another call only when the others have given up
-else:
-    attempt("missing call", lambda: reduce(DEADLINE))
-go_on("missing call")
-
-if not is_faulty:
-    attempt("early reset", lambda: reduce(PATIENT))
-go_on("early reset")
-
-attempt("other call", lambda: strategy.gather(np.ones(1), 0) if is_faulty else reduce())
-attempt("other call, after", reduce)
-attempt("other shape", lambda: strategy.reduce("SUM", np.ones(3 if is_faulty else 2)))
-attempt("other shape, after", reduce)
-
-def read():
-    with strategy.raise_together("reading"):
-        if is_faulty:
-            raise FileNotFoundError("no shard 7")
-attempt("exception", read)
-attempt("exception, after", reduce)
-
-value = np.ones(9_000_000)  # more than the 64 MiB of addresses that the C library reserves for other threads' memory
-def all_reduce():
-    return strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value)).sum()
-gc.collect()  # what earlier resets have left would make room otherwise
-if is_faulty:
-    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 20), resource.RLIM_INFINITY))
-attempt("no memory", all_reduce)
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-strategy.reset()
-attempt("no memory, after", all_reduce)
-"""
-
-
-@pytest.fixture(scope="module")
-def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
-    return Sessions(tmp_path_factory.mktemp("sessions"), SESSION)
-
-
-in_session = on(TWO, UNEVEN_ALONE, BLOCKS)
-
-
-@in_session
-def test_rank_that_does_not_come_to_a_call_is_named_by_all_that_waited(
-    sessions: Sessions, placement: Placement
-) -> None:
-    """It comes late and learns it, leaves the call out, or resets, where nobody has to wait for a deadline."""
-    ended, rank = sessions.run(placement), placement.faulty
-    named = rf"^reduce \(call \d\) on rank \d .*(: |, and ){late(rank, size=placement.size)}"
-    for what in ("late rank", "missing call"):
-        require_deadline(of_others(ended, what, placement), named)
-    last = ended.of("late rank")[rank]
-    assert last.kind == "DeadlineExceededError"
-    assert re.search(rf"on rank {rank} cannot complete: ranks? .* had given up waiting", last.text)
-    assert "flight" not in last.text, "no files are wanted"
-    instead = rf"rank {rank} called reset\(\) instead, after call \d"
-    for note in of_others(ended, "early reset", placement):
-        assert note.kind == "PeerFailedError", note
-        assert re.search(rf"{instead}|rank {rank} of \d ranks did not join it, and .* had given up", note.text), note
-    for what in ("late rank", "missing call", "early reset"):
-        require_right(ended, what, placement)
-
-
-DIFFERENCES = {
-    "other call": (r"^call \d+: the ranks did not pass the same", "{others}: reduce; rank {faulty}: gather"),
-    "other shape": (r"^reduce \(call \d+\): the ranks did not p", "{others}: f64[2]; rank {faulty}: f64[3]"),
-}
-
-
-@in_session
-def test_rank_that_calls_otherwise_is_named_on_all_ranks(sessions: Sessions, placement: Placement) -> None:
-    ended = sessions.run(placement)
-    for what, (head, line) in DIFFERENCES.items():
-        notes = ended.of(what)
-        assert {(rank, note.kind) for rank, note in notes.items()} == {
-            (rank, "InvalidArgumentError") for rank in range(placement.size)
-        }
-        (text,) = {note.text for note in notes.values()}
-        assert re.search(head, text)
-        sides = line.format(others=name_ranks(placement.others), faulty=placement.faulty).split("; ")
-        assert sorted(text.splitlines()[1].partition(": ")[2].split("; ")) == sorted(sides)
-        require_right(ended, what, placement)
-
-
-@in_session
-def test_error_of_one_rank_is_that_of_all_and_they_may_go_on(sessions: Sessions, placement: Placement) -> None:
-    """Its memory is at its end for real, by a limit of the kernel: results have theirs before the ranks agree."""
-    ended = sessions.run(placement)
-    raised, refused = ended.of("exception"), ended.of("no memory")
-    assert {*raised} == {*refused} == {*range(placement.size)}
-    assert {(note.kind, note.text) for note in raised.values()} == {("FileNotFoundError", "no shard 7")}
-    require_right(ended, "exception", placement)
-    for note in refused.values():
-        assert note.kind == "InvalidArgumentError"
-        assert re.search(rf"an error on rank {placement.faulty}, so nothing was sent(.|\n)*MemoryError", note.text)
-    sums = [note.text for note in ended.of("no memory, after").values()]
-    assert sums == [f"np.float64({9_000_000.0 * placement.size})"] * placement.size
 
 
 STALLS = """

@@ -156,17 +156,8 @@ def test_hosts_die_with_the_program_that_made_them() -> None:
 
 def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -> None:
     need_hosts()
-    command = [
-        sys.executable,
-        str(PROJECT / "benchmarks"),
-        "network",
-        "--sizes",
-        "1M",
-        "--rounds",
-        "1",
-        "--seconds",
-        "0.1",
-    ]
+    sizes = "--sizes 1M --rounds 1 --seconds 0.1"
+    command = [sys.executable, str(PROJECT / "benchmarks"), "network", *sizes.split()]
     command += [f"--env={name}={tmp_path / 'none'}" for name in ("openmpi", "gloo")]
     done = ran([*command, "--env", f"mpich={sys.executable}", "--out", str(tmp_path)], env=clean_environment())
     assert done.returncode == 0, done.stdout + done.stderr

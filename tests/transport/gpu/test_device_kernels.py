@@ -1,44 +1,97 @@
-"""Kernels that pack arrays of device memory into one, and bring them back: as they are, cast and divided."""
+"""Kernels of device memory, bit by bit as the host does it.
+
+They pack arrays into one and bring them back, as they are, cast and divided; and they join pieces.
+"""
 
 import gc
 import weakref
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import allocations, down, emulated, gpus, grown_by, up
-from support.contributions import COMPLEX, HALVES, bits
-from transport.gpu.device_numbers import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    ON_DEVICE,
-    ROW,
-    SIZES,
-    empty,
-    every_pattern,
-    kernels,
-    numbers_of,
-    odd_numbers_of,
-    same,
-)
+from host_cuda.gpus import allocations, down, emulated, gpus, up
+from support.contributions import COMPLEX, HALVES, INTEGERS, UFUNCS, bits, in_rank_order, in_tree_order, unlike_numbers
 
 from mpidist.transport import cuda
-from mpidist.transport.gpu.array_lists import ArrayLists
-from mpidist.transport.gpu.compiled import CASTS, QUOTIENTS, compile_kernel
-from mpidist.transport.gpu.copy_table import CopyTables, PackLayout
+from mpidist.transport.gpu.compiled import CASTS, COMBINED, QUOTIENTS, compile_kernel
+from mpidist.transport.gpu.copy_table import ArrayList, CopyTables, PackLayout
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.gpu.new_arrays import NewArrays, _Kept
 from mpidist.transport.native.loading import native
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.tree import Fold
 
-__all__ = ["emulated", "gpus", "kernels"]  # fixtures
+__all__ = ["emulated", "gpus"]  # fixtures
 
 pytestmark = pytest.mark.ranks(1)
+
+BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+ON_DEVICE = [*INTEGERS, *HALVES, F32, F64, *COMPLEX[:2]]
+DTYPES = {"bf": BF16} | {f"{its.kind}{its.itemsize}": its for its in ON_DEVICE if its != BF16}
+ROW = 8192  # bytes
+SIZES = [1, 0, 2, 3, 15, 16, 17, 31, 33, 511, 513, ROW // 4 - 1, ROW // 4, ROW // 4 + 1, ROW // 2, ROW, ROW + 1, 20_000]
+
+
+@pytest.fixture
+def kernels(gpus: cuda.Cuda) -> DeviceKernels:
+    return DeviceKernels()
+
+
+def empty(size: int, dtype: Any) -> Any:
+    return cuda.current().cupy.empty(size, dtype)
+
+
+def numbers_of(dtype: np.dtype[Any], size: int, seed: int = 0) -> Any:
+    """Any numbers of a dtype, [size]."""
+    rng = np.random.default_rng([seed, size])
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, size, dtype, endpoint=True)
+    numbers = rng.standard_normal(size) * 2.0 ** rng.integers(-12, 12, size)
+    return (numbers + 1j * rng.standard_normal(size) if dtype.kind == "c" else numbers).astype(dtype)
+
+
+def odd_numbers_of(dtype: np.dtype[Any]) -> Any:
+    """Zeros, subnormal numbers, infinities and no numbers, [n]."""
+    if dtype.kind in "iu":
+        return np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 0, 1], dtype)
+    least = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    odd = np.array([0.0, -0.0, least, -least, 5 * least, np.inf, -np.inf, np.nan, 1])
+    if dtype.kind != "c":
+        return odd.astype(dtype)
+    pairs = np.empty((odd.size, odd.size), dtype)
+    pairs.real, pairs.imag = odd, odd[:, None]
+    return pairs.reshape(-1)
+
+
+def every_pattern(dtype: np.dtype[Any]) -> Any:
+    """All numbers of half precision; of float32, patterns at random, and those where roundings turn, [n]."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    if dtype in HALVES:
+        return halves.view(dtype)
+    patterns = np.random.default_rng(3).integers(0, 1 << 32, 1 << 16, np.uint32)
+    edges = [halves.view(half).astype(F32).view(np.uint32) for half in HALVES]
+    steps = (0, 1, -1 % 2**32, 0x7FFF, 0x8000, 0x8001, 0xFFF, 0x1000, 0x1001)
+    return np.concatenate([patterns, *(edge + np.uint32(step) for edge in edges for step in steps)]).view(F32)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether the bits are the same; those of what is no number may be others."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.dtype.kind in "iu":
+        return bool((one == other).all())
+    with np.errstate(invalid="ignore"):  # of those that signal
+        nan, other_nan = np.isnan(one), np.isnan(other)
+    return bool((nan == other_nan).all()) and bits(one[~nan]) == bits(other[~nan])
+
+
+# Packing.
+
 
 CAST_PAIRS = [tuple(DTYPES[code] for code in pair.split()) for pair in CASTS]
 QUOTIENT_PAIRS = [tuple(DTYPES[code] for code in pair.split()) for pair in QUOTIENTS]
@@ -99,13 +152,6 @@ def test_quotients_are_those_of_numpy(kernels: DeviceKernels) -> None:
             expected = [its / divisor for its in host]
         assert are_same(unpacked(kernels, flat(host), host, written, divisor), expected), (read, written, divisor)
         assert kernels.num_launches == launches
-
-
-def test_one_pack_may_hold_several_dtypes(kernels: DeviceKernels) -> None:
-    """As those of means do: integers of up to 16 bits travel as int32."""
-    host = [numbers_of(np.dtype(code), 5000 + at) for at, code in enumerate(["i1", "u1", "i2", "u2", "i4", "u1"])]
-    assert same(packed(kernels, host, np.int32), flat([its.astype(np.int32) for its in host]))
-    assert kernels.num_launches == 1
 
 
 UNALIGNED = [(dtype, dtype) for dtype in (np.dtype(np.uint8), BF16, F32, F64, COMPLEX[1])]
@@ -220,8 +266,12 @@ def test_what_does_not_fit_is_refused_and_nothing_is_launched_for_nothing(kernel
     assert kernels.num_launches == 0
 
 
-def test_finite_numbers_that_became_infinities_are_counted(kernels: DeviceKernels) -> None:
+@pytest.mark.parametrize("lacks_pinned_memory", [False, True])
+def test_finite_numbers_that_became_infinities_are_counted(
+    emulated: Emulated, kernels: DeviceKernels, lacks_pinned_memory: bool
+) -> None:
     """Where they count: in float16."""
+    emulated.wish("cudaHostAlloc", 2 * lacks_pinned_memory)  # CUDA's "out of memory"
     least = 65520.0
     below = float(np.nextafter(np.float32(least), np.float32(0)))
     host = np.array([1, least, -least, below, -below, np.inf, -np.inf, np.nan, 0], F32)
@@ -235,14 +285,6 @@ def test_finite_numbers_that_became_infinities_are_counted(kernels: DeviceKernel
     assert kernels.overflowed == 8
     packed(kernels, [np.array(least, F32)] * 1500, F16, counts_overflow=True)  # in two launches
     assert kernels.overflowed == 1508
-
-
-def test_numbers_that_overflow_are_counted_without_pinned_memory(emulated: Emulated, kernels: DeviceKernels) -> None:
-    emulated.wish("cudaHostAlloc", 2)  # CUDA's "out of memory"
-    array, buffer = up(np.array([1e6, 1, -1e6], F32)), empty(3, F16)
-    for _ in range(2):
-        kernels.pack([array], buffer, counts_overflow=True)
-    assert kernels.overflowed == 4
 
 
 # 64-bit arithmetic, without the memory that needs it.
@@ -280,16 +322,12 @@ def test_new_arrays_lie_apart_and_small_ones_share_allocations(gpus: cuda.Cuda) 
         for at, its in enumerate(arrays):
             its[...] = at
         assert all((down(its) == at).all() for at, its in enumerate(arrays))
-
-
-def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(gpus: cuda.Cuda) -> None:
-    with allocations() as made:
-        arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
-    assert len(arrays) == 63
-    assert sorted(made) == [65 * 1024, 8 * 40_000 + 48 + 400, 26 * 40_000, 26 * 40_000]
-    with allocations() as made:
+    with allocations() as nbytes:
+        NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
+    assert sorted(nbytes) == [65 * 1024, 8 * 40_000 + 48 + 400, 26 * 40_000, 26 * 40_000], "of at most a mebibyte"
+    with allocations() as nbytes:
         NewArrays([(4,)] * 161, [F32] * 161).take()
-    assert made == [161 * 16], "nothing is cut off between arrays that begin at multiples of 16 bytes"
+    assert nbytes == [161 * 16], "nothing is cut off between arrays that begin at multiples of 16 bytes"
 
 
 @pytest.mark.parametrize(
@@ -370,30 +408,6 @@ def test_what_another_thread_refers_to_is_not_kept(gpus: cuda.Cuda, monkeypatch:
 # Calls that come again.
 
 
-def test_a_call_that_comes_again_allocates_nothing(emulated: Emulated, kernels: DeviceKernels) -> None:
-    """Nor if its arrays are others of the same sizes, as gradients are in each step."""
-    turns = 22
-    arrays = [[up(numbers_of(F32, size)) for size in SIZES] for _ in range(1 + turns)]
-    buffers = [empty(sum(SIZES), BF16) for _ in range(1 + turns)]
-    parts = [[up(numbers_of(F32, 40, at)) for at in (2, 0, 1)] for _ in range(1 + turns)]
-    outs = [empty(40, F32) for _ in range(1 + turns)]
-
-    def step(turn: int) -> None:
-        kernels.pack(arrays[turn], buffers[turn])
-        kernels.unpack(buffers[turn], arrays[turn])
-        kernels.combine(parts[turn], Reduction(), outs[turn])
-
-    step(0)
-    others = iter(range(1, 1 + turns))
-    with allocations() as made:
-        assert grown_by(lambda: step(next(others)), 0) == {}  # which has looked at what there is
-        emulated.forget()
-        assert grown_by(lambda: step(next(others)), 20) == {}  # after two
-    assert made == []
-    assert len(emulated.calls("a kernel")) == 3 * turns
-    assert emulated.calls("copy up", "copy down", "copy", "cudaHostAlloc") == []
-
-
 def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(kernels: DeviceKernels) -> None:
     """Even where it has the same id and address."""
     memory, numbers = up(np.arange(100, dtype=F32)), np.arange(100, dtype=F32)
@@ -409,7 +423,7 @@ def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(kernels:
 
 def test_arrays_that_come_again_are_known_and_not_kept(kernels: DeviceKernels) -> None:
     """Until one of them is another one. Without the compiled part of the library they are asked each time."""
-    memory, buffer, lists = up(numbers_of(F32, 300)), empty(30, F32), ArrayLists()
+    memory, buffer = up(numbers_of(F32, 300)), empty(30, F32)
     arrays = [memory[at : at + 10] for at in (0, 50, 100)]
     for change in ("none", "numbers", "an array"):
         if change == "numbers":
@@ -418,12 +432,110 @@ def test_arrays_that_come_again_are_known_and_not_kept(kernels: DeviceKernels) -
             arrays[1] = memory[200:210]
         for _ in range(3):
             kernels.pack(arrays, buffer)
-            answered = lists.of(arrays)
+            answered = ArrayList.of(arrays)
             assert bits(down(buffer)) == b"".join(bits(down(its)) for its in arrays), change
-        assert (answered is lists.of(list(arrays))) == (native is not None)
+        assert (answered is ArrayList.of(list(arrays))) == (native is not None)
     for number in range(300):  # lists, of which not all are noted
-        lists.of([memory] * (4 + number))
-    assert lists.of(arrays) is not answered
+        ArrayList.of([memory] * (4 + number))
+    assert ArrayList.of(arrays) is not answered
     gone = weakref.ref(arrays[2])
     del arrays
     assert gone() is None
+
+
+# Sums.
+
+
+WITH_KERNELS = [DTYPES[code] for code in COMBINED]
+
+
+def dtypes_of(op: str) -> list[Any]:
+    return [dtype for dtype in ON_DEVICE if dtype.kind != "c" or op in ("sum", "prod")]
+
+
+def check_joined(kernels: DeviceKernels, rows: list[Any], op: str, divisor: int = 1) -> None:
+    """Join the rows of an array, and arrays that lie anywhere; compare with NumPy's numbers, and the host's."""
+    reduction, dtype = Reduction(op, divisor), rows[0].dtype
+    with np.errstate(all="ignore"):
+        expected = in_rank_order(UFUNCS[op], rows, dtype, divisor)
+        results = []
+        if divisor == 1 or dtype in HALVES:
+            reduction.combine(rows, on_host := np.empty(expected.size, dtype))
+            results.append(on_host)
+        for parts in (up(np.stack(rows)), [up(row) for row in rows]):
+            kernels.combine(parts, reduction, out := empty(expected.size, dtype))
+            results.append(down(out))
+        if op in ("min", "max"):  # which of two zeros is less is nobody's promise
+            expected, *results = (its + dtype.type(0) for its in (expected, *results))
+        for result in results:
+            if dtype.kind == "c" and op == "prod":  # processors differ in whether they fuse its products
+                limit = 8 * len(rows) * np.finfo(dtype).eps * abs(expected)
+                assert (abs(result - expected) <= limit).all()
+            else:
+                assert same(result, expected), (dtype, len(rows), expected.size, divisor)
+
+
+@pytest.mark.parametrize("op", UFUNCS)
+def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, op: str) -> None:
+    """In one launch if there is a kernel: half precision in float32, divided, and rounded once."""
+    sizes, launches = [*product((1, 7, 64, 5003), (1, 2, 3, 8))], 0
+    for dtype in dtypes_of(op):
+        divisors = (1, 8, 3) if dtype in WITH_KERNELS else (1,)
+        for at, (count, num_parts) in enumerate(sizes):  # each divisor with each count, and with each number of parts
+            rows = [numbers_of(dtype, count, seed) for seed in range(num_parts)]
+            check_joined(kernels, rows, op, divisors[at % len(divisors)])
+        is_kernels = len(divisors) > 1 or (dtype.kind == "c" and op == "sum")
+        launches += 2 * len(sizes) * is_kernels
+        assert kernels.num_launches == launches, dtype
+    # Odd ones each with each, as the first, second or third piece: one that is no number wins.
+    for dtype in dtypes_of("sum" if op == "sum" else "max"):  # of complex products processors differ
+        odd = odd_numbers_of(dtype)
+        rows = [np.repeat(odd, odd.size), np.tile(odd, odd.size)]
+        for pieces in (rows, [np.ones_like(rows[0]), *rows], [*rows, np.ones_like(rows[0])]):
+            check_joined(kernels, pieces, op)
+
+
+def test_more_pieces_than_a_launch_takes(kernels: DeviceKernels) -> None:
+    """In any order: their addresses are no row of even steps. Numbers that become infinite are counted, too."""
+    for dtype in (BF16, F64, F16):
+        rows = [numbers_of(dtype, 5, seed) for seed in range(500)]
+        for divisor in (1, 500):
+            check_joined(kernels, rows, "sum", divisor)
+        assert kernels.overflowed == 0
+        large = [up(np.full(5, 1000, dtype))] * 500
+        kernels.combine(large, Reduction(counts_overflow=True), out := empty(5, dtype))
+        down(out)
+        assert kernels.overflowed == (5 if dtype == F16 else 0)
+
+
+def test_pieces_are_joined_in_the_order_of_a_fold(kernels: DeviceKernels) -> None:
+    for dtype, total in product((F32, F64, np.dtype(np.int16)), (1, 2, 7, 8)):
+        rows = unlike_numbers(total, 300, dtype)
+        reduction = Reduction("sum", fold=Fold(total, [[replica] for replica in range(total)]))
+        for parts in (up(np.stack(rows)), [up(row) for row in rows]):
+            for out in (empty(300, dtype), parts[0]):
+                kernels.combine(parts, reduction, out)
+                assert bits(down(out)) == bits(in_tree_order(np.add, rows)), total
+
+
+def test_pieces_of_any_alignment_distance_and_order(kernels: DeviceKernels) -> None:
+    """Also into one of them; what lies behind the result is left alone."""
+    for dtype in (np.dtype(np.int8), BF16, F32, F64):
+        rows = [numbers_of(dtype, 1003, seed) for seed in range(3)]
+        with np.errstate(all="ignore"):
+            expected, swapped = (in_rank_order(np.add, its, dtype) for its in (rows, rows[::-1]))
+        for width, at in product((1003, 1008, 1010), (0, 1, 4)):
+            whole = up(np.zeros((3, width + 4), dtype))[:, at : at + 1003]
+            for to, row in zip(whole, rows, strict=True):
+                to[...] = up(row)
+            around = up(np.full(1100, 9, dtype))
+            out = around[at : at + 1003]
+            kernels.combine(whole, Reduction(), out)
+            assert same(down(out), expected), (dtype, width, at)
+            out = around[at + 1 : at + 1004]  # where the parts are aligned, this is not
+            kernels.combine([whole[2], whole[1], whole[0]], Reduction(), out)
+            assert same(down(out), swapped)
+            assert (down(around)[:at] == 9).all()
+            assert (down(around)[at + 1004 :] == 9).all()
+            kernels.combine([whole[0], whole[2], whole[1]], Reduction("max"), whole[1])
+            assert same(down(whole[1]), np.maximum(np.maximum(rows[0], rows[2]), rows[1]))

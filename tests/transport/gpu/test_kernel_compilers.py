@@ -11,15 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from host_cuda.gpus import Compiler, compiler, gpus, only_emulated, up
-from transport.gpu.device_numbers import empty, kernels
+from host_cuda.gpus import only_emulated
 
 from mpidist.transport.gpu.compiled import KERNEL_OPTIONS, KERNELS, kernel_source
-from mpidist.transport.gpu.kernels import DeviceKernels
 
-__all__ = ["compiler", "gpus", "kernels", "only_emulated"]  # fixtures
+__all__ = ["only_emulated"]  # a fixture
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -33,20 +30,6 @@ try:
 except cuda.current().cupy.cuda.compiler.CompileException as error:
     print(longest_table(), type(error).__name__)
 """
-
-
-def test_a_kernel_is_compiled_when_it_is_needed(compiler: Compiler, kernels: DeviceKernels) -> None:
-    """All of them take NVRTC seconds. The mean of float32 takes two."""
-    arrays, buffer = [up(np.ones(5, np.float32)) for _ in range(3)], empty(15, np.float32)
-    assert compiler.compiled == set()
-    kernels.pack(arrays, buffer)
-    assert compiler.compiled == {"copy_4"}
-    kernels.unpack(buffer, arrays, 2)
-    assert compiler.compiled == {"copy_4", "divide_f4_f4"}
-    for number, its in ((168, set()), (169, {"copy_4_long"})):
-        kernels.pack(arrays[:1] * number, empty(5 * number, np.float32))
-        assert compiler.compiled == {"copy_4", "divide_f4_f4"} | its
-    assert kernels.num_launches == 4
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 
 def fail(error: Exception, if_: bool) -> None:
@@ -26,57 +26,33 @@ class Awkward(Exception):
         super().__init__(f"{first} and {second}")
 
 
-@pytest.mark.ranks(2)
-def test_without_an_exception_nothing_happens(strategy: Strategy) -> None:
+# Ranks that fail, and with what; the others raise an error of the same type, so that all handle it alike.
+FAILURES: dict[str, tuple[list[int], type[Exception]]] = {
+    "first rank": ([0], FileNotFoundError),
+    "last rank": ([2], FileNotFoundError),
+    "two ranks": ([1, 2], OSError),
+    "end of the data": ([0], StopIteration),  # which no generator can raise
+}
+
+
+def test_raise_together_some_ranks_fail_all_raise_the_lowest_ranks_error(strategy: Strategy) -> None:
+    """And go on, as they do where none fails."""
+    rank = strategy.topology.rank
     with strategy.raise_together("reading"):
-        value = strategy.topology.rank
-    assert strategy.reduce("SUM", value) == sum(range(strategy.topology.size))
+        number = rank
+    assert strategy.reduce("SUM", number) == 3
+    for failing, kind in FAILURES.values():
+        with pytest.raises(kind, match=rf"^mine is rank {failing[0]}$") as caught, strategy.raise_together("reading"):
+            fail(kind(f"mine is rank {rank}"), rank in failing)
+        if rank not in failing:
+            cause = str(caught.value.__cause__)
+            assert isinstance(caught.value.__cause__, PeerFailedError)
+            assert cause.startswith(f"on rank {failing[0]} (")
+            assert "test_raise_together.py" in cause  # where it was raised
+            assert ("; also rank" in cause) == (len(failing) > 1)
+        assert strategy.reduce("SUM", 1.0) == 3
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("odd", [0, 2])
-def test_all_raise_what_one_raised(strategy: Strategy, odd: int) -> None:
-    """Of the same type, so that all handle it alike; and go on."""
-    size, rank = strategy.topology.size, strategy.topology.rank
-    with pytest.raises(FileNotFoundError, match=rf"no shard {odd}") as caught, strategy.raise_together("reading"):
-        fail(FileNotFoundError(f"no shard {odd}"), rank == odd)
-    if rank != odd:
-        cause = str(caught.value.__cause__)
-        assert isinstance(caught.value.__cause__, PeerFailedError)
-        assert cause.startswith(f"on rank {odd} (")
-        assert "test_raise_together.py" in cause  # where it was raised
-    assert strategy.reduce("SUM", 1.0) == size
-
-
-@pytest.mark.ranks(3)
-def test_data_that_end_on_one_rank_end_on_all(strategy: Strategy) -> None:
-    """A StopIteration, which no generator can raise."""
-    rows = iter(range(2 if strategy.topology.rank == 0 else 5))
-
-    batches = []
-
-    def take_batch() -> None:
-        with strategy.raise_together("the next batch"):
-            batches.append(next(rows))
-
-    take_batch()
-    take_batch()
-    with pytest.raises(StopIteration):
-        take_batch()
-    assert batches[:2] == [0, 1]
-    assert strategy.reduce("SUM", 1.0) == strategy.topology.size
-
-
-@pytest.mark.ranks(3)
-def test_the_lowest_rank_is_heard(strategy: Strategy) -> None:
-    size = strategy.topology.size
-    with pytest.raises(OSError, match=r"^mine is rank 1$") as caught, strategy.raise_together():
-        fail(OSError(f"mine is rank {strategy.topology.rank}"), strategy.topology.rank > 0)
-    if strategy.topology.rank == 0 and size > 2:
-        assert "; also rank" in str(caught.value.__cause__)
-
-
-@pytest.mark.ranks(3)
 def test_calls_inside_the_block_are_told_of_the_exception(strategy: Strategy) -> None:
     """The others wait in another call: that is no hang either."""
 
@@ -93,14 +69,12 @@ def test_calls_inside_the_block_are_told_of_the_exception(strategy: Strategy) ->
         assert isinstance(caught.value.__context__, KeyError)
 
 
-@pytest.mark.ranks(3)
 def test_blocks_of_different_names_are_refused(strategy: Strategy) -> None:
     block = strategy.raise_together("b" if strategy.topology.rank else "a")
     with pytest.raises(InvalidArgumentError, match=r"what: rank 0: a; ranks? 1.*: b"), block:
         pass
 
 
-@pytest.mark.ranks(3)
 def test_a_rank_that_stays_in_the_block_is_late(comm: Intracomm, clock: Clock) -> None:
     strategy = Strategy(None, CommunicationOptions(timeout_seconds=600), comm=comm)
     if comm.rank == 0:
@@ -115,7 +89,6 @@ def test_a_rank_that_stays_in_the_block_is_late(comm: Intracomm, clock: Clock) -
     strategy.close()
 
 
-@pytest.mark.ranks(2)
 def test_interruptions_are_each_ranks_own(strategy: Strategy) -> None:
     """Ctrl-C ends the program; nobody has to be asked."""
     with pytest.raises(KeyboardInterrupt), strategy.raise_together():
@@ -134,7 +107,6 @@ class Odd(Exception):
     """An exception that only one rank knows."""
 
 
-@pytest.mark.ranks(3)
 def test_strange_exceptions_are_told_too(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is left waiting for a report that could not be made, or read."""
     rank = strategy.topology.rank
@@ -148,7 +120,6 @@ def test_strange_exceptions_are_told_too(strategy: Strategy, monkeypatch: pytest
     assert strategy.reduce("SUM", 1.0) == strategy.topology.size
 
 
-@pytest.mark.ranks(3)
 def test_an_error_that_all_ranks_of_a_part_have_is_not_everybodys(comm: Intracomm) -> None:
     part = comm.Split(comm.rank < 2, comm.rank)
     with Strategy(comm=comm) as strategy, Strategy(comm=part) as of_part:  # type: ignore[arg-type]
@@ -163,7 +134,6 @@ def test_an_error_that_all_ranks_of_a_part_have_is_not_everybodys(comm: Intracom
     part.Free()
 
 
-@pytest.mark.ranks(2)
 def test_a_strategy_that_is_closed_in_the_block_keeps_the_exception(comm: Intracomm) -> None:
     strategy = Strategy(comm=comm)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs.failing import LONG_SECONDS, Job
+from jobs.failing import Job
 from support.placements import one_and_two_nodes
 from support.ranks import Intracomm
 from support.reductions import all_reduce
@@ -146,25 +146,3 @@ def test_less_than_thread_multiple_will_do(job: Job, level: str, nodes: str) -> 
     else:
         assert ended.out.count("refused: reduce in thread 'other': MPI was started with THREAD_") == 3
     assert ended.status == 0, ended.err
-
-
-FAILING_THREAD = f"""
-strategy.reduce("SUM", 1.0)
-def train():
-    strategy.reduce("SUM", 1.0)
-    if rank == 1:
-        {{}}["mine"]
-    reduce_for_ever()
-thread = threading.Thread(target=train)
-thread.start()
-thread.join()
-time.sleep({LONG_SECONDS})
-"""
-
-
-@pytest.mark.no_mpi
-def test_an_exception_in_the_thread_that_makes_the_calls_ends_the_job(job: Job) -> None:
-    ended = job(FAILING_THREAD)
-    assert ended.status != 0
-    assert ended.lines_of(1)[-1] == "KeyError: 'mine'"
-    assert ended.err.count("Traceback") == 1

@@ -1,7 +1,6 @@
 """New results lie in memory of results that the program has let go: numbers, what is kept, and what it costs."""
 
 import resource
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,6 @@ pytestmark = pytest.mark.core
 SHAPES = (300, 200), (64,), (40, 1000), (), (100_000,), (3, 3, 64, 64)
 
 
-@pytest.fixture
-def strategy(comm: Intracomm, placement: tuple[int, ...]) -> Iterator[Strategy]:
-    with Strategy(comm=comm) as made:
-        yield made
-
-
 def gradients(step: int) -> dict[str, Any]:
     return {f"layer {at}": np.full(shape, step + at, np.float32) for at, shape in enumerate(SHAPES)}
 
@@ -42,7 +35,7 @@ def faults() -> int:
 
 
 @one_and_two_nodes
-def test_steps_that_are_kept_stay_what_they_were(strategy: Strategy) -> None:
+def test_steps_that_are_kept_stay_what_they_were(placement: object, strategy: Strategy) -> None:
     """All of them, or those of the last few steps; results may be written by the program."""
     size = strategy.num_replicas_in_sync
     history = [all_reduce(strategy, "SUM", gradients(step)) for step in range(7)]
@@ -60,18 +53,7 @@ def test_steps_that_are_kept_stay_what_they_were(strategy: Strategy) -> None:
 
 
 @one_and_two_nodes
-def test_ranks_may_keep_unlike_steps(strategy: Strategy, comm: Intracomm) -> None:
-    size, kept = strategy.num_replicas_in_sync, {}
-    for step in range(12):
-        results = all_reduce(strategy, "SUM", gradients(step))
-        require(results, size, step)
-        if step % (comm.rank + 1) == 0:
-            kept[step] = results["layer 0"][:3]
-    assert all((rows == size * step).all() for step, rows in kept.items())
-
-
-@one_and_two_nodes
-def test_results_as_arguments_and_as_outs(strategy: Strategy) -> None:
+def test_results_as_arguments_and_as_outs(placement: object, strategy: Strategy) -> None:
     """Of the call after, and of calls with other shapes in between."""
     size = strategy.num_replicas_in_sync
     value, other = gradients(1), np.ones((500, 100), np.float32)
@@ -104,7 +86,7 @@ def test_a_training_step_takes_no_page_of_the_system(comm: Intracomm) -> None:
 
 
 @one_and_two_nodes
-def test_other_calls_take_kept_memory_too(strategy: Strategy) -> None:
+def test_other_calls_take_kept_memory_too(placement: object, strategy: Strategy) -> None:
     size, history = strategy.topology.size, []
     large = np.full((size * 50, 2000), strategy.topology.rank, np.float32)
 
@@ -145,14 +127,3 @@ def test_after_an_error_and_after_close(comm: Intracomm) -> None:
         require(kept, size, 1)
         require(again, size, 2)
         require(third, size, 3)
-
-
-@pytest.mark.ranks(2)
-def test_nothing_is_kept_if_the_program_says_so(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDIST_RESULT_BYTES", "0")
-    with Strategy(comm=comm) as strategy:
-        for step in range(4):
-            require(all_reduce(strategy, "SUM", gradients(step)), comm.size, step)
-    monkeypatch.setenv("MPIDIST_RESULT_BYTES", "all")
-    with raises_everywhere(comm, ValueError, "MPIDIST_RESULT_BYTES='all'.*bytes, 0 or more"):
-        Strategy(comm=comm)

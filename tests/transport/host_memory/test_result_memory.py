@@ -38,17 +38,6 @@ def test_a_call_that_is_made_once_leaves_nothing_behind(memory: ResultMemory) ->
     assert memory.nbytes == 0
 
 
-def test_a_program_that_binds_the_same_name_needs_two_lists(memory: ResultMemory) -> None:
-    results = repeated(memory, [LARGE], [FLOAT])
-    addresses = set()
-    kept = results.take()
-    for _ in range(10):
-        kept = results.take()
-        addresses.add(address(kept[0]))
-    assert len(addresses) == 2
-    assert 2 * NBYTES <= memory.nbytes <= 2 * NBYTES + 1024
-
-
 def exported(array: np.ndarray[Any, Any]) -> Any:
     class Foreign:
         """Holds a capsule of DLPack, as an array of another library does."""
@@ -128,15 +117,6 @@ def test_what_is_not_used_for_long_is_given_back(memory: ResultMemory) -> None:
         often.take()
     assert memory.nbytes <= NBYTES + 1024
     assert once.take()[0].shape == (1000, 1000)
-
-
-def test_calls_without_a_plan_share_by_shape_and_dtype(memory: ResultMemory) -> None:
-    memory.empty(LARGE, FLOAT, device=False)
-    first = address(memory.empty(LARGE, FLOAT, device=False))
-    assert address(memory.empty(LARGE, FLOAT, device=False)) == first
-    other = memory.empty(LARGE, np.dtype(np.int32), device=False)
-    assert address(other) != first
-    assert other.dtype == np.int32
 
 
 def test_clear_gives_back_all_that_nobody_looks_at(memory: ResultMemory) -> None:

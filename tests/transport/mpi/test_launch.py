@@ -33,6 +33,7 @@ OTHER = "Fujitsu MPI Library 4.0.0"
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "0", "PMI_FD": "9", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}
 PRRTE = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-n1-1@1"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
 
 def recorded(path: str) -> dict[str, Any]:
@@ -47,33 +48,23 @@ def mpi_ranks(name: str) -> list[dict[str, str]]:
     return [rank["env"] for rank in recorded(f"mpi-env/{name}.json")["ranks"]]
 
 
-def error_of(environ: dict[str, str], library: str, command: list[str] = COMMAND) -> str:
+def error_of(environ: dict[str, str], library: str, command: list[str] = COMMAND, size: int = 1) -> str:
     with pytest.raises(TopologyError) as error:
-        check_launch(environ, 1, library, command)
+        check_launch(environ, size, library, command)
     return str(error.value)
+
+
+KINDS = {MPICH: "pmi2", INTEL: "pmi2", MVAPICH: "pmi2", OPEN_MPI: "pmix", CRAY: "cray_shasta", OTHER: "TYPE"}
+
+
+def without_pmi(library: str, kind: str) -> tuple[list[dict[str, str]], str, list[str]]:
+    texts = [f"`srun --mpi={kind} -N 2 -n 4 {LINE}`", "srun --mpi=none started 4 ranks (SLURM_STEP_NUM_TASKS=4)"]
+    return slurm_tasks("2nodes-4tasks-none"), library, [*texts, f"inside the allocation with `mpiexec -n 4 {LINE}`"]
 
 
 # What started the ranks; their library of MPI; what the error says.
 REFUSED: list[tuple[list[dict[str, str]], str, list[str]]] = [
-    *(
-        (
-            slurm_tasks("2nodes-4tasks-none"),
-            library,
-            [
-                f"`srun --mpi={kind} -N 2 -n 4 {LINE}`",
-                "srun --mpi=none started 4 ranks (SLURM_STEP_NUM_TASKS=4)",
-                f"inside the allocation with `mpiexec -n 4 {LINE}`",
-            ],
-        )
-        for library, kind in (
-            (MPICH, "pmi2"),
-            (INTEL, "pmi2"),
-            (MVAPICH, "pmi2"),
-            (OPEN_MPI, "pmix"),
-            (CRAY, "cray_shasta"),
-            (OTHER, "TYPE"),
-        )
-    ),
+    *(without_pmi(*one) for one in KINDS.items()),
     (
         slurm_tasks("2nodes-4tasks-pmi2"),
         OPEN_MPI,
@@ -149,6 +140,8 @@ def test_sane_world_of_one_passes() -> None:
         {**STEP, **HYDRA, "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "2"},  # a shell of salloc
         {"PMI_SIZE": "many", "OMPI_COMM_WORLD_SIZE": ""},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "none", "WORLD_SIZE": ""},
         *slurm_tasks("1node-1task"),
     ]
     for library, environ in product((MPICH, OPEN_MPI, INTEL, OTHER), sane):
@@ -162,10 +155,12 @@ def test_sane_world_of_one_passes() -> None:
 
 
 def test_world_of_several_ranks_is_never_questioned() -> None:
-    """A step may hold several programs."""
+    """A step may hold several programs; a script may set the variables of PyTorch from those of MPI."""
     for path in (FIXTURES / "slurm-env").iterdir():
         for environ, size in product(slurm_tasks(path.stem), (2, 3, 32)):
             check_launch(environ, size, MPICH, COMMAND)
+    for size in (4, 8):
+        check_launch(TORCHRUN, size, MPICH, COMMAND)
 
 
 def test_forgotten_srun_is_a_warning_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -203,33 +198,27 @@ NETMOD = "MPIR_CVAR_CH4_NETMOD"
 SRUN = {**STEP, "PMI_SIZE": "4", "PMI_RANK": "0", "PMI_FD": "9"}
 
 
-def test_netmod_is_that_which_pmi2_of_slurm_carries() -> None:
-    for step in (SRUN, {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_HET_SIZE": "2"}):
-        environ = dict(step)
-        choose_netmod(environ, MPICH_OF_TWO_NETMODS)
-        assert environ == {**step, NETMOD: "ofi"}
-
-
 @pytest.mark.parametrize(
-    ("environ", "library"),
+    ("environ", "library", "netmod"),
     [
-        pytest.param({**SRUN, NETMOD: "ucx"}, MPICH_OF_TWO_NETMODS, id="the user's"),
-        pytest.param({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, MPICH_OF_TWO_NETMODS, id="one node"),
-        pytest.param({**STEP, **HYDRA}, MPICH_OF_TWO_NETMODS, id="mpiexec in a job"),
-        pytest.param({}, MPICH_OF_TWO_NETMODS, id="alone"),
-        pytest.param(SRUN, MPICH, id="libfabric alone"),
-        pytest.param(SRUN, INTEL, id="Intel"),
-        pytest.param(SRUN, CRAY, id="Cray"),
-        pytest.param(SRUN, OPEN_MPI, id="Open MPI"),
+        pytest.param(SRUN, MPICH_OF_TWO_NETMODS, "ofi", id="two nodes"),
+        pytest.param(
+            {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_HET_SIZE": "2"}, MPICH_OF_TWO_NETMODS, "ofi", id="two groups"
+        ),
+        pytest.param({**SRUN, NETMOD: "ucx"}, MPICH_OF_TWO_NETMODS, "ucx", id="the user's"),
+        pytest.param({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, MPICH_OF_TWO_NETMODS, None, id="one node"),
+        pytest.param({**STEP, **HYDRA}, MPICH_OF_TWO_NETMODS, None, id="mpiexec in a job"),
+        pytest.param({}, MPICH_OF_TWO_NETMODS, None, id="alone"),
+        pytest.param(SRUN, MPICH, None, id="libfabric alone"),
+        pytest.param(SRUN, INTEL, None, id="Intel"),
+        pytest.param(SRUN, CRAY, None, id="Cray"),
+        pytest.param(SRUN, OPEN_MPI, None, id="Open MPI"),
     ],
 )
-def test_netmod_stays(environ: dict[str, str], library: str) -> None:
-    before = dict(environ)
-    choose_netmod(environ, library)
-    assert environ == before
-
-
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+def test_netmod_is_that_which_pmi2_of_slurm_carries(environ: dict[str, str], library: str, netmod: str | None) -> None:
+    chosen = dict(environ)
+    choose_netmod(chosen, library)
+    assert chosen == environ | ({NETMOD: netmod} if netmod else {})
 
 
 @pytest.mark.parametrize(
@@ -238,33 +227,18 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCA
         (TORCHRUN, 1, "torchrun started 4 processes (WORLD_SIZE=4), but MPICH does not see them"),
         (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, 1, "accelerate launch started 4 processes"),
         ({"RANK": "1", "WORLD_SIZE": "2", "CROSS_SIZE": "1"}, 1, "deepspeed started 2 processes (WORLD_SIZE=2)"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_TORCH_DEVICE": "cpu", "RAY_JOB_ID": "1"},
-            1,
-            "Ray started 2 proc",
-        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_TORCH_DEVICE": "cpu", "RAY_JOB_ID": "1"}, 1, "Ray started 2 "),
         ({"RANK": "3"}, 3, "another launcher started 4 processes (at least, as RANK=3)"),
         (TORCHRUN, 2, "each would be in a world of 2. Needed is one world of 4"),
     ],
 )
 def test_launcher_of_another_library_is_refused_with_the_command(environ: dict[str, str], size: int, text: str) -> None:
-    with pytest.raises(TopologyError) as error:
-        check_launch(environ, size, MPICH, COMMAND)
-    assert text in str(error.value)
+    said = error_of(environ, MPICH, size=size)
+    assert text in said
     line = "/env/bin/python train.py`" if "Ray" in text else f"{LINE}`"
-    assert f"start with `mpiexec -n {environ.get('WORLD_SIZE', 4)} {line}, where mpiexec is that of MPICH" in str(
-        error.value
-    )
-    assert "set MPIDIST_ALONE=1" in str(error.value)
+    assert f"start with `mpiexec -n {environ.get('WORLD_SIZE', 4)} {line}, where mpiexec is that of MPICH" in said
+    assert "set MPIDIST_ALONE=1" in said
     check_launch(environ | {"MPIDIST_ALONE": "1"}, size, MPICH, COMMAND)
-
-
-def test_launcher_of_another_library_that_agrees_with_mpi_passes() -> None:
-    """A script may set the variables of PyTorch from those of MPI."""
-    for size in (4, 8):
-        check_launch(TORCHRUN, size, MPICH, COMMAND)
-    check_launch({"RANK": "0", "WORLD_SIZE": "1"}, 1, MPICH, COMMAND)
-    check_launch({"RANK": "none", "WORLD_SIZE": ""}, 1, MPICH, COMMAND)
 
 
 def output_of(program: str, **variables: str) -> tuple[int, str]:

@@ -1,34 +1,41 @@
-"""The NCCL transport."""
+"""The NCCL transport; and where a rank, NCCL or a call of it fails: errors, aborts, and what begins anew."""
 
+import _thread
+import gc
 import os
 import re
 import socket
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.device_checks import CHECKS
-from host_cuda.emulated import Emulated
+from host_cuda.emulated import HANGS, Emulated
 from host_cuda.gpus import down, emulated, gpus, is_working, opened, up, use_own_settings
 from support.contributions import COMPLEX, HALVES, UFUNCS
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
-from transport.nccl.made_communicators import connect
 
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
-from mpidist.errors import TopologyError, UnavailableError
+from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.gpu.array_lists import address_of
+from mpidist.transport.arrays import address_of
 from mpidist.transport.gpu.kernels import DeviceKernels
-from mpidist.transport.group.levels import NcclReach
+from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.tree import Fold
 
@@ -38,6 +45,17 @@ HOSTNAME = socket.gethostname()
 FLOATS = [np.dtype(np.float64), *HALVES]
 ONLY_NCCL = CommunicationOptions(implementation="NCCL")
 CALLS_OF_NCCL = ["allReduce", "reduce", "reduceScatter", "allGather", "broadcast", "send", "recv"]
+
+
+def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
+    unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
+    device = int(provider.cupy.cuda.runtime.getDevice())
+    (made,) = nccl_handles.start_init(comm.size, unique_id, {comm.rank: device}).wait()
+    return made
+
+
+def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
+    return NcclCommunicator(make_handle(provider, comm), name, comm.rank, comm.size, DeviceQueue(), DeviceKernels())
 
 
 @pytest.fixture
@@ -108,7 +126,7 @@ def test_nccl_alone_reaches_all_nodes_and_else_its_own(comm: Intracomm, placemen
     for group in opened(comm):
         assert is_working(group, ONLY_NCCL)
         assert is_working(group)
-        assert group.levels_of(True).nccl is (NcclReach.WORLD if len(set(placement)) == 1 else NcclReach.NODE)
+        assert group.levels_of(True).is_all_nccl == (len(set(placement)) == 1)
 
 
 @pytest.mark.ranks(3)
@@ -120,7 +138,7 @@ def test_without_nccl_arrays_are_staged_and_the_reason_is_said(
     for group in opened(comm):
         assert is_working(group)
         assert is_working(group)
-        assert group.levels_of(True).nccl is NcclReach.NOWHERE
+        assert group.levels_of(True).queue is None
         with raises_everywhere(comm, UnavailableError, f"cannot be had: .*{setting} (asks to|is set.*unset it)"):
             is_working(group, ONLY_NCCL)
     assert emulated.calls(*CALLS_OF_NCCL) == []
@@ -172,3 +190,151 @@ def test_kernels_and_copies_go_before_the_users(
     made = [priority for _, priority in emulated.calls("a stream of its own")]
     assert len(made) == 3, "NCCL's own and two of packs; or copies down, copies up, and work that waits for no caller"
     assert all(priority < 0 for priority in made)
+
+
+# What fails.
+
+
+@pytest.mark.ranks(3)
+def test_an_interrupt_while_ranks_connect_ends_in_one_abort(emulated: Emulated, comm: Intracomm) -> None:
+    """All communicators of the process go together, and later calls name it. No other array gets the memory."""
+    first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
+    start, buffer, into = time.monotonic(), up(np.ones(comm.size, np.float16)), up(np.ones(1, np.float16))
+    kept = weakref.ref(buffer), weakref.ref(into)
+
+    def give_up() -> None:
+        if time.monotonic() - start > 0.4:
+            raise KeyboardInterrupt("rank 1 did not come")
+
+    first.set_wait_hook(give_up)
+    if comm.rank != 1:
+        with pytest.raises(KeyboardInterrupt, match="rank 1 did not come"):
+            first.reduce_scatter(buffer, Reduction(), into=into)
+        assert emulated.ended() == [("abort", 2)]
+        for its in (first, second):
+            with pytest.raises(RuntimeError, match=r"an earlier call failed .*rank 1 did not come.*reset"):
+                its.all_reduce(up(np.ones(5)), Reduction())
+    else:
+        nccl_handles.abort_all("the others gave up")
+    nccl_handles.wait_for_endings()
+    first.free()  # what is gone need not be destroyed
+    second.free()
+    assert emulated.ended() == [("abort", 2)]
+    del first, second, buffer, into
+    gc.collect()
+    assert [its() is None for its in kept] == [comm.rank == 1] * 2, "a GPU that is busy may come to it later"
+
+
+@pytest.mark.ranks(3)
+def test_an_abort_that_hangs_holds_nobody_up(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 1.0)
+    its = connect(cuda.current(), comm)
+    emulated.wish("abort", HANGS)
+    nccl_handles.abort_all("of a test")
+    assert not caplog.text, "nobody has waited for its end"
+    nccl_handles.wait_for_endings()
+    assert "did not end within" in caplog.text
+    its.free()
+    emulated.be_normal()
+
+
+@pytest.mark.ranks(3)
+def test_who_frees_a_communicator_waits_until_it_is_gone(emulated: Emulated, comm: Intracomm) -> None:
+    its = connect(cuda.current(), comm)
+    emulated.wish("destroy", HANGS)
+    threading.Timer(0.5, emulated.be_normal).start()
+    its.free()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist the end")]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_start_of_nccl_that_is_given_up_and_what_it_makes_later_is_aborted(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    """By an interrupt on rank 0, or as it takes too long."""
+    if comm.rank == 1:
+        emulated.wish("ncclCommInitRank", HANGS)
+    kind: Any = UnavailableError
+    for group in opened(comm):
+        if is_interrupted:
+            kind = KeyboardInterrupt if comm.rank == 0 else PeerFailedError
+            if comm.rank == 0:
+                threading.Timer(0.5, _thread.interrupt_main).start()
+        with monkeypatch.context() as patch:
+            patch.setattr(nccl_handles, "START_SECONDS", 600.0 if is_interrupted else 2.0)
+            with pytest.raises(kind, match=None if is_interrupted else "ranks 0.*: it did not start within 2 s"):
+                is_working(group)
+        emulated.be_normal()
+        emulated.wait_for_end()
+        nccl_handles.wait_for_endings()
+        assert emulated.ended() == [("abort", 1)]
+        group.reset()
+        assert is_working(group)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("call", "status", "kind", "text"),
+    [
+        ("an error of NCCL", 2, PeerFailedError, ": NCCL_ERROR.*NCCL_DEBUG"),
+        ("an error of NCCL", 6, PeerFailedError, ": NCCL_ERROR.*NCCL_DEBUG"),
+        ("an error of NCCL", 3, UnavailableError, ": NCCL_ERROR.*NCCL_DEBUG"),
+        ("ncclGroupEnd", 7, UnavailableError, "'s status 7; unset NCCL_COMM_BLOCKING"),  # for which CuPy has no word
+        ("ncclGroupEnd", 8, DeadlineExceededError, "'s status 8; unset NCCL_COMM_BLOCKING"),
+    ],
+)
+def test_errors_of_nccl_become_ours(
+    emulated: Emulated, comm: Intracomm, call: str, status: int, kind: type[Exception], text: str
+) -> None:
+    its = connect(cuda.current(), comm)
+    if comm.rank == 0:
+        emulated.wish(call, status)
+        with pytest.raises(kind, match=rf"all_reduce with NCCL on rank 0 of \d \(all\) failed.*{text}"):
+            its.all_reduce(up(np.ones(5)), Reduction())
+        emulated.be_normal()
+    nccl_handles.abort_all("of a test")
+    nccl_handles.wait_for_endings()
+    assert emulated.ended() == [("abort", 1)] or call == "ncclGroupEnd", "which also ends the group of aborts"
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("what", ["ncclGetUniqueId", "ncclCommInitRank"])
+def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
+    emulated: Emulated, comm: Intracomm, what: str
+) -> None:
+    failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
+    if comm.rank == failing:
+        emulated.wish(what, 2)
+    pattern = rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
+    for group in opened(comm):
+        with raises_everywhere(comm, UnavailableError, pattern):
+            is_working(group)
+        emulated.be_normal()
+        assert is_working(group)
+
+
+@pytest.mark.ranks(3)
+def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulated: Emulated, comm: Intracomm) -> None:
+    """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
+    handle, order = make_handle(cuda.current(), comm), []
+    real, look = handle.comm, handle.comm.check_async_error
+
+    def slow_look() -> None:
+        other = threading.Thread(target=lambda: (nccl_handles.abort_all("of a test"), order.append("aborted")))
+        other.start()
+        other.join(0.2)
+        order.append("looked")
+        threads.append(other)
+        look()
+
+    threads: list[threading.Thread] = []
+    handle.comm = SimpleNamespace(check_async_error=slow_look, abort=real.abort)
+    handle.check()
+    threads[0].join()
+    handle.check()
+    nccl_handles.wait_for_endings()
+    assert order == ["looked", "aborted"]
+    assert emulated.ended() == [("abort", 1)]

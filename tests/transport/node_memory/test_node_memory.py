@@ -17,8 +17,8 @@ import pytest
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
 from support.ranks import Intracomm
+from support.used import Used
 
-import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import UnavailableError
@@ -31,19 +31,12 @@ pytestmark = pytest.mark.core
 
 Sync = Callable[[], None]
 
-PROJECT = str(Path(mpidist.__file__).parents[1])
-
 
 def mapped() -> list[str]:
     """The files of shared memory that this process has mapped."""
     gc.collect()  # arrays of other tests
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line.split(maxsplit=5)[5] for line in lines if "/dev/shm/mpidist-" in line]
-
-
-def num_files() -> int:
-    gc.collect()  # what earlier tests left
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.ranks(3)
@@ -96,7 +89,7 @@ def test_the_file_has_no_name_even_while_memory_is_reserved(comm: Intracomm, mon
         really(file, start, length)
 
     monkeypatch.setattr(os, "posix_fallocate", reserve)
-    files, before = num_files(), set(mapped())
+    files, before = Used.now().files, set(mapped())
     windows = [SharedWindow(comm, nbytes) for nbytes in (1000, 1000, 3 << 20)]
     if comm.rank == 0:  # which takes the name away
         assert links == [0] * 3
@@ -108,40 +101,33 @@ def test_the_file_has_no_name_even_while_memory_is_reserved(comm: Intracomm, mon
     comm.Barrier()
     del windows
     assert set(mapped()) == before
-    assert num_files() == files
+    assert Used.now().files == files
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the node have no memory left, once this rank asks for its part."""
-    from mpi4py import MPI
 
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if MPI.COMM_WORLD.rank == rank:
-        monkeypatch.setattr(os, "posix_fallocate", fail)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
 
 
-def no_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_module, "_DIRECTORY", "/dev/shm/no/such/folder")
 
 
-def closed_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def closed_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a rank see another folder, as if it was in a container of its own."""
-    from mpi4py import MPI
-
     really = os.open
 
     def look_elsewhere(path: Any, *args: Any) -> int:
-        if str(path).startswith("/dev/shm/mpidist-"):
-            path = f"{path}-elsewhere"
-        return really(path, *args)
+        return really(f"{path}-elsewhere" if str(path).startswith("/dev/shm/mpidist-") else path, *args)
 
-    if MPI.COMM_WORLD.rank == rank:
-        monkeypatch.setattr(os, "open", look_elsewhere)
+    monkeypatch.setattr(os, "open", look_elsewhere)
 
 
-PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], int, str]] = {
+PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int, str]] = {
     "no memory for the last": (
         full_disk,
         -1,
@@ -164,14 +150,12 @@ class Problem(NamedTuple):
 
 
 @pytest.fixture(params=PROBLEMS)
-def problem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Problem:
+def problem(request: pytest.FixtureRequest, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Problem:
     """Make shared memory impossible to have."""
-    from mpi4py import MPI
-
     make, rank, pattern = PROBLEMS[request.param]
-    rank %= MPI.COMM_WORLD.size
-    make(monkeypatch, rank)
-    return Problem(rank, pattern)
+    if comm.rank == rank % comm.size:
+        make(monkeypatch)
+    return Problem(rank % comm.size, pattern)
 
 
 @pytest.mark.ranks(2, 3)
@@ -182,11 +166,11 @@ def test_too_little_memory_is_every_ranks_error(
     with monkeypatch.context() as patch:
         patch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
         path = comm.bcast(f"/dev/shm/mpidist-{secrets.token_hex(8)}")
-        files, before = num_files(), mapped()
+        files, before = Used.now().files, mapped()
         with raises_everywhere(comm, UnavailableError, problem.pattern):
             SharedWindow(comm, 1000)
     assert mapped() == before
-    assert num_files() == files
+    assert Used.now().files == files
     assert not os.path.exists(path)
     monkeypatch.setenv("MPIDIST_TRANSPORT", "shared_memory")
     pattern = f"MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: .*{problem.pattern}"
@@ -210,19 +194,6 @@ def test_without_shared_memory_ranks_send_messages(
     assert len(warnings) == (needs_it and comm.rank == 0)
     for text in warnings:
         assert text.startswith("ranks of a node send messages instead of sharing memory, which is slower: rank ")
-
-
-@pytest.mark.ranks(1, 3)
-def test_arrays_that_do_not_fit_are_every_ranks_error(comm: Intracomm) -> None:
-    """A PiB each; and the strategy goes on."""
-    for per_node in (False, True):
-        with Strategy(comm=comm) as strategy:
-            if comm.size > 1:
-                with raises_everywhere(comm, UnavailableError, "cannot be had in /dev/shm"):
-                    strategy.symmetric_empty(1 << 50, np.uint8, per_node=per_node)
-            array = strategy.symmetric_empty(5, np.float64, per_node=per_node)
-            assert array.shape == (5,)
-            assert strategy.reduce("SUM", 1) == comm.size
 
 
 @pytest.mark.ranks(1, 3)

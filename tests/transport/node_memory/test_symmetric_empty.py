@@ -1,12 +1,10 @@
 """Arrays in memory that all ranks of a node reach: one for each rank, or one for the node."""
 
 import errno
-import gc
 import mmap
 import os
 import weakref
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,10 @@ from mpi4py import MPI
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
 from support.reductions import all_reduce
+from support.used import Used
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, Strategy
-from mpidist.context_stack import parts_of
 from mpidist.errors import UnavailableError
 
 WORLD = MPI.COMM_WORLD
@@ -34,17 +32,6 @@ def test_array_is_an_ordinary_one(strategy: Strategy) -> None:
         assert array.dtype == np.dtype(dtype)
         assert array.flags.c_contiguous
         assert array.flags.writeable
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.core
-def test_every_rank_has_its_own(strategy: Strategy) -> None:
-    one, two = strategy.symmetric_empty(3, np.float32), strategy.symmetric_empty(3, np.float32)
-    WORLD.Barrier()
-    one[...], two[...] = WORLD.rank, -WORLD.rank
-    WORLD.Barrier()
-    assert one.tolist() == [WORLD.rank] * 3
-    assert two.tolist() == [-WORLD.rank] * 3
 
 
 @one_and_two_nodes
@@ -129,39 +116,15 @@ def test_impossible_array_is_refused(strategy: Strategy) -> None:
     assert strategy.reduce("SUM", 1) == WORLD.size
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("per_node", [False, True])
-@pytest.mark.core
-def test_memory_is_given_back_when_its_arrays_are_gone(strategy: Strategy, per_node: bool) -> None:
-    def mapped() -> int:
-        gc.collect()
-        return Path("/proc/self/maps").read_text().count("/dev/shm/mpidist-")
-
-    before = mapped()
-    for _ in range(30):
-        array, view = strategy.symmetric_empty(9, np.float32, per_node=per_node), None
-        assert parts_of(strategy).group.shared.place(array) is not None
-        view = array[2:5]
-        del array
-        assert parts_of(strategy).group.shared.place(view) is not None
-    assert mapped() <= before + 1
-    del view
-    assert mapped() == before
-
-
 @pytest.mark.core
 @pytest.mark.ranks(2)
 def test_memory_of_reduced_arrays_is_given_back_with_them(strategy: Strategy) -> None:
     """Also of lists, which calls remember to be faster the next time."""
-
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("/dev/shm/mpidist-")
-
     for per_node, count, is_value in product((False, True), (5, 40_000), (False, True)):
         own = [np.ones(count, np.float32), np.ones(3, np.float32)]
         for step in range(3):
             if step == 1:
-                before = mapped()
+                before = Used.now().mapped
             for values in own[0], own:
                 shared = strategy.symmetric_empty_like(values, per_node=per_node)
                 seen = weakref.ref(shared[0] if isinstance(shared, list) else shared)
@@ -172,7 +135,7 @@ def test_memory_of_reduced_arrays_is_given_back_with_them(strategy: Strategy) ->
                 assert seen() is None
             for value in own:
                 value[...] = 1
-        assert mapped() <= before
+        assert Used.now().mapped <= before
 
 
 @one_and_two_nodes

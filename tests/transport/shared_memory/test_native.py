@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contributions import bits, in_rank_order
+from support.contributions import HALVES, have_equal_bits, in_rank_order, list_of_all, list_of_rank
 from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
@@ -14,7 +14,6 @@ from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport import reduction
 from mpidist.transport.group import levels
-from mpidist.transport.half import HalfAccumulator, bfloat16
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory import barrier
 from mpidist.transport.reduction import UFUNCS, Reduction
@@ -26,32 +25,9 @@ pytestmark = pytest.mark.skipif(
 several = pytest.mark.ranks(min=2)
 
 DTYPES = [np.dtype(code) for code in "bBhHiIlLqQfd"]
-OTHERS = [np.dtype(code) for code in "gFD"]
-HALVES = [np.dtype(np.float16), bfloat16()]
 FLOAT32 = np.dtype(np.float32)
-SCALES = {HALVES[0]: np.float32(2.0**-14), HALVES[1]: np.float32(1)}  # so that no sum of float16 overflows
-EVERY_FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 LENGTHS = [[1], [4096], [0, 5, 0, 64, 1, 1, 1, 130], [7] * 60, [3, 0, 2000, 3]]  # elements of each array
 USERS = (barrier, reduction, two_shot, in_place, levels)  # modules that have a use for the compiled part
-
-
-def numbers(rank: int, lengths: Sequence[int], dtype: np.dtype[Any]) -> list[Any]:
-    """What a rank contributes: sums of it depend on their order, wrap around, and overflow."""
-    made = np.random.default_rng(rank).integers(-(1 << 40), 1 << 40, sum(lengths))
-    whole = made.astype(dtype) if dtype.kind in "iu" else (made / 7919.0).astype(dtype)
-    return [part.copy() for part in np.split(whole, np.cumsum(lengths)[:-1])]
-
-
-def expected(
-    size: int, lengths: Sequence[int], dtype: np.dtype[Any], divisor: int = 1, ufunc: np.ufunc = np.add
-) -> list[Any]:
-    every = [numbers(rank, lengths, dtype) for rank in range(size)]
-    totals = [in_rank_order(ufunc, parts, dtype) for parts in zip(*every, strict=True)]
-    return [total / dtype.type(divisor) if divisor > 1 else total for total in totals]
-
-
-def have_equal_bits(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return all(np.array_equal(bits(one), bits(other)) for one, other in zip(some, others, strict=True))
 
 
 @pytest.fixture(params=["all", "some"])
@@ -64,19 +40,23 @@ def ranks_with_it(request: pytest.FixtureRequest, comm: Intracomm, monkeypatch: 
     return str(request.param)
 
 
+@pytest.mark.whole
 @several
 def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str) -> None:
-    ways = [*zip("bHld", WAYS_TO_WRITE * 2, strict=False), *(("f", way) for way in WAYS_TO_WRITE)]
+    """Half precision is rounded once."""
+    ways = [*zip("bHld", WAYS_TO_WRITE * 2, strict=False), *product(["f", *HALVES], WAYS_TO_WRITE)]
     with Strategy(comm=comm) as strategy:
         for dtype, way in [(np.dtype(code), way) for code, way in ways]:
             force_way_to_write(strategy, way)
             others = ["PROD", "MIN", "MAX"] if dtype.char in "lf" else []  # whole numbers, and floats
-            for op, lengths in product(["SUM", *(["MEAN"] if dtype.kind == "f" else []), *others], LENGTHS):
+            means = ["MEAN"] if dtype.kind == "f" or dtype in HALVES else []
+            for op, lengths in product(["SUM", *means, *others], LENGTHS):
                 ufunc = UFUNCS.get(op.lower(), np.add)
-                wanted = expected(comm.size, lengths, dtype, comm.size if op == "MEAN" else 1, ufunc)
-                given = numbers(comm.rank, lengths, dtype)
+                wanted = list_of_all(comm.size, lengths, dtype, comm.size if op == "MEAN" else 1, ufunc)
+                given = list_of_rank(comm.rank, lengths, dtype)
                 elsewhere = [np.empty_like(part) for part in given]
-                assert have_equal_bits(all_reduce(strategy, op, given), wanted)
+                for _ in range(3):  # new results lie in shared memory from the second call on
+                    assert have_equal_bits(all_reduce(strategy, op, given), wanted)
                 assert have_equal_bits(all_reduce(strategy, op, given, out=elsewhere), wanted)
                 shared = strategy.symmetric_empty_like(given)
                 for array, part in zip(shared, given, strict=True):
@@ -88,7 +68,7 @@ def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str) -> None:
                 comm.Barrier()  # before the shared arrays go
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 def test_copies_of_arrays_side_by_side() -> None:
     """Whatever they are, and whichever object their dtype is; NumPy copies the others."""
     barrier = native.Barrier([np.zeros(256, np.uint8)], 0, 1)
@@ -131,34 +111,18 @@ def test_what_numpy_reduces_and_gathers_is_written_in_either_way(comm: Intracomm
 
 
 @pytest.mark.ranks(2, 3)
-def test_layouts_that_numpy_has_to_add_and_to_write(comm: Intracomm, ranks_with_it: str) -> None:
-    """Arrays with gaps, turned round, misaligned, of another byte order, and of dtypes that are not compiled."""
-    size = comm.size
-    raw = np.zeros(8 * 999 + 1, np.uint8)
-    misaligned = raw[1:].view(np.float64)
-    misaligned[:] = comm.rank
-    layouts = {
-        "gaps": np.full(2 * 999, comm.rank, np.float64)[::2],
-        "turned": np.full((27, 37), comm.rank, np.float64).T,
-        "misaligned": misaligned,
-        "swapped": np.full(999, comm.rank, np.dtype(np.float64).newbyteorder()),
-        **{str(dtype): np.ones(999, dtype) for dtype in OTHERS},
-    }
+def test_outs_and_numbers_that_are_left_to_numpy(comm: Intracomm, ranks_with_it: str) -> None:
+    """Many small arrays that compiled code has begun to stage, and whose outs it does not take; infinite sums."""
+    size, lengths, raw = comm.size, [100] * 60, np.zeros(60 * 401 + 1, np.uint8)
     with Strategy(comm=comm) as strategy:
-        for name, given in layouts.items():
-            expects = given.dtype.type(size) if given.dtype in OTHERS else sum(range(size))
-            assert (all_reduce(strategy, "SUM", given) == expects).all(), name
-            assert (all_reduce(strategy, "SUM", given, out=given) == expects).all(), name
-        # Many small arrays that compiled code has begun to stage, and whose outs it does not take.
-        lengths, raw = [100] * 60, np.zeros(60 * 401 + 1, np.uint8)
         outs_of = {
             "gaps": [np.zeros(200, np.float32)[::2] for _ in lengths],
             "swapped": [np.zeros(100, ">f4") for _ in lengths],
             "misaligned": [raw[1 + 401 * at : 401 * (at + 1)].view(np.float32) for at in range(60)],
         }
         for (name, outs), op in product(outs_of.items(), ("SUM", "MEAN")):
-            wanted = expected(size, lengths, FLOAT32, size if op == "MEAN" else 1)
-            all_reduce(strategy, op, numbers(comm.rank, lengths, FLOAT32), out=outs)
+            wanted = list_of_all(size, lengths, FLOAT32, size if op == "MEAN" else 1)
+            all_reduce(strategy, op, list_of_rank(comm.rank, lengths, FLOAT32), out=outs)
             assert have_equal_bits([out.astype(np.float32) for out in outs], wanted), (name, op)
         # Overflows are results, whatever the program has set: one rank alone would raise.
         with np.errstate(all="raise"):
@@ -166,11 +130,11 @@ def test_layouts_that_numpy_has_to_add_and_to_write(comm: Intracomm, ranks_with_
             assert Reduction().combine([np.full(9, 1e308)] * 2, np.empty(9)) == 0
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 @pytest.mark.parametrize("op", UFUNCS)
 def test_any_number_of_parts(op: str) -> None:
     for dtype, num_parts in product(DTYPES, (2, 3, 7)):
-        every = [numbers(rank, [5000], dtype)[0] for rank in range(num_parts)]
+        every = [list_of_rank(rank, [5000], dtype)[0] for rank in range(num_parts)]
         total, second = np.empty_like(every[0]), np.empty_like(every[0])
         if not native.combines(op, dtype):
             assert op != "sum"
@@ -184,7 +148,7 @@ def test_any_number_of_parts(op: str) -> None:
         assert have_equal_bits([every[-1], every[0]], [wanted, wanted])
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 def test_least_and_greatest_are_nan_where_a_part_is() -> None:
     for dtype, op in product((np.float32, np.float64), ("min", "max")):
         special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0], dtype)
@@ -195,68 +159,32 @@ def test_least_and_greatest_are_nan_where_a_part_is() -> None:
         assert np.isnan(total).sum() == 2 * len(special) - 1
 
 
-@pytest.mark.ranks(1)
-def test_sums_of_halves_have_the_bits_of_numpy() -> None:
-    """Of all numbers, infinities and NaN among them; of a NaN that comes of several, no bits are promised."""
-    for half, num_parts, divisor in product(HALVES, (2, 3, 7), (1, 3, 4)):
-        random = np.random.default_rng(num_parts)
-        every = [random.integers(0, 1 << 16, 100_003).astype(np.uint16).view(half) for _ in range(num_parts)]
-        wanted, total, second = (np.empty_like(every[0]) for _ in range(3))
+@pytest.mark.no_mpi
+def test_native_sum_of_any_halves_has_the_bits_of_numpy() -> None:
+    """Infinities and NaN among them; all float16 with ties, subnormals, and the least sums that become infinite."""
+    random = np.random.default_rng(1)
+    edges = np.array([0x0001, 0x03FF, 0x0400, 0x3C00, 0x4C00, 0x4BFF, 0x7BFF, 0x7C00, 0x7E00], np.uint16)
+    every_float16 = np.arange(1 << 16, dtype=np.uint16)
+    for other in (*random.integers(0, 1 << 16, 10).astype(np.uint16), *edges, *(edges | 0x8000)):
+        check_halves([every_float16.view(np.float16), np.full_like(every_float16, other).view(np.float16)], (1, 3))
+    for half, num_parts in product(HALVES, (2, 3, 7)):
+        parts = [random.integers(0, 1 << 16, 100_003).astype(np.uint16).view(half) for _ in range(num_parts)]
+        check_halves(parts, (1, 3, 4))
+
+
+def check_halves(parts: list[Any], divisors: Sequence[int]) -> None:
+    """Of a NaN that comes of several, no bits are promised."""
+    for divisor in divisors:
         with np.errstate(all="ignore"):
-            HalfAccumulator(half).combine(every, wanted, np.add, divisor)
-        assert native.combine("sum", every, total, divisor, second)
-        is_nan = np.isnan(wanted)
-        assert is_nan.sum() > 100
+            wanted = in_rank_order(np.add, parts, parts[0].dtype, divisor)
+        total, second, is_nan = np.empty_like(wanted), np.empty_like(wanted), np.isnan(wanted)
+        assert native.combine("sum", parts, total, divisor, second)
         for result in total, second:
             assert (np.isnan(result) == is_nan).all()
             assert have_equal_bits([result[~is_nan]], [wanted[~is_nan]])
 
 
-@several
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-@pytest.mark.parametrize("way", WAYS_TO_WRITE[1:])
-@pytest.mark.parametrize("half", HALVES, ids=str)
-def test_halves_are_rounded_once(comm: Intracomm, ranks_with_it: str, half: np.dtype[Any], op: str, way: str) -> None:
-    with Strategy(comm=comm) as strategy:
-        force_way_to_write(strategy, way)
-        for lengths in LENGTHS:
-            every = [[part * SCALES[half] for part in numbers(rank, lengths, FLOAT32)] for rank in range(comm.size)]
-            narrow = [[part.astype(half) for part in parts] for parts in every]
-            divisor = np.float32(comm.size if op == "MEAN" else 1)
-            sums = [
-                in_rank_order(np.add, [part.astype(np.float32) for part in parts], FLOAT32)
-                for parts in zip(*narrow, strict=True)
-            ]
-            wanted = [(total / divisor).astype(half) for total in sums]
-            given = narrow[comm.rank]
-            shared = strategy.symmetric_empty_like(given)
-            for array, part in zip(shared, given, strict=True):
-                array[...] = part
-            for _ in range(3):  # new results lie in shared memory from the second call on
-                assert have_equal_bits(all_reduce(strategy, op, given), wanted)
-            assert have_equal_bits(all_reduce(strategy, op, shared, out=shared), wanted)
-            assert have_equal_bits(all_reduce(strategy, op, given, out=given), wanted)
-            comm.Barrier()  # before the shared arrays go
-
-
-@pytest.mark.ranks(1)
-def test_every_float16_plus_others_has_the_bits_of_numpy() -> None:
-    """Subnormals, ties, and the least sums that become infinite."""
-    random = np.random.default_rng(1).integers(0, 1 << 16, 10).astype(np.uint16).view(np.float16)
-    edges = np.array([0x0001, 0x03FF, 0x0400, 0x3C00, 0x4C00, 0x4BFF, 0x7BFF, 0x7C00, 0x7E00], np.uint16)
-    for other in (*random, *edges.view(np.float16), *(edges | 0x8000).view(np.float16)):
-        every = [EVERY_FLOAT16, np.full_like(EVERY_FLOAT16, other)]
-        for divisor in (1, 3):
-            total = np.empty_like(EVERY_FLOAT16)
-            with np.errstate(all="ignore"):
-                wanted = ((every[0].astype(np.float32) + every[1].astype(np.float32)) / divisor).astype(np.float16)
-            assert native.combine("sum", every, total, divisor, None)
-            is_nan = np.isnan(wanted)
-            assert (np.isnan(total) == is_nan).all()
-            assert have_equal_bits([total[~is_nan]], [wanted[~is_nan]])
-
-
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 def test_sums_of_compressed_float16_that_overflow_are_counted() -> None:
     """Compiled code counts none, so NumPy adds these."""
     given, out = np.array([6e4, 1, 6e4, np.inf], np.float16), np.empty(4, np.float16)
@@ -266,7 +194,7 @@ def test_sums_of_compressed_float16_that_overflow_are_counted() -> None:
     assert (out == [np.inf, 2, np.inf, np.inf]).all()
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.no_mpi
 def test_sums_that_are_refused() -> None:
     """NumPy adds what overlaps in part, what is not alike, and what cannot be written."""
     whole = np.arange(100.0)

@@ -85,22 +85,6 @@ def test_shards_of_a_chunk_are_fair_and_begin_at_whole_lines(count: int, lanes: 
         assert max(sizes) - min(sizes) <= 1
 
 
-def check_scattered(schedule: Schedule, bounds: Sequence[int], chunk_count: int) -> None:
-    lanes = len(bounds) - 1
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    check_shards(schedule, lanes, lengths)
-    assert (schedule.count, schedule.lengths) == (sum(lengths), tuple(lengths))
-    assert schedule.count == bounds[-1]
-    assert not schedule.is_fine
-    seen: list[list[int]] = [[] for _ in range(lanes)]
-    for chunk in schedule.chunks:
-        assert 0 < chunk.count <= max(chunk_count, lanes)
-        for lane, moves in enumerate(chunk.shards):
-            assert {move.first for move in moves} <= {lane}
-            seen[lane] += [element for move in moves for _, element, _ in places(move, lengths)]
-    assert seen == [list(range(length)) for length in lengths]
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=6), chunk_of)
 @example([0, 0, 0], 4)
@@ -108,7 +92,18 @@ def check_scattered(schedule: Schedule, bounds: Sequence[int], chunk_count: int)
 def test_given_shards_stay_what_they_are(sizes: list[int], chunk_count: int) -> None:
     """Every chunk holds a slice of each that has some left."""
     bounds = [0, *accumulate(sizes)]
-    check_scattered(scatter_schedule(bounds, chunk_count), bounds, chunk_count)
+    schedule, lanes = scatter_schedule(bounds, chunk_count), len(sizes)
+    check_shards(schedule, lanes, sizes)
+    assert (schedule.count, schedule.lengths) == (sum(sizes), tuple(sizes))
+    assert schedule.count == bounds[-1]
+    assert not schedule.is_fine
+    seen: list[list[int]] = [[] for _ in range(lanes)]
+    for chunk in schedule.chunks:
+        assert 0 < chunk.count <= max(chunk_count, lanes)
+        for lane, moves in enumerate(chunk.shards):
+            assert {move.first for move in moves} <= {lane}
+            seen[lane] += [element for move in moves for _, element, _ in places(move, sizes)]
+    assert seen == [list(range(length)) for length in sizes]
 
 
 @settings(deadline=None, derandomize=True)

@@ -13,6 +13,7 @@ from jobs.failing import Job
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
 from support.ranks import Intracomm
+from support.replicas import inside
 from support.trace_events import Event, process_of, read_events
 from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
 
@@ -39,6 +40,15 @@ def calls_of(pieces: list[Event]) -> list[list[Any]]:
     texts = {int(number): text for piece in pieces for number, text in piece.get("texts", {}).items()}
     rows = {row[0]: row for piece in pieces for row in piece.get("calls", ())}
     return [[row[0], row[1], texts[row[2]][0], *row[3:]] for row in rows.values()]
+
+
+def require_refused(
+    comm: Intracomm, strategy: MultiWorkerMirroredStrategy, folder: Any, kind: type[Exception], text: str
+) -> None:
+    """Require that all ranks refuse a trace. Collective."""
+    with raises_everywhere(comm, kind, text), strategy.trace(folder):
+        raise AssertionError("nothing may be done untraced")
+    assert strategy.reduce("SUM", 1.0) == comm.size
 
 
 def merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[Event], str]:
@@ -81,7 +91,7 @@ def test_merged_file_shows_all_ranks(
     comm: Intracomm, placement: tuple[int, ...], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.trace(folder):
-        started = strategy.run(start_two)
+        started = [inside(strategy, "start_all_reduce", "SUM", np.ones(count)) for count in (100_000, 5)]
         strategy.reduce("SUM", np.ones(300_000))
         assert started[1].wait().tolist() == [comm.size] * 5
     comm.Barrier()
@@ -100,13 +110,6 @@ def test_merged_file_shows_all_ranks(
             assert {"adding", "staging"} <= {event["name"] for event in own}
             assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in own)
         assert any(event["name"] == "exchange" for event in events) == (comm.size > 1)
-
-
-def start_two() -> list[Any]:
-    import mpidist
-
-    context = mpidist.get_replica_context()
-    return [context.start_all_reduce("SUM", np.ones(count)) for count in (100_000, 5)]
 
 
 @pytest.mark.core
@@ -141,10 +144,8 @@ def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(
     (folder / "file").write_text("")
     own = folder / "file"
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        needed = r"no trace can be .*file: rank 0 \(.*\): Not a directory; give a folder that all ranks can write to"
-        with raises_everywhere(comm, UnavailableError, needed), strategy.trace(own):
-            raise AssertionError("nothing may be done untraced")
-        assert strategy.reduce("SUM", 1.0) == comm.size
+        text = r"no trace can be .*file: rank 0 \(.*\): Not a directory; give a folder that all ranks can write to"
+        require_refused(comm, strategy, own, UnavailableError, text)
     monkeypatch.setenv("MPIDIST_TRACE", str(own))
     with raises_everywhere(comm, UnavailableError, "no trace can be written to"):
         MultiWorkerMirroredStrategy(comm=comm)
@@ -161,10 +162,7 @@ def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(
     if comm.rank == 1:
         monkeypatch.setattr("mpidist.transport.trace.trace.os.open", refuse)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        needed = r": rank 1 \(.*\): Permission denied"
-        with raises_everywhere(comm, UnavailableError, needed), strategy.trace(folder / "alone"):
-            raise AssertionError("nothing may be done untraced")
-        assert strategy.reduce("SUM", 1.0) == comm.size
+        require_refused(comm, strategy, folder / "alone", UnavailableError, r": rank 1 \(.*\): Permission denied")
     assert pieces_in(folder / "alone") == {}
 
 
@@ -200,15 +198,10 @@ def test_file_system_that_does_not_answer_ends_with_the_deadline(
 @pytest.mark.ranks(2)
 def test_wrong_arguments_are_refused_together(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        wrong: Any = 3
-        with raises_everywhere(comm, TypeError, "PathLike"), strategy.trace(wrong):
-            raise AssertionError("nothing may be done untraced")
-        again = raises_everywhere(comm, RuntimeError, "traced already, to ")
-        with strategy.trace(folder), again, strategy.trace(folder):
-            raise AssertionError("a second trace would take the calls of the first")
-        if comm.size > 1:
-            with raises_everywhere(comm, InvalidArgumentError, "folder"), strategy.trace(folder / str(comm.rank % 2)):
-                raise AssertionError("two folders")
+        require_refused(comm, strategy, 3, TypeError, "PathLike")
+        with strategy.trace(folder):
+            require_refused(comm, strategy, folder, RuntimeError, "traced already, to ")
+        require_refused(comm, strategy, folder / str(comm.rank % 2), InvalidArgumentError, "folder")
         with raises_everywhere(comm, RuntimeError, "requires being in cross-replica context"):
             strategy.run(lambda: strategy.trace(folder))
         assert strategy.reduce("SUM", 1.0) == comm.size
@@ -225,8 +218,7 @@ def test_two_strategies_are_traced_at_once(
             strategy.reduce("SUM", 1.0)
             part.reduce("SUM", [1.0, 2.0])
         comm.Barrier()
-        with raises_everywhere(comm, RuntimeError, "traced already"), strategy.trace(folder):
-            raise AssertionError("a second trace would take the calls of the first")
+        require_refused(comm, strategy, folder, RuntimeError, "traced already")
     half.Free()
     comm.Barrier()
     if comm.rank == 0:

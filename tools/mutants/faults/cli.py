@@ -24,8 +24,8 @@ FAULTS = [
     ),
     Fault(
         "batch_job.py",
-        "    if there:\n",
-        "    if False:\n",
+        "if there := [name for name in names if (folder / name).exists()]:",
+        "if there := []:",
         "--write-scripts overwrites files",
     ),
     Fault(
@@ -54,14 +54,14 @@ FAULTS = [
     ),
     Fault(
         "doctor.py",
-        "status = int(any(one.mark is Mark.FAIL for one in found))",
+        "status = int(any(one.mark == FAIL for one in found))",
         "status = 0",
         "doctor of a broken machine is a success",
     ),
     Fault(
-        "doctor_page.py",
-        "        else:\n            same.nodes.append(node)",
-        "        else:\n            pass",
+        "doctor.py",
+        "        for nodes in alike.values():",
+        "        for nodes in [ranks[:1] for ranks in alike.values()]:",
         "nodes that are alike are left out",
     ),
     Fault(
@@ -72,20 +72,20 @@ FAULTS = [
     ),
     Fault(
         "findings.py",
-        "if len(ranks) > num_cores:",
+        "if num_ranks > num_cores:",
         "if False:",
         "more ranks than cores are not told",
     ),
     Fault(
         "findings.py",
-        "if len(ranks) == 1 or facts.shared_bytes >= _LEAST_SHARED_BYTES:",
-        "if True:",
+        "if num_ranks > 1 and facts[0].shared_bytes < _LEAST_SHARED_BYTES:",
+        "if False:",
         "a small /dev/shm is not told",
     ),
     Fault(
         "findings.py",
-        "return found or [Finding(Mark.OK",
-        "return [Finding(Mark.OK",
+        "return found or [Finding(OK",
+        "return [Finding(OK",
         "--expect finds nothing",
     ),
     Fault(
@@ -96,24 +96,24 @@ FAULTS = [
     ),
     Fault(
         "flight/command.py",
-        'ranks.setdefault(re.sub(r" on rank \\d+", "", file.reason), []).append(rank)',
-        "ranks.setdefault(file.reason, []).append(rank)",
+        're.sub(r" on rank \\d+", "", file.reason) for rank',
+        "file.reason for rank",
         "one reason is told once a rank",
     ),
     Fault(
-        "flight/job.py",
+        "job_files.py",
         "return max(times, key=lambda job: (times[job], job.name))",
         "return min(times, key=lambda job: (times[job], job.name))",
         "flight shows the oldest job",
     ),
     Fault(
-        "flight/job.py",
-        "    if version != FILE_VERSION:\n",
+        "job_files.py",
+        '    if content["version"] != version:\n',
         "    if False:\n",
         "files of another version are misread",
     ),
     Fault(
-        "flight/job.py",
+        "job_files.py",
         "return [rank for rank in range(self.size) if rank not in self.ranks]",
         "return []",
         "ranks without a file are not named",
@@ -144,14 +144,14 @@ FAULTS = [
     ),
     Fault(
         "rank_facts.py",
-        "return max(map(int, found), default=0)",
-        "return min(map(int, found), default=0)",
+        "max((int(text) for text in threads.values()",
+        "min((int(text) for text in threads.values()",
         "the number of threads is the smallest variable's",
     ),
     Fault(
         "tune.py",
-        "if group.settings.pretend_nodes is not None:\n        return None, (",
-        "if False:\n        return None, (",
+        "    if group.settings.pretend_nodes is not None:\n        why =",
+        "    if False:\n        why =",
         "what pretended nodes measure is kept",
     ),
     Fault(
@@ -168,18 +168,18 @@ FAULTS = [
     ),
     Fault(
         "trace/command.py",
-        "if sums[late] >= _OFTEN * total:",
-        "if True:",
+        "if sums[late] >= _OFTEN * total else",
+        "if True else",
         "a rank is blamed though none stands out",
     ),
     Fault(
-        "trace/events.py",
+        "trace/command.py",
         "base = min(trace.begun for strategy",
         "base = max(trace.begun for strategy",
         "times of a trace are negative",
     ),
     Fault(
-        "trace/events.py",
+        "trace/command.py",
         "rows[row] = thread, call.ended",
         "pass",
         "started calls lie over each other",

@@ -5,13 +5,13 @@ from fault import Fault
 TESTS = ["tests/cluster_resolver", "tests/strategies/test_refused_strategies.py"]
 FAULTS = [
     Fault(
-        "addresses.py",
+        "cluster_spec.py",
         "        seen[host] += 1",
         "        pass",
         "tasks of one host share a port",
     ),
     Fault(
-        "addresses.py",
+        "cluster_spec.py",
         'return f"{rpc_layer}://{address}" if address and rpc_layer else address',
         "return address",
         "the rpc layer is missing",
@@ -42,8 +42,8 @@ FAULTS = [
     ),
     Fault(
         "gpus.py",
-        "return list(takewhile(_is_gpu_name, names))",
-        "return [name for name in names if _is_gpu_name(name)]",
+        "return list(takewhile(lambda name:",
+        "return list(filter(lambda name:",
         "GPUs after an invalid name are counted",
     ),
     Fault(
@@ -107,14 +107,14 @@ FAULTS = [
         "a layout that was guessed wrongly is accepted",
     ),
     Fault(
-        "roles.py",
-        'return _num_tasks(cluster_spec, "chief") + task_id',
+        "resolver.py",
+        'return task_id + (spec.num_tasks("chief") if task_type == "worker" and "chief" in spec.jobs else 0)',
         "return task_id",
         "worker 0 has the chief's number",
     ),
     Fault(
-        "roles.py",
-        "if task_id is not None and task_id > largest:",
+        "resolver.py",
+        "if task_id not in ids:",
         "if False:",
         "a task id above the largest is accepted",
     ),
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "slurm.py",
-        'environ["CUDA_VISIBLE_DEVICES"] = ",".join(step.gpus)',
+        'environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)',
         "pass",
         "auto_set_gpu is of no effect",
     ),
@@ -143,19 +143,19 @@ FAULTS = [
         "jobs get their ranks in the order given",
     ),
     Fault(
-        "slurm_layout.py",
-        "            taken = min(num_left, num_together)",
-        "            taken = min(num_left, 1)",
+        "slurm.py",
+        "turns = [(task // num_together, node)",
+        "turns = [(task, node)",
         "block is taken for cyclic",
     ),
     Fault(
-        "slurm_layout.py",
+        "slurm.py",
         "        if environ.get(name, value) != value:",
         "        if False:",
         "variables that contradict the layout are accepted",
     ),
     Fault(
-        "slurm_layout.py",
+        "slurm.py",
         "return fitting[0], any(layout != fitting[0] for layout in fitting)",
         "return fitting[0], False",
         "an assumed layout counts as known",

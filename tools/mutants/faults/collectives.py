@@ -18,14 +18,14 @@ FAULTS = [
     ),
     Fault(
         "plans/small_lists.py",
-        "starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)",
+        "starts.append(-(-end // alignment) * alignment)",
         "starts.append(0)",
         "small lists of two dtypes overwrite each other",
     ),
     Fault(
         "plans/small_lists.py",
-        "fused.divide_by if keeps else 1, total)",
-        "1, total)",
+        "total, fused.divide_by if keeps else 1)",
+        "total, 1)",
         "means of small arrays are sums",
     ),
     Fault(
@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "plans/repeated_reductions.py",
-        "return bool(native.have_forms(arrays, self._forms, False))",
+        "return bool(native.have_forms(arrays, self._forms, False, False))",
         "return True",
         "a list of other shapes is taken for the one before",
     ),
@@ -150,8 +150,8 @@ FAULTS = [
     ),
     Fault(
         "reductions.py",
-        "call.error = name_call(problem, call.name)\n\n    def _add_replicas",
-        "raise\n\n    def _add_replicas",
+        "call.error = name_call(problem, call.name)\n\n    def _describe",
+        "raise\n\n    def _describe",
         "a mistake on one rank leaves the others waiting",
     ),
     Fault(

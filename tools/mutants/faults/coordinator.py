@@ -66,8 +66,8 @@ FAULTS = [
     ),
     Fault(
         "cluster_coordinator.py",
-        "            crew.error = None\n",
-        "",
+        "error, self._error = self._error, None",
+        "error = self._error",
         "join raises the same error again and again",
     ),
     Fault(
@@ -97,7 +97,7 @@ FAULTS = [
     Fault(
         "crew.py",
         '            self._fail(error, "another function had failed")',
-        "            self.error = self.error or error",
+        "            self._on_error(error)",
         "functions are called after one has failed",
     ),
     Fault(
@@ -132,8 +132,8 @@ FAULTS = [
     ),
     Fault(
         "worker.py",
-        "return kind, number, oldest, data[_HEADER.size :]",
-        "return kind, number, 0, data[_HEADER.size :]",
+        "return number, oldest, content if",
+        "return number, 0, content if",
         "servers never forget old calls",
     ),
     Fault(

@@ -79,14 +79,20 @@ FAULTS = [
     ),
     Fault(
         "strategy_parts.py",
-        "if entry is not None and entry.strategy is not self._strategy:",
+        "if entry is not None and entry.strategy is not self.strategy:",
         "if False:",
         "calls in the scope of another strategy are accepted",
     ),
     Fault(
         "strategy_parts.py",
-        "            error = error or problem\n",
-        "            pass\n",
+        "            error = error or problem\n        try:\n",
+        "            pass\n        try:\n",
         "an error of one rank in making a strategy leaves the others waiting",
+    ),
+    Fault(
+        "strategy_extended.py",
+        "num_copies = 1 if is_one else parts.replicas.num_here",
+        "num_copies = 1",
+        "update changes the first ON_READ copy of a rank alone",
     ),
 ]

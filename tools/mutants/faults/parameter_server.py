@@ -113,10 +113,16 @@ FAULTS = [
         "a rule that raises leaves half a change",
     ),
     Fault(
-        "server.py",
-        "if sequence != connection.sequence + 1:",
-        "if False:",
-        "a request that was lost is not noticed",
+        "messages/ends.py",
+        "        if self._errors:",
+        "        if False:",
+        "the error of a change is lost",
+    ),
+    Fault(
+        "messages/ends.py",
+        "self.finish(most=WINDOW - 2)",
+        "self.finish(most=2 * WINDOW)",
+        "requests of a worker overwrite those under way",
     ),
     Fault(
         "server.py",
@@ -132,9 +138,9 @@ FAULTS = [
     ),
     Fault(
         "client.py",
-        "            self._channels[server].finish()  # errors come before anything is sent",
-        "            pass",
-        "an error of a change comes after the next one was sent",
+        "        for server in servers:\n            self._channels[server].make_room()",
+        "        for server in [*servers][:1]:\n            self._channels[server].make_room()",
+        "a change of two servers' variables is half made where one of them has told of an error",
     ),
     Fault(
         "client.py",

@@ -18,13 +18,13 @@ FAULTS = [
     ),
     Fault(
         "central_storage.py",
-        'OncePerNode(group, options.timeout_seconds, "/rank:0/cpu:0")',
-        "OncePerNode(group, options.timeout_seconds)",
+        'OncePerNode(group, options, "/rank:0/cpu:0")',
+        "OncePerNode(group, options)",
         "the device of the variables is not named",
     ),
     Fault(
         "mirrored.py",
-        "communication_options, OncePerNode.maker(group) if per_node_variables else None",
+        "communication_options, partial(OncePerNode, group) if per_node_variables else None",
         "communication_options, None",
         "per_node_variables of MirroredStrategy is of no effect",
     ),
@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "multi_worker_mirrored.py",
-        "placement = OncePerNode.maker(group) if per_node_variables else None",
+        "placement = partial(OncePerNode, group) if per_node_variables else None",
         "placement = None",
         "per_node_variables of MultiWorkerMirroredStrategy is of no effect",
     ),
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         "multi_worker_mirrored.py",
-        "super().__init__(parts, tasks.resolver)",
+        "super().__init__(parts, resolver)",
         "super().__init__(parts)",
         "the strategy has no resolver",
     ),

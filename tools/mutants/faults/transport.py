@@ -108,8 +108,8 @@ FAULTS = [
     ),
     Fault(
         "agreement/mpi_agreement.py",
-        "posted, bit = posted ^ (self.run << 1), self.notice.bit",
-        "posted, bit = posted, self.notice.bit",
+        "words, bit = words ^ (self._run_of(record) << 1), self.notice.bit",
+        "words, bit = words, self.notice.bit",
         "calls of different runs are taken for one",
     ),
     Fault(

@@ -42,8 +42,8 @@ FAULTS = [
     ),
     Fault(
         "mirrored.py",
-        'self._write(ops.broadcast(first, "all", call=call, error=error), ufunc)',
-        "self._write(first, ufunc)",
+        'value = ops.broadcast(given[0], "all", call=call, error=error)',
+        "value = given[0]",
         "ONLY_FIRST_REPLICA assigns each replica's own value",
     ),
     Fault(
@@ -77,25 +77,25 @@ FAULTS = [
         "assign_sub adds",
     ),
     Fault(
-        "assigning.py",
+        "variable.py",
         "return self if read_value else None",
         "return self",
         "read_value=False is ignored",
     ),
     Fault(
-        "assigning.py",
+        "variable.py",
         "if array.shape != own.shape and array.shape != ():",
         "if array.size != own.size and array.size != 1:",
         "arrays of other shapes are accepted",
     ),
     Fault(
-        "assigning.py",
-        "if isinstance(value, PerReplica) and self._current_entry_in_run() is None:",
+        "variable.py",
+        "if self._replicas is not None and isinstance(value, PerReplica) and not self._is_in_run():",
         "if False:",
         "a PerReplica is assigned in cross-replica context",
     ),
     Fault(
-        "assigning.py",
+        "variable.py",
         "if entry is not None and entry.strategy is not self._strategy:",
         "if False:",
         "a variable of another strategy can be assigned",
@@ -189,11 +189,5 @@ FAULTS = [
         "self._trainable = self._is_trainable_by_default if trainable is None else trainable",
         "self._trainable = True if trainable is None else trainable",
         "metrics are trainable",
-    ),
-    Fault(
-        "updating.py",
-        "num_copies = 1 if is_one else parts.replicas.num_here",
-        "num_copies = 1",
-        "update changes the first ON_READ copy of a rank alone",
     ),
 ]

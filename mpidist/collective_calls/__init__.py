@@ -1,1 +1,0 @@
-"""The collective calls of a strategy."""

@@ -1,0 +1,63 @@
+"""Reductions of some numbers over several nodes: the comparison of the call carries them, and every rank adds all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.collectives.arguments.operands import Spec
+from mpidist.collectives.plans.call import Execution, ReductionCall
+from mpidist.collectives.plans.fused_results import FusedResults
+from mpidist.collectives.plans.plan import FusedList
+from mpidist.collectives.plans.small_lists import SmallLists
+from mpidist.transport.agreement.comparison_rounds import CARRIED_BYTES, CarriedNumbers, CarryingRounds
+from mpidist.transport.communicator import Traffic
+from mpidist.transport.group.started_calls import Pending, Steps
+from mpidist.transport.host_memory.result_memory import ResultMemory
+
+__all__ = ["CarriedExecution"]
+
+_ALIGNMENT: Final = 16  # bytes, for numbers of all dtypes
+_MOST_ARRAYS_AHEAD: Final = 4  # of a call that joins ahead: each is compared with the outs of all calls under way
+
+
+@final
+class CarriedExecution(Execution):
+    """Reduces lists of a few numbers, which the rounds of comparison carry to all ranks."""
+
+    def __init__(
+        self,
+        rounds: CarryingRounds,
+        lists: Sequence[FusedList],
+        specs: Sequence[Spec],
+        results: Sequence[np.dtype[Any]],
+        memory: ResultMemory,
+        traffic: Traffic,
+    ) -> None:
+        self._nbytes, self._traffic = sum(fused.nbytes for fused in lists) * (rounds.received.shape[1] - 1), traffic
+        self.can_join_ahead = len(specs) <= _MOST_ARRAYS_AHEAD
+        self._forms = [(spec.shape, dtype) for spec, dtype in zip(specs, results, strict=True)]
+        made = [FusedResults(fused, specs, memory, None) for fused in lists]
+        starts = SmallLists.starts_of(lists, _ALIGNMENT)[0]
+        carried = [CarriedNumbers(rounds, its.count, its.wire, at) for its, at in zip(lists, starts, strict=True)]
+        self._small = SmallLists(lists, made, carried)
+
+    @staticmethod
+    def can_carry(lists: Sequence[FusedList]) -> bool:
+        """Whether a round of comparison carries these lists."""
+        return SmallLists.starts_of(lists, _ALIGNMENT)[1] <= CARRIED_BYTES
+
+    def begin(self, call: ReductionCall) -> None:
+        call.state = self._small.stage(call.operands.arrays)
+
+    def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
+        self._traffic.add("compare", self._nbytes)
+        results: list[Any] = [None if np.prod(shape) else np.empty(shape, dtype) for shape, dtype in self._forms]
+        self._small.add(call.state, results, are_new=True)
+        return results
+
+    def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
+        yield from ()
+        return self.finish(call, has_same_places)
