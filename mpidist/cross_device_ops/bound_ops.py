@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Final, final
+
+import numpy as np
 
 from mpidist.collectives.arguments.destinations import ranks_of, rebuild_results
 from mpidist.collectives.arguments.signature import name_call, require_usable
@@ -22,6 +25,8 @@ from mpidist.transport.text import name_ranks
 from mpidist.values import Contributions
 
 __all__ = ["BoundOps"]
+
+_MAX_COPIED_BYTES: Final = 1 << 16  # of an array in another layout: a copy takes less time than to check its call again
 
 
 def _is_of_slices(pair: Any) -> bool:
@@ -120,10 +125,17 @@ class BoundOps:
         if type(value) is Contributions or not self.replicas.are_bare:
             first, others, into = of_first_replica(value, out, self.replicas.num_here)
         repeated = key_of_repeated(call, reduce_op, first, options, into, error)
+        late_out = None
+        if repeated is None and not others and self._may_copy(first, into):
+            with suppress(MemoryError):  # the other ranks make the call
+                repeated = key_of_repeated(call, reduce_op, np.array(first, order="C"), options, None, error)
+                late_out = into
         result = None
         if repeated is not None:
             result = reductions.repeated.run(self.timeout_of(options), *repeated, others)
         if result is not None:
+            if late_out is not None:
+                late_out[...] = result
             if out is not None:
                 return out
             return rebuild_results(value, result, {}) if type(result) is list else result
@@ -134,6 +146,15 @@ class BoundOps:
         if repeated is not None:
             reductions.repeated.add(repeated[0], reduction_call)
         return out if out is not None else rebuild_results(value, results, mirrored)
+
+    def _may_copy(self, value: Any, out: Any) -> bool:
+        """Whether an array is small and may be copied, in C's layout, and the result copied to `out`. Local."""
+        if type(value) is not np.ndarray or value.nbytes > _MAX_COPIED_BYTES:
+            return False
+        if out is None:
+            return True
+        is_like = type(out) is np.ndarray and (out.shape, out.dtype) == (value.shape, value.dtype)
+        return is_like and out.flags.forc and out.flags.writeable and self.group.shared.is_private(out)
 
     def _all_reduce_slices(
         self, reduce_op: Any, value: Any, options: Any, out: Any, call: str, error: Exception | None

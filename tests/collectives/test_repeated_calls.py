@@ -79,6 +79,7 @@ def test_repeated_calls_of_ranks_whose_arrays_lie_differently_meet(
 ) -> None:
     """Only some of these calls are repeated ones. Also those of another byte order; into new arrays, and in place."""
     symmetric = [strategy.symmetric_empty(shape, np.float64) for _ in range(3)]
+    places = np.arange(np.prod(shape), dtype=float).reshape(shape)
     kinds: list[Callable[[int], Any]] = [
         lambda at: np.empty(shape),
         lambda at: np.empty(shape),  # most often, as only equal calls are repeated
@@ -93,9 +94,9 @@ def test_repeated_calls_of_ranks_whose_arrays_lie_differently_meet(
         values = [kind(at) for at in range(3 if is_list else 1)]
         comm.Barrier()  # others may have written the twin of a symmetric array
         for at, value in enumerate(values):
-            value[...] = comm.rank + 1.0 + step + at
-        wanted = [total(comm) + (step + at) * comm.size for at in range(len(values))]
-        for out in (None, values):
+            value[...] = comm.rank + 1.0 + step + at + places
+        wanted = [total(comm) + (step + at + places) * comm.size for at in range(len(values))]
+        for out in (None, [np.empty(shape, order="F") for _ in values], values):
             given, into = (values, out) if is_list else (values[0], out and out[0])
             results = all_reduce(strategy, "SUM", given, out=into)
             for result, want in zip(results if is_list else [results], wanted, strict=True):
