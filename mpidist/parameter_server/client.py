@@ -158,9 +158,15 @@ class LocalChannel:
         elif op in (Op.READ, Op.READ_ROWS, Op.CHANGE):
             found = [store.variables[key] for key in self._lists.get(variables, [variables])]
             if op == Op.CHANGE:
+                errors: list[Exception] = []
                 for stored, value in zip(found, data, strict=True):
-                    store.begin(stored, change)
-                    store.change(stored, change, 0, value.reshape(-1).copy(), numbers)
+                    try:
+                        store.begin(stored, change)
+                        store.change(stored, change, 0, value.reshape(-1).copy(), numbers)
+                    except Exception as problem:  # of a rule: the other variables are changed
+                        errors.append(problem)
+                if errors:
+                    raise errors[0]
             else:
                 self._read.values = [stored.value[data[0]] if data else stored.value for stored in found]
 
@@ -247,7 +253,7 @@ class ParameterClient:
             channel.start(location.read_call, Op.READ, location.key)
             channel.finish(self._grace, arrays)
             return arrays
-        parts = _by_server(locations)
+        parts = dict(sorted(_by_server(locations).items()))  # in one order on all workers: else they may deadlock
         lists = self._lists_of(locations, parts)
         self._make_room(parts)
         for server, places in parts.items():

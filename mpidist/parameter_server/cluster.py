@@ -170,7 +170,7 @@ class Role(Peers):
         group.end = self.close
         if fields["timeout_seconds"] is not None:
             group.timeout_seconds = fields["timeout_seconds"]
-        names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
+        names = [f"parameter server {server} (rank {at})" for server, at in enumerate(servers)]
         lanes = lanes_to(group, workers, servers)
         if rank in self.roles.servers:
             membership = Membership(group, workers, self.staleness)
@@ -234,8 +234,8 @@ class Role(Peers):
         if group.watchdog.broken is not None:  # `serve` has raised it
             group.abandon()
             return
-        if group.is_own(error):
-            group.watchdog.tell_leaving(text_of(error))
+        if group.is_own(error) or server.was_broken_off:
+            group.watchdog.tell_leaving(text_of(error) if group.is_own(error) else "its serve() was broken off")
             group.abandon()
             return
         try:

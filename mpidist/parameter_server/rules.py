@@ -176,7 +176,7 @@ class Registered(Rule):
 
     def apply(self, value: Array, gradient: Array, memory: Memory, slots: tuple[Array, ...], *numbers: float) -> None:
         changed = value.copy()  # if the function raises, the variable is as it was
-        returned: Any = _registered[self.name](changed, gradient, memory, *numbers)
+        returned: Any = _registered[self.name](changed, gradient.copy(), memory, *numbers)  # it may keep it
         if returned is not None and returned is not changed:
             raise TypeError(
                 f"rule {self.name!r} returned {value_text(returned)}; it must change `value` in place and return None: "

@@ -60,7 +60,7 @@ class ParameterServer:
         self, group: ServiceGroup, membership: Membership, name: str, lanes: Mapping[int, Lane] | None = None
     ) -> None:
         self.store = Store()
-        self.num_requests = 0
+        self.num_requests, self.was_broken_off = 0, False
         self._group, self.workers, self._name = group, membership, name
         self._connections = [
             Connection(group.comm, rank, worker, (lanes or {}).get(rank))
@@ -93,6 +93,8 @@ class ParameterServer:
         """Answer requests until all workers have ended their parts. Naps while there are none."""
         if self.has_ended:
             return
+        if self.was_broken_off:
+            raise RuntimeError(f"{SERVE_CALL} of {self._name} was broken off by an exception: its variables are gone")
         self._group.enter(SERVE_CALL)
         if self._group.watchdog.broken is not None:
             raise repeat_of(self._group.watchdog.broken)
@@ -110,6 +112,7 @@ class ParameterServer:
             recorder.end()
         finally:
             recorder.fail()
+            self.was_broken_off = not self.has_ended
             for connection in self._connections:
                 connection.close()
             self.store.variables.clear()

@@ -49,8 +49,8 @@ class VariableList:
 def send_variables(connection: Connection, wanted: VariableList) -> Steps:
     """Send the values of variables, each a snapshot.
 
-    What fits into a message is copied in one step, and no change of it is half made between steps. A larger one, and
-    one that the worker reads where it lies, keeps a turn until the worker has all of it.
+    What is copied into a message is copied in one step, and no change of it is half made between steps. Another one,
+    which is larger, or which MPI or the worker reads where it lies, keeps a turn until the worker has all of it.
     """
     lane, held = connection.lane, deque[Turn]()
 
@@ -66,7 +66,8 @@ def send_variables(connection: Connection, wanted: VariableList) -> Steps:
             item, start, stop = pieces[0]
             stored, size = wanted.variables[item], wanted.sizes[item]
             is_in_place = wanted.is_near and is_read_in_place(size, stored.place)
-            is_in_turn = is_in_place or stop - start < size
+            is_sent_from_there = lane is None and len(pieces) == 1
+            is_in_turn = is_in_place or is_sent_from_there or stop - start < size
             if is_in_turn and start == 0:
                 held.append(stored.enter(writes=False))
                 while not stored.may_go(held[-1]):
@@ -200,7 +201,7 @@ class Changing:
 
 
 def change_rows(store: Store, header: Header, data: Array) -> Steps:
-    """Change some rows of variables, `header.rows` many, each variable in one step.
+    """Change some rows of variables, `header.rows` many, each variable in one step. Raises the first error at the end.
 
     `data` has their keys, then how many rows of each, then the indices and the values of each.
     """
@@ -214,6 +215,7 @@ def change_rows(store: Store, header: Header, data: Array) -> Steps:
         nbytes = math.prod(shape) * stored.value.itemsize
         changes.append((stored, indices, data[at : at + nbytes].view(stored.value.dtype).reshape(shape)))
         at += nbytes
+    error = None
     for stored, indices, values in changes:
         turn = stored.enter(writes=True)
         try:
@@ -221,8 +223,12 @@ def change_rows(store: Store, header: Header, data: Array) -> Steps:
                 yield False
             store.begin(stored, header.change)
             store.change_rows(stored, header.change, indices, values, header.numbers)
+        except Exception as problem:  # of a rule: the other variables are changed
+            error = error or problem
         finally:  # also if the worker is lost meanwhile
             stored.leave(turn)
+    if error is not None:
+        raise error
 
 
 def make_once(store: Store, connection: Connection, change: Steps) -> Steps:

@@ -12,7 +12,7 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.options import ReduceOp
-from mpidist.parameter_server.client import Location, ParameterClient, RowsChange
+from mpidist.parameter_server.client import Location, ParameterClient, Push, RowsChange
 from mpidist.parameter_server.messages.protocol import SCATTERS, Change
 from mpidist.values import Contributions, DistributedValues, IndexedSlices, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
@@ -103,11 +103,9 @@ class ServerVariable(DistributedValues, Assignable):
         return [RowsChange(self.location, indices, np.ascontiguousarray(values))] if indices.size else []
 
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
-        how = _ASSIGN[ufunc]
         self.require_current(call)
-        if how == Change.SUB and self.dtype.kind == "b":
-            raise TypeError(f"{self._what} is of dtype bool, of which nothing can be subtracted")
-        replica = self._sharing_replica()
+        how = _change_of(self, ufunc)
+        replica = self.sharing_replica()
         if replica is None:
             self.servers.change(self.location, self.cast(value), how)
         else:
@@ -117,14 +115,14 @@ class ServerVariable(DistributedValues, Assignable):
 
     def _scatter(self, call: str, delta: Any) -> None:
         self.require_current(call)
-        replica, how = self._sharing_replica(), SCATTERS[call]
+        replica, how = self.sharing_replica(), SCATTERS[call]
         if replica is None:
             self.servers.change_rows(self.row_changes(delta), how)
         else:
             make = partial(self._rows_contribution, call, delta)
             change_together(replica, f"{call} of {self._what}", make, partial(self._aggregate_rows, how))
 
-    def _sharing_replica(self) -> context_stack.CurrentReplica | None:
+    def sharing_replica(self) -> context_stack.CurrentReplica | None:
         """Return the current replica in `run`, if this worker has several."""
         entry = context_stack.innermost()
         if entry is None or entry.replica_context is None or self._strategy.num_replicas_in_sync == 1:
@@ -265,15 +263,28 @@ class ShardedVariable(Assignable):
         ]
 
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
-        for variable, part in zip(self._variables, self.split(value), strict=True):
+        first = self._variables[0]
+        first.require_current(call)
+        if first.sharing_replica() is None:  # all at once: none is changed if a server has an earlier error to tell
+            locations = [variable.location for variable in self._variables]
+            first.servers.push(Push(locations, self.split(value), (), _change_of(self, ufunc), call))
+            return self if read_value else None
+        parts = [value] * len(self._variables) if is_python_number(value) else self.split(value)
+        for variable, part in zip(self._variables, parts, strict=True):
             variable._assign(call, part, ufunc, False)
         return self if read_value else None
 
     def _scatter(self, call: str, delta: Any) -> None:
+        first = self._variables[0]
+        first.require_current(call)
+        if first.sharing_replica() is None:
+            first.servers.change_rows(self.row_changes(delta), SCATTERS[call])
+            return
         indices, values = checked_rows(delta, self._like, self._what)
-        for shard, places in self._by_shard(indices):
-            rows = IndexedSlices(values[places], indices[places] - self._bounds[shard])
-            getattr(self._variables[shard], call)(rows)
+        places = dict(self._by_shard(indices))
+        for shard, variable in enumerate(self._variables):  # also without rows, which another replica may have
+            at = places.get(shard, np.empty(0, np.intp))
+            variable._scatter(call, IndexedSlices(values[at], indices[at] - self._bounds[shard]))
 
     def _by_shard(self, indices: Array) -> Iterator[tuple[int, Array]]:
         """Yield each shard that has some of the rows, and the places of these rows in `indices`."""
@@ -297,6 +308,13 @@ class ShardedVariable(Assignable):
     def __repr__(self) -> str:
         where = [variable.server for variable in self._variables]
         return f"<mpidist.ShardedVariable {self._name!r} {self.dtype.name}{list(self.shape)} on servers {where}>"
+
+
+def _change_of(variable: ServerVariable | ShardedVariable, ufunc: np.ufunc | None) -> int:
+    """Return the `Change` that an assignment is."""
+    if ufunc is np.subtract and variable.dtype.kind == "b":
+        raise TypeError(f"{variable._what} is of dtype bool, of which nothing can be subtracted")
+    return _ASSIGN[ufunc]
 
 
 def read_together(variables: Sequence[ServerVariable], into: Sequence[Any]) -> None:

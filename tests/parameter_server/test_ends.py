@@ -89,6 +89,52 @@ def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job: Job, body: st
         assert re.match(r"PeerFailedError: .*rank 1 (ended|left because of an exception): KeyError: 'mine'", text), text
 
 
+BROKEN_OFF = """
+if strategy.is_ps:
+    def interrupt():
+        await_notes("reading", 0, 1)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    try:
+        strategy.serve()
+    except KeyboardInterrupt:
+        note("caught")
+    strategy.close()
+else:
+    reads()
+"""
+
+
+@pytest.mark.core
+def test_server_whose_serve_was_broken_off_serves_no_more(job: Job) -> None:
+    ended = job(cluster(BROKEN_OFF), THREE)
+    assert ended.status == 1
+    text = r"PeerFailedError: .*rank 2 left because of an exception: its serve\(\) was broken off"
+    assert re.search(text, ended.err), ended.err
+
+
+FORKED = """
+if strategy.is_ps:
+    strategy.serve()
+elif rank == 0:
+    child = os.fork()
+    if child == 0:
+        for call in (lambda: variable.assign_add(1.0), variable.numpy):
+            try:
+                call()
+            except RuntimeError as error:
+                note("refused" if "in a forked process" in str(error) else "other")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not variable.numpy().any()
+"""
+
+
+def test_forked_child_makes_no_request_of_its_parent(job: Job) -> None:
+    ended = job(cluster(FORKED), THREE)
+    assert (ended.status, [note.what for note in ended.notes][3:]) == (0, ["refused"] * 2), ended.err
+
+
 KILLED = """
 if strategy.is_ps:
     def die():

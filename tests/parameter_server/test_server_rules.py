@@ -29,6 +29,19 @@ def fails(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
     raise ZeroDivisionError("by intent, of a file \udcff")  # as names of files may be
 
 
+@server_rules.register("keeps its gradients")
+def keeps(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    memory["kept"] = [*memory.get("kept", []), gradient]
+    value[...] = sum(memory["kept"])
+
+
+@server_rules.register("fails of three")
+def fails_of_three(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    if len(value) == 3:
+        raise ValueError("by intent")
+    value += gradient
+
+
 class Sequential:
     """The rules, written out once more, for all gradients in their order."""
 
@@ -245,3 +258,32 @@ def test_a_change_that_failed_is_told_when_the_strategy_is_closed(comm: Intracom
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             strategy.close()
     comm.Barrier()
+
+
+@pytest.mark.ranks(1, 2)
+@worker_test()
+def test_rule_may_keep_its_gradients(strategy: Strategy) -> None:
+    """Which came in memory that the next request uses again."""
+    with strategy.scope():
+        variables = [Variable(np.zeros(count)) for count in (4, 20_000, 400_000)]
+    for step in range(3):
+        for variable in variables:
+            strategy.push(variable, np.full(variable.shape, 2.0**step), server_rules.Registered("keeps its gradients"))
+    assert all((value == 7).all() for value in strategy.read(variables))
+
+
+@pytest.mark.ranks(1, 2)
+@worker_test()
+def test_changes_behind_one_that_fails_are_made(strategy: Strategy) -> None:
+    with strategy.scope():
+        variables = [Variable(np.zeros(count)) for count in (3, 4)]
+    for given in ([np.ones(3), np.ones(4)], [IndexedSlices(np.ones(4), [0, 1, 2, 0]), IndexedSlices([1.0], [3])]):
+        variables[1].assign(np.zeros(4))
+        with pytest.raises((RuntimeError, ValueError), match="by intent"):
+            push_and_wait(strategy, variables, given)
+        assert variables[1].numpy()[3] == 1
+
+
+def push_and_wait(strategy: Strategy, variables: Any, given: Any) -> None:
+    strategy.push(variables, given, server_rules.Registered("fails of three"))
+    strategy.flush()

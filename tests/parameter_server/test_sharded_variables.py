@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parameter_server.clusters import on_workers, worker_test
+from parameter_server.clusters import on_workers, role_of, worker_test
 from support.ranks import Intracomm
 
-from mpidist import IndexedSlices, Variable
+from mpidist import IndexedSlices, Variable, get_replica_context
 from mpidist.errors import InvalidArgumentError
-from mpidist.experimental import ParameterServerStrategy, ShardedVariable, partitioners
+from mpidist.experimental import ParameterServerStrategy, ShardedVariable, partitioners, server_rules
 
 
 @pytest.mark.no_mpi
@@ -179,3 +179,45 @@ def test_sharded_variables_can_be_made_of_variables(strategy: ParameterServerStr
     ):
         with pytest.raises(kind, match=text):
             ShardedVariable(wrong)  # type: ignore[arg-type]
+
+
+@server_rules.register("fails, and a shard is left out")
+def fails(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    raise ValueError("by intent")
+
+
+@pytest.mark.ranks(3)
+@worker_test(num_ps=2)
+def test_shards_are_all_changed_or_none_where_a_server_tells_of_an_earlier_error(
+    strategy: ParameterServerStrategy,
+) -> None:
+    with strategy.scope():
+        shards = [Variable(np.zeros(2)) for _ in range(2)]
+    table, channel = ShardedVariable(shards), vars(role_of(strategy).servers)["_channels"][shards[1].server]
+    rows = IndexedSlices(np.ones(4), np.arange(4))
+    for change in (lambda: table.assign_add(np.ones(4)), lambda: table.scatter_add(rows)):
+        strategy.push(shards[1], np.ones(2), server_rules.Registered("fails, and a shard is left out"))
+        while not vars(channel)["_incoming"].Test():
+            pass
+        with pytest.raises(RuntimeError, match="by intent"):
+            change()
+        assert not table.numpy().any()
+
+
+@pytest.mark.ranks(1)
+def test_replicas_change_different_rows_of_shards(comm: Intracomm) -> None:
+    partitioner = partitioners.FixedShardsPartitioner(2)
+    with ParameterServerStrategy(comm=comm, replicas=2, variable_partitioner=partitioner) as strategy:
+        with strategy.scope():
+            table = Variable(np.zeros((4, 2)), aggregation="sum")
+
+        def change(rows: list[list[int]]) -> None:
+            own = rows[get_replica_context().replica_id_in_sync_group]
+            table.scatter_add(IndexedSlices(np.ones((len(own), 2)), own))
+
+        for rows in ([[0], [3]], [[0], []], [[1, 2], [2]]):
+            strategy.run(change, args=(rows,))
+        assert table.numpy().tolist() == [[2, 2], [1, 1], [2, 2], [1, 1]]
+        with pytest.raises(ValueError, match=r"with aggregation SUM: it would count 2 times"):
+            strategy.run(lambda: table.assign_add(1.0))
+        assert table.numpy()[0].tolist() == [2, 2]

@@ -97,6 +97,18 @@ def test_a_request_of_a_lost_worker_is_made_whole_or_not_at_all(num_messages: in
         assert not stored.queue
 
 
+def test_variable_that_mpi_sends_from_its_own_memory_is_not_changed_meanwhile() -> None:
+    """As one that fits into a message, but shares it with no other."""
+    stored, worker = made_store().variables[3], Worker(0)
+    reads = send_variables(cast("Connection", worker), VariableList([stored], is_near=False))
+    assert not run(reads)
+    change = stored.enter(writes=True)
+    assert not stored.may_go(change)
+    worker.num_messages = 1
+    assert run(reads)
+    assert stored.may_go(change)
+
+
 def test_a_worker_that_is_lost_while_its_change_is_made_does_not_stop_the_change() -> None:
     store = made_store()
     large = store.variables[1]

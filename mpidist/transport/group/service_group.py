@@ -227,6 +227,7 @@ class ServiceGroup(OpenGroup):
     def disown(self) -> None:
         """See `OpenGroup.disown`."""
         self._is_gone = True
+        self._threads.disown()
 
     def advance(self) -> None:
         """See `OpenGroup.advance`. Does nothing: there are no started calls in this group."""

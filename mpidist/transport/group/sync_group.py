@@ -35,7 +35,7 @@ from mpidist.transport.group.discovery import (
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls, Workplace
-from mpidist.transport.group.thread_guard import ThreadGuard
+from mpidist.transport.group.thread_guard import IN_A_FORK, ThreadGuard
 from mpidist.transport.host_memory.result_memory import ResultMemory
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES
 from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi, ranks_in_world, survives_losses
@@ -156,10 +156,7 @@ class SyncGroup(OpenGroup):
             RuntimeError: If the group is closed, or belongs to the parent of this process.
         """
         if self._is_forked:
-            raise RuntimeError(
-                f"{call} in a forked process: a strategy belongs to the process that made it; make collective calls in "
-                "the parent alone, or start workers with multiprocessing.get_context('spawn')"
-            )
+            raise RuntimeError(f"{call} {IN_A_FORK}")
         if self._is_closed:
             raise RuntimeError(f"{call} on a closed {self.owner}: it was closed, make a new one")
         self.require_mpi(call)

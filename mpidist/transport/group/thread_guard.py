@@ -9,7 +9,12 @@ from typing import Final, final
 
 from mpidist.transport.mpi.library import load_mpi
 
-__all__ = ["ThreadGuard", "forbid_calls_here"]
+__all__ = ["IN_A_FORK", "ThreadGuard", "forbid_calls_here"]
+
+IN_A_FORK: Final = (  # behind the name of a call
+    "in a forked process: a strategy belongs to the process that made it; make its calls in the parent alone, or start "
+    "workers with multiprocessing.get_context('spawn')"
+)
 
 _forbidden: Final = threading.local()
 
@@ -35,7 +40,7 @@ class ThreadGuard:
         self._owner = threading.current_thread()
         self.ident = threading.get_ident()
         self._may_be_taken_over = True
-        self._is_lent = False
+        self._is_lent = self._is_in_fork = False
 
     @classmethod
     def of_group(cls) -> ThreadGuard:
@@ -52,12 +57,16 @@ class ThreadGuard:
 
     def take_over(self, call: str) -> None:
         """Let this thread make the group's calls, in the place of another thread, which makes none any more. Local."""
-        why = getattr(_forbidden, "why", "")
+        why = IN_A_FORK if self._is_in_fork else getattr(_forbidden, "why", "")
         if why:
             raise RuntimeError(f"{call} {why}")
         self._require_free(call)
         self._may_be_taken_over = not self._owner.is_alive()
         self._owner, self.ident = threading.current_thread(), threading.get_ident()
+
+    def disown(self) -> None:
+        """Refuse all calls, in a forked process. Local."""
+        self._is_in_fork, self.ident = True, 0  # which no thread has
 
     @contextmanager
     def lend(self, call: str) -> Iterator[None]:
