@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ IN_A_FORK: Final = (  # behind the name of a call
 
 _forbidden: Final = threading.local()
 
+_CALLS: Final = ("mpidist.collectives.", "mpidist.cross_device_ops.", "mpidist.parameter_server.", "mpidist.transport.")
 _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
@@ -86,13 +88,22 @@ class ThreadGuard:
                 f"{call} in thread {new.name!r}: MPI was started with THREAD_{level}, so only the main thread may make "
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
-        if self._is_lent or (self._owner.is_alive() and not self._may_be_taken_over and not lends):
+        may_come = lends or (self._may_be_taken_over and not _is_in_a_call(self._owner))
+        if self._is_lent or (self._owner.is_alive() and not may_come):
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
             raise RuntimeError(
                 f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: only one "
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
                 "Build one strategy for each thread, in the same order on all ranks"
             )
+
+
+def _is_in_a_call(thread: threading.Thread) -> bool:
+    """Whether a thread is in a function of the library that makes calls."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_CALLS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _level() -> str:

@@ -1,6 +1,7 @@
 """Threads: a strategy for each works, one strategy for two is refused, and MPI may allow less than any thread."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,34 @@ def test_a_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> No
         assert result == [2.0 * comm.size]
         assert strategy.reduce("SUM", 1.0) == comm.size  # it has ended
         assert in_thread(lambda: strategy.reduce("SUM", 1.0)) == comm.size
+        assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+@several
+def test_thread_is_refused_while_the_first_is_in_a_call(comm: Intracomm) -> None:
+    """Else its call would be another one of this rank, beside that of the first."""
+    with Strategy(comm=comm) as strategy:
+        agreement = parts_of(strategy).group.agreement
+        before, errors = agreement.sequence, []
+
+        def call_too() -> None:
+            while agreement.sequence == before:
+                time.sleep(0.001)
+            try:
+                strategy.reduce("SUM", 1.0)
+            except RuntimeError as error:
+                errors.append(str(error))
+            comm.send(None, 1)
+
+        thread = threading.Thread(target=call_too)
+        if comm.rank == 0:
+            thread.start()
+        else:
+            comm.recv(source=0)
+        assert strategy.reduce("SUM", 1.0) == comm.size
+        if comm.rank == 0:
+            thread.join()
+            assert "but thread 'MainThread' makes this strategy's calls" in errors[0]
         assert strategy.reduce("SUM", 1.0) == comm.size
 
 
