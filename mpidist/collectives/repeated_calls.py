@@ -375,6 +375,8 @@ class RepeatedCalls:
         if key[3] is None:
             self._add_list(key, call)
             return
+        if call.per_node_indices:  # of which the key says nothing
+            return
         if key not in self._cached:
             if len(self._cached) >= _MAX_CALLS:
                 self._cached.clear()

@@ -81,7 +81,8 @@ def reduce_along_axis(
         results, _ = nest.flatten(ops.all_reduce(op, given, options, out=out, call=call, error=error))
     else:
         counts = [per_replica_value([one.num_reduced for one in own], replicas) for own in partials]
-        totals, counts = ops.all_reduce(ReduceOp.SUM, (given, counts), options, call=call, error=error)
+        name = call if outs is None else outs.name(call)
+        totals, counts = ops.all_reduce(ReduceOp.SUM, (given, counts), options, call=name, error=error)
         results = [
             _divide(total, int(count), own[0].result_dtype)
             for total, count, own in zip(nest.flatten(totals)[0], counts, partials, strict=True)

@@ -128,7 +128,10 @@ class BoundOps:
         late_out = None
         if repeated is None and not others and self._may_copy(first, into):
             with suppress(MemoryError):  # the other ranks make the call
-                repeated = key_of_repeated(call, reduce_op, np.array(first, order="C"), options, None, error)
+                copy = np.array(
+                    first, order="C"
+                )  # reduced in place, so an out of another dtype than the result is refused
+                repeated = key_of_repeated(call, reduce_op, copy, options, None if into is None else copy, error)
                 late_out = into
         result = None
         if repeated is not None:

@@ -24,6 +24,11 @@ class LateOuts:
         self._group = ops.group
         self._outs = result_outs(out, structure, specs, ops.replicas, has_mirrored)
 
+    def name(self, call: str) -> str:
+        """Name a call so that ranks compare which of its outs are per-node arrays. Local."""
+        shared = [at for at, out in enumerate(self._outs) if self._group.shared.is_per_node(out)]
+        return f"{call}, with the per-node outs {shared}" if shared else call
+
     def write(self, call: str, results: Sequence[Any]) -> None:
         """Write results. Local; collective if an array is a per-node one, which one rank of the node writes."""
         if not any(map(self._group.shared.is_per_node, self._outs)):

@@ -70,7 +70,8 @@ def weighted_mean(
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or name_call(problem, call)
     given = [] if error is not None else (sums, per_replica_value(weights, replicas))
-    totals, total_weight = ops.all_reduce(ReduceOp.SUM, given, options, call=call, error=error)
+    name = call if outs is None else outs.name(call)
+    totals, total_weight = ops.all_reduce(ReduceOp.SUM, given, options, call=name, error=error)
     if not total_weight > 0:
         no_mean = InvalidArgumentError(f"{call}: the weights of all replicas are 0, so there is no mean")
         mark_shared(no_mean, ops.group.agreement.ranks)
@@ -108,7 +109,13 @@ def _weighted(leaf: Any, weight: np.ndarray[Any, Any]) -> Any:
     dtype = accumulator_dtype(_spec_of_mean(leaf).dtype)
     product = arrays.empty(array.shape, dtype, arrays.is_device(array))
     product[...] = array if weight else 0
-    product *= dtype.type(weight)
+    with np.errstate(all="ignore"):
+        factor = dtype.type(weight)
+    if weight and not np.finfo(dtype).tiny <= factor.real <= np.finfo(dtype).max:
+        raise ValueError(
+            f"weight {weight} does not fit into {dtype.name}, in which values are added: scale all weights"
+        )
+    product *= factor
     return product
 
 

@@ -199,7 +199,8 @@ class JointCalls:
                 outs = [LateOuts(out, structure, its, self._ops) for out, its in nests]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or name_call(problem, call)
-        result = self._ops.all_reduce(joined.op, joined.value, joined.options, call=call, error=error)
+        name = outs[0].name(call) if outs else call
+        result = self._ops.all_reduce(joined.op, joined.value, joined.options, call=name, error=error)
         leaves, _ = nest.flatten(result)
         results = []
         for at, replica_id in enumerate(ids):

@@ -181,6 +181,28 @@ def test_an_out_that_is_not_apart_is_looked_at(strategy: Strategy, comm: Intraco
     assert repeated == [False, are_repeated(strategy), *[False] * 4]  # overlapping ones are not even asked for
 
 
+@pytest.mark.ranks(1, 2)
+def test_mean_of_integers_is_never_cut_into_an_integer_out(strategy: Strategy, comm: Intracomm) -> None:
+    """Also of an array in another layout, whose call into a new array is a cached one."""
+    value = np.arange(12).reshape(6, 2)[:, 0] + comm.rank
+    for _ in range(3):
+        with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, r"out 0 must be an array f64\[6\]"):
+            all_reduce(strategy, "mean", value, out=np.empty(6, np.int64))
+        assert all_reduce(strategy, "mean", value)[1] == 2 + (comm.size - 1) / 2
+
+
+@pytest.mark.ranks(2, 3)
+def test_private_out_after_a_per_node_one_of_the_same_form_is_private(strategy: Strategy, comm: Intracomm) -> None:
+    value, of_node = np.ones((4, 5)), strategy.symmetric_empty((4, 5), np.float64, per_node=True)
+    for _ in range(2):
+        all_reduce(strategy, "sum", value, out=of_node)
+    for out in (np.empty((4, 5)), value.copy()):
+        assert (all_reduce(strategy, "sum", value, out=out if comm.rank else None) == comm.size).all()
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "outs that are per-node arrays"):
+        all_reduce(strategy, "sum", value, out=np.empty((4, 5)) if comm.rank else of_node)
+    assert (all_reduce(strategy, "sum", value) == comm.size).all()
+
+
 @pytest.mark.ranks(1, 3)
 def test_nothing_keeps_an_array(strategy: Strategy, comm: Intracomm) -> None:
     """Neither what was passed nor what came back; nor the frames of a refusal that is caught."""

@@ -158,3 +158,27 @@ def test_all_reduce_with_weights_writes_outs(comm: Intracomm, replicas: int | No
         wanted = np.float32(sum(own * own for own in range(1, count + 1)) / sum(range(1, count + 1)))
         for out in strategy.experimental_local_results(strategy.run(step)):
             assert np.allclose(out, wanted, rtol=1e-6)
+
+
+@pytest.mark.ranks(1, 2)
+def test_weight_that_the_dtype_of_sums_cannot_hold_is_refused(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        for weight in (1e-50, 1e-44, 1e39):
+            with raises_everywhere(comm, ValueError, "does not fit into float32, in which values are added"):
+                strategy.reduce("mean", np.ones(2, np.float32), weight=weight)
+            assert strategy.reduce("mean", np.ones(2), weight=weight).tolist() == [1, 1]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("how", [{"weight": 1.0}, {"axis": 0}], ids=["weight", "axis"])
+def test_ranks_compare_which_outs_of_a_mean_are_per_node(comm: Intracomm, how: dict[str, Any]) -> None:
+    """Only ranks with such outs would meet once more to write these."""
+    with MultiWorker(comm=comm) as strategy:
+        value, of_node = np.ones((2, 3)), np.empty((2, 3) if "weight" in how else 3)
+        of_node = strategy.symmetric_empty_like(of_node, per_node=True)
+        out = of_node if comm.rank else np.empty(of_node.shape)
+        for _ in range(2):
+            with raises_everywhere(comm, InvalidArgumentError, "with the per-node outs"):
+                strategy.reduce("mean", value, out=out, **how)
+        assert strategy.reduce("mean", value, out=of_node, **how) is of_node
+        assert (of_node == 1).all()
