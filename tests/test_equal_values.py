@@ -59,6 +59,19 @@ def test_check_equal_equal_nests_pass(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
+def test_check_equal_looks_at_no_padding(comm: Intracomm) -> None:
+    """Of a long double of x86 6 of 16 bytes are padding."""
+    value = np.ones(3, np.longdouble)
+    if np.finfo(value.dtype).nmant == 63:
+        value.view(np.uint8).reshape(3, -1)[:, 10:] = comm.rank
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        strategy.check_equal(value)
+        value[1] += comm.rank
+        with raises_everywhere(comm, InvalidArgumentError, "differ"):
+            strategy.check_equal(value)
+
+
+@pytest.mark.ranks(3)
 def test_check_equal_leaves_that_differ_are_named(comm: Intracomm) -> None:
     last = comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:

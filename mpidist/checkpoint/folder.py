@@ -115,7 +115,7 @@ class CheckpointFolder:
                 old.rename(place)
         for folder, _ in _find_hidden(self.directory, self._names, "(new|old)"):
             if folder not in unfinished_folders:
-                remove(folder)
+                _try_remove(folder)
         lock.is_new = False
 
     def orders(self) -> dict[int, int]:
@@ -125,10 +125,10 @@ class CheckpointFolder:
         format, which do not say it, stand before all others, by their numbers.
         """
         pattern = re.compile(self._names)
-        names = {path.name for path in self.directory.glob("*") if pattern.fullmatch(path.name)}
+        names = {name for name in _names_in(self.directory) if pattern.fullmatch(name)}
         names |= {place.name for _, place in _find_hidden(self.directory, self._names, "old")}
         keys, before = [], 0
-        for number in sorted(int(name.rpartition("-")[2]) for name in names):
+        for number in sorted(_number_of(Path(name)) for name in names):
             order = _order_of(existing(self.place(number)))
             before = before if order is None else order
             keys.append((before, number))
@@ -143,7 +143,9 @@ class CheckpointFolder:
         if self._retention is None:
             return {}
         orders = self.orders()
-        number = max(orders, default=0) + 1 if given is None else given
+        hidden = _find_hidden(self.directory, self._names, "new")
+        written = [_number_of(place) for folder, place in hidden if folder in unfinished_folders]
+        number = max([*orders, *written], default=0) + 1 if given is None else given
         if number >= 10**MAX_DIGITS:
             raise ValueError(f"{self.directory} has no number left for {self._name}: pass one")
         larger = [other for other in orders if other > number and other not in lock.written]
@@ -173,10 +175,12 @@ class CheckpointFolder:
             if place not in old or (hours_apart and hours - last_hours >= hours_apart):
                 last_hours = hours
                 continue
+            if not place.is_symlink() and _others_in(place):
+                continue  # no checkpoint of mpidist, or not that alone
             hidden = _hidden(place, "new")  # so that a part of the checkpoint is never taken for one
             with suppress(FileNotFoundError):  # the user has removed it
                 place.rename(hidden)
-            remove(hidden)
+            _try_remove(hidden)
 
 
 def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str], replaces: bool) -> None:
@@ -202,7 +206,7 @@ def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str
     if "MPIDIST_SAVED_FILE" in os.environ:  # `mpidist run --max-restarts` looks for it
         with suppress(OSError):
             Path(os.environ["MPIDIST_SAVED_FILE"]).touch()
-    remove(old)
+    _try_remove(old)
 
 
 def make_unfinished(place: Path) -> Path:
@@ -210,10 +214,9 @@ def make_unfinished(place: Path) -> Path:
 
     Raises `FileExistsError` if the place is a file, or a folder that holds other things.
     """
-    is_there = place.exists()
-    if is_there and not place.is_dir():
+    if place.exists() and not place.is_dir():
         raise FileExistsError(f"{str(place)!r} is a file: a checkpoint is a folder; choose another path")
-    others = sorted(one.name for one in (place.iterdir() if is_there else ()) if not _FILES.fullmatch(one.name))
+    others = _others_in(place)
     if others:
         raise FileExistsError(
             f"{str(place)!r} holds what is no checkpoint, such as {others[0]!r}, and would be replaced: choose another "
@@ -237,6 +240,33 @@ def remove(folder: Path) -> None:
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)
+
+
+def _number_of(place: Path) -> int:
+    return int(place.name.rpartition("-")[2])
+
+
+def _try_remove(folder: Path) -> None:
+    """Remove a folder, if it is there and may be removed: what was saved is whole in both cases."""
+    try:
+        remove(folder)
+    except OSError as error:
+        logger.warning("mpidist: %s cannot be removed: %s", folder, error)
+
+
+def _others_in(place: Path) -> list[str]:
+    """List what is in a folder, and is no file of a checkpoint; a file is none itself."""
+    if not place.is_dir():
+        return [place.name] if place.exists() else []
+    return sorted(name for name in _names_in(place) if not _FILES.fullmatch(name))
+
+
+def _names_in(directory: Path) -> list[str]:
+    """List what is in a folder; nothing if there is none. `Path.glob` would not tell of one that may not be read."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
 
 
 def manifest_text(place: Path) -> bytes:
@@ -275,8 +305,8 @@ def _hidden(place: Path, ending: str) -> Path:
 def _find_hidden(directory: Path, names: str, ending: str) -> list[tuple[Path, Path]]:
     """Find what `_hidden` has named, each with its place. Earlier versions used no random part."""
     pattern = re.compile(rf"\.(?P<name>{names})(\.[0-9a-f]{{16}})?\.{ending}")
-    found = [(path, pattern.fullmatch(path.name)) for path in sorted(directory.glob(".*"))]
-    return [(path, path.with_name(match["name"])) for path, match in found if match is not None]
+    found = [(name, pattern.fullmatch(name)) for name in sorted(_names_in(directory))]
+    return [(directory / name, directory / match["name"]) for name, match in found if match is not None]
 
 
 def _with_checksum(text: bytes) -> bytes:

@@ -16,6 +16,7 @@ from mpidist.datasets.distributed_iterator import DistributedIterator
 from mpidist.parameter_server.variable import ServerVariable, ShardedVariable
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.half import is_of_numpy
 from mpidist.transport.text import value_text
 from mpidist.values import PerReplica
 from mpidist.variables.mirrored import MirroredVariable
@@ -136,8 +137,11 @@ class ReplicaLeaf(Leaf):
             )
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return states[0]
-        total = np.asarray(np.sum(states, axis=0, dtype=states[0].dtype))
-        return total if aggregation is VariableAggregation.SUM else np.asarray(total / len(states), total.dtype)
+        dtype = states[0].dtype
+        is_small = dtype.itemsize <= 2 and dtype.kind not in "biu"  # float16, bfloat16, float8
+        with np.errstate(over="ignore"):
+            total = np.sum(states, axis=0, dtype=np.float32 if is_small else dtype)  # as `all_reduce` adds
+            return np.asarray(total if aggregation is VariableAggregation.SUM else total / len(states)).astype(dtype)
 
 
 @final
@@ -150,7 +154,8 @@ class _ArrayLeaf(Leaf):
         super().__init__(name, value, native)
         self.copies_state = arrays.is_device(native)
         dtype = native.dtype
-        if dtype.hasobject or dtype.kind in "USM" or dtype.names:
+        is_raw = dtype.kind == "V" and is_of_numpy(dtype)
+        if dtype.hasobject or dtype.kind in "USM" or is_raw:
             raise TypeError(f"{name} is an array of dtype {dtype}: a checkpoint holds arrays of numbers")
 
     def states(self) -> list[State]:

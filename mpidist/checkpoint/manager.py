@@ -228,7 +228,12 @@ class CheckpointManager:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        together = self._parts.raise_together("wait for a checkpoint", "writing it in the background")
+        limit = self._parts.options.timeout_seconds  # of calls: writing may take longer
+        if limit is not None:
+            limit = max(limit, 3 * writing.save.limit_seconds)  # as `join_in_time`
+        together = self._parts.raise_together(
+            "wait for a checkpoint", "writing it in the background", timeout_seconds=limit
+        )
         with self._warned_of():
             try:
                 with together if self._is_open() else nullcontext():

@@ -157,7 +157,8 @@ class PreemptionCheckpointHandler:
         for number in self._signals:  # the program ends as it should
             signal.signal(number, signal.SIG_IGN)
         if self._rank == 0:
-            logger.warning("mpidist: %s: saved %s, leaving with exit code %d", reason, path, self._exit_code)
+            saved = f"saved {path}" if path else "nothing was saved"
+            logger.warning("mpidist: %s: %s, leaving with exit code %d", reason, saved, self._exit_code)
         self._reason = ""
         self._extended.group.agreement.notice = StopNotice()  # for a program that goes on nevertheless
         leaving = SystemExit(self._exit_code)

@@ -6,6 +6,7 @@ them to the others of its node. If other ranks do not see the files, rank 0 read
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from mpidist.checkpoint.parts import SavedCheckpoint, part_of_rank
 from mpidist.checkpoint.saving import leaves_in, replica_key
 from mpidist.collectives.object_calls import broadcast_object
 from mpidist.context_stack import parts_of
+from mpidist.errors import DataLossError
 from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.arrays import bytes_of
@@ -37,12 +39,14 @@ class _Common(NamedTuple):
     """What is the same on all ranks: whose state each leaf is that is restored, and how many ranks and replicas saved.
 
     `states` are numbers and texts that rank 0 has read, and states that it has combined from those of all replicas.
-    `pieces` says which parts have which elements of each array that is equal on all ranks.
+    `manifest` is the checksum of the manifest that rank 0 has read. `pieces` says which parts have which elements of
+    each array that is equal on all ranks.
     """
 
     owners: Mapping[str, Owner]
     num_ranks: int
     num_replicas: int
+    manifest: int
     states: dict[str, State]
     pieces: dict[str, list[tuple[str, int, int]]]
 
@@ -114,7 +118,8 @@ def _read_common(strategy: Any, place: Path, source: Path, leaves: Mapping[str, 
     owners = {name: owner for name, owner in saved.owners.items() if name in leaves}
     if not partial:
         _require_same_names(place, set(leaves), set(saved.owners))
-    common = _Common(owners, saved.manifest["ranks"], saved.manifest["replicas"], {}, {})
+    form = saved.manifest["ranks"], saved.manifest["replicas"], zlib.crc32(manifest_text(source))
+    common = _Common(owners, *form, {}, {})
     for name, owner in owners.items():
         leaf = leaves[name]
         if (owner is Owner.REPLICA) != isinstance(leaf, ReplicaLeaf):
@@ -152,6 +157,11 @@ def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _C
             f"rank {rank} does not see the checkpoint {str(place.absolute())!r}, which rank 0 sees: what ranks or "
             "replicas have for themselves must be on a file system that all ranks share, and a relative path begins at "
             "the current folder of each rank"
+        )
+    if zlib.crc32(manifest_text(place)) != common.manifest:
+        raise DataLossError(
+            f"rank {rank} sees another checkpoint in {str(place.absolute())!r} than rank 0: what ranks or replicas "
+            "have for themselves must be on a file system that all ranks share"
         )
     saved = SavedCheckpoint(place)
     own = {}

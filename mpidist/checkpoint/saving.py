@@ -20,7 +20,7 @@ from mpidist.checkpoint.folder import CheckpointFolder, make_unfinished, publish
 from mpidist.checkpoint.folder_lock import FolderLock
 from mpidist.checkpoint.leaves import Leaf, Owner, leaf_of
 from mpidist.checkpoint.parts import Part, Pieces, deal, part_of_rank, require_writers, write_part, writing_ranks
-from mpidist.checksums import checksum, difference_error, difference_text, differences
+from mpidist.checksums import checksum, difference_error, difference_text, differences, significant
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.strategy_parts import StrategyParts
 from mpidist.transport.text import size_text, time_text
@@ -196,8 +196,10 @@ class CopyMemory:
     def checksum(self, name: str, state: Any) -> int:
         """Return the checksum of a state. What the last save copied of it is copied on the way: it is read once."""
         self._new.discard(name)
-        if name not in self._copies or not isinstance(state, np.ndarray):
+        if not isinstance(state, np.ndarray):
             return checksum(state)
+        if name not in self._copies or significant(state) is not state:
+            return checksum(significant(state))
         memory, (shape, begin, _) = self._copies[name]
         if (memory.dtype, shape) != (state.dtype, state.shape):
             return checksum(state)

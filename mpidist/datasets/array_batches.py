@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -38,6 +38,8 @@ class Batches:
     """
 
     def __init__(self, data: Any, batch_size: int, *, seed: int | None = None, drop_remainder: bool = False) -> None:
+        if isinstance(data, Mapping) and hasattr(data, "close"):  # a file, such as one of h5py or NumPy
+            data = dict(data)
         self._data, self._leaves = data, nest.flatten(data)[0]
         lengths = [_length(leaf) for leaf in self._leaves]
         if not lengths:

@@ -179,9 +179,9 @@ def advice_for(everyone: Sequence[Mapping[str, str]]) -> str:
     return _SAME_CONTENT if len({fields.get(_FORM) for fields in everyone}) == 1 else _SAME_FORM
 
 
-def order_fields_of(batches: Iterable[Any]) -> dict[str, int]:
+def order_fields_of(batches: Iterable[Any], *others: str) -> dict[str, int]:
     """Return what an iterable of batches tells about their order."""
-    told = {name: getattr(batches, name, None) for name in ("seed", "num_samples", "num_files")}
+    told = {name: getattr(batches, name, None) for name in ("seed", "num_samples", "num_files", *others)}
     return {name: int(it) for name, it in told.items() if isinstance(it, numbers.Integral)}
 
 

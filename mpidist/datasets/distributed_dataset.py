@@ -205,8 +205,8 @@ def _dealt_out(strategy_parts: StrategyParts, call: str, batches: Any, policy: A
         if policy is AutoShardPolicy.FILE:
             return _whole_files(batches, ids_here, total)
         if policy is AutoShardPolicy.DATA:
-            return WholeBatches([batches], total, order_fields_of(batches), ids_here)
-        return WholeBatches([batches] * len(ids_here), 1, order_fields_of(batches))
+            return WholeBatches([batches], total, order_fields_of(batches, "batch_size"), ids_here)
+        return WholeBatches([batches] * len(ids_here), 1, order_fields_of(batches, "batch_size"))
     raise AssertionError  # `raise_together` keeps no exception back
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -186,7 +186,9 @@ def _mapping_of(like: Mapping[Any, Any], keys: Sequence[Any], children: list[Any
     if type(like) is dict:
         return in_order
     if isinstance(like, MutableMapping):  # a copy keeps attributes such as the factory of a `defaultdict`
-        copied = copy(like)
+        # A shallow copy of another class than `dict` may share what holds the items, and `like` would change.
+        kept = {id(child): child for child in like.values()}
+        copied = copy(like) if isinstance(like, dict) else deepcopy(like, kept)
         for key, value in in_order.items():
             copied[key] = value
         return copied

@@ -11,6 +11,7 @@ from parameter_server.clusters import on_workers
 from safetensors.numpy import load_file
 from support.everywhere import raises_everywhere, same_everywhere
 from support.ranks import Intracomm
+from support.replicas import replica_id
 
 import mpidist
 from mpidist import MirroredStrategy, Variable
@@ -133,6 +134,25 @@ def own_ids(strategy: Any, variables: dict[str, Variable]) -> None:
 
 def copies(comm: Intracomm, variable: Variable) -> list[Any]:
     return [float(value) for own in comm.allgather(variable.values) for value in own]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("aggregation", ["sum", "mean"])
+def test_small_floats_of_replicas_are_added_as_all_reduce_adds_them(
+    comm: Intracomm, folder: Path, aggregation: str
+) -> None:
+    """On another number of replicas: float16 holds neither three times 40,000, nor 2,049."""
+    own, read = np.array([[40_000, 2048], [40_000, 1], [40_000, 1]], np.float16), []
+    for replicas in (3, 2):
+        with Strategy(comm=comm, replicas=replicas) as strategy, strategy.scope():
+            metric = Variable(own[0], synchronization="ON_READ", aggregation=aggregation)
+            if replicas == 3:
+                strategy.run(lambda metric=metric: metric.assign(own[replica_id()]))
+                Checkpoint(metric=metric).write(folder / "metric")
+            else:
+                Checkpoint(metric=metric).restore(folder / "metric")
+            read.append(metric.numpy().tolist())
+    assert read[0] == read[1]
 
 
 @pytest.mark.parametrize("replicas", [None, 8])
@@ -319,6 +339,7 @@ def test_wrong_use(comm: Intracomm, folder: Path) -> None:
             (object(), TypeError, "a holds variables|a: a checkpoint holds variables, arrays"),
             (np.array(["a"]), TypeError, "array of dtype <U1"),
             (np.array([None]), TypeError, "array of dtype object"),
+            (np.array([b"ab"], "V2"), TypeError, r"array of dtype \|?V2"),
         ):
             checkpoint.a = bad
             with raises_everywhere(comm, error, pattern):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -15,10 +16,12 @@ from jobs.failing import SIGNS, Job
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
+import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist import Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.checkpoint import background as background_module
+from mpidist.checkpoint import folder as folder_module
 from mpidist.checkpoint import parts as parts_module
 from mpidist.checkpoint import saving as saving_module
 from mpidist.checkpoint.parts import part_of_rank
@@ -511,6 +514,56 @@ def test_old_checkpoints_of_other_names_and_links_are_fine(comm: Intracomm, fold
         assert names_in(folder / "saved") == {"ckpt-0001", "ckpt-3", ".ckpt.lock"}
         assert (folder / "elsewhere" / "manifest.json").exists()
     comm.Barrier()
+
+
+def test_what_is_no_checkpoint_or_cannot_be_removed_stays_and_saves_go_on(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next job saves, too."""
+    really = folder_module.remove
+
+    def remove(place: Path) -> None:
+        if "ckpt-3" in place.name:
+            raise PermissionError(f"{place.name} is kept")
+        really(place)
+
+    if comm.rank == 0:
+        (folder / "ckpt-1").mkdir()
+        (folder / "ckpt-1" / "results.csv").touch()
+        (folder / "ckpt-2").touch()
+    comm.Barrier()
+    for job in range(2):
+        with Strategy(comm=comm) as strategy:
+            manager = CheckpointManager(made(strategy, comm.rank), folder, 1)
+            monkeypatch.setattr(folder_module, "remove", remove if job == 0 else really)
+            for number in range(3, 6):
+                manager.save(number + 3 * job)
+    assert ("ckpt-3" in caplog.text) == (comm.rank == 0)
+    assert names_in(folder) - {".ckpt.lock"} == {"ckpt-1", "ckpt-2", "ckpt-8"}
+    assert names_in(folder / "ckpt-1") == {"results.csv"}
+    comm.Barrier()
+
+
+@pytest.mark.no_mpi
+def test_folder_that_may_not_be_read_is_an_error_and_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of another user; root may read all."""
+
+    def listdir(place: Any) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(place))
+
+    manager = CheckpointManager(made(mpidist.get_strategy(), 0), tmp_path)
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(OSError, match="Permission denied"):
+        manager.restore_or_initialize()
+
+
+@pytest.mark.no_mpi
+def test_save_takes_no_number_that_another_manager_is_writing(tmp_path: Path, go_on: threading.Event) -> None:
+    managers = [CheckpointManager(made(mpidist.get_strategy(), 0), tmp_path, background=at == 0) for at in range(2)]
+    assert [Path(manager.save()).name for manager in managers] == ["ckpt-1", "ckpt-2"]
+    go_on.set()
+    managers[0].wait()
+    assert names_in(tmp_path) == {"ckpt-1", "ckpt-2", ".ckpt.lock"}
 
 
 def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) -> None:

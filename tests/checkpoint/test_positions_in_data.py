@@ -231,6 +231,15 @@ def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracom
                 checkpoint.restore(path)
             assert checkpoint.step == 0
             assert other.state_dict()["samples"] == 0
+        by_data = InputOptions(auto_shard_policy="data")
+        whole, larger = (
+            strategy.distribute_datasets_from_function(lambda _, its=its: its, by_data)
+            for its in (Batches(np.arange(NUM_SAMPLES), 4), Batches(np.arange(NUM_SAMPLES), 5))
+        )
+        next(iter(whole))
+        of_whole = Checkpoint(data=whole).write(folder / "of whole batches")
+        with raises_everywhere(comm, ValueError, "data: the position is .* batch_size 4, .* batch_size 5"):
+            Checkpoint(data=larger).restore(of_whole)
         own = strategy.distribute_datasets_from_function(lambda _: listed(4))
         with raises_everywhere(comm, ValueError, "data: a position in this data set tells epoch and steps"):
             Checkpoint(data=own, step=0).restore(path)
@@ -304,3 +313,14 @@ def test_batches_of_an_epoch_follow_from_its_number() -> None:
             assert (rows == wanted[: len(rows)]).all()
             assert [batch["x"].tolist() for batch in batches.iter_from(2, 8)] == [b["x"].tolist() for b in whole[2:]]
             assert next(iter(batches))["x"].tolist() == next(batches.iter_from(0, 0))["x"].tolist()
+
+
+@pytest.mark.no_mpi
+def test_batches_of_a_file_of_arrays(tmp_path: Path) -> None:
+    """Which cannot be copied, as its batches could else be."""
+    np.savez(tmp_path / "rows.npz", x=np.arange(6), y=np.ones((6, 2)))
+    with np.load(tmp_path / "rows.npz") as rows:
+        assert [(batch["x"].tolist(), batch["y"].shape) for batch in Batches(rows, 4)] == [
+            ([0, 1, 2, 3], (4, 2)),
+            ([4, 5], (2, 2)),
+        ]

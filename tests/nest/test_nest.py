@@ -2,7 +2,7 @@
 
 import enum
 import sys
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
@@ -395,3 +395,23 @@ def test_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpidist.nest.encoding.MAX_BYTES", 100)
     with pytest.raises(ValueError, match=r"it takes \d+ bytes, and at most 100 can be sent"):
         encode(np.zeros(20), "it")
+
+
+class Apart(UserDict[str, Any]):
+    """A mapping whose shallow copy shares the dict that holds its items."""
+
+    def __copy__(self) -> "Apart":
+        copied = Apart()
+        copied.data, copied.note = self.data, self.note
+        return copied
+
+    note = "kept"
+
+
+def test_mapping_that_is_rebuilt_leaves_the_given_one_as_it_was() -> None:
+    weights = np.ones(3)
+    given = Apart(w=weights)
+    given.note = "own"
+    rebuilt = nest.map_structure(lambda leaf: leaf + 1, given)
+    assert given["w"] is weights
+    assert (type(rebuilt), rebuilt.note, rebuilt["w"].tolist()) == (Apart, "own", [2, 2, 2])

@@ -54,8 +54,8 @@ FAULTS = [
     ),
     Fault(
         "folder.py",
-        "others = sorted(one.name for one in (place.iterdir() if is_there else ()) if not _FILES.fullmatch(one.name))",
-        "others = []",
+        "    others = _others_in(place)",
+        "    others = []",
         "a folder of other files is replaced",
     ),
     Fault(
@@ -78,8 +78,8 @@ FAULTS = [
     ),
     Fault(
         "leaves.py",
-        "return total if aggregation is VariableAggregation.SUM else np.asarray(total / len(states), total.dtype)",
-        "return total",
+        "total if aggregation is VariableAggregation.SUM else total / len(states)",
+        "total",
         "a MEAN over another number of replicas is a sum",
     ),
     Fault(
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "folder.py",
-        "number = max(orders, default=0) + 1 if given is None else given",
+        "number = max([*orders, *written], default=0) + 1 if given is None else given",
         "number = max(orders, default=1) if given is None else given",
         "the next checkpoint replaces the newest",
     ),
