@@ -25,7 +25,8 @@ def set_environment() -> None:
     address = None
     if world.rank == 0:
         host = "127.0.0.1" if node.size == world.size else socket.gethostname()
-        _stores.append(dist.TCPStore(host, 0, world.size, True, wait_for_workers=False))
+        # many tenants: `init_process_group`, which opens a store at the address on rank 0, is given this one
+        _stores.append(dist.TCPStore(host, 0, world.size, True, wait_for_workers=False, multi_tenant=True))
         address = host, _stores[0].port
     host, port = world.bcast(address)
     os.environ.update(
@@ -35,6 +36,5 @@ def set_environment() -> None:
         LOCAL_WORLD_SIZE=str(node.size),
         MASTER_ADDR=host,
         MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there: no rank is to open another one at the port
     )
     node.Free()

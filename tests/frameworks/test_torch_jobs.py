@@ -102,6 +102,25 @@ MPI.COMM_WORLD.Barrier()
 dist.all_reduce(torch.ones(1))
 """
 
+ADDRESSES = """
+import socket
+from mpi4py import MPI
+
+def initialise(backend, **options):
+    dist.destroy_process_group()
+    dist.init_process_group(backend, **options)
+    dist.barrier()
+
+initialise("gloo")
+initialise("mpidist")
+with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+    ports = MPI.COMM_WORLD.bcast([str(each.getsockname()[1]) for each in (one, other)])
+MPI.COMM_WORLD.Barrier()
+initialise("mpidist", init_method="tcp://127.0.0.1:" + ports[0], rank=rank, world_size=size)
+os.environ["MASTER_PORT"] = ports[1]
+initialise("gloo")
+"""
+
 
 def run_file(folder: Path, ranks: int, file: Path, *arguments: str, **variables: str) -> Ended:
     launcher = [*Launcher.find(None).command, "-n", str(ranks)]
@@ -116,6 +135,11 @@ def run(folder: Path, ranks: int, program: str, **variables: str) -> Ended:
 
 def test_program_needs_nothing_but_the_launcher(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, HEAD + "assert (int(os.environ['LOCAL_RANK']), size) == (rank, 2)" + END)
+    assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
+
+
+def test_import_leaves_every_way_to_an_address_open(tmp_path: Path) -> None:
+    ended = run(tmp_path, 2, HEAD + ADDRESSES + END)
     assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
 
 
