@@ -338,7 +338,15 @@ class MpiProcessGroup(ProcessGroup):
     @_call_of_torch("reduce_scatter")
     def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> MpiWork:
         for output, parts in [*zip(outputs, inputs, strict=True)]:
-            self.reduce_scatter_single(output, torch.cat([part.detach().reshape(-1) for part in parts]), opts)
+            if len(parts) != self._size or parts[self._rank].numel() != output.numel():
+                raise ValueError(f"parts of {[one.numel() for one in parts]} elements, and {output.numel()} of output")
+            if all(part.numel() == output.numel() for part in parts):
+                self.reduce_scatter_single(output, torch.cat([part.detach().reshape(-1) for part in parts]), opts)
+                continue
+            sums = [_in_rows(part).clone() for part in parts]
+            values, reduce_op = _real_views(sums, _name_of(opts))
+            self.ops.all_reduce(reduce_op, values, self.options_of(opts), out=values, call="reduce_scatter")
+            output.detach().copy_(sums[self._rank].view(output.shape))
         return MpiWork(outputs)
 
     # Copies.

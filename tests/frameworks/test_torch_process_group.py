@@ -127,6 +127,18 @@ def test_reduce_scatter_gives_each_rank_its_part(ranks: tuple[int, int], is_asyn
     equal(target, [[rank] * 2] * 2)
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
+def test_reduce_scatter_takes_parts_of_other_lengths(ranks: tuple[int, int], is_async: bool) -> None:
+    rank, size = ranks
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        parts = [torch.full((2, one), rank + 1).to(dtype) for one in range(size)]
+        out = torch.zeros(rank, 2, dtype=dtype).t()
+        work = dist.reduce_scatter(out, parts, async_op=is_async)
+        assert work is None or work.wait()
+        assert torch.equal(out, torch.full((2, rank), sum(range(size + 1))).to(dtype))
+        assert all(part.eq(torch.tensor(rank + 1).to(dtype)).all() for part in parts)
+
+
 def test_gather_and_scatter_have_their_tensors(ranks: tuple[int, int], placement: object) -> None:
     rank, size = ranks
     outs = [torch.zeros(1) for _ in range(size)] if rank == 0 else None
@@ -253,11 +265,14 @@ def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], pla
         lambda rank: dist.barrier() if rank else dist.all_reduce(torch.zeros(2)),
         lambda rank: dist.gather(torch.zeros(2 + rank), [torch.zeros(2)] * dist.get_world_size() if not rank else None),
         lambda rank: dist.scatter(torch.zeros(2), [torch.zeros(3)] * dist.get_world_size() if rank == 1 else None, 1),
+        lambda rank: dist.reduce_scatter(
+            torch.zeros(2), [torch.zeros(2 + (rank == 1)), *[torch.zeros(2)] * (dist.get_world_size() - 1)]
+        ),
         lambda rank: dist.all_to_all(
             [torch.zeros(2)] * dist.get_world_size(), [torch.zeros(2 + (rank == 1))] * dist.get_world_size()
         ),
     ],
-    ids=["shape", "op", "dtype", "sparse", "root", "call", "gather", "scatter", "all_to_all"],
+    ids=["shape", "op", "dtype", "sparse", "root", "call", "gather", "scatter", "reduce_scatter", "all_to_all"],
 )
 def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, call: Callable[[int], Any]) -> None:
     with raises_everywhere(comm, InvalidArgumentError, "ranks? 1"):
@@ -272,6 +287,9 @@ def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, 
         lambda size, more: dist.all_gather_into_tensor(torch.zeros(size + more), torch.zeros(1)),
         lambda size, more: dist.all_gather([torch.zeros(1 + more)] * size, torch.zeros(1)),
         lambda size, more: dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(size + more)),
+        lambda size, more: dist.reduce_scatter(
+            torch.zeros(2), [torch.zeros(2 - more), torch.zeros(2 + more), *[torch.zeros(2)] * (size - 2)]
+        ),
         lambda size, more: dist.all_to_all_single(torch.zeros(size), torch.zeros(size + more)),
         lambda size, more: dist.all_gather([torch.zeros(1)] * (size + more), torch.zeros(1)),
         lambda size, more: dist.all_gather_into_tensor(
@@ -291,6 +309,7 @@ def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, 
         "all_gather_single",
         "all_gather",
         "reduce_scatter_single",
+        "reduce_scatter",
         "all_to_all_single",
         "all_gather_long",
         "all_gather_dtype",
