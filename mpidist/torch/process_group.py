@@ -237,6 +237,12 @@ class MpiProcessGroup(ProcessGroup):
         own = given.total_seconds() if isinstance(given, timedelta) else 0.0
         return own if own > 0 else self._seconds
 
+    def _root_of(self, opts: Any) -> int:
+        """Return the root of a call; raises if it is no rank of the group."""
+        if not 0 <= opts.rootRank < self._size:
+            raise ValueError(f"the root is rank {opts.rootRank}, and the ranks are 0 to {self._size - 1}")
+        return int(opts.rootRank)
+
     def options_of(self, opts: Any = None) -> CommunicationOptions:
         """Return the options of a call of `ops`: the timeout of torch's, or of the group."""
         return CommunicationOptions(timeout_seconds=self._seconds_of(opts))
@@ -353,7 +359,7 @@ class MpiProcessGroup(ProcessGroup):
 
     @_call_of_torch("broadcast")
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
-        root, seconds = 0 if opts is None else opts.rootRank, self._seconds_of(opts)
+        root, seconds = 0 if opts is None else self._root_of(opts), self._seconds_of(opts)
         for tensor in tensors:
             with self._written(tensor) as rows:
                 fields = {"dtype": tensor.dtype, "shape": tuple(tensor.shape)}
@@ -401,7 +407,7 @@ class MpiProcessGroup(ProcessGroup):
 
     @_call_of_torch("gather")
     def gather(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> MpiWork:
-        root, own = opts.rootRank, inputs[0]
+        root, own = self._root_of(opts), inputs[0]
         sent = [own if rank == root else None for rank in range(self._size)]
         received = list(outputs[0]) if self._rank == root else [None] * self._size
         self._exchange("gather", sent, received, opts, own, dtype=own.dtype, shape=tuple(own.shape), dst=root)
@@ -409,7 +415,7 @@ class MpiProcessGroup(ProcessGroup):
 
     @_call_of_torch("scatter")
     def scatter(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> MpiWork:
-        root, own = opts.rootRank, outputs[0]
+        root, own = self._root_of(opts), outputs[0]
         sent = list(inputs[0]) if self._rank == root else [None] * self._size
         received = [own if rank == root else None for rank in range(self._size)]
         self._exchange("scatter", sent, received, opts, own, dtype=own.dtype, shape=tuple(own.shape), src=root)

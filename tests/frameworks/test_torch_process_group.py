@@ -331,6 +331,15 @@ def test_bad_arguments_of_one_rank_raise_on_every_rank(
     dist.barrier()
 
 
+def test_root_that_is_no_rank_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm) -> None:
+    calls = (dist.broadcast, ()), (dist.reduce, ()), (dist.gather, (None,)), (dist.scatter, (None,))
+    for root in (-1, ranks[1]):
+        for call, lists in calls:
+            with raises_everywhere(comm, ValueError, f"rank {root}"):
+                call(torch.ones(1), *lists, root)
+    dist.barrier()
+
+
 def test_output_that_cannot_be_written_raises_there_and_leaves_the_group_usable(ranks: tuple[int, int]) -> None:
     rank, size = ranks
     for call in (lambda out: dist.broadcast(out, 0), lambda out: dist.all_gather([out] * size, torch.ones(3))):
