@@ -234,6 +234,17 @@ def test_messages_arrive(ranks: tuple[int, int], placement: object) -> None:
     equal(out, [last])
 
 
+@pytest.mark.ranks(min=2)
+def test_message_of_no_rank_or_no_tag_of_mpi_is_refused(ranks: tuple[int, int]) -> None:
+    rank, size = ranks
+    other = (rank + 1) % size
+    for peer, tag in [(-1, 0), (-2, 0), (size, 0), (other, -1), (other, -2), (other, 2**31 - 1)]:
+        for call in (dist.isend, dist.irecv):
+            with pytest.raises(InvalidArgumentError, match=f"rank {peer}, tag {tag}, needs 0 <= rank < {size}"):
+                call(torch.ones(1), peer, tag=tag)
+    test_all_to_all_has_the_parts_of_all_ranks(ranks, None)  # whose messages are of other tags
+
+
 @pytest.mark.ranks(min=3)
 def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], placement: object) -> None:
     rank, size = ranks

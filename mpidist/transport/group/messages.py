@@ -137,13 +137,13 @@ class Messages:
 
     def send(self, name: str, buffer: Array, to: int, tag: int) -> Message:
         """Start to send bytes [n] to a rank. Local. `name`: as in `Message`."""
-        comm = self._connected(name)
+        comm = self._connected(name, to, tag)
         requests = [request for chunk in _chunks(buffer) for request in comm.send(chunk, to, tag + 1)]
         return self._started(Message(self._group, comm, name, requests, buffer, is_receive=False))
 
     def receive(self, name: str, buffer: Array, source: int | None, tag: int) -> Message:
         """Start to receive bytes [n] of one rank, or, at most `MAX_CHUNK_BYTES`, of any rank (`None`). Local."""
-        comm = self._connected(name)
+        comm = self._connected(name, source or 0, tag)
         if source is None and buffer.nbytes > MAX_CHUNK_BYTES:
             raise InvalidArgumentError(
                 f"{name}: {buffer.nbytes:,} bytes from any rank; needed at most {MAX_CHUNK_BYTES:,}, or one rank"
@@ -199,10 +199,13 @@ class Messages:
             self._comm.free()
         self._comm = None
 
-    def _connected(self, name: str) -> MpiCommunicator:
+    def _connected(self, name: str, other: int, tag: int) -> MpiCommunicator:
         self._group.enter(name)
         if self._comm is None:
             raise InvalidArgumentError(f"{name} in a group of one rank: there is no other rank")
+        bound: Any = self._comm.comm.Get_attr(load_mpi().TAG_UB)  # of tag + 1, which is sent
+        if not (0 <= other < self._comm.size and 0 <= tag < bound):
+            raise InvalidArgumentError(f"{name} needs 0 <= rank < {self._comm.size}, and 0 <= tag < {bound}")
         return self._comm
 
     def _started(self, message: Message) -> Message:
