@@ -8,6 +8,8 @@ from typing import Any, final
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
+from mpidist.transport.group.thread_guard import OtherThreadError
+
 __all__ = ["MpiWork"]
 
 
@@ -52,12 +54,14 @@ class MpiWork(TorchWork):
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the call. The deadline is the call's own, which all ranks share."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
+        if self._finish is not None:
             try:
-                finish()
+                self._finish()
+            except OtherThreadError:  # which may still wait
+                raise
             except BaseException as error:
                 self._error = error
+            self._finish = None
         if self._error is not None:  # and not in the future: C++ takes an error that Python sets for tensors
             raise self._error
         if self._future is not None and not self._future.done():

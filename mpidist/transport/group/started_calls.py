@@ -17,6 +17,7 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from mpidist.transport.agreement.agreement import Agreement, CallRecord
+from mpidist.transport.group.thread_guard import OtherThreadError
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.waiting import complete, is_pausing, never_free, pausing
 
@@ -288,7 +289,7 @@ class PendingCalls:
             self._agreement.mark_started(False)
             while last is None or not last.is_done:
                 if not all(call.is_for_this_thread for call in (*self._launched, *self._calls)):
-                    raise RuntimeError("a call that another thread has started is not over: wait for it in that thread")
+                    raise OtherThreadError("a call that another thread started is not over: wait for it in that thread")
                 self._join_ahead()
                 if self._calls and self._calls[0].place is not Workplace.HOST and (last is None or last in self._calls):
                     self._launch_first()

@@ -10,7 +10,7 @@ from typing import Final, final
 
 from mpidist.transport.mpi.library import load_mpi
 
-__all__ = ["IN_A_FORK", "ThreadGuard", "forbid_calls_here"]
+__all__ = ["IN_A_FORK", "OtherThreadError", "ThreadGuard", "forbid_calls_here"]
 
 IN_A_FORK: Final = (  # behind the name of a call
     "in a forked process: a strategy belongs to the process that made it; make its calls in the parent alone, or start "
@@ -21,6 +21,10 @@ _forbidden: Final = threading.local()
 
 _CALLS: Final = ("mpidist.collectives.", "mpidist.cross_device_ops.", "mpidist.parameter_server.", "mpidist.transport.")
 _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+
+
+class OtherThreadError(RuntimeError):
+    """A call is left to the thread that makes the group's calls, and is not over."""
 
 
 def forbid_calls_here(why: str) -> None:
@@ -91,7 +95,7 @@ class ThreadGuard:
         may_come = lends or (self._may_be_taken_over and not _is_in_a_call(self._owner))
         if self._is_lent or (self._owner.is_alive() and not may_come):
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
-            raise RuntimeError(
+            raise OtherThreadError(
                 f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: only one "
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
                 "Build one strategy for each thread, in the same order on all ranks"
