@@ -26,12 +26,14 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
     Raises:
         InvalidArgumentError: If the ranks' parameters or operations differ. On every rank.
         ValueError: If `op` is another operation.
-        TypeError: If the group is none of mpidist.
+        TypeError: If the group is none of mpidist, or if parameters are DTensors.
     """
     if op not in ("mean", "sum"):
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
     ranks = _group_of(group)
     parameters = [one for one in module.parameters() if one.requires_grad]
+    if any(hasattr(one, "full_tensor") for one in parameters):
+        raise TypeError("the parameters are DTensors: FSDP reduces their gradients in backward(), so omit this call")
     has_gradient = torch.tensor([float(one.grad is not None) for one in parameters])
     sparse = _sparse_weights(module)
     gradients = [_gradient_of(one, id(one) in sparse) for one in parameters]

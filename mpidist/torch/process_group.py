@@ -42,6 +42,7 @@ logger = logging.getLogger("mpidist.torch")
 _REDUCE_OPS: Final = {"SUM": "sum", "AVG": "mean", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
 _OF_BITS: Final = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 _OF_BOOLS: Final = {"SUM": "max", "PRODUCT": "min", "MIN": "min", "MAX": "max"}  # sum: or; product: and
+_REMEDY: Final = "The group is unusable until destroy_process_group() and init_process_group() are called on all ranks"
 _NO_BYTES: Final = np.empty(0, np.uint8)
 
 _Method = Callable[..., MpiWork]
@@ -168,6 +169,8 @@ class MpiProcessGroup(ProcessGroup):
         self._rank, self._size = options.group_rank, options.group_size
         self._store, self._name, self._seconds = options.store, str(options.group_id), options.timeout.total_seconds()
         self._group = _group_of(options)
+        if (watchdog := self._group.watch()) is not None:
+            watchdog.remedy = _REMEDY
         several = self._group.topology.num_nodes > 1
         self.ops = BoundOps(HierarchicalCopyAllReduce() if several else CollectiveAllReduce(), self._group)
         self._copies = ComparedCopies(self._group)

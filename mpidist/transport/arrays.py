@@ -64,8 +64,8 @@ def is_device(array: NativeArray) -> bool:
 def _has_interface_of_gpus(value: Any) -> bool:
     try:
         return hasattr(value, "__cuda_array_interface__")
-    except RuntimeError:  # raised by a tensor of PyTorch on a GPU that requires a gradient
-        return True
+    except RuntimeError:  # raised by a tensor of PyTorch that requires a gradient on a GPU, or of layout CSR anywhere
+        return bool(getattr(value, "is_cuda", True))
 
 
 def is_cupy(value: Any) -> bool:

@@ -83,6 +83,8 @@ def test_fsdp2_has_the_weights_of_ddp(ranks: tuple[int, int], placement: object)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    import mpidist.torch
+
     ddp, sharded = DistributedDataParallel(model_of()), model_of()
     for part in (sharded[0], sharded):
         fully_shard(part, mesh=init_device_mesh("cpu", (ranks[1],)))
@@ -91,6 +93,8 @@ def test_fsdp2_has_the_weights_of_ddp(ranks: tuple[int, int], placement: object)
     for one, other in zip(ddp.parameters(), sharded.parameters(), strict=True):
         whole = other.full_tensor()
         assert torch.equal(one, whole) if ranks[1] <= 2 else torch.allclose(one, whole, rtol=1e-4, atol=1e-6)
+    with pytest.raises(TypeError, match="FSDP"):
+        mpidist.torch.all_reduce_gradients(sharded)
 
 
 @pytest.mark.ranks(2, 4)

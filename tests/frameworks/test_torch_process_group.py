@@ -310,6 +310,7 @@ def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, 
         lambda size, more: dist.scatter(torch.zeros(1), [torch.zeros(1)] * (size + 1) if more else None, 1),
         lambda size, more: dist.broadcast(torch.zeros(2, device="meta" if more else "cpu"), 0),
         lambda size, more: dist.all_to_all_single(torch.zeros(size), torch.zeros(size, device=["cpu", "meta"][more])),
+        lambda size, more: dist.all_reduce(torch.eye(2).to_sparse_csr() if more else torch.eye(2)),
         lambda size, more: dist.all_reduce(torch.zeros(1), dist.ReduceOp.BAND if more else dist.ReduceOp.SUM),
         lambda size, more: dist.group.WORLD.allgather_into_tensor_coalesced(
             [torch.zeros(size)] * (1 + more), [torch.zeros(1)]
@@ -328,6 +329,7 @@ def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, 
         "scatter_long",
         "device",
         "device_of_parts",
+        "layout",
         "all_reduce",
         "coalesced",
         "sparse_index",
@@ -337,7 +339,7 @@ def test_bad_arguments_of_one_rank_raise_on_every_rank(
     ranks: tuple[int, int], comm: Intracomm, call: Callable[[int, int], Any]
 ) -> None:
     rank, size = ranks
-    with raises_everywhere(comm, InvalidArgumentError, "rank 1"):
+    with raises_everywhere(comm, InvalidArgumentError, "rank 1(?!.*ModuleNotFound)"):
         call(size, int(rank == 1))
     dist.barrier()
 
@@ -383,7 +385,8 @@ def test_late_rank_is_named_at_the_timeout(comm: Intracomm, tmp_path: Path) -> N
         dist.group.WORLD.set_timeout(timedelta(seconds=2))
         if comm.rank == 1:
             comm.barrier()
-        with pytest.raises(DeadlineExceededError, match="rank 1" if comm.rank != 1 else "had given up"):
+        with pytest.raises(DeadlineExceededError, match="rank 1" if comm.rank != 1 else "had given up") as caught:
             dist.all_reduce(torch.zeros(2))
         if comm.rank != 1:
+            assert "until destroy_process_group() and init_process_group()" in str(caught.value)
             comm.barrier()
