@@ -2,7 +2,7 @@
 
 cluster_coordinator   what a program holds: the chief's queue, and the workers' loop
 functions             what may be scheduled: functions that all ranks have registered, and data sets of each worker
-worker                what a worker does: it calls functions; and messages, without code and pickled objects
+worker                what a worker does: it calls functions when the chief requests it
 crew                  calls that were scheduled, and the chief's view of the workers: who is free, busy, or has left
 """
 

@@ -10,7 +10,7 @@ from mpidist import nest
 from mpidist.context_stack import parts_of
 from mpidist.coordinator.crew import Crew, RemoteValue
 from mpidist.coordinator.functions import PerWorkerDataset, PerWorkerDatasets, handle_of, name_of
-from mpidist.coordinator.worker import ADVICE, Caller, Mail, Work, result_of
+from mpidist.coordinator.worker import ADVICE, Caller, Work, result_of
 from mpidist.datasets.input_options import InputContext
 from mpidist.nest.encoding import encode
 from mpidist.parameter_server.cluster import Role
@@ -94,7 +94,7 @@ class ClusterCoordinator:
         if self._is_chief:
             self._crew = Crew(group, ranks[1:], self._fail)
         else:
-            self._work = Work(group, Mail(group, ranks[0]), self._caller)
+            self._work = Work(group, ranks[0], self._caller)
 
     @property
     def strategy(self) -> Strategy:

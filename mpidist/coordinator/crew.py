@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.coordinator.worker import LAST, Letter, Mail, result_of
+from mpidist.coordinator.worker import result_of
 from mpidist.errors import CancelledError, DeadlineExceededError, PeerFailedError
+from mpidist.parameter_server.messages.ends import Channel
+from mpidist.parameter_server.messages.protocol import Op, Outcome
 from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.shared_errors import repeat_of
 from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.waiting import poll
@@ -76,7 +80,7 @@ class Crew:
 
     def __init__(self, group: ServiceGroup, ranks: Sequence[int], on_error: Callable[[Exception], None]) -> None:
         self._group, self._awaited, self._on_error = group, group.awaited, on_error
-        self._mails = {rank: Mail(group, rank) for rank in ranks}
+        self._channels = [Channel(group, rank, f"rank {rank}", is_server=False) for rank in ranks]
         self._queue: deque[RemoteValue] = deque()
         self._calls: dict[int, RemoteValue] = {}  # by the rank that makes it
         self._left: dict[int, str] = {}
@@ -100,24 +104,36 @@ class Crew:
     def advance(self) -> bool:
         """Receive results, and give functions to workers that are free. Returns whether anything got on."""
         got_on = False
-        for rank, mail in self._mails.items():
-            letter = None if rank in self._left else mail.receive()
-            if letter is not None:
-                got_on = True
-                self._take(rank, letter)
-            elif rank in self._awaited.lost and rank not in self._left:
-                self._lose(rank, self._awaited.lost[rank])
-            if self._queue and rank not in self._calls and rank not in self._left:
-                call = self._calls[rank] = self._queue.popleft()
-                oldest = min(one.number for one in self._calls.values())  # those that wait are younger
-                mail.send(call.number, oldest, call.message)
-                got_on = True
-        if self._queue and len(self._left) == len(self._mails) and not self._does_watchdog_raise():
+        for channel in self._channels:
+            if channel.rank not in self._left:
+                got_on |= self._advance(channel)
+        if self._queue and len(self._left) == len(self._channels) and not self._does_watchdog_raise():
             why = f"no worker is left: {self._reasons()}"
             self._fail(PeerFailedError(f"{self._queue[0].name!r} cannot be called: {why}"), why)
         if got_on:
             self._group.watchdog.restart()
         return got_on
+
+    def _advance(self, channel: Channel) -> bool:
+        """Receive a worker's result, and give it a function, if it is free. Returns whether anything got on."""
+        rank = channel.rank
+        try:
+            answer = channel.receive()
+            if answer is not None:
+                self._take(rank, *answer)
+            elif rank in self._awaited.lost:
+                channel.abandon()
+                self._lose(rank, self._awaited.lost[rank])
+            if not self._queue or rank in self._calls or rank in self._left:
+                return answer is not None
+            call = self._calls[rank] = self._queue.popleft()
+            oldest = min(one.number for one in self._calls.values())  # those that wait are younger
+            channel.start(f"call of {call.name!r}", Op.CALL, call.number, [call.message], rows=oldest)
+            return True
+        except load_mpi().Exception as error:
+            channel.abandon(error)
+            self._group.lose(rank, error)
+            return True
 
     def look(self, what: str) -> None:
         """Receive what has come, give functions to workers, and raise if a worker is lost. Does not wait."""
@@ -150,12 +166,10 @@ class Crew:
         """Tell the workers that no function follows, and wait until they know it, however long they take."""
         self._is_ending = True
         self.cancel("the coordinator was closed")
-        for rank, mail in self._mails.items():
-            if not self._left.get(rank):  # one that left because of an error receives nothing
-                mail.send_last()
-        self.wait("the end of the coordinator", self._have_all_ended, math.inf)
-        for mail in self._mails.values():
-            mail.abandon()
+        self._tell_end("")
+        self.wait("the end of the coordinator", lambda: len(self._left) == len(self._channels), math.inf)
+        for channel in self._channels:
+            channel.close()
 
     def leave(self, reason: str) -> None:
         """End without the workers, because of an error; tell those that no note of the watchdog's tells. Local.
@@ -164,15 +178,17 @@ class Crew:
         """
         broken = self._group.watchdog.broken
         if self._group.may_miss_ranks or (not reason and isinstance(broken, DeadlineExceededError)):
-            text = reason or ("" if broken is None else first_line(broken))
-            for rank, mail in self._mails.items():
-                if rank not in self._left:
-                    mail.send_last(text)
+            self._tell_end(reason or ("" if broken is None else first_line(broken)))
+        self._queue.extend(self._calls.values())
         self.cancel("the chief has left its strategy")
-        for call in self._calls.values():
-            call.cancel("the chief has left its strategy")
-        for mail in self._mails.values():
-            mail.abandon()
+        for channel in self._channels:
+            channel.abandon()
+
+    def _tell_end(self, why: str) -> None:
+        for channel in self._channels:
+            if not self._left.get(channel.rank):  # one that left because of an error receives nothing
+                with suppress(load_mpi().Exception):  # this one is lost
+                    channel.leave(why)
 
     def _require_whole(self) -> None:
         if self._group.watchdog.broken is not None:
@@ -181,20 +197,13 @@ class Crew:
     def _await_workers(self, what: str) -> None:
         """Let the watchdog ask those that call functions; if none does, all."""
         awaited = self._awaited
-        awaited.ranks = tuple(self._calls) or tuple(rank for rank in self._mails if rank not in self._left)
+        awaited.ranks = tuple(self._calls) or tuple(one.rank for one in self._channels if one.rank not in self._left)
         calls = ", ".join(f"{call.name!r} on rank {rank}" for rank, call in self._calls.items())
         awaited.what = f"{what} (calls: {calls})" if calls else what
 
     def _advance_far(self) -> None:
         while self.advance():
             pass
-
-    def _have_all_ended(self) -> bool:
-        """Whether all workers have left, and those that live have all that was sent to them."""
-        if len(self._left) < len(self._mails):
-            return False
-        living = [rank for rank, why in self._left.items() if not why and rank not in self._awaited.lost]
-        return all(self._mails[rank].has_sent_all() for rank in living)
 
     def _lose(self, rank: int, why: str) -> None:
         """Note that a worker has left, and make its call again."""
@@ -205,10 +214,9 @@ class Crew:
         elif lost is not None:
             self._queue = deque(sorted([lost, *self._queue], key=lambda call: call.number))
 
-    def _take(self, rank: int, letter: Letter) -> None:
-        number, _, data = letter
-        if number == LAST:
-            self._lose(rank, data)
+    def _take(self, rank: int, outcome: int, data: Array) -> None:
+        if outcome != Outcome.OK:
+            self._lose(rank, data.tobytes().decode(errors="replace"))
             return
         call = self._calls.pop(rank)  # first: the worker is free, whatever it has sent
         value, error = result_of(data)

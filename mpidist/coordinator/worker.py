@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import struct
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, final
 
@@ -18,13 +16,15 @@ from mpidist.coordinator.functions import PerWorkerDatasets, function_named
 from mpidist.errors import OutOfRangeError, PeerFailedError
 from mpidist.nest.encoding import decode, encode
 from mpidist.parameter_server.client import ParameterClient
+from mpidist.parameter_server.messages.ends import Connection
+from mpidist.parameter_server.messages.protocol import Header, Op, Outcome
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.text import name_ranks, text_of
 from mpidist.transport.tracebacks import traceback_text
-from mpidist.transport.waiting import never_free, poll
+from mpidist.transport.waiting import complete, poll
 
-__all__ = ["ADVICE", "LAST", "Caller", "Letter", "Mail", "Work", "result_of"]
+__all__ = ["ADVICE", "Caller", "Work", "result_of"]
 
 logger = logging.getLogger("mpidist.coordinator")
 
@@ -35,91 +35,6 @@ Array = np.ndarray[Any, Any]
 
 _MAX_TRACE: Final = 8000  # characters
 _QUIET_SECONDS: Final = 0.05  # after which nothing more comes from a chief that is lost
-_TAG: Final = 11  # a tag that no server and no request uses
-_HEADER: Final = struct.Struct("=qq")
-_MAX_REASON: Final = 1000  # bytes
-LAST: Final = 0  # in place of a call's number
-
-# The number of a call, which older calls will not be made again, and the function with its arguments, or its result.
-# Or a letter after which no call and no result comes, with the text of an error that is the cause; "" for none.
-Letter = tuple[int, int, Any]
-
-
-@final
-class Mail:
-    """The letters of this rank to and from another one. All methods are local.
-
-    Where MPI says that the process of the other rank has failed, nothing is sent and received any more: the group's
-    `awaited.lost` says so, or an error does, if the group does not go on without the other rank.
-    """
-
-    def __init__(self, group: ServiceGroup, rank: int) -> None:
-        mpi = load_mpi()
-        self.rank = rank
-        self._group, self._has_failed = group, False
-        self._comm, self._byte, self._status = group.comm, mpi.BYTE, mpi.Status()
-        self._sends: list[tuple[Any, Array]] = []
-        self._incoming: tuple[Any, Array] | None = None
-
-    def send_last(self, reason: str = "") -> None:
-        """Send the last letter, and do not wait."""
-        self.send(LAST, 0, np.frombuffer(reason.encode(errors="backslashreplace")[:_MAX_REASON], np.uint8))
-
-    def send(self, number: int, oldest: int, data: Array) -> None:
-        """Send a call or a result, and do not wait."""
-        if self._has_failed:
-            return
-        letter = np.concatenate([np.frombuffer(_HEADER.pack(number, oldest), np.uint8), data])
-        try:
-            self._sends.append((self._comm.Isend([letter, self._byte], self.rank, _TAG), letter))
-        except load_mpi().Exception as error:
-            self._fail(error)
-
-    def has_sent_all(self) -> bool:
-        """Whether MPI has done with the memory of all letters. MPI sends large ones while they are tested."""
-        try:
-            self._sends = [send for send in self._sends if not send[0].Test()]
-        except load_mpi().Exception as error:
-            self._fail(error)
-        return not self._sends
-
-    def receive(self) -> Letter | None:
-        """Return the next letter, if there is one."""
-        self.has_sent_all()
-        try:
-            return None if self._has_failed else self._receive()
-        except load_mpi().Exception as error:
-            self._fail(error)
-            return None
-
-    def _receive(self) -> Letter | None:
-        if self._incoming is None:
-            message = self._comm.Improbe(self.rank, _TAG, self._status)
-            if message is None:
-                return None
-            data = np.empty(self._status.Get_count(self._byte), np.uint8)
-            self._incoming = message.Irecv([data, self._byte]), data
-        request, data = self._incoming
-        if not request.Test():
-            return None
-        self._incoming = None
-        number, oldest = _HEADER.unpack_from(data.data)
-        content = data[_HEADER.size :]
-        return number, oldest, content if number != LAST else content.tobytes().decode(errors="replace")
-
-    def abandon(self) -> None:
-        """Keep what MPI may still read and write."""
-        if self._sends or self._incoming:
-            never_free((self._sends, self._incoming))
-
-    def _fail(self, error: Exception) -> None:
-        """Note that the process of the other rank has failed, if an error of MPI's comes of that."""
-        if not self._group.shows_loss(error, self.rank):
-            raise error
-        self._has_failed = True
-        self.abandon()
-        self._sends, self._incoming = [], None
-        self._group.lose(self.rank)
 
 
 @final
@@ -171,22 +86,25 @@ class Caller:
 
 @final
 class Work:
-    """What a worker does for the chief."""
+    """What a worker does for the chief: it answers its requests, each for a call, until the chief ends.
 
-    def __init__(self, group: ServiceGroup, mail: Mail, caller: Caller) -> None:
-        self._group, self._mail, self._caller = group, mail, caller
-        self._has_chief_ended = False
-        self._has_chief_left = False  # because of an error: it receives nothing
+    A worker that leaves says so in place of a result, also before it is asked for one.
+    """
+
+    def __init__(self, group: ServiceGroup, chief: int, caller: Caller) -> None:
+        self._group, self._caller = group, caller
+        self._connection = Connection(group.comm, chief, 0)
+        self._has_chief_ended = self._has_left = False
         self._is_quiet_at = math.inf
-        self._has_left = False
 
     def serve(self) -> None:
         """Call functions until the chief ends."""
         self._caller.servers.require_no_function("serve() of a coordinator")
+        result = None
         while not self._has_chief_ended:
-            number, oldest, data = self._next_letter("serve() of the coordinator")
-            if number != LAST:
-                self._mail.send(number, oldest, self._caller.call(data, number, oldest))
+            header, data = self._next_request("serve() of the coordinator", result)
+            if header.op == Op.CALL:
+                result = self._caller.call(data, header.variables, header.rows)
                 continue
             self._leave("")
             self._caller.servers.begin_call(0, 0)  # no call follows
@@ -198,50 +116,47 @@ class Work:
         """
         broken = self._group.watchdog.broken
         self._leave(reason or str(broken or ""))
-        if reason is None and broken is None:
-            try:
-                self._wait_for_end("close() of the coordinator")
-            except PeerFailedError as error:
-                if self._group.watchdog.broken is not None:
-                    raise
-                logger.warning("mpidist: %s", error)  # the chief alone is lost, and the group goes on without it
-        self._mail.abandon()
-
-    def _wait_for_end(self, what: str) -> None:
-        while not self._has_chief_ended:  # other workers make the calls that are under way to this one
-            self._next_letter(what)
-        if not self._has_chief_left:
-            self._wait(what, self._mail.has_sent_all)
+        try:
+            while not self._has_chief_ended and reason is None and broken is None:
+                self._next_request("close() of the coordinator")  # another worker makes the call
+        except PeerFailedError as error:
+            if self._group.watchdog.broken is not None:
+                raise
+            logger.warning("mpidist: %s", error)  # the chief alone is lost, and the group goes on without it
+        if not self._has_chief_ended:
+            self._connection.abandon()
+        self._connection.close()
 
     def _leave(self, reason: str) -> None:
         if not self._has_left:
             self._has_left = True
-            self._mail.send_last(reason)
+            with suppress(load_mpi().Exception):  # the chief is lost, as the next wait finds
+                self._connection.answer_text(Outcome.FAILED, reason)
 
-    def _next_letter(self, what: str) -> Letter:
-        found: list[Letter] = []
-
-        def has_letter() -> bool:
-            letter = self._mail.receive()
-            if letter is not None:
-                found.append(letter)
-            return letter is not None
-
-        self._wait(what, has_letter)
-        number, _, reason = found[0]
-        self._has_chief_ended |= number == LAST
-        if number == LAST and reason:
-            self._has_chief_left = True
-            logger.warning("mpidist: %s ends, as the chief has left: %s", what, reason)
-        return found[0]
-
-    def _wait(self, what: str, test: Callable[[], bool]) -> None:
-        self._group.begin_wait(what, (self._mail.rank,), math.inf)  # a chief that schedules nothing is no stall
-        poll(test, self._check_chief)
+    def _next_request(self, what: str, result: Array | None = None) -> tuple[Header, Array]:
+        """Answer the last request, if there is a result, and wait for the next one."""
+        group, connection = self._group, self._connection
+        try:
+            if result is not None:
+                next(connection.answer_all(result), None)
+                connection.sequence += 1  # of the request that is answered next, also before it comes
+            group.begin_wait(what, (connection.rank,), math.inf)  # a chief that schedules nothing is no stall
+            poll(lambda: not connection.has_ended and connection.has_request(), self._check_chief)
+            header = connection.begin_steps()
+            data = complete(connection.receive_all(), self._check_chief)
+            connection.listen()
+        except load_mpi().Exception as error:
+            connection.abandon()
+            group.lose(connection.rank, error)
+            return self._next_request(what)  # which raises, as the chief is lost
+        self._has_chief_ended = header.op == Op.LEAVE
+        if self._has_chief_ended and data.size:
+            logger.warning("mpidist: %s ends, as the chief has left: %s", what, data.tobytes().decode(errors="replace"))
+        return header, data
 
     def _check_chief(self) -> None:
         """Raise if waiting further cannot help, also where the group goes on without the chief."""
-        awaited, chief = self._group.awaited, self._mail.rank
+        awaited, chief = self._group.awaited, self._connection.rank
         self._group.watchdog.check_peers()
         if chief not in awaited.lost:
             return

@@ -153,9 +153,7 @@ class ParameterServer:
                 got_on = True
                 self._finish(connection)
             except Exception as error:
-                if not self._group.shows_loss(error, connection.rank):
-                    raise
-                self._group.lose(connection.rank)
+                self._group.lose(connection.rank, error)
                 self.workers.drop(connection)
                 self._forget_ended()
         return got_on or not self._open

@@ -1,9 +1,13 @@
-"""Both ends of the messages between a worker and a server: a `Channel` sends requests, a `Connection` answers them."""
+"""Both ends of the messages between a worker and a server: a `Channel` sends requests, a `Connection` answers them.
+
+The chief of a coordinator sends calls to the other workers in the same way. No two ranks have both a server's channel
+and a chief's, so the tags are the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -66,11 +70,14 @@ class Channel:
     behind changes that are not answered yet, `WINDOW` requests at most: see `make_room`. Other requests first wait
     for all answers. The error of a change is raised by the next `make_room` that finds its answer, or by `finish`.
     `broken` is why the server cannot be used any more, or `None`.
+
+    The chief of a coordinator has channels to workers, and not `is_server`: it starts calls, and looks for their
+    results with `receive`, which waits for nothing. What it means that such a rank is lost, the chief knows.
     """
 
-    def __init__(self, group: ServiceGroup, rank: int, name: str, lane: Lane | None = None) -> None:
+    def __init__(self, group: ServiceGroup, rank: int, name: str, lane: Lane | None = None, is_server: bool = True):
         mpi = load_mpi()
-        self._lane = lane
+        self._lane, self._is_server = lane, is_server
         self.rank, self.name = rank, name
         self._what = f"a request to {name}"
         self._entry = _ENDED  # of the last request, in the flight recorder
@@ -83,6 +90,9 @@ class Channel:
         self._scratch = np.empty(0, np.uint8)
         self._incoming = self._comm.Recv_init([self._answer, mpi.BYTE], rank, ANSWER)
         self._awaits_data = False  # of the last request, which an interrupt may have kept from taking it
+        self._data = np.empty(0, np.uint8)  # of an answer that is arriving
+        self._arriving: Sequence[Any] = ()  # the messages of these
+        self._call_sends: Sequence[Any] = ()  # of the data of `Op.CALL`
         self._sequence = self._answered = 0  # the numbers of the last request, and of the last one that was answered
         self._calls = [""] * _SLOTS  # the names of the requests
         self._errors: list[Exception] = []  # of requests, which nobody was told
@@ -98,7 +108,7 @@ class Channel:
         change: int = 0,
         numbers: tuple[float, ...] = (),
     ) -> None:
-        """Send a request of contiguous arrays. Returns when their memory can be used again.
+        """Send a request of contiguous arrays. Returns when their memory can be used again; that of `Op.CALL` never.
 
         `call` names the request for people; all others are as in `Header`. `make_room` comes before changes and reads:
         of all servers of a call, so that no server gets its part if the call ends with the error of an earlier change.
@@ -127,8 +137,7 @@ class Channel:
             self._sends[slot].Test()  # which frees it: the server has the request, as it has answered
             self._sends[slot] = self._comm.Isend([message, end, self._byte], self.rank, REQUEST)
             if nbytes > INLINE_BYTES:
-                sizes = tuple(array.nbytes for array in data)
-                self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
+                self._send_data(call, op, data)
             if op in _ANSWERED_LATER:
                 self._group.recorder.end(self._entry)
                 self._entry = _ENDED
@@ -178,6 +187,25 @@ class Channel:
             errors, self._errors = self._errors, []
             raise one_error(errors)
 
+    def receive(self) -> tuple[int, Array] | None:
+        """Return the next answer, its `Outcome` and data of any size, or `None` while some of it has not come."""
+        if self._answered == self._sequence or not self._incoming.Test():
+            return None
+        outcome, nbytes = self._outcome[0], self._outcome[5]
+        if nbytes <= INLINE_BYTES:
+            self._data = self._answer[HEADER_BYTES : HEADER_BYTES + nbytes].copy()
+        elif not self._arriving:
+            self._data = np.empty(nbytes, np.uint8)
+            self._arriving = [self._comm.Irecv([one, self._byte], self.rank, DATA) for one in _chunks(self._data)]
+        if not self._test_all(self._arriving):
+            return None
+        self._test_all(self._call_sends)  # which frees their memory
+        data, self._data, self._arriving = self._data, np.empty(0, np.uint8), ()
+        self._answered += 1
+        if self._answered < self._sequence:
+            self._incoming.Start()
+        return outcome, data
+
     @property
     def number(self) -> int:
         """The number in the last answer: `rows` of its header."""
@@ -205,13 +233,22 @@ class Channel:
         self._incoming.Free()
         self._scratch = np.empty(0, np.uint8)
         self.broken = RuntimeError(f"a request to {self.name} on a closed strategy: it was closed, make a new one")
-        if not self._test_all(self._sends):
-            never_free((self._sends, self._requests))
+        if not self._test_all([*self._sends, *self._call_sends]):
+            never_free((self._sends, self._requests, self._call_sends))
 
-    def _send_data(self, call: str, data: Sequence[Array], plan: Iterable[tuple[Piece, ...]]) -> None:
+    def abandon(self, why: Exception | None = None) -> None:
+        """Leave to MPI what is under way. `why`: what has broken it. Local."""
+        self.broken, self._answered = why or RuntimeError(f"a request to {self.name}, which was left"), self._sequence
+        never_free((self._sends, self._requests, self._answer, self._incoming, self._arriving, self._call_sends))
+
+    def _send_data(self, call: str, op: int, data: Sequence[Array]) -> None:
+        if op == Op.CALL:
+            self._call_sends = _send_chunks(self._comm, self.rank, data[0], self._call_sends)
+            return
         lane, num = self._lane, self._sequence - self._answered  # the server answers earlier requests first
         sends: list[Any] = []
-        for pieces in plan:
+        sizes = tuple(array.nbytes for array in data)
+        for pieces in plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes):
             parts = [
                 data[item] if stop - start == data[item].nbytes else bytes_of(data[item])[start:stop]
                 for item, start, stop in pieces
@@ -294,12 +331,12 @@ class Channel:
         Raises:
             UnavailableError: If it was because the server is lost.
         """
-        never_free((self._sends, self._requests, self._answer, self._incoming))
-        self._answered = self._sequence
+        self.abandon(UnavailableError(f"{call} at {self.name} was interrupted"))
+        if not self._is_server:
+            return
         if is_process_failure(error):
             error = PeerFailedError(f"{call}: MPI has found that the process of rank {self.rank} has failed")
         elif not isinstance(error, (DeadlineExceededError, PeerFailedError)):
-            self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
             return
         elif self._group.awaited.is_ended_by_program:
             self.broken = error
@@ -353,6 +390,7 @@ class Connection:
         self._nbytes = 0  # of data of the request
         self._data: Iterator[Array | None] = iter(())  # what of it has not been received
         self._sends: list[Any] = [mpi.REQUEST_NULL] * WINDOW  # of these
+        self._data_sends: Sequence[Any] = ()
         self._is_abandoned = False
         for request, _, _ in self._requests:
             request.Start()
@@ -392,13 +430,18 @@ class Connection:
         self.answer(outcome, np.frombuffer(text.encode(errors="backslashreplace")[:INLINE_BYTES], np.uint8))
 
     def answer_all(self, data: Array) -> Generator[bool, None, None]:
-        """Answer with bytes, however many."""
+        """Answer with bytes, however many. Without a lane, the first step sends all, and the rest may be left out."""
         if data.size <= INLINE_BYTES:
             self.answer(Outcome.OK, data)
             return
         self.answer(Outcome.OK, nbytes=data.size, rows=NO_PLACE)
-        for ((_, start, stop),) in plan_messages((data.size,)):
-            yield from self.send([data[start:stop]])
+        if self.lane is None:
+            self._data_sends = _send_chunks(self._comm, self.rank, data, self._data_sends)
+            while not all(sent.Test() for sent in self._data_sends):
+                yield False
+            return
+        for one in _chunks(data):
+            yield from self.send([one])
 
     def send(self, parts: Sequence[Array]) -> Generator[bool, None, None]:
         """Send one message of data, of several parts, and yield until their memory can be used again."""
@@ -454,7 +497,7 @@ class Connection:
         if self.steps is not None:
             self.steps.close()
             self.steps, self._data = None, iter(())
-        never_free((self._requests, self._replies, self._buffers, self._sends))
+        never_free((self._requests, self._replies, self._buffers, self._sends, self._data_sends))
         self.has_ended = self._is_abandoned = True
 
     def close(self) -> None:
@@ -468,8 +511,8 @@ class Connection:
                 request.Wait()
             request.Free()
         self._buffers, self._whole = [], np.empty(0, np.uint8)
-        if not all(sent.Test() for sent in self._sends):
-            never_free((self._sends, self._replies))
+        if not all(sent.Test() for sent in [*self._sends, *self._data_sends]):
+            never_free((self._sends, self._replies, self._data_sends))
 
     def _messages_of_data(self) -> Iterator[Array | None]:
         """Yield the data of the request, message by message, or `None` while the next one has not come."""
@@ -504,6 +547,18 @@ class Connection:
 
     def _receive_into(self, memory: Array) -> Any:
         return self._comm.Irecv([memory, self._byte], self.rank, DATA)
+
+
+def _chunks(data: Array) -> list[Array]:
+    """Cut data into messages, as `plan_messages` does with one item."""
+    return [data[start : start + CHUNK_BYTES] for start in range(0, data.size, CHUNK_BYTES)]
+
+
+def _send_chunks(comm: Intracomm, rank: int, data: Array, earlier: Sequence[Any]) -> Sequence[Any]:
+    """Send data, and do not wait. `earlier`: what was sent to this rank so, and has been received."""
+    if not all(sent.Test() for sent in earlier):
+        never_free(tuple(earlier))
+    return [comm.Isend([one, load_mpi().BYTE], rank, DATA) for one in _chunks(data)]
 
 
 def _split_bytes(memory: Array, parts: Sequence[Array]) -> None:

@@ -66,7 +66,8 @@ class Op:
     STEP: Final = 8  # this worker has done a step
     DONE: Final = 9  # this worker makes no request any more
     LEAVE: Final = 10  # the same, because of an error
-    CALL: Final = 20  # the changes that follow belong to a call of a coordinator's, which may be made again
+    # Of a worker: call a function. Of a server: the changes that follow belong to that call, which may be made again.
+    CALL: Final = 20
 
 
 @final

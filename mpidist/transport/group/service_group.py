@@ -236,13 +236,14 @@ class ServiceGroup(OpenGroup):
         """See `OpenGroup.watch`."""
         return None if load_mpi().Is_finalized() else self.watchdog
 
-    def shows_loss(self, error: Exception, rank: int) -> bool:
-        """Whether an error comes of a rank whose process has failed: MPI says so, or the process is gone. Local."""
-        is_of_mpi = isinstance(error, load_mpi().Exception)
-        return is_process_failure(error) or (is_of_mpi and rank in self._membership.gone())
+    def lose(self, rank: int, error: Exception) -> None:
+        """Note that a rank is lost, as an error of MPI shows; raise if the group does not go on without it. Local.
 
-    def lose(self, rank: int) -> None:
-        """Note that a rank is lost, as MPI has found; raise if the group does not go on without it. Local."""
+        An error that does not come of that is raised: MPI says so, or the process of the rank is gone.
+        """
+        is_of_mpi = isinstance(error, load_mpi().Exception)
+        if not (is_process_failure(error) or (is_of_mpi and rank in self._membership.gone())):
+            raise error
         if rank in self.awaited.dispensable:
             self.watchdog.go_on_without((rank,))
         elif self.watchdog.broken is not None:

@@ -90,8 +90,8 @@ FAULTS = [
     ),
     Fault(
         "crew.py",
-        "if self._queue and rank not in self._calls and rank not in self._left:",
-        "if self._queue and rank not in self._left:",
+        "if not self._queue or rank in self._calls or rank in self._left:",
+        "if not self._queue or rank in self._left:",
         "a busy worker gets a second function, whose result is lost",
     ),
     Fault(
@@ -132,14 +132,14 @@ FAULTS = [
     ),
     Fault(
         "worker.py",
-        "return number, oldest, content if",
-        "return number, 0, content if",
+        "header.variables, header.rows)",
+        "header.variables, 0)",
         "servers never forget old calls",
     ),
     Fault(
         "worker.py",
-        "(self._mail.rank,), math.inf)",
-        "(self._mail.rank,), 1.0)",
+        "(connection.rank,), math.inf)",
+        "(connection.rank,), 1.0)",
         "a worker gives up an idle chief",
     ),
     Fault(
