@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.coordinator.worker import result_of
-from mpidist.errors import CancelledError, DeadlineExceededError, PeerFailedError
+from mpidist.errors import CancelledError, DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.parameter_server.messages.ends import Channel
 from mpidist.parameter_server.messages.protocol import Op, Outcome
 from mpidist.transport.group.service_group import ServiceGroup
@@ -23,6 +23,10 @@ from mpidist.transport.waiting import poll
 __all__ = ["Crew", "RemoteValue"]
 
 Array = np.ndarray[Any, Any]
+_INTERRUPTED: Final = (
+    "the coordinator was interrupted while it gave a worker a function, or took a result, which may be lost: close the "
+    "strategy, and make a new one on all ranks"
+)
 _NOTHING: Final = object()
 
 
@@ -85,6 +89,7 @@ class Crew:
         self._calls: dict[int, RemoteValue] = {}  # by the rank that makes it
         self._left: dict[int, str] = {}
         self._is_ending = False
+        self._is_exchanging = False  # for ever after an interrupt in the middle: a call or a result may be lost
 
     @property
     def is_idle(self) -> bool:
@@ -94,7 +99,7 @@ class Crew:
     @property
     def is_broken(self) -> bool:
         """Whether this rank has failed to wait for others, and cannot wait any more."""
-        return self._group.watchdog.broken is not None
+        return self._is_exchanging or self._group.watchdog.broken is not None
 
     def add(self, call: RemoteValue) -> None:
         """Give a function to a worker that is free, or let it wait for one."""
@@ -103,10 +108,13 @@ class Crew:
 
     def advance(self) -> bool:
         """Receive results, and give functions to workers that are free. Returns whether anything got on."""
+        if self._is_exchanging:
+            raise UnavailableError(_INTERRUPTED)
         got_on = False
         for channel in self._channels:
             if channel.rank not in self._left:
                 got_on |= self._advance(channel)
+                self._is_exchanging = False
         if self._queue and len(self._left) == len(self._channels) and not self._does_watchdog_raise():
             why = f"no worker is left: {self._reasons()}"
             self._fail(PeerFailedError(f"{self._queue[0].name!r} cannot be called: {why}"), why)
@@ -118,6 +126,8 @@ class Crew:
         """Receive a worker's result, and give it a function, if it is free. Returns whether anything got on."""
         rank = channel.rank
         try:
+            is_free = bool(self._queue) and rank not in self._calls
+            self._is_exchanging = is_free or channel.has_answer()
             answer = channel.receive()
             if answer is not None:
                 self._take(rank, *answer)
@@ -177,7 +187,9 @@ class Crew:
         `reason`: of an exception that the others do not have; "" if this rank has caught why it cannot wait any more.
         """
         broken = self._group.watchdog.broken
-        if self._group.may_miss_ranks or (not reason and isinstance(broken, DeadlineExceededError)):
+        if self._is_exchanging:
+            self._group.tell_leaving(reason or _INTERRUPTED)
+        elif self._group.may_miss_ranks or (not reason and isinstance(broken, DeadlineExceededError)):
             self._tell_end(reason or ("" if broken is None else first_line(broken)))
         self._queue.extend(self._calls.values())
         self.cancel("the chief has left its strategy")

@@ -261,3 +261,41 @@ if HAS_ULFM:
         assert served.kind == "PeerFailedError", ended
         assert "the chief, rank 0, is lost: " in served.text
         assert set(ended.of("end")) == {1, 2, 3}, ended
+
+
+@pytest.mark.core
+@pytest.mark.no_mpi
+def test_interrupt_of_the_chief_in_the_middle_of_a_result_is_an_error_of_later_calls(job: Job) -> None:
+    """The result may be lost, and `join` would wait for it for ever."""
+    program = """
+strategy.close()
+from mpidist.experimental.coordinator import ClusterCoordinator, register
+from mpidist.coordinator import crew
+strategy = mpidist.experimental.ParameterServerStrategy(num_ps=1)
+add = register("add")(lambda one: one + 1)
+with strategy:
+    if strategy.is_ps:
+        attempt("server", strategy.serve)
+    else:
+        coordinator = ClusterCoordinator(strategy)
+        if not strategy.is_chief:
+            attempt("worker", coordinator.serve)
+        else:
+            assert coordinator.schedule(add, args=(1,)).fetch() == 2
+            def interrupt(*_):
+                crew.result_of = really
+                raise KeyboardInterrupt
+            really, crew.result_of = crew.result_of, interrupt
+            result = coordinator.schedule(add, args=(2,))
+            try:
+                coordinator.join()
+            except KeyboardInterrupt:
+                pass
+            for call in (coordinator.join, lambda: coordinator.schedule(add, args=(3,)), strategy.close):
+                attempt("chief", call)
+os._exit(0)
+"""
+    ended = job(program, THREE)
+    kinds = [(note.what, note.kind) for note in ended.notes if note.what != "ready"]
+    assert kinds[:2] == [("chief", "UnavailableError")] * 2, (kinds, ended.err)
+    assert ("worker", "PeerFailedError") in kinds

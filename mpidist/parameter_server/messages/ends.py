@@ -187,9 +187,13 @@ class Channel:
             errors, self._errors = self._errors, []
             raise one_error(errors)
 
+    def has_answer(self) -> bool:
+        """Whether the next answer has come, or the beginning of it."""
+        return self._answered < self._sequence and bool(self._incoming.Test())
+
     def receive(self) -> tuple[int, Array] | None:
         """Return the next answer, its `Outcome` and data of any size, or `None` while some of it has not come."""
-        if self._answered == self._sequence or not self._incoming.Test():
+        if not self.has_answer():
             return None
         outcome, nbytes = self._outcome[0], self._outcome[5]
         if nbytes <= INLINE_BYTES:
