@@ -76,7 +76,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     first = next((word for word in arguments if not word.startswith("-")), None)
     for name, (module, help_line) in _COMMANDS.items():
-        subparser = commands.add_parser(name, help=help_line)
+        takes_others = name == "sbatch"  # whose --ntasks is no short form of --ntasks-per-node
+        subparser = commands.add_parser(name, help=help_line, allow_abbrev=not takes_others)
         if name == first:
             command, chosen_parser = import_module(f"mpidist.cli.{module}"), subparser
             subparser.description = command.__doc__

@@ -44,6 +44,7 @@ def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[st
         ("--nodes 3 --ps 2 --time 5", "--nodes=3 --time=5 : --nodes=1 --ntasks-per-node=2 --time=5", "roles"),
         ("-p gpu -A ab12 --qos=high", "--partition=gpu --account=ab12 --qos=high", "train"),
         ("--nodes 2 --mem=64G --exclusive", "--nodes=2 --mem=64G --exclusive", "train"),
+        ("--nodes 2 --ntasks=8 --gpus=4", "--nodes=2 --ntasks=8 --gpus=4", "train"),
     ],
 )
 def test_which_job_script(capsys: pytest.CaptureFixture[str], arguments: str, options: str, script: str) -> None:
