@@ -69,9 +69,15 @@ class _Slurm(Allocation):
     spans_nodes = True
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.ranks = int(environ.get("SLURM_NTASKS", "1"))
-        self._cores_of_task = int(environ.get("SLURM_CPUS_PER_TASK", "1"))
+        components = int(environ.get("SLURM_HET_SIZE") or 1)
+        if components > 1:
+            raise RefusedError(
+                "this job of Slurm is heterogeneous, and ranks would start on its first component alone: start them "
+                f"with `srun --het-group=0-{components - 1} ...`, or by the job script roles.sbatch"
+            )
+        self._cores_of_task = int(environ.get("SLURM_CPUS_PER_TASK") or 1)
         self.nodes = expand_host_list(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else []
+        self.ranks = int(environ.get("SLURM_NTASKS") or len(self.nodes) or 1)  # without -n, one a node, as srun does
 
     def launcher(self, start: Start, lost: Sequence[str]) -> Launch:
         threads = start.threads or self._cores_of_task

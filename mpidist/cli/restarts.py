@@ -55,6 +55,7 @@ def start_until_done(
     """
     plan = _Plan(ranks, allocation, max_restarts, min_ranks)
     forwarded = {number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}  # nohup ignores one
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some parents leave it, it would never come
     before = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
     try:
         where = Path.cwd() if allocation.spans_nodes else None

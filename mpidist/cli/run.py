@@ -51,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as of python -m")
-    parser.add_argument("program", metavar="PROGRAM", help="a Python file, or a command")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.add_argument(
+        "words", nargs=argparse.PARSER, metavar="PROGRAM", help="a Python file, or a command, and its arguments"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -108,7 +109,9 @@ def _launch(launcher: Launch, arguments: argparse.Namespace, program: Sequence[s
 
 def _program(arguments: argparse.Namespace) -> list[str]:
     """Return the command of one rank."""
-    name, words = arguments.program, [arguments.program, *arguments.arguments]
+    words: list[str] = arguments.words
+    words = words[words[0] == "--" :]  # which some versions of Python leave before the program
+    name = words[0]
     if arguments.module:
         return [sys.executable, "-m", *words]
     if Path(name).suffix == ".py":

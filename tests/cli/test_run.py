@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,9 @@ def mpidist_run(folder: Path, *arguments: str, **variables: str) -> subprocess.C
 
 
 def test_run_starts_so_many_ranks_with_the_arguments_of_the_program(tmp_path: Path) -> None:
-    done = mpidist_run(tmp_path, "-n", "2", "-m", "train", "-n", "--tag")
+    done = mpidist_run(tmp_path, "-n", "2", "-m", "train", "--", "-n", "--tag")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 1 -n --tag" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 1 -- -n --tag" for rank in range(2)]
 
 
 def test_run_ends_with_the_exit_status_of_the_program_and_tags_its_lines(tmp_path: Path) -> None:
@@ -70,15 +71,17 @@ def test_run_leaves_a_number_of_threads_that_is_set_to_all_libraries(
     assert "NUM_THREADS" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tasks", [{"SLURM_NTASKS": "8"}, {}, {"SLURM_NTASKS": ""}], ids=["8", "none", "empty"])
 def test_run_in_a_job_of_slurm_uses_srun_for_all_tasks(
-    program: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    program: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tasks: dict[str, str]
 ) -> None:
+    """Without a number of tasks, as by `salloc -N 8`, for one on each node."""
     (program.parent / "srun").touch(mode=0o755)
-    job = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "4", "SLURM_PROCID": "0"}
+    job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-8]", "SLURM_CPUS_PER_TASK": "4", "SLURM_PROCID": "0"} | tasks
     for name, value in {**job, "PATH": f"{program.parent}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert run_command(["run", "--dry-run", "train.py"]) == 0
+    assert run_command(["run", "--dry-run", "--", "train.py"]) == 0
     words = capsys.readouterr().out.split()
     assert "OMP_NUM_THREADS=4" in words
     srun = words[words.index("srun") :]
@@ -119,6 +122,7 @@ def test_run_in_an_instance_of_flux_uses_flux_run(
         (["-n", "2", "none"], {}, "there is no program none: "),
         (["-n", "2", "train.py"], {"PMI_RANK": "1", "PMI_SIZE": "2"}, "this process is a rank already: "),
         (["-n", "0", "train.py"], {}, "'0' is no number of 1 or more"),
+        (["-n", "2", "train.py"], {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "3"}, "`srun --het-group=0-2 ...`, or by "),
     ],
 )  # fmt: skip
 def test_run_refuses_and_says_what_to_do(
@@ -128,7 +132,8 @@ def test_run_refuses_and_says_what_to_do(
     variables: dict[str, str],
     text: str,
 ) -> None:
-    for name, value in variables.items():
+    Path("srun").touch(mode=0o755)
+    for name, value in {**variables, "PATH": f"{Path.cwd()}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)
     try:
         status: object = run_command(["run", *arguments])
@@ -218,6 +223,15 @@ def test_restart_is_made_while_a_failing_program_saves_up_to_the_limit(tmp_path:
     code, out, said = run(tmp_path, "steps(1)\nsys.exit(7)", "-n", "1", "--max-restarts", "2")
     assert (code, out) == (7, [f"rank 0 of 1: start {attempt} at step {attempt}" for attempt in range(3)])
     assert said[-1].endswith("not started again: all restarts are used (--max-restarts 2)")
+
+
+def test_restart_is_made_where_the_parent_ignores_the_ends_of_children(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(7)\n")
+    command = [sys.executable, "-m", "mpidist", "run", "-n", "1", "--max-restarts", "1", "train.py"]
+    ignore = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
+    done = ran(command, cwd=tmp_path, env=clean_environment(), timeout=HANG_SECONDS, preexec_fn=ignore)
+    assert done.returncode == 7
+    assert "restart 1 of at most 1, with 1 rank" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
