@@ -11,12 +11,14 @@ nothing to read.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from mpidist.checkpoint.folder import MANIFEST
 from mpidist.checkpoint.parts import SavedCheckpoint
 from mpidist.cli.launching import RefusedError
 from mpidist.errors import DataLossError
@@ -49,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.refuse("needed FOLDER, or diff A B; a folder of the name diff is ./diff")
     try:
         return _compare(*words[1:]) if is_diff else _list(Path(words[0]), arguments.read)
+    except BrokenPipeError:  # of what is printed
+        raise
     except OSError as error:
         raise RefusedError(error) from None
 
@@ -57,15 +61,20 @@ def _list(folder: Path, reads: bool) -> int:
     """Print a line for each checkpoint, whole or damaged, in the order of saves."""
     if not folder.is_dir():
         raise RefusedError(f"there is no folder {str(folder.absolute())!r}")
-    places = (place for place in (folder, *sorted(folder.iterdir())) if any(place.glob("*.safetensors")))
-    rows = sorted(_row(place, reads) for place in places if not place.name.startswith(_NOT_NAMED))
+    places = (place for place in (folder, *sorted(folder.iterdir())) if not place.name.startswith(_NOT_NAMED))
+    rows = sorted(_row(place, reads) for place in places if _is_checkpoint(place))
     if not rows:
         raise RefusedError(f"there are no checkpoints in {str(folder.absolute())!r}")
     lines = [_HEAD, *(texts for _, texts in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for texts in lines:
-        print("  ".join(map(str.ljust, texts, widths)).rstrip())
+        print("  ".join(map(str.ljust, texts, widths)).rstrip(), flush=True)
     return int(any(texts[-1] != "yes" for _, texts in rows))
+
+
+def _is_checkpoint(place: Path) -> bool:
+    """Whether a folder has files of a checkpoint, perhaps not all."""
+    return (place / MANIFEST).is_file() or any(place.glob("*.safetensors"))
 
 
 def _row(place: Path, reads: bool) -> tuple[tuple[int, float], tuple[str, ...]]:
@@ -118,7 +127,7 @@ def _difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
     if form != other_form:
         return f"{form} and {other_form}"
     if not isinstance(state, np.ndarray):
-        if state == other_state:
+        if json.dumps(state, sort_keys=True) == json.dumps(other_state, sort_keys=True):  # a NaN is equal to no other
             return ""
         return form if isinstance(state, dict) else f"{state!r} and {other_state!r}"
     count, most, first = 0, 0.0, -1

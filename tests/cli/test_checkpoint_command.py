@@ -1,9 +1,13 @@
 """`python -m mpidist checkpoint`: which checkpoints are whole, and in which leaves two differ."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi_session import clean_environment
 
 from mpidist import MirroredStrategy
 from mpidist.__main__ import run_command
@@ -39,7 +43,7 @@ def test_checkpoints_are_listed_in_the_order_of_saves(folder: Path, capsys: pyte
     assert printed(capsys, folder / "ckpt-20")[1] == [head, lines[1]]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "no manifest"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "no manifest", "no arrays"])
 def test_checkpoint_list_damaged_is_not_whole(folder: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     (arrays,) = (folder / "ckpt-10").glob("*.safetensors")
     data = bytearray(arrays.read_bytes())
@@ -49,6 +53,8 @@ def test_checkpoint_list_damaged_is_not_whole(folder: Path, capsys: pytest.Captu
         assert printed(capsys, folder)[0] == 0
     elif damage == "cut":
         arrays.write_bytes(data[:-1])
+    elif damage == "no arrays":
+        arrays.unlink()
     else:
         (folder / "ckpt-10" / "manifest.json").unlink()
     status, lines = printed(capsys, folder, *["--read"] * (damage == "flip"))
@@ -73,11 +79,21 @@ def test_checkpoint_diff_names_leaves_elements_and_the_greatest_difference(
 
 def test_checkpoint_diff_other_forms_and_names_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MirroredStrategy() as strategy, strategy.scope():
-        Checkpoint(weights=np.zeros(6), ids=np.arange(4), more=1, step=20).write(folder / "other")
+        Checkpoint(weights=np.zeros(6), ids=np.arange(4), more=np.nan, step=20).write(folder / "other")
+    assert printed(capsys, "diff", folder / "other", folder / "other")[0] == 0
     status, lines = printed(capsys, "diff", folder / "ckpt-20", folder / "other")
     assert status == 1
     assert [line.partition(":")[0].strip() for line in lines[1:]] == ["none", "more", "weights"]
     assert lines[-1] == "  weights: float64[2, 3] and float64[6]"
+
+
+def test_checkpoint_command_whose_reader_has_left_ends_as_by_sigpipe(folder: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mpidist", "checkpoint", str(folder)]
+    done = subprocess.run(command, env=clean_environment(), stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("words", [["none"], ["."], ["diff", "ckpt-10", "none"], ["diff", "ckpt-10"], ["a", "b"], []])
