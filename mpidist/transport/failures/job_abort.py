@@ -257,7 +257,7 @@ def _end_with_code(error: SystemExit) -> None:
         _report_exit(job, error)
         return
     try:
-        job.tell_end(f"SystemExit: {error.args[0]}")
+        job.tell_end(_text_of_exit(error))
         _wait_for_lower_rank(job, error)
         _report_exit(job, error)
         _await_acknowledgements(job)
@@ -265,10 +265,15 @@ def _end_with_code(error: SystemExit) -> None:
         _abort(job, code)
 
 
+def _text_of_exit(error: SystemExit) -> str:
+    """Name the exception with what it was raised with, else with the code that the program has set later."""
+    return f"SystemExit: {error.args[0] if error.args else status_of(error)}"
+
+
 def _report_exit(job: Job, error: SystemExit) -> None:
     where = where_raised(error)
     head = "Traceback (most recent call last):\n" if where else ""
-    write_lines(f"{head}{where}SystemExit: {error.args[0]}\n", job.prefix)
+    write_lines(f"{head}{where}{_text_of_exit(error)}\n", job.prefix)
 
 
 def _has_left(job: Job, error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from typing import final
 
 from mpidist.transport.failures.exit_code import end_at_once, status_of, watch_exits
 from mpidist.transport.mpi.child_process import is_forked_from_rank
+from mpidist.transport.mpi.error_output import flush_standard_streams
 
 __all__ = ["end_without_mpi", "leave_mpi_to_parent", "note_status"]
 
@@ -80,6 +81,5 @@ def _end_without_mpi() -> None:
     if kind is not None and not _Process.status:
         note_status(130 if issubclass(kind, KeyboardInterrupt) else 1)
     if _Process.is_forked_from_rank:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_standard_streams()
         os._exit(_Process.status)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Final
 
-__all__ = ["FORWARD_SECONDS", "rank_prefix", "write_lines"]
+__all__ = ["FORWARD_SECONDS", "flush_standard_streams", "rank_prefix", "write_lines"]
 
 # How long a launcher may take to forward what a rank has written, before the rank ends.
 FORWARD_SECONDS: Final = 0.2
@@ -17,8 +18,14 @@ def rank_prefix(rank: int, hostname: str) -> str:
     return f"[rank {rank} on {hostname}] "
 
 
+def flush_standard_streams() -> None:
+    """Flush what the program has written, if it can be: the program may have closed or replaced its streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+
+
 def write_lines(text: str, prefix: str) -> None:
     """Write lines to standard error, behind what the program has written."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_standard_streams()
     os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))

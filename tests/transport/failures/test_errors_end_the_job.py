@@ -135,6 +135,9 @@ class End(NamedTuple):
 
 ENDS = {
     "exit with a code on all ranks": End("strategy.reduce('SUM', 1.0)\nsys.exit(3)", 3, {"SystemExit: 3": 1}),
+    "exit with a code that is set later": End(
+        "strategy.reduce('SUM', 1.0)\nend = SystemExit()\nend.code = 3\nraise end", 3, {"SystemExit: 3": 1}
+    ),
     # An end without an error is one for those who still reduce.
     "exit where others reduce": End(
         "strategy.reduce('SUM', 1.0)\nif rank == 1:\n    sys.exit()\nreduce_for_ever()", None,
@@ -153,6 +156,10 @@ ENDS = {
     ),
     "exception that cannot say what it is": End(
         MUTE, None, {r"\[rank 1 on .*\] Mute: <exception str\(\) failed>$": 1, "Error in sys.excepthook": 0}
+    ),
+    "streams that the program has closed": End(
+        "sys.stdout.close()\nsys.stderr = None\nif rank == 1:\n    raise KeyError('mine')\nreduce_for_ever()", None,
+        {r"\[rank 1 on .*\] KeyError: 'mine'$": 1},
     ),
     "deleted folder": End(
         IN_DELETED_FOLDER, None, {"rank 0 is told": None, "KeyError: 'mine'": None, "FileNotFoundError": 0},
@@ -385,7 +392,10 @@ def work(end):
         print("child:", error, flush=True)
     strategy.close()
     end()
-ends = (lambda: None, lambda: sys.exit(7), lambda: exit("words"), lambda: {}["mine"])
+def close_and_end():
+    sys.stdout.close()
+    sys.exit(8)
+ends = (lambda: None, lambda: sys.exit(7), lambda: exit("words"), lambda: {}["mine"], close_and_end)
 for end in ends:
     child = os.fork()
     if child == 0:
@@ -404,10 +414,10 @@ for _ in range(3):
     ended = job(program, ranks=2)
     assert ended.status == 0, ended.err
     statuses = Counter(re.findall(r"(forked|worker) (\d)", ended.out))  # ranks may print within each other's lines
-    forked = {("forked", "0"): 2, ("forked", "7"): 2, ("forked", "1"): 4}
+    forked = {("forked", "0"): 2, ("forked", "7"): 2, ("forked", "1"): 4, ("forked", "8"): 2}
     assert statuses == forked | {("worker", status): 1 for status in "071"}, ended.out
     refused = " reduce in a forked process: a strategy belongs to the process that made it; make"
-    assert (ended.out.count(refused), ended.out.count("child")) == (3, 8 + 3), ended.out
+    assert (ended.out.count(refused), ended.out.count("child")) == (3, 10 + 3), ended.out
     assert ended.err.count("KeyError: 'mine'") == 2 + 1, "as without mpidist"
 
 
