@@ -62,6 +62,22 @@ def test_tf_config_with_a_ps_and_too_few_workers_is_refused(comm: Intracomm, mon
         MultiWorkerMirroredStrategy(comm=comm)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("tasks", "text"),
+    [
+        (["worker", "worker", "trainer"], "rank 2: .*Unrecognized task_type 'trainer'; known are chief, worker, ps"),
+        (["ps", "ps", "evaluator"], "none of the 3 ranks is a chief or a worker of the cluster"),
+    ],
+)
+def test_tf_config_in_which_not_all_ranks_have_a_role_or_none_trains_is_refused(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, tasks: list[str], text: str
+) -> None:
+    set_tasks(monkeypatch, comm, tasks, ["worker"] * comm.size)
+    with raises_everywhere(comm, TopologyError, text):
+        MultiWorkerMirroredStrategy(comm=comm)
+
+
 def test_tf_config_whose_ps_has_no_rank_is_no_hindrance(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = ["worker"] * comm.size
     set_tasks(monkeypatch, comm, tasks, [*tasks, "ps"])

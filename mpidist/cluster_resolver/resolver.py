@@ -180,8 +180,9 @@ class ClusterResolver(ABC):
 
         Raises:
             TopologyError: If they differ.
+            ValueError: If this process's task is not in the cluster, or a job is of no known kind.
         """
-        who = type(self).__name__
+        who, task_type, task_id = type(self).__name__, self.task_type, self.task_id
         if self.num_tasks is not None and self.num_tasks != size:
             raise TopologyError(
                 f"{who} says {self.num_tasks} tasks (chief and workers), but MPI has {size} rank(s); start "
@@ -189,6 +190,8 @@ class ClusterResolver(ABC):
                 f"with `srun --mpi=pmi2 -n {self.num_tasks}` (MPICH, Intel MPI) or "
                 f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or {self._remedy}: MPI is enough"
             )
+        if task_type is not None and task_id is not None and self.num_tasks is not None:
+            require_task(self.cluster_spec(), task_type, task_id)  # `rank` is None for a task of an unknown kind
         if self.rank is not None and self.rank != rank:
             raise TopologyError(
                 f"{who} says this process is {self.task_type} {self.task_id}, index {self.rank} of chief and "

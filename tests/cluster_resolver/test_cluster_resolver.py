@@ -215,6 +215,9 @@ def test_check_names_who_what_and_what_to_do() -> None:
     assert "`srun --mpi=pmi2 -n 8`" in str(error.value)
     with pytest.raises(TopologyError, match=r"this process is worker 2, index 2 .* but MPI says rank 3 of 8"):
         resolver.check(8, 3)
+    resolver.task_type = "trainer"
+    with pytest.raises(ValueError, match="Unrecognized task_type 'trainer'"):
+        resolver.check(8, 3)
 
 
 def test_resolver_of_the_users_own_needs_four_methods() -> None:
