@@ -19,31 +19,35 @@ if [ -z "${MPI_TYPE:-}" ]; then
     # UCX's addresses are too long for pmi2. mpidist sets this, too, unless the program has started MPI before.
     ! grep -q "^MPICH Device:.*ch4:.*ofi" <<<"$library" || export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}"
 fi
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
-attempt=${SLURM_RESTART_COUNT:-0} components=()
+attempt=${SLURM_RESTART_COUNT:-0} cpus=${SLURM_CPUS_PER_TASK:-1}
+export components="" # also for the shell of interactive.sh, which an array would not reach
 if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
-    components=(--het-group="$(seq -s, 0 $((SLURM_HET_SIZE - 1)))")
+    components="--het-group=$(seq -s, 0 $((SLURM_HET_SIZE - 1)))"
+    cpus=$(for ((i = 0; i < SLURM_HET_SIZE; i++)); do
+        printenv "SLURM_CPUS_PER_TASK_HET_GROUP_$i" || echo "$cpus"
+    done | sort -n | sed -n 1p) # srun takes one number for all components: the least fits all
     echo "job $SLURM_JOB_ID, attempt $attempt; components: $SLURM_HET_SIZE"
 else
+    SLURM_NTASKS="${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}" # where nobody has said how many: one a node, as srun does
     echo "job $SLURM_JOB_ID, attempt $attempt; ranks: $SLURM_NTASKS, nodes: $SLURM_JOB_NUM_NODES"
 fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cpus}" SRUN_CPUS_PER_TASK="$cpus" # which srun does not take by itself
 
 # After a requeue MPICH would take the shared memory that a killed attempt left behind.
 if [ "$attempt" -gt 0 ]; then
-    srun ${components[@]+"${components[@]}"} --mpi=none \
+    srun ${components:+"$components"} --mpi=none \
         find /dev/shm -maxdepth 1 -user "$(id -u)" -name 'mpich_shm_*' -delete 2>/dev/null || true
 fi
 
 # Start ranks: run_ranks [OPTION OF SRUN]... PROGRAM [ARGUMENT]... Returns the exit code of the rank that ended them.
 # Of a job that a rank ends, srun may only say that it was killed: the rank writes its exit code into a file.
 run_ranks() {
-    local code=0 started words=(srun ${components[@]+"${components[@]}"} --mpi="$MPI_TYPE" --kill-on-bad-exit=1 "$@")
+    local code=0 started words=(srun ${components:+"$components"} --mpi="$MPI_TYPE" --kill-on-bad-exit=1 "$@")
     [[ " $* " != *" ${python[*]-python} " || " $*" == *" ${python[*]-python} "* ]] ||
         { echo "there is no program to run: sbatch JOB_SCRIPT train.py" >&2 && return 2; }
     export MPIDIST_EXIT_CODE_FILE="$PWD/.exit-code-$SLURM_JOB_ID"
     rm -f "$MPIDIST_EXIT_CODE_FILE"
-    if [ -z "${components[*]-}" ]; then
+    if [ -z "$components" ]; then
         "${words[@]}" || code=$?
     else # with PMIx srun of Slurm 22.05 may wait for ever for tasks that have ended. It has 40 seconds.
         "${words[@]}" &

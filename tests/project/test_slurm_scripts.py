@@ -1,5 +1,6 @@
 """The job scripts: which ranks they start, and how they are written. A stand-in answers for srun."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -18,19 +19,21 @@ JOB = {
     "VIRTUAL_ENV": "/nowhere",
 }
 TWO_COMPONENTS = {"SLURM_HET_SIZE": "2", "SLURM_NTASKS_HET_GROUP_0": "4", "SLURM_NTASKS_HET_GROUP_1": "2"}
+CPUS = {"SLURM_CPUS_PER_TASK_HET_GROUP_0": "10", "SLURM_CPUS_PER_TASK_HET_GROUP_1": "9"}
 
 
 @pytest.mark.parametrize(
     ("variables", "said", "started"),
     [
-        (TWO_COMPONENTS, "workers: 4, parameter servers: 2", "2: --het-group=0,1 --mpi=pmi2"),
-        ({"SLURM_NTASKS": "5"}, "workers: 4, parameter servers: 1", "1: --mpi=pmi2"),
-        ({"SLURM_NTASKS": "5", "NUM_PS": "3"}, "workers: 2, parameter servers: 3", "3: --mpi=pmi2"),
+        (TWO_COMPONENTS, "workers: 4, parameter servers: 2", "2 1 1: --het-group=0,1 --mpi=pmi2"),
+        (TWO_COMPONENTS | CPUS, "workers: 4, parameter servers: 2", "2 9 9: --het-group=0,1 --mpi=pmi2"),
+        ({"SLURM_NTASKS": "5"}, "workers: 4, parameter servers: 1", "1 1 1: --mpi=pmi2"),
+        ({"SLURM_NTASKS": "5", "NUM_PS": "3"}, "workers: 2, parameter servers: 3", "3 1 1: --mpi=pmi2"),
     ],
-    ids=["two components", "plain", "plain with NUM_PS"],
+    ids=["two components", "two components with cores", "plain", "plain with NUM_PS"],
 )
 def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, started: str) -> None:
-    stand_in(tmp_path, "srun", 'echo "$NUM_PS: $*"')
+    stand_in(tmp_path, "srun", 'echo "$NUM_PS $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS: $*"')
     stand_in(tmp_path, "scontrol", "")
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
     command = ["bash", str(SCRIPT), "train.py", "--name", "two words"]
@@ -66,12 +69,38 @@ def test_requeue_of_an_array_is_of_one_task(tmp_path: Path) -> None:
     assert "scontrol requeue 7_3\n" in done.stdout
 
 
-def requeue(folder: Path, srun: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run requeue.sbatch, with a stand-in for srun, and others that say how they were called."""
+@pytest.mark.parametrize(("code", "are_nodes_asked"), [(0, False), (1, True), (2, False)])
+def test_nodes_are_not_to_blame_for_wrong_arguments(tmp_path: Path, code: int, are_nodes_asked: bool) -> None:
+    """As `--expect` with a file that is not there, which `mpidist doctor` refuses with 2."""
+    done = requeue(tmp_path, f"exit {code}", {"SLURM_JOB_NODELIST": "n1"}, "healthcheck.sbatch")
+    assert done.returncode == code, done.stderr
+    assert ("nodes that fail alone: " in done.stdout) == are_nodes_asked
+
+
+@pytest.mark.parametrize("is_shell", [False, True])
+@pytest.mark.parametrize(
+    ("variables", "option"), [({}, ""), (TWO_COMPONENTS, "--het-group=0,1 ")], ids=["plain", "het"]
+)
+def test_interactive_allocation_without_a_number_of_tasks(
+    tmp_path: Path, variables: dict[str, str], option: str, is_shell: bool
+) -> None:
+    stand_in(tmp_path, "srun", 'echo "$*"')
+    stand_in(tmp_path, "salloc", 'shift; exec "$@"')
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
+    command = ["bash", str(SCRIPT.with_name("interactive.sh")), "--nodes=2", *([] if is_shell else ["--", "train.py"])]
+    done = ran(command, env=environment, cwd=tmp_path, input="run_ranks python train.py\n" * is_shell)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:] == [f"{option}--mpi=pmi2 --kill-on-bad-exit=1 python train.py"]
+
+
+def requeue(
+    folder: Path, srun: str, variables: dict[str, str], script: str = "requeue.sbatch"
+) -> subprocess.CompletedProcess[str]:
+    """Run a script, with a stand-in for srun, and others that say how they were called."""
     for name, body in {"srun": srun, "scontrol": 'echo "scontrol $*"', "sleep": ""}.items():
         stand_in(folder, name, body)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", **JOB, "SLURM_NTASKS": "4", **variables}
-    command = ["bash", str(SCRIPT.with_name("requeue.sbatch")), "train.py"]
+    command = ["bash", str(SCRIPT.with_name(script)), "train.py"]
     return ran(command, env=environment, cwd=folder)
 
 
@@ -89,3 +118,12 @@ def test_how_scripts_are_written(script: Path) -> None:
     lines = script.read_text().splitlines()
     assert len(lines) <= 70
     assert max(map(len, lines)) <= 120
+
+
+def test_jobs_of_a_chain_alone_share_a_name_with_no_other_script() -> None:
+    """It is what singleton waits for, and scancel ends."""
+    names = {
+        script.stem: re.findall("^#SBATCH --job-name=(.*)$", script.read_text(), re.M) for script in FOLDER.iterdir()
+    }
+    assert names.pop("chain") == ["mpidist-chain"]
+    assert ["mpidist-chain"] not in names.values()
