@@ -93,6 +93,15 @@ def test_folders_may_be_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flight_folder({"MPIDIST_FLIGHT_DIR": "~/flights"}, "job") == Path("/home/ada/flights/job")
 
 
+def test_attempts_of_a_job_of_slurm_have_folders_of_their_own() -> None:
+    def name(**variables: str) -> str:
+        folder = flight_folder({"SLURM_JOB_ID": "7", **variables}, "token")
+        return "" if folder is None else folder.name
+
+    assert [name(), name(SLURM_RESTART_COUNT="0", MPIDIST_RESTARTS="0"), name(SLURM_JOB_ID="")] == ["7", "7", "token"]
+    assert [name(SLURM_RESTART_COUNT="1"), name(MPIDIST_RESTARTS="1")] == ["7-1-0", "7-0-1"]
+
+
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
     """The logger of mpidist, put back as it was."""

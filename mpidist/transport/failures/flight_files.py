@@ -18,6 +18,7 @@ __all__ = ["FILE_VERSION", "GroupFlight", "flight_folder", "write_flight"]
 FILE_VERSION: Final = 1
 _MOMENT_SECONDS: Final = 10.0  # a rank's own file that is not older than this is not replaced
 _FOLDER: Final = "mpidist-flight"
+_STARTS: Final = ("SLURM_RESTART_COUNT", "MPIDIST_RESTARTS")  # how often Slurm and `mpidist run` have started it again
 
 
 @final
@@ -33,10 +34,15 @@ class GroupFlight(NamedTuple):
 
 
 def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
-    """Choose the folder of a job's files, by `MPIDIST_FLIGHT_DIR` ("off": `None`) and the job's name, else `token`."""
+    """Choose the folder of a job's files, by `MPIDIST_FLIGHT_DIR` ("off": `None`) and the job's name, else `token`.
+
+    Each attempt of one job has a folder: files of an earlier one would be taken for those of other ranks.
+    """
+    job, starts = environ.get("SLURM_JOB_ID"), [environ.get(name) or "0" for name in _STARTS]
+    name = "-".join([job, *starts] if {*starts} != {"0"} else [job]) if job else token
     parent = os.path.expanduser(environ.get("MPIDIST_FLIGHT_DIR", "").strip()) or _FOLDER
     try:
-        return None if parent == "off" else Path(parent).absolute() / environ.get("SLURM_JOB_ID", token)
+        return None if parent == "off" else Path(parent).absolute() / name
     except FileNotFoundError:  # the current folder is gone
         return None
 
