@@ -19,6 +19,7 @@ from mpidist.transport.trace.trace import TRACE_VERSION
 __all__ = ["JobTrace", "RankTrace", "StrategyTrace", "TracedCall", "load_trace"]
 
 _FILES: Final = re.compile(r"rank-(\d+)-\w+\.jsonl")
+_HEADER: Final = {"trace", "group", "rank", "size", "world_rank", "host", "clock", "wall", "time", "clocks"}
 _ADVICE: Final = "ranks write traces with MPIDIST_TRACE=FOLDER, or strategy.trace(FOLDER)"
 
 
@@ -139,6 +140,8 @@ def _read(path: Path) -> _File | None:
     for number, line in enumerate(lines, 1):
         try:
             piece = json.loads(line) if pieces else parse(line, TRACE_VERSION)
+            if not isinstance(piece, dict) or not (pieces or piece.keys() >= _HEADER):
+                raise ValueError("it is not what a rank writes")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             damage = f"line {number}, cannot be understood: {error}"
             if not pieces:

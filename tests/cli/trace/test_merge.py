@@ -225,6 +225,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path, merge: Merge, lines
     [
         (b"\0\0\0\n", ", line 1, cannot be understood: Expecting value: line 1 column 1 (char 0)"),
         (b'header\n{"calls":3}\n', " cannot be understood: TypeError: 'int' object is not iterable"),
+        (b'{"version":1}\n', ", line 1, cannot be understood: it is not what a rank writes"),
     ],
 )
 def test_file_that_cannot_be_understood_is_left_out(tmp_path: Path, merge: Merge, damaged: bytes, note: str) -> None:
@@ -238,13 +239,14 @@ def test_file_that_cannot_be_understood_is_left_out(tmp_path: Path, merge: Merge
     assert len(slices(tmp_path, "reduce", 0)) == len(slices(tmp_path, "reduce", 2)) == 2
 
 
-def test_file_with_a_damaged_line_is_read_up_to_there(tmp_path: Path, merge: Merge) -> None:
+@pytest.mark.parametrize(("line", "why"), [(b"\0\0", "Expecting value: "), (b"3", "it is not what a rank writes")])
+def test_file_with_a_damaged_line_is_read_up_to_there(tmp_path: Path, merge: Merge, line: bytes, why: str) -> None:
     path = write(tmp_path, 0, EARLY)
     *rest, end, _ = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*rest, b"\0\0", end, b""]))
+    path.write_bytes(b"\n".join([*rest, line, end, b""]))
     write(tmp_path, 1, LATE)
     text = merge()
-    assert "note: rank-0-a1b2.jsonl, line 3, cannot be understood: Expecting value: " in text
+    assert f"note: rank-0-a1b2.jsonl, line 3, cannot be understood: {why}" in text
     assert "note: rank 0 of strategy a1b2: the trace has no end" in text
     assert "30.5 ms of it for rank 1" in text
 
