@@ -56,9 +56,7 @@ def join_tasks(
         _refuse(group, f"TF_CONFIG is set, or a resolver given, but not on {name_ranks(without)}; do so on all ranks")
     workers = [rank for rank, (_, its_type) in enumerate(reports) if its_type not in _NO_WORKERS]
     if not workers and topology.size > 1:  # one process alone may be any task
-        _refuse(
-            group, f"none of the {topology.size} ranks is a chief or a worker of the cluster, and no other one trains"
-        )
+        _refuse(group, f"none of the {topology.size} ranks is a chief or a worker of the cluster, which alone train")
     if topology.rank in workers:
         try:
             hostnames = [topology.hostnames[rank] for rank in workers]

@@ -120,7 +120,7 @@ def test_how_scripts_are_written(script: Path) -> None:
     assert max(map(len, lines)) <= 120
 
 
-def test_jobs_of_a_chain_alone_share_a_name_with_no_other_script() -> None:
+def test_jobs_of_a_chain_have_a_name_of_their_own() -> None:
     """It is what singleton waits for, and scancel ends."""
     names = {
         script.stem: re.findall("^#SBATCH --job-name=(.*)$", script.read_text(), re.M) for script in FOLDER.iterdir()
