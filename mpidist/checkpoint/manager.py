@@ -229,7 +229,7 @@ class CheckpointManager:
         if writing is None:
             return
         limit = self._parts.options.timeout_seconds  # of calls: writing may take longer
-        if limit is not None:
+        if limit:  # 0 is none
             limit = max(limit, 3 * writing.save.limit_seconds)  # as `join_in_time`
         together = self._parts.raise_together(
             "wait for a checkpoint", "writing it in the background", timeout_seconds=limit

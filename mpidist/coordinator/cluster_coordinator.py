@@ -224,9 +224,10 @@ class ClusterCoordinator:
         try:
             self.join()
         finally:
-            if self._crew is not None:
-                self._crew.end()
-            self._is_closed = True
+            if self._crew is None or not self._crew.is_broken:  # else `close` of the strategy ends this part
+                if self._crew is not None:
+                    self._crew.end()
+                self._is_closed = True
 
     def _require_chief(self, call: str) -> None:
         parts_of(self._strategy).group.require_open(call)

@@ -109,6 +109,7 @@ class Crew:
     def advance(self) -> bool:
         """Receive results, and give functions to workers that are free. Returns whether anything got on."""
         if self._is_exchanging:
+            self._require_whole()
             raise UnavailableError(_INTERRUPTED)
         got_on = False
         for channel in self._channels:
@@ -126,9 +127,9 @@ class Crew:
         """Receive a worker's result, and give it a function, if it is free. Returns whether anything got on."""
         rank = channel.rank
         try:
-            is_free = bool(self._queue) and rank not in self._calls
-            self._is_exchanging = is_free or channel.has_answer()
-            answer = channel.receive()
+            is_free, has_answer = bool(self._queue) and rank not in self._calls, channel.has_answer()
+            self._is_exchanging = is_free or has_answer
+            answer = channel.receive() if has_answer else None
             if answer is not None:
                 self._take(rank, *answer)
             elif rank in self._awaited.lost:
@@ -187,7 +188,8 @@ class Crew:
         `reason`: of an exception that the others do not have; "" if this rank has caught why it cannot wait any more.
         """
         broken = self._group.watchdog.broken
-        if self._is_exchanging:
+        is_interrupted = self._is_exchanging and broken is None
+        if is_interrupted:
             self._group.tell_leaving(reason or _INTERRUPTED)
         elif self._group.may_miss_ranks or (not reason and isinstance(broken, DeadlineExceededError)):
             self._tell_end(reason or ("" if broken is None else first_line(broken)))
@@ -195,6 +197,8 @@ class Crew:
         self.cancel("the chief has left its strategy")
         for channel in self._channels:
             channel.abandon()
+        if is_interrupted and not reason:  # servers drop this rank, and so answer nothing more
+            raise UnavailableError(_INTERRUPTED)
 
     def _tell_end(self, why: str) -> None:
         for channel in self._channels:

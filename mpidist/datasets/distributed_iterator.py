@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
@@ -21,6 +22,8 @@ from mpidist.transport.group.raise_together import ErrorReport, raise_reported
 from mpidist.transport.shared_errors import mark_shared
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
+
+logger = logging.getLogger(__name__)
 
 _END: Final = object()  # takes the place of a batch after the last one
 _IN_STEP: Final = "Let all ranks stop at the same step, by a value that is reduced over ranks"
@@ -155,7 +158,12 @@ class DistributedIterator(Iterator[Any]):
         if not self._num_steps:
             self._first_call = agreement.sequence
             self._position = position
-        self._progress.note_step(position, self)  # on all ranks, as the ranks have agreed
+        is_unused = self._progress.note_step(position, self)  # on all ranks, as the ranks have agreed
+        if is_unused and self._strategy_parts.topology.rank == 0:
+            logger.warning(
+                "mpidist: a position was restored, and a pass that had begun before goes on from where it was: begin a "
+                "pass after the restore, or save and restore its iterator"
+            )
         self._num_steps += 1
         if not has_same_variant or error is not None:
             empty_batch = self._compare(step, error or self._empty_error)

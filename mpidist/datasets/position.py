@@ -44,6 +44,7 @@ class Progress:
     def __init__(self, source: BatchSource) -> None:
         self.source = source
         self._last = Position()
+        self._restored: Position | None = None  # until a pass makes a step
 
     @property
     def position(self) -> Position:
@@ -62,12 +63,14 @@ class Progress:
         """Return where the next pass begins: what was restored, or the pass after the last one. Begins nothing."""
         return Position(self._last.epoch + 1) if self._last.is_begun else self._last
 
-    def note_step(self, position: Position, iterator: object) -> None:
-        """Note that all ranks make a step of a pass."""
+    def note_step(self, position: Position, iterator: object) -> bool:
+        """Note that all ranks make a step of a pass. Returns whether a position that was restored is not used so."""
+        is_unused, self._restored = self._restored not in (None, position), None
         if not position.is_begun:
             position.is_begun, position.iterator = True, weakref.ref(iterator)
             position.outer = self._last if self._last.is_open else None
         self._last = position
+        return is_unused
 
     def state_at(self, position: Position) -> dict[str, Any]:
         """Return a position as JSON can hold it. After the end of a pass it is the beginning of the next one."""
@@ -87,7 +90,8 @@ class Progress:
             return  # a whole pass is left, whatever its order
         own = self.source.order_fields
         for name in sorted((own.keys() | state.keys()) - {"epoch", *_UNITS}):
-            if own.get(name) != state.get(name):
+            is_older = name == "batch_size" and name not in state  # earlier versions did not tell it
+            if own.get(name) != state.get(name) and not is_older:
                 raise ValueError(
                     f"the position is {numbers[1]} {unit} into epoch {numbers[0]} of a data set with {name} "
                     f"{state.get(name)}, and this one has {name} {own.get(name)}: samples would be skipped, and others "
@@ -97,7 +101,7 @@ class Progress:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at a state; refuse it, and change nothing, if it does not fit."""
         self.require_fitting(state)
-        self._last = Position(state["epoch"], _num_seen(self.source.unit, state))
+        self._last = self._restored = Position(state["epoch"], _num_seen(self.source.unit, state))
 
 
 def _num_seen(unit: str, state: Mapping[str, Any]) -> Any:

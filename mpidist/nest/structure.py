@@ -187,8 +187,11 @@ def _mapping_of(like: Mapping[Any, Any], keys: Sequence[Any], children: list[Any
         return in_order
     if isinstance(like, MutableMapping):  # a copy keeps attributes such as the factory of a `defaultdict`
         # A shallow copy of another class than `dict` may share what holds the items, and `like` would change.
-        kept = {id(child): child for child in like.values()}
-        copied = copy(like) if isinstance(like, dict) else deepcopy(like, kept)
+        kept = {id(one): one for item in like.items() for one in item}
+        try:
+            copied = copy(like) if isinstance(like, dict) else deepcopy(like, kept)
+        except TypeError:  # it holds a lock, or a file
+            copied = copy(like)
         for key, value in in_order.items():
             copied[key] = value
         return copied

@@ -124,6 +124,21 @@ def test_pass_that_nothing_goes_on_with_keeps_no_later_pass_from_counting(strate
     assert dataset.epoch == 4
 
 
+def test_pass_that_goes_on_after_a_restore_is_told_of_it_once(
+    comm: Intracomm, caplog: pytest.LogCaptureFixture, strategy: Strategy
+) -> None:
+    """A batch was looked at before the restore, as to make a model: a new pass has the position, and this one not."""
+    for goes_on in (False, True):
+        dataset = strategy.experimental_distribute_dataset(shuffled(4))
+        looked_at = iter(dataset)
+        next(looked_at)
+        dataset.load_state_dict({**dataset.state_dict(), "samples": 8})
+        for iterator in (looked_at, looked_at) if goes_on else (iter(dataset),):
+            next(iterator)
+        assert dataset.state_dict()["samples"] == 12
+        assert caplog.text.count("a position was restored, and") == (goes_on and comm.rank == 0)
+
+
 def test_position_counts_what_the_program_has_had(comm: Intracomm, strategy: Strategy) -> None:
     """Neither what a thread has read ahead, nor a pass that did not begin, nor a step that failed."""
 

@@ -276,10 +276,12 @@ add = register("add")(lambda one: one + 1)
 with strategy:
     if strategy.is_ps:
         attempt("server", strategy.serve)
+        os._exit(0)
     else:
         coordinator = ClusterCoordinator(strategy)
         if not strategy.is_chief:
             attempt("worker", coordinator.serve)
+            os._exit(0)
         else:
             assert coordinator.schedule(add, args=(1,)).fetch() == 2
             def interrupt(*_):
@@ -295,7 +297,7 @@ with strategy:
                 attempt("chief", call)
 os._exit(0)
 """
-    ended = job(program, THREE)
+    ended = job(program, THREE, is_blind=True)
     kinds = [(note.what, note.kind) for note in ended.notes if note.what != "ready"]
-    assert kinds[:2] == [("chief", "UnavailableError")] * 2, (kinds, ended.err)
+    assert kinds.count(("chief", "UnavailableError")) == 3, (kinds, ended.err)
     assert ("worker", "PeerFailedError") in kinds
