@@ -22,15 +22,7 @@ from mpidist.transport.text import name_ranks
 from mpidist.values import DistributedValues
 from mpidist.variables.variable import Variable
 
-__all__ = [
-    "CheckedVariables",
-    "check_equal",
-    "checksum",
-    "difference_error",
-    "difference_text",
-    "differences",
-    "significant",
-]
+__all__ = ["CheckedVariables", "check_equal", "checksum", "difference_error", "difference_text", "differences"]
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _ADVICE: Final = "was an all_reduce left out, or a variable assigned other values on each rank?"
@@ -53,14 +45,6 @@ def checksum(state: Any, copy: np.ndarray[Any, Any] | None = None, begin: int = 
         return 0
     into = _NOTHING if copy is None else bytes_of(copy)
     return _crc32(bytes_of(np.ascontiguousarray(state)), into, begin * state.itemsize)
-
-
-def significant(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return what of an array tells its numbers: of a long double of x86 these are 10 of 16 bytes."""
-    if array.dtype.type not in (np.longdouble, np.clongdouble) or np.finfo(array.dtype).nmant != 63:
-        return array
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return flat.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10]
 
 
 def _crc32(data: np.ndarray[Any, Any], copy: np.ndarray[Any, Any], begin: int) -> int:
@@ -161,7 +145,7 @@ def _form_and_checksum(name: str, leaf: Any, group: Any) -> tuple[str, int]:
     if array.dtype.hasobject:
         raise TypeError(f"check_equal: {name} is an array of objects of Python: compare arrays of numbers")
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return f"{native.dtype}{list(native.shape)}", checksum(significant(native))
+    return f"{native.dtype}{list(native.shape)}", checksum(arrays.without_padding(native))
 
 
 @final

@@ -20,9 +20,10 @@ from mpidist.checkpoint.folder import CheckpointFolder, make_unfinished, publish
 from mpidist.checkpoint.folder_lock import FolderLock
 from mpidist.checkpoint.leaves import Leaf, Owner, leaf_of
 from mpidist.checkpoint.parts import Part, Pieces, deal, part_of_rank, require_writers, write_part, writing_ranks
-from mpidist.checksums import checksum, difference_error, difference_text, differences, significant
+from mpidist.checksums import checksum, difference_error, difference_text, differences
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.strategy_parts import StrategyParts
+from mpidist.transport.arrays import without_padding
 from mpidist.transport.text import size_text, time_text
 
 __all__ = [
@@ -198,8 +199,8 @@ class CopyMemory:
         self._new.discard(name)
         if not isinstance(state, np.ndarray):
             return checksum(state)
-        if name not in self._copies or significant(state) is not state:
-            return checksum(significant(state))
+        if name not in self._copies or without_padding(state) is not state:
+            return checksum(without_padding(state))
         memory, (shape, begin, _) = self._copies[name]
         if (memory.dtype, shape) != (state.dtype, state.shape):
             return checksum(state)

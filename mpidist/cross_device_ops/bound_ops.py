@@ -128,9 +128,8 @@ class BoundOps:
         late_out = None
         if repeated is None and not others and self._may_copy(first, into):
             with suppress(MemoryError):  # the other ranks make the call
-                copy = np.array(
-                    first, order="C"
-                )  # reduced in place, so an out of another dtype than the result is refused
+                # It is reduced in place, so that an out of another dtype than the result is refused.
+                copy = np.array(first, order="C")
                 repeated = key_of_repeated(call, reduce_op, copy, options, None if into is None else copy, error)
                 late_out = into
         result = None

@@ -296,7 +296,4 @@ def _without_padding(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     """Return an array as arrays whose every byte is significant: padding may differ where numbers are equal."""
     if array.dtype.names is not None:
         return [part for name in array.dtype.names for part in _without_padding(array[name])]
-    if array.dtype.type in (np.longdouble, np.clongdouble):  # long doubles: 10 of 16 bytes are significant on x86
-        with np.errstate(over="ignore"):
-            return [array.astype(np.float64 if array.dtype.type is np.longdouble else np.complex128)]
-    return [array]
+    return [arrays.without_padding(array)]

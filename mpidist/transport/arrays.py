@@ -41,6 +41,7 @@ __all__ = [
     "to_host",
     "use_gpu",
     "wait_for_stream",
+    "without_padding",
     "write",
 ]
 
@@ -141,6 +142,15 @@ def on_host(array: NativeArray) -> np.ndarray[Any, Any]:
 def bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of a contiguous host array, without a copy."""
     return array.reshape(-1).view(np.uint8)
+
+
+def without_padding(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array, or the bytes that its numbers are in: of a long double of x86 6 of 16 bytes are padding."""
+    if array.dtype.type not in (np.longdouble, np.clongdouble) or np.finfo(array.dtype).nmant != 63:
+        return array
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    flat = np.ascontiguousarray(native).reshape(-1).view(np.uint8)
+    return flat.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10]
 
 
 def to_device(array: np.ndarray[Any, Any]) -> NativeArray:
