@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mpidist.transport.group.service_group import meet_ranks
-from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.mpi.library import ranks_of_node
 
 __all__ = ["set_environment"]
 
@@ -21,10 +21,10 @@ def set_environment() -> None:
     if "RANK" in os.environ:
         return
     world, _ = meet_ranks(None, None, lambda ranks: None)
-    node = world.Split_type(load_mpi().COMM_TYPE_SHARED)
+    node = ranks_of_node(world)
     address = None
     if world.rank == 0:
-        host = "127.0.0.1" if node.size == world.size else socket.gethostname()
+        host = "127.0.0.1" if len(node) == world.size else socket.gethostname()
         # many tenants: `init_process_group`, which opens a store at the address on rank 0, is given this one
         _stores.append(dist.TCPStore(host, 0, world.size, True, wait_for_workers=False, multi_tenant=True))
         address = host, _stores[0].port
@@ -32,9 +32,8 @@ def set_environment() -> None:
     os.environ.update(
         RANK=str(world.rank),
         WORLD_SIZE=str(world.size),
-        LOCAL_RANK=str(node.rank),
-        LOCAL_WORLD_SIZE=str(node.size),
+        LOCAL_RANK=str(node.index(world.rank)),
+        LOCAL_WORLD_SIZE=str(len(node)),
         MASTER_ADDR=host,
         MASTER_PORT=str(port),
     )
-    node.Free()

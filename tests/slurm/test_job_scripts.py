@@ -137,6 +137,17 @@ def test_workers_and_servers(submit_job: Submit) -> None:
     )
 
 
+def test_components_in_another_order_than_their_nodes(submit_job: Submit) -> None:
+    """Slurm's PMIx tells Open MPI then that all are one node; and no warning says that they cannot share memory."""
+    job = submit_job("roles.sbatch", TRAIN, *ONE_TASK, "--nodelist=n3", ":", *ONE_TASK, "--nodelist=n1")
+    require_lines(
+        job.end(),
+        f"job {job.number}, attempt 0; components: 2",
+        "workers: 1, parameter servers: 1",
+        "2 ranks on 2 nodes; node 0 (n3): rank 0; node 1 (n1): rank 1; the sum is 3",
+    )
+
+
 @pytest.mark.parametrize("code", [1, 3, 75])
 def test_exit_code_of_a_rank_is_that_of_the_job(submit_job: Submit, code: int) -> None:
     ended = submit_job("train.sbatch", END, *TWO_NODES, arguments=(str(code),)).end()

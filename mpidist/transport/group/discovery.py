@@ -21,7 +21,14 @@ from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.failures import open_groups
 from mpidist.transport.mpi.child_process import INHERITS_FROM_RANK, launcher_or_parent, mark_rank, require_no_child
 from mpidist.transport.mpi.launch import check_launch
-from mpidist.transport.mpi.library import Intracomm, command_line, load_mpi, numbers_in_world, ranks_in_world
+from mpidist.transport.mpi.library import (
+    Intracomm,
+    command_line,
+    load_mpi,
+    numbers_in_world,
+    ranks_in_world,
+    ranks_of_node,
+)
 from mpidist.transport.mpi.shared_files import mapped_mpi_files, unlink_files_of_all
 from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.stacks import places_text
@@ -194,7 +201,7 @@ def discover(comm: Intracomm) -> tuple[Settings, Topology, str]:
         settings, error = Settings.from_environment(os.environ), None
     except ValueError as problem:
         settings, error = Settings(), str(problem)
-    everyone: list[_Report] = comm.allgather(_Report.own(error, _first_sharing_memory(comm)))
+    everyone: list[_Report] = comm.allgather(_Report.own(error, ranks_of_node(comm)[0]))
     try:
         _require_equal_settings(everyone)
         if comm.rank == 0:
@@ -208,15 +215,6 @@ def discover(comm: Intracomm) -> tuple[Settings, Topology, str]:
     if settings.unlink_mpi_files and comm.rank == first_here and comm.size == load_mpi().COMM_WORLD.Get_size():
         unlink_files_of_all([report.mpi_files for report in everyone if report.first_here == first_here])
     return settings, topology, everyone[0].token
-
-
-def _first_sharing_memory(comm: Intracomm) -> int:
-    """Find the first rank with which this one shares memory. Collective."""
-    sharing = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
-    first = np.array(comm.rank)
-    sharing.Bcast(first, root=0)
-    sharing.Free()
-    return int(first)
 
 
 def _topology(comm: Intracomm, everyone: Sequence[_Report], pretend_nodes: tuple[int, ...] | None) -> Topology:

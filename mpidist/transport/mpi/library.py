@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import socket
 import sys
 from ctypes.util import find_library
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi.launch import check_before_init, choose_netmod
+from mpidist.transport.mpi.shared_files import SHARED_MEMORY
 from mpidist.transport.mpi.start import start_mpi
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ __all__ = [
     "load_mpi",
     "numbers_in_world",
     "ranks_in_world",
+    "ranks_of_node",
     "survives_losses",
 ]
 
@@ -104,6 +108,23 @@ def numbers_in_world(comm: Intracomm) -> tuple[int, ...]:
 def ranks_in_world(comm: Intracomm) -> frozenset[int]:
     """Return the ranks of a communicator, as they are numbered in the whole job. Local."""
     return frozenset(numbers_in_world(comm))
+
+
+def ranks_of_node(comm: Intracomm) -> list[int]:
+    """Return the ranks with which this one shares memory, and itself. Collective.
+
+    Where MPI takes several hosts for one node, it is those with the same file system of shared memory: Open MPI does so
+    for the components of a heterogeneous job of Slurm, if the nodes of one come before those of an earlier one by name.
+    """
+    sharing = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
+    try:
+        memory = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat(SHARED_MEMORY).st_dev
+    except OSError:
+        memory = "", comm.rank
+    everyone = sharing.allgather((comm.rank, socket.gethostname(), memory))
+    sharing.Free()
+    is_one_host = len({host for _, host, _ in everyone}) == 1
+    return [rank for rank, _, other in everyone if is_one_host or other == memory]
 
 
 def greatest(comm: Intracomm, number: int) -> int:
