@@ -42,8 +42,11 @@ class VariableList:
         return tuple(stored.place for stored in self.variables)
 
     def bytes_of(self, pieces: Sequence[Piece]) -> list[Any]:
-        """Return the bytes of pieces."""
-        return [self.variables[item].bytes[start:stop] for item, start, stop in pieces]
+        """Return the bytes of the pieces of a message."""
+        if len(pieces) > 1:  # each is a whole item
+            return [self.variables[item].bytes for item, _, _ in pieces]
+        item, start, stop = pieces[0]
+        return [self.variables[item].bytes[start:stop]]
 
 
 def send_variables(connection: Connection, wanted: VariableList) -> Steps:

@@ -182,7 +182,7 @@ class ParameterServerStrategy(Strategy):
             outs = self._read_outs.check(form, [(leaf.shape, leaf.dtype) for leaf in leaves], out)
             values = outs if self._read_outs.is_plain else [*map(_received_in, outs)]
         parts = [
-            leaf.parts_of(value) if isinstance(leaf, ShardedVariable) else [value]
+            [value] if type(leaf) is ServerVariable else leaf.parts_of(value)
             for leaf, value in zip(leaves, values, strict=True)
         ]
         read_together(shards, [part for of_leaf in parts for part in of_leaf])

@@ -290,7 +290,10 @@ class Channel:
     def _receive_data(self, arrays: Sequence[Array], places: tuple[int, ...]) -> None:
         lane = self._lane
         for pieces in plan_messages(tuple(array.nbytes for array in arrays), places):
-            parts = [bytes_of(arrays[item])[start:stop] for item, start, stop in pieces]
+            item, start, stop = pieces[0]  # of several, each is a whole item
+            parts = [bytes_of(arrays[piece.item]) for piece in pieces]
+            if len(parts) == 1:
+                parts = [parts[0][start:stop]]
             if lane is None:
                 memory = parts[0] if len(parts) == 1 else self._buffer()[: sum(part.size for part in parts)]
                 request = self._comm.Irecv([memory, self._byte], self.rank, DATA)
@@ -300,7 +303,7 @@ class Channel:
                 continue
             if not lane.can_take():
                 self._wait("a read", lane.can_take, 0.0)
-            place = places[pieces[0].item] if places else NO_PLACE
+            place = places[item] if places else NO_PLACE
             if is_read_in_place(parts[0].size, place):
                 parts[0][...] = lane.server_memory[place : place + parts[0].size]
             else:

@@ -190,6 +190,8 @@ def join_bytes(arrays: Sequence[Any], memory: Bytes) -> Bytes:
     joined = memory[: sum([array.nbytes for array in arrays])]
     if len(arrays) == 1:  # as most: faster than to concatenate
         joined[...] = bytes_of(arrays[0])
+    elif len({array.dtype for array in arrays}) == 1:  # as most: a view of each takes longer than its copy
+        np.concatenate(arrays, axis=None, out=joined.view(arrays[0].dtype))
     else:
         np.concatenate([bytes_of(array) for array in arrays], out=joined)
     return joined
