@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, wraps
 from math import prod
@@ -44,6 +44,7 @@ _OF_BITS: Final = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitw
 _OF_BOOLS: Final = {"SUM": "max", "PRODUCT": "min", "MIN": "min", "MAX": "max"}  # sum: or; product: and
 _REMEDY: Final = "The group is unusable until destroy_process_group() and init_process_group() are called on all ranks"
 _NO_BYTES: Final = np.empty(0, np.uint8)
+sparse_tensor: Final = partial(torch.sparse_coo_tensor, check_invariants=False)  # else torch warns
 
 _Method = Callable[..., MpiWork]
 _T = TypeVar("_T")
@@ -108,11 +109,6 @@ def _call_of_several(name: str, call: _Method) -> _Method:
     return _call_of_torch(name)(calls)
 
 
-def sparse_tensor(places: Any, values: Any, shape: Any) -> Any:
-    """Make a sparse tensor, in coordinates."""
-    return torch.sparse_coo_tensor(places, values, shape, check_invariants=False)  # else torch warns
-
-
 def _slices_of(tensor: Any) -> IndexedSlices:
     """Return the rows of a sparse tensor, whose sparse axes are counted as one. They may repeat."""
     shape = tensor.shape[: tensor.sparse_dim()]
@@ -120,8 +116,11 @@ def _slices_of(tensor: Any) -> IndexedSlices:
     return IndexedSlices(tensor._values().detach(), rows, (prod(shape), *tensor.shape[tensor.sparse_dim() :]))
 
 
-def _write_back(rows: Any, tensor: Any) -> None:
-    """Copy to a tensor what was written into `_in_rows` of it, if that is other memory."""
+@contextmanager
+def _written(tensor: Any) -> Iterator[Any]:
+    """Give a tensor in row-major order to write to; what is written there, the tensor has afterwards."""
+    rows = _in_rows(tensor)
+    yield rows
     if rows.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(rows)
 
@@ -153,13 +152,8 @@ def _real_views(tensors: Sequence[Any], name: str) -> tuple[list[Any], str]:
 class MpiProcessGroup(ProcessGroup):
     """Ranks that make torch's calls together. Each call is compared on all ranks before data moves, and watched.
 
-    What a call does, torch documents. What is wrong with one rank's arguments, all ranks raise.
-
-    Args:
-        options: What torch says of the group. Making it is collective over its ranks alone.
-
-    Attributes:
-        ops: The reductions of the group.
+    What a call does, torch documents. What is wrong with one rank's arguments, all ranks raise. Making a group, of the
+    `options` that torch has of it, is collective over its ranks alone; `ops` are its reductions.
     """
 
     supports_splitting = False
@@ -256,13 +250,6 @@ class MpiProcessGroup(ProcessGroup):
             return run()
         return self._copies.tell(name, self._seconds_of(given[-1] if given else None), run)
 
-    @contextmanager
-    def _written(self, tensor: Any) -> Iterator[Any]:
-        """Give a tensor in row-major order to write to; what is written there, the tensor has afterwards."""
-        rows = _in_rows(tensor)
-        yield rows
-        _write_back(rows, tensor)
-
     def _start(self, name: str, run: Callable[[], MpiWork], given: Sequence[Any]) -> MpiWork:
         """Make a call; if its last argument is options that ask for it, the call is only started."""
         told = partial(self._told, name, run, given)
@@ -314,7 +301,7 @@ class MpiProcessGroup(ProcessGroup):
         if wrong := [one.dtype for one in tensors if one.is_floating_point() or one.is_complex()]:
             raise ValueError(f"reduce_op {name} of a tensor of {wrong[0]}: needed integers or bools")
         for tensor in tensors:
-            with self._written(tensor) as rows:
+            with _written(tensor) as rows:
                 everyone = torch.empty(self._size, rows.numel(), dtype=rows.dtype)
                 counts = [rows.numel()] * self._size
                 self._gather(call, rows, everyone.reshape(-1), counts, opts, shape=tuple(rows.shape))
@@ -333,7 +320,7 @@ class MpiProcessGroup(ProcessGroup):
     def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> MpiWork:
         if value.numel() != output.numel() * self._size:
             raise ValueError(f"input has {value.numel()} elements, not {self._size} times output's {output.numel()}")
-        with self._written(output) as rows:
+        with _written(output) as rows:
             (source, target), reduce_op = _real_views([_in_rows(value).flatten(), rows.view(-1)], _name_of(opts))
             options, source, out = self.ops.options.merge(self.options_of(opts)), source.flatten(), target.view(-1)
             reduce_scatter(self._group, "reduce_scatter", reduce_op, source, 0, options, out=out)
@@ -364,7 +351,7 @@ class MpiProcessGroup(ProcessGroup):
     def broadcast(self, tensors: Sequence[Any], opts: Any = None) -> MpiWork:
         root, seconds = 0 if opts is None else self._root_of(opts), self._seconds_of(opts)
         for tensor in tensors:
-            with self._written(tensor) as rows:
+            with _written(tensor) as rows:
                 fields = {"dtype": tensor.dtype, "shape": tuple(tensor.shape)}
                 self._copies.broadcast("broadcast", _bytes_of(rows), root, seconds, **fields)
         return MpiWork(tensors)
@@ -399,7 +386,7 @@ class MpiProcessGroup(ProcessGroup):
     @_call_of_torch("all_gather_into_tensor")
     def all_gather_single(self, output: Any, value: Any, opts: Any = None) -> MpiWork:
         call, count = "all_gather_into_tensor", value.numel()
-        with self._written(output) as rows:
+        with _written(output) as rows:
             self._gather(call, value, rows.reshape(-1), [count] * self._size, opts, elements=count)
         return MpiWork(output)
 
@@ -413,7 +400,7 @@ class MpiProcessGroup(ProcessGroup):
         root, own = self._root_of(opts), inputs[0]
         sent = [own if rank == root else None for rank in range(self._size)]
         received = list(outputs[0]) if self._rank == root else [None] * self._size
-        self._exchange("gather", sent, received, opts, own, dtype=own.dtype, shape=tuple(own.shape), dst=root)
+        self._exchange("gather", sent, received, opts, own, dst=root)
         return MpiWork(outputs)
 
     @_call_of_torch("scatter")
@@ -421,7 +408,7 @@ class MpiProcessGroup(ProcessGroup):
         root, own = self._root_of(opts), outputs[0]
         sent = list(inputs[0]) if self._rank == root else [None] * self._size
         received = [own if rank == root else None for rank in range(self._size)]
-        self._exchange("scatter", sent, received, opts, own, dtype=own.dtype, shape=tuple(own.shape), src=root)
+        self._exchange("scatter", sent, received, opts, own, src=root)
         return MpiWork(outputs)
 
     @_call_of_torch("all_to_all")
@@ -437,7 +424,7 @@ class MpiProcessGroup(ProcessGroup):
         splits = GIVEN if are_given else f"none of {value.numel()}"
         if value.dtype != output.dtype:
             raise TypeError(f"the input is {value.dtype}, and the output {output.dtype}")
-        with self._written(output) as rows:
+        with _written(output) as rows:
             sent, received = self._cut(_in_rows(value), input_splits), self._cut(rows, output_splits)
             self._exchange("all_to_all_single", sent, received, opts, splits=splits, dtype=value.dtype)
         return MpiWork(output)
@@ -451,31 +438,23 @@ class MpiProcessGroup(ProcessGroup):
         return list(tensor.split(list(splits) if splits else [length // self._size] * self._size))
 
     def _exchange(
-        self,
-        call: str,
-        sent: list[Any],
-        received: list[Any],
-        opts: Any,
-        like: Any = None,
-        splits: str = "",
-        **fields: Any,
+        self, call: str, sent: list[Any], received: list[Any], opts: Any, like: Any = None, **fields: Any
     ) -> None:
         """Send a tensor to each rank, and receive one of each; `None` is no tensor. Collective.
 
         If tensors are to be `like` one, then that, and the fields, say what each rank sends to each; else `splits` do.
         """
+        if like is not None:
+            fields.update(dtype=like.dtype, shape=tuple(like.shape), splits="")
         if not len(sent) == len(received) == self._size:
             raise ValueError(f"{len(sent)} tensors to send, and {len(received)} to receive, of {self._size} ranks")
         for one in () if like is None else (*sent, *received):
             if one is not None and (one.dtype, one.shape) != (like.dtype, like.shape):
                 raise ValueError(f"a tensor is {one.dtype}{[*one.shape]}, not {like.dtype}{[*like.shape]}")
-        targets = [None if one is None else _in_rows(one) for one in received]
-        outgoing = [_bytes_of(None if one is None else _in_rows(one)) for one in sent]
-        incoming = [*map(_bytes_of, targets)]
-        self._copies.exchange(call, outgoing, incoming, self._seconds_of(opts), splits, **fields)
-        for one, rows in zip(received, targets, strict=True):
-            if one is not None:
-                _write_back(rows, one)
+        with ExitStack() as written:
+            targets = [None if one is None else written.enter_context(_written(one)) for one in received]
+            outgoing = [_bytes_of(None if one is None else _in_rows(one)) for one in sent]
+            self._copies.exchange(call, outgoing, [*map(_bytes_of, targets)], self._seconds_of(opts), **fields)
 
     @_call_of_torch("barrier")
     def barrier(self, opts: Any = None) -> MpiWork:
@@ -484,13 +463,12 @@ class MpiProcessGroup(ProcessGroup):
 
     # Messages: no calls of all ranks, but a rank that waits for one watches the others.
 
-    def _work_of(self, message: Message, tensors: Sequence[Any], rows: Any = None) -> MpiWork:
-        """Return the work of a message that was started; `rows` are what it is received into."""
+    def _work_of(self, message: Message, tensors: Sequence[Any], written: ExitStack) -> MpiWork:
+        """Return the work of a message that was started; a received one is `written` when it has come."""
 
         def finish() -> None:
             message.wait(self._seconds)
-            if rows is not None:
-                _write_back(rows, tensors[0])
+            written.close()
 
         return MpiWork(tensors, finish, message.is_over, lambda: message.source)
 
@@ -498,13 +476,14 @@ class MpiProcessGroup(ProcessGroup):
     def send(self, tensors: Sequence[Any], destination: int, tag: int = 0) -> MpiWork:
         name = f"send to rank {destination}, tag {tag},"
         message = self._copies.messages.send(name, _bytes_of(_in_rows(tensors[0])), destination, tag)
-        return self._work_of(message, tensors)
+        return self._work_of(message, tensors, ExitStack())
 
     @_call_of_torch("recv")
     def recv(self, tensors: Sequence[Any], source: int | None, tag: int = 0) -> MpiWork:
-        rows = _in_rows(tensors[0])
+        written = ExitStack()
+        rows = _bytes_of(written.enter_context(_written(tensors[0])))
         name = f"recv from {'any rank' if source is None else f'rank {source}'}, tag {tag},"
-        return self._work_of(self._copies.messages.receive(name, _bytes_of(rows), source, tag), tensors, rows)
+        return self._work_of(self._copies.messages.receive(name, rows, source, tag), tensors, written)
 
     @_call_of_torch("recv")
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> MpiWork:
