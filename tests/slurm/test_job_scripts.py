@@ -293,7 +293,7 @@ def test_chain_ends_when_the_training_does(cluster: EmulatedCluster, tmp_path: P
 
 def test_sweep_takes_a_line_for_each_task(cluster: EmulatedCluster, tmp_path: Path) -> None:
     """A task that fails, and one without a line, leave the others alone."""
-    (tmp_path / "table.csv").write_text("rate,seed\r\n0.1,7\r\n0.2,8\r\n0.3,9\r\n")
+    (tmp_path / "table.csv").write_text("\ufeffrate,seed\r\n0.1,7\r\n0.2,8\r\n0.3,9\r\n")
     (tmp_path / "train.py").write_text(
         "import os, sys; open('result', 'w').write(' '.join(sys.argv[1:])); sys.exit(3 * ('--seed=8' in sys.argv))"
     )
