@@ -235,7 +235,7 @@ def join_components(nests: Sequence[Any], keeps_alike: bool = False) -> Any:
     first = nests[0]
     if type(first) is np.ndarray and (len(nests) == 1 or set(map(type, nests)) == {np.ndarray}):
         return PerReplica(tuple(nests))
-    if first is None and all(one is None for one in nests):
+    if first is None and (len(nests) == 1 or all(one is None for one in nests)):
         return None
     flattened = [nest.flatten(value) for value in nests]
     if any(structure != flattened[0][1] for _, structure in flattened):
