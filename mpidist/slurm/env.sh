@@ -26,6 +26,8 @@ if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
     cpus=$(for ((i = 0; i < SLURM_HET_SIZE; i++)); do
         printenv "SLURM_CPUS_PER_TASK_HET_GROUP_$i" || echo "$cpus"
     done | sort -n | sed -n 1p) # srun takes one number for all components: the least fits all
+    # Slurm 22.05 tells MPICH the nodes by name, not by component: with blocks of tasks MPI_Init may wait for ever.
+    [ "$MPI_TYPE" != pmi2 ] || export SLURM_DISTRIBUTION="${SLURM_DISTRIBUTION:-cyclic}"
     echo "job $SLURM_JOB_ID, attempt $attempt; components: $SLURM_HET_SIZE"
 else
     SLURM_NTASKS="${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}" # where nobody has said how many: one a node, as srun does

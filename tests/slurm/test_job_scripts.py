@@ -148,6 +148,35 @@ def test_components_in_another_order_than_their_nodes(submit_job: Submit) -> Non
     )
 
 
+def test_unequal_components_in_another_order(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    """MPI_Init waited for ever, as Slurm's pmi2 told MPICH wrong neighbours."""
+    where = ("--nodes=1", "--ntasks-per-node=2", "--nodelist=n3", ":", *ONE_TASK, "--nodelist=n1")
+    ended = submit(cluster, tmp_path, MPICH, "roles.sbatch", TRAIN, *where).end()
+    assert ended.output.endswith("3 ranks on 2 nodes; node 0 (n3): ranks 0-1; node 1 (n1): rank 2; the sum is 6\n"), (
+        ended
+    )
+
+
+def test_tasks_in_an_arbitrary_order(submit_job: Submit, tmp_path: Path) -> None:
+    """Slurm's pmi2 tells MPICH then that each rank has a node of its own."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1\nn2\nn2\nn1\n")
+    job = submit_job("train.sbatch", TRAIN, "--ntasks=4", SLURM_DISTRIBUTION="arbitrary", SLURM_HOSTFILE=str(hosts))
+    text = "4 ranks on 2 nodes; node 0 (n1): ranks 0, 3; node 1 (n2): ranks 1-2; the sum is 10"
+    require_lines(job.end(), f"job {job.number}, attempt 0; ranks: 4, nodes: 2", text)
+
+
+def test_last_messages_of_a_process_arrive(submit_job: Submit, plain_roles: Path) -> None:
+    """Of ranks dealt out over nodes, in half of the runs one waited for what another one had not sent when it ended."""
+    job = submit_job(plain_roles, SERVE, "--nodes=3", "--ntasks=6", SLURM_DISTRIBUTION="cyclic", NUM_PS="1")
+    require_lines(
+        job.end(),
+        f"job {job.number}, attempt 0; ranks: 6, nodes: 3",
+        "workers: 5, parameter servers: 1",
+        "5 workers; the sum is 15.0",
+    )
+
+
 @pytest.mark.parametrize("code", [1, 3, 75])
 def test_exit_code_of_a_rank_is_that_of_the_job(submit_job: Submit, code: int) -> None:
     ended = submit_job("train.sbatch", END, *TWO_NODES, arguments=(str(code),)).end()

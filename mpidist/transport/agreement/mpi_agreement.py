@@ -26,7 +26,7 @@ from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.failure_notes import BROKE_OFF
-from mpidist.transport.mpi.library import Intracomm, failed_ranks, load_mpi, ranks_in_world
+from mpidist.transport.mpi.library import Intracomm, failed_ranks, last_round, load_mpi, ranks_in_world
 from mpidist.transport.node_memory.barrier import NodeBarrier
 from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
 from mpidist.transport.stacks import Stack
@@ -273,11 +273,18 @@ class MpiAgreement(Agreement):
 
     def free(self) -> None:
         notes = self._watchdog.stop_answering()
-        if self.all_reduce_or(any(notes.sent)):  # notes of long waits that ended without an error
+        if self._ends_with(any(notes.sent)):  # notes of long waits that ended without an error
             notes.drain(self.all_gather_object(notes.sent), self._call_watchdog.check_peers)
+            self._ends_with(False)
         if isinstance(self._rounds, MpiRounds):
             self._rounds.free()
         self._comm.Free()
+
+    def _ends_with(self, has_flag: bool) -> bool:
+        """Return whether any rank has a flag, in what may be the last messages of this process. Collective."""
+        request, united = last_round(self._comm, has_flag)
+        self._wait(request.Test, lambda: (request, united.base))
+        return bool(united.any())
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], is_message: bool = True) -> None:
         """Poll until all ranks have taken part. If one does not, the group is broken, and `memory` is never freed."""

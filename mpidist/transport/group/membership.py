@@ -21,7 +21,14 @@ from mpidist.transport.failures.watchdog import PROBES, Watchdog
 from mpidist.transport.group.exit_barrier import ExitBarrier
 from mpidist.transport.group.splits import on_node
 from mpidist.transport.mpi.child_process import launcher_or_parent
-from mpidist.transport.mpi.library import Intracomm, failed_ranks, is_process_failure, load_mpi, numbers_in_world
+from mpidist.transport.mpi.library import (
+    Intracomm,
+    failed_ranks,
+    is_process_failure,
+    last_round,
+    load_mpi,
+    numbers_in_world,
+)
 from mpidist.transport.settings import Settings
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import name_ranks
@@ -151,8 +158,8 @@ class Membership:
                 )
 
         try:
-            request = self._exit_comm.Ibarrier()
-            poll_or_keep(request.Test, check_peers, (request,))
+            request, memory = last_round(self._exit_comm, False)
+            poll_or_keep(request.Test, check_peers, (request, memory.base))
         except (PeerFailedError, DeadlineExceededError) as error:
             return str(error)
         except load_mpi().Exception as error:

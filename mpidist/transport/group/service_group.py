@@ -12,8 +12,6 @@ from threading import get_ident
 from types import NoneType
 from typing import Any, Final, TypeGuard, cast, final
 
-import numpy as np
-
 from mpidist.errors import DeadlineExceededError, UnavailableError
 from mpidist.transport.failures import open_groups
 from mpidist.transport.failures.awaited_peers import AwaitedPeers
@@ -31,7 +29,7 @@ from mpidist.transport.group.levels import report_no_shared_memory
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.splits import on_node
 from mpidist.transport.group.thread_guard import ThreadGuard
-from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi, ranks_in_world
+from mpidist.transport.mpi.library import Intracomm, is_process_failure, last_round, load_mpi, ranks_in_world
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import following_of, is_shared_by, repeat_of
@@ -149,16 +147,15 @@ class ServiceGroup(OpenGroup):
             self.abandon(has_ended=True)
             return
         notes = self.watchdog.stop_answering()
-        own, united = np.array([any(notes.sent)], np.int64), np.empty(1, np.int64)
-        request = self.comm.Iallreduce(own, united, load_mpi().BOR)
+        request, has_notes = last_round(self.comm, any(notes.sent))
         others = [other for other in range(self.topology.size) if other != self.topology.rank]
         self.begin_wait("close()", others, None)  # for ever: a server may do other work after serve()
         try:
-            poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
+            poll_or_keep(request.Test, self.watchdog.check_peers, (request, has_notes.base))
         except BaseException:
             self.abandon(has_ended=True)
             raise
-        if united[0]:  # MPI frees no communicator with messages left in it
+        if has_notes.any():  # MPI frees no communicator with messages left in it
             self.abandon(has_ended=True)
             return
         self._is_gone = True

@@ -8,9 +8,10 @@ import shutil
 import socket
 import sys
 from ctypes.util import find_library
+from operator import eq
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -31,6 +32,7 @@ __all__ = [
     "failed_ranks",
     "greatest",
     "is_process_failure",
+    "last_round",
     "library_version",
     "load_mpi",
     "numbers_in_world",
@@ -111,20 +113,35 @@ def ranks_in_world(comm: Intracomm) -> frozenset[int]:
 
 
 def ranks_of_node(comm: Intracomm) -> list[int]:
-    """Return the ranks with which this one shares memory, and itself. Collective.
+    """Return the ranks of this rank's node, and itself. Collective.
 
-    Where MPI takes several hosts for one node, it is those with the same file system of shared memory: Open MPI does so
-    for the components of a heterogeneous job of Slurm, if the nodes of one come before those of an earlier one by name.
+    Those are ranks for which two of three say so: MPI, the host's name, and the file system of shared memory. Slurm's
+    PMIx tells Open MPI of several hosts that they are one, if the nodes of a component of a heterogeneous job come
+    before those of an earlier one by name; its pmi2 tells MPICH of one host that it is several, if the distribution of
+    tasks is `arbitrary`; and the containers of a host may have names of their own.
     """
     sharing = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
+    first = np.array(comm.rank)
+    sharing.Bcast(first, root=0)
+    sharing.Free()
     try:
         memory = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat(SHARED_MEMORY).st_dev
     except OSError:
         memory = "", comm.rank
-    everyone = sharing.allgather((comm.rank, socket.gethostname(), memory))
-    sharing.Free()
-    is_one_host = len({host for _, host, _ in everyone}) == 1
-    return [rank for rank, _, other in everyone if is_one_host or other == memory]
+    own = int(first), socket.gethostname(), memory
+    everyone = comm.allgather(own)
+    return [rank for rank, other in enumerate(everyone) if sum(map(eq, own, other)) >= 2]
+
+
+def last_round(comm: Intracomm, has_flag: bool) -> tuple[Request, Any]:
+    """Start the last messages of this rank, which tell whether any rank has a flag. Collective.
+
+    Returns what to wait for, and the answer, true or false, in many elements: MPICH takes a short message for sent
+    before it has left, and if the process ends soon, the message is lost, and others wait for it (pmodels/mpich#4516).
+    So each message has more than the 64 to 255 bytes that networks take so (`inject_size`).
+    """
+    own, united = np.full((2, comm.size, 128), has_flag, np.int64)
+    return comm.Iallreduce(own, united, load_mpi().BOR), united
 
 
 def greatest(comm: Intracomm, number: int) -> int:
