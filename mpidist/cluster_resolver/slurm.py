@@ -15,6 +15,7 @@ from mpidist.errors import TopologyError
 
 __all__ = ["SlurmClusterResolver"]
 
+_GROUP: Final = "SLURM_JOB_NODELIST_HET_GROUP_"  # and the number of a component
 # srun -m arbitrary takes the order from a file that the environment does not show.
 _ADVICE: Final = "start the step with `srun -m block`, or leave the resolver out: MPI alone is enough"
 
@@ -142,12 +143,14 @@ class SlurmClusterResolver(ClusterResolver):
             )
         hosts = expand_host_list(_variable(environ, "SLURM_STEP_NODELIST"))
         num_tasks_by_host = self._count_tasks(hosts, num_tasks, environ)
-        layout, is_assumed = _place_tasks(hosts, num_tasks_by_host, environ)
-        addresses = number_ports([hosts[node] for node in layout], self._port_base)
+        numbers = dict(zip(hosts, num_tasks_by_host, strict=True))
+        components = _hosts_by_component(hosts, environ)
+        layout, is_assumed = _place_tasks(components, numbers, environ)
+        addresses = number_ports(layout, self._port_base)
         if self._component_jobs is None:
             jobs = sorted((self._jobs or {"worker": num_tasks}).items())
         else:
-            sizes = _component_sizes(dict(zip(hosts, num_tasks_by_host, strict=True)), environ)
+            sizes = _component_sizes(numbers, environ)
             if len(self._component_jobs) != len(sizes):
                 raise TopologyError(
                     f"SlurmClusterResolver got component_jobs={self._component_jobs}, and the job has {len(sizes)} "
@@ -214,17 +217,29 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
+def _hosts_by_component(hosts: list[str], environ: Mapping[str, str]) -> list[list[str]]:
+    """Return the hosts of each component of a heterogeneous job, in their order, which is that of ranks; else all."""
+    names = sorted((name for name in environ if name.startswith(_GROUP)), key=lambda name: int(name[len(_GROUP) :]))
+    components = [[host for host in expand_host_list(environ[name]) if host in hosts] for name in names]
+    return components if sorted(host for some in components for host in some) == sorted(hosts) else [hosts]
+
+
 def _place_tasks(
-    hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ: Mapping[str, str]
-) -> tuple[list[int], bool]:
-    """Find the node of each task, and whether that is an assumption: whether another layout would fit this task, too.
+    components: Sequence[Sequence[str]], num_tasks_by_host: Mapping[str, int], environ: Mapping[str, str]
+) -> tuple[list[str], bool]:
+    """Find the host of each task, and whether that is an assumption: whether another layout would fit this task, too.
 
     Block fills one node after another, cyclic gives each node one task in turn, plane some at a time; a full node is
-    passed over: srun(1), option --distribution. Where the environment names no layout, it is Slurm's default, block,
-    unless this task's own place contradicts block and fits cyclic. Variables that contradict all layouts are a
-    `TopologyError`.
+    passed over: srun(1), option --distribution. Each component is dealt out by itself. Where the environment names no
+    layout, it is Slurm's default, block, unless this task's own place contradicts block and fits cyclic. Variables that
+    contradict all layouts are a `TopologyError`.
     """
-    layouts = [_layout_by_turns(num_tasks_by_host, num_together) for num_together in _tasks_per_turn(hosts, environ)]
+    hosts = [host for component in components for host in component]
+    numbers = [{host: num_tasks_by_host[host] for host in component} for component in components]
+    layouts = [
+        [host for component in numbers for host in _layout_by_turns(component, num_together)]
+        for num_together in _tasks_per_turn(hosts, environ)
+    ]
     contradictions = [_contradiction(layout, hosts, environ) for layout in layouts]
     fitting = [layout for layout, wrong in zip(layouts, contradictions, strict=True) if wrong is None]
     if fitting:  # one task a node is the same whether dealt as block or cyclic
@@ -232,7 +247,7 @@ def _place_tasks(
     said = f"SLURM_DISTRIBUTION={environ.get('SLURM_DISTRIBUTION')!r}"
     raise TopologyError(
         f"SlurmClusterResolver got variables that contradict each other in task {environ['SLURM_PROCID']}: "
-        f"with {said} on {list(hosts)}, {' or '.join(dict.fromkeys(filter(None, contradictions)))}; {_ADVICE}"
+        f"with {said} on {hosts}, {' or '.join(dict.fromkeys(filter(None, contradictions)))}; {_ADVICE}"
     )
 
 
@@ -247,7 +262,7 @@ def _component_sizes(num_tasks_by_host: Mapping[str, int], environ: Mapping[str,
             "SlurmClusterResolver got component_jobs, and no SLURM_HET_SIZE is in the environment: this job is not "
             "heterogeneous; give jobs={'ps': 1, 'worker': 3} instead, or start the step with `srun --het-group=0,1`"
         )
-    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{component}" for component in range(int(count))]
+    names = [f"{_GROUP}{component}" for component in range(int(count))]
     nodes = [expand_host_list(environ.get(name, "")) for name in names]
     sizes = [sum(num_tasks_by_host.get(host, 0) for host in of_component) for of_component in nodes]
     everyone = [host for of_component in nodes for host in of_component]
@@ -283,23 +298,24 @@ def _tasks_per_turn(hosts: Sequence[str], environ: Mapping[str, str]) -> list[in
     )
 
 
-def _layout_by_turns(num_tasks_by_host: Sequence[int], num_together: int) -> list[int]:
-    """Deal tasks to nodes by turns of `num_together`, up to each one's number: [3, 1] by 1 is 0, 1, 0, 0."""
-    turns = [(task // num_together, node) for node, number in enumerate(num_tasks_by_host) for task in range(number)]
-    return [node for _, node in sorted(turns)]
+def _layout_by_turns(num_tasks_by_host: Mapping[str, int], num_together: int) -> list[str]:
+    """Deal tasks to hosts by turns of `num_together`, up to each one's number: {a: 3, b: 1} by 1 is a, b, a, a."""
+    hosts = enumerate(num_tasks_by_host.items())
+    turns = [(task // num_together, place, host) for place, (host, number) in hosts for task in range(number)]
+    return [host for _, _, host in sorted(turns)]
 
 
-def _contradiction(layout: Sequence[int], hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
+def _contradiction(layout: Sequence[str], hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """Name the first variable of this task that does not fit the layout."""
     rank = int(environ["SLURM_PROCID"])
-    node = layout[rank]
-    on_node = [task for task, its_node in enumerate(layout) if its_node == node]
+    host = layout[rank]
+    on_node = [task for task, its_host in enumerate(layout) if its_host == host]
     expected = {
-        "SLURM_NODEID": str(node),
+        "SLURM_NODEID": str(hosts.index(host)),
         "SLURM_LOCALID": str(on_node.index(rank)),
         # The tasks of this node: "0,2"
         "SLURM_GTIDS": ",".join(str(task) for task in on_node),
-        "SLURMD_NODENAME": hosts[node],
+        "SLURMD_NODENAME": host,
     }
     for name, value in expected.items():
         if environ.get(name, value) != value:

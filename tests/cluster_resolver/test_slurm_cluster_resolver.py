@@ -390,6 +390,32 @@ def test_more_gpus_than_visible_are_refused(arguments: dict[str, int], variables
 # Heterogeneous jobs
 
 
+@pytest.mark.parametrize(
+    ("distribution", "hosts"),
+    [("block", "n3 n3 n1 n1 n1 n2"), ("cyclic", "n3 n3 n1 n2 n1 n1"), ("", "n3 n3 n1 n1 n1 n2")],
+)
+def test_components_are_dealt_out_one_by_one(distribution: str, hosts: str) -> None:
+    """Ranks are in the order of the components, also where Slurm lists the nodes in another one."""
+    layout = hosts.split()
+    order = ["n3", "n1", "n2"]
+    for rank, host in enumerate(layout):
+        environ = {
+            "SLURM_STEP_NUM_TASKS": "6",
+            "SLURM_PROCID": str(rank),
+            "SLURM_STEP_NODELIST": "n[1-3]",
+            "SLURM_STEP_TASKS_PER_NODE": "3,1,2",
+            "SLURM_DISTRIBUTION": distribution,
+            "SLURM_HET_SIZE": "2",
+            "SLURM_JOB_NODELIST_HET_GROUP_0": "n3",
+            "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]",
+            "SLURM_NODEID": str(order.index(host)),
+            "SLURMD_NODENAME": host,
+            "SLURM_GTIDS": ",".join(str(task) for task, its_host in enumerate(layout) if its_host == host),
+        }
+        spec = SlurmClusterResolver(environ=environ).cluster_spec()
+        assert [address.partition(":")[0] for address in spec.job_tasks("worker")] == layout
+
+
 def test_components_of_a_heterogeneous_job_have_jobs_of_their_own() -> None:
     """In the order of the components, not of the alphabet."""
     expected = [("worker", 0), ("ps", 0), ("ps", 1)]
