@@ -20,7 +20,6 @@ from jax.experimental import io_callback
 
 from mpidist import context_stack
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
-from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
 
@@ -75,20 +74,24 @@ def pmin(tree: Any) -> Any:
 
 
 def across_ranks() -> optax.GradientTransformation:
-    """Make a transformation for `optax.chain` whose update is the `pmean` of the gradients of all ranks.
+    """Make a transformation for `optax.chain` whose update, a collective `pmean`, averages the gradients of all ranks.
 
-    Put it first, so that all ranks clip, scale and accumulate the same gradients. Its update is collective.
+    Put it first, outside of `optax.apply_if_finite`: so all ranks clip, scale, accumulate and skip the same gradients.
     """
     import optax
 
-    return optax.GradientTransformation(
-        lambda params: optax.EmptyState(), lambda updates, state, params=None: (pmean(updates), state)
-    )
+    return optax.stateless(lambda updates, params: pmean(updates))
 
 
 def _all_reduce(op: ReduceOp, function: str, tree: Any) -> Any:
     call = f"mpidist.jax.{function}"
-    _current_strategy(call)  # also before JAX compiles: the traceback shows the line of the call
+    _current_parts(call)  # also before JAX compiles: the traceback shows the line of the call
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in mesh.manual_axes):
+        raise RuntimeError(
+            f"{call}: inside jax.shard_map or jax.pmap, each of {mesh.size} devices would make the call, in another "
+            "order on each rank; combine the devices with jax.lax.psum, and make the call outside"
+        )
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") or "array" for path, _ in paths]
     if len({*names}) < len(names):
@@ -129,9 +132,6 @@ def _traceable(op: ReduceOp, call: str) -> Any:
         results = {name: jax.ShapeDtypeStruct(one.shape, _result_dtype(op, one)) for name, one in values.items()}
         return io_callback(reduce, results, values, ordered=True)
 
-    def batch(size: int, is_batched: Any, values: Mapping[str, Any]) -> Any:
-        return batchable(values), is_batched[0]
-
     def forward(values: Mapping[str, Any]) -> Any:
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             raise NotImplementedError(f"{call} has no gradient: pass it jax.lax.stop_gradient(x)")
@@ -143,7 +143,7 @@ def _traceable(op: ReduceOp, call: str) -> Any:
         return ({**dict.fromkeys(cotangents), **gradient({name: cotangents[name] for name in is_inexact})},)
 
     batchable = jax.custom_batching.custom_vmap(primal)
-    batchable.def_vmap(batch)
+    batchable.def_vmap(lambda size, is_batched, values: (batchable(values), is_batched[0]))
     differentiable = jax.custom_vjp(lambda values: batchable(values))
     differentiable.defvjp(forward, backward)
     return differentiable
@@ -154,22 +154,22 @@ def _reduce(op: ReduceOp, call: str, values: Mapping[str, Any]) -> Mapping[str, 
 
     These are NumPy's, as JAX's own could wait for the thread that makes them.
     """
-    parts = parts_of(_current_strategy(call))
+    parts = _current_parts(call)
     arrays = {name: np.asarray(value) for name, value in values.items()}
     with parts.group.lent_to_this_thread(call) if _is_thread_of_jax() else nullcontext():
         results = parts.cross_device_ops.all_reduce(op, arrays, call=call)
     return {name: np.asarray(results[name], _result_dtype(op, one)) for name, one in arrays.items()}
 
 
-def _current_strategy(call: str) -> CurrentStrategy:
-    """Return the strategy whose `run` or `scope` this thread is in, or that which waits for this thread of JAX."""
+def _current_parts(call: str) -> Any:
+    """Return the parts of the strategy whose `run` or `scope` this thread is in, or which waits for this thread."""
     entry = context_stack.innermost_of_all_threads() if _is_thread_of_jax() else context_stack.innermost()
     if entry is None:
         raise RuntimeError(
             f"{call}: no strategy is current, so that there are no ranks to combine; call the function by "
             "strategy.run(), or inside `with strategy.scope():`"
         )
-    parts = parts_of(entry.strategy)
+    parts = context_stack.parts_of(entry.strategy)
     if not parts.peers.is_in_lock_step or parts.replicas.tree is not None:
         raise RuntimeError(f"{call}: {entry.strategy} has no ranks in lock step with one replica each")
     if jax.default_backend() != "cpu":
@@ -177,7 +177,7 @@ def _current_strategy(call: str) -> CurrentStrategy:
             f"{call}: JAX computes on {jax.default_backend()}, and its calls inside compiled functions are those of "
             "the CPU; reduce what the compiled function returns, or set JAX_PLATFORMS=cpu"
         )
-    return entry.strategy
+    return parts
 
 
 def _is_thread_of_jax() -> bool:

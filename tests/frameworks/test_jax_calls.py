@@ -146,11 +146,24 @@ def test_across_ranks_trains_as_one_process_with_the_whole_batch(comm: Intracomm
 
     plain = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
     with Strategy(comm=comm) as strategy:
-        optimizer = optax.chain(mpidist.jax.across_ranks(), plain)
+        optimizer = optax.chain(mpidist.jax.across_ranks(), optax.apply_if_finite(plain, 5))
         trained = strategy.run(jax.jit(lambda x: train(optimizer, x)), args=(x[comm.rank :: comm.size],))
     for name, want in jax.jit(lambda x: train(plain, x))(x).items():
         assert same_everywhere(comm, np.asarray(trained[name]))
         np.testing.assert_allclose(trained[name], want, rtol=1e-4, atol=1e-5)
+
+
+def test_psum_of_every_device_of_a_rank_is_refused(comm: Intracomm) -> None:
+    spec, devices = jax.sharding.PartitionSpec("d"), jax.devices()
+    with Strategy(comm=comm) as strategy:
+        for mesh in (jax.sharding.Mesh(devices[:1], "d"), jax.sharding.Mesh(devices[:2], "d")):
+            sharded = jax.shard_map(mpidist.jax.psum, mesh=mesh, in_specs=spec, out_specs=spec)
+            for function in (jax.jit(sharded), jax.pmap(mpidist.jax.psum)):
+                if mesh.size == 1:
+                    assert strategy.run(function, args=(jnp.ones(1),)).tolist() == [comm.size]
+                    continue
+                with raises_everywhere(comm, RuntimeError, "psum: inside jax.shard_map or jax.pmap, each of 2 devices"):
+                    strategy.run(function, args=(jnp.ones(2),))
 
 
 @several

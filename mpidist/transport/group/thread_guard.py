@@ -98,7 +98,8 @@ class ThreadGuard:
             raise OtherThreadError(
                 f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: only one "
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
-                "Build one strategy for each thread, in the same order on all ranks"
+                "Build one strategy for each thread, in the same order on all ranks; but only one thread of a program "
+                "may run functions that call mpidist.jax"
             )
 
 
