@@ -113,6 +113,9 @@ class UnreadRows:
 
 
 def _length(leaf: Any) -> int:
+    if hasattr(leaf, "iloc"):
+        kind = type(leaf).__name__
+        raise InvalidArgumentError(f"Batches: a {kind} takes row numbers as labels of its index; pass its to_numpy()")
     shape = getattr(leaf, "shape", ())
     if not shape:
         raise InvalidArgumentError(f"Batches: each leaf must be an array with rows, got {type(leaf).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -200,6 +201,9 @@ def require_batches(batches: Any, may_be_used_up: bool = False) -> None:
             f"a data set is an iterable of batches, and this {kind} is one array, whose rows would be the batches; "
             f"{_PUT_IN_A_LIST}"
         )
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    if torch_data is not None and isinstance(batches, torch_data.Dataset) and not hasattr(batches, "__iter__"):
+        raise TypeError(f"a data set is an iterable of batches, and a {kind} has samples; pass a DataLoader of it")
     if isinstance(batches, (str, bytes)) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise TypeError(f"a data set is an iterable of batches, got {kind}")
     if hasattr(batches, "__next__") and not may_be_used_up:
@@ -255,9 +259,11 @@ def _length_of(leaves: list[Any], form: nest.Structure) -> int:
             f"{name}: {list(leaf.shape) if hasattr(leaf, 'shape') else type(leaf).__name__}"
             for name, leaf in zip(nest.array_names(form), leaves, strict=True)
         ]
+        advice = f"if these are the arrays of one batch, {_PUT_IN_A_LIST}"
+        if leaves and form is not nest.LEAF and all(isinstance(leaf, numbers.Number) for leaf in leaves):
+            advice = "make an array of each list of numbers, as by np.asarray"
         raise InvalidArgumentError(
-            f"a global batch must be arrays that are equally long on axis 0, got {_listed(got) or 'no array'}; "
-            f"if these are the arrays of one batch, {_PUT_IN_A_LIST}"
+            f"a global batch must be arrays that are equally long on axis 0, got {_listed(got) or 'no array'}; {advice}"
         )
     return int(lengths.pop())
 

@@ -196,7 +196,8 @@ def _dealt_out(strategy_parts: StrategyParts, call: str, batches: Any, policy: A
         ids_here = range(topology.rank * total, (topology.rank + 1) * total)
         total *= topology.size
     with strategy_parts.raise_together(call):  # so ranks that make other calls get no advice about files
-        fields = _fields_of_files(batches, policy) if isinstance(batches, Files) else {"policy": str(policy)}
+        order = {name: str(number) for name, number in order_fields_of(batches, "batch_size").items()}
+        fields = _fields_of_files(batches, policy) if isinstance(batches, Files) else {"policy": str(policy), **order}
     strategy_parts.agree(call, fields)
     with strategy_parts.raise_together(call):
         require_batches(batches)

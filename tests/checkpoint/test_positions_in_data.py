@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,6 +293,7 @@ def test_batches_of_wrong_arguments_are_refused() -> None:
     for data, arguments, kind, text in (
         ((np.zeros(3), np.zeros(4)), {}, InvalidArgumentError, r"equally long on axis 0, got lengths \[3, 4\]"),
         ((np.zeros(3), 4), {}, InvalidArgumentError, "must be an array with rows, got int"),
+        (SimpleNamespace(shape=[3], iloc=0), {}, InvalidArgumentError, "a SimpleNamespace takes row .*to_numpy"),
         ([], {}, InvalidArgumentError, r"needed an array or a nest of arrays, got \[\]"),
         (np.zeros(3), {"drop_remainder": "no"}, TypeError, "drop_remainder must be True or False, got 'no'"),
         (np.zeros(3), {"batch_size": 2.5}, TypeError, r"batch_size must be a whole number >= 1, got 2\.5"),

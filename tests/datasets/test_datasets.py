@@ -128,6 +128,7 @@ def test_batches_that_cannot_be_cut_are_refused(comm: Intracomm, strategy: Multi
         ((np.ones(3), np.ones(2)), r"equally long on axis 0, got array \[0\]: \[3\], array \[1\]: \[2\]; if"),
         ([np.ones(2), 1.0], "equally long"),
         (np.float32(1), "put batches in a list"),
+        ({"x": [1, 2], "y": [0.5, 1.5]}, r"array \['x'\]\[0\]: int, .*; make an array of each list of numbers"),
         ("text", "equally long"),
         ({}, "equally long"),
     ):

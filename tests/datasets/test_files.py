@@ -1,6 +1,7 @@
 """Batches of files: dealt out to ranks and replicas as the `AutoShardPolicy` says, each of them once an epoch."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
-from mpidist import Files, InputContext, InputOptions
+from mpidist import Batches, Files, InputContext, InputOptions
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.checkpoint import Checkpoint
 from mpidist.errors import InvalidArgumentError
@@ -143,6 +144,11 @@ def test_ranks_that_name_other_files_are_told(comm: Intracomm, strategy: MultiWo
         strategy.experimental_distribute_dataset(Files(NAMES, read), options("DATA" if comm.rank else "OFF"))
     with raises_everywhere(comm, InvalidArgumentError):
         strategy.experimental_distribute_dataset(Files(NAMES if comm.rank else [], read))
+    for option, value in (("seed", comm.rank), ("batch_size", 1 + comm.rank), ("data", np.arange(6 + comm.rank))):
+        make = partial(Batches, **{"data": np.arange(6), "batch_size": 1, option: value})
+        name = "num_samples" if option == "data" else option
+        with raises_everywhere(comm, InvalidArgumentError, f"{name}: rank 0: .; rank 1: .; rank 2: "):
+            strategy.distribute_datasets_from_function(lambda context, make=make: make(), options("DATA"))
     assert strategy.reduce("sum", 1) == comm.size
 
 

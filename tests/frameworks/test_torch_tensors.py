@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import mpidist
 from mpidist.transport.array_libraries.libraries import copied, library_of, writable_like
 
 pytestmark = pytest.mark.no_mpi
@@ -120,6 +121,15 @@ def test_the_native_array_of_a_tensor_is_kept_while_it_is_right() -> None:
     assert native(tensor).dtype.name == "int32"
     tensor.data = torch.zeros(3)
     assert native(tensor).shape == (3,)
+
+
+def test_dataset_of_samples_is_no_data_set_of_batches() -> None:
+    samples = torch.utils.data.TensorDataset(torch.arange(8.0).reshape(2, 4))
+    strategy = mpidist.get_strategy()
+    with pytest.raises(TypeError, match="a TensorDataset has samples; pass a DataLoader of it"):
+        strategy.experimental_distribute_dataset(samples)
+    for batches in (torch.utils.data.DataLoader(samples, 2), torch.utils.data.ChainDataset([])):
+        strategy.experimental_distribute_dataset(batches)
 
 
 def test_no_tensor_is_kept() -> None:
