@@ -135,6 +135,7 @@ WRONG_OUTS: list[tuple[Any, Any, str]] = [
     ([np.ones(9), np.ones(9)], [_SHARED, _SHARED], "out 0 and out 1 share memory, .* leave one out"),
     ([np.ones(5), np.ones(5)], [_SHARED[4:], _SHARED[:5]], "out 0 and out 1 share memory"),
     (np.ones(()), 0.0, "out 0 must be an array f64.*got float"),
+    (np.float32(1), np.float32(0), r"out 0 must be an array f32\[\], got float32"),
     (*[[1.0]] * 2, "out 0 must be an array f64.*got float"),
     (np.ones(3), Readable(), r"out 0 must be an array f64\[3\], got Readable"),
     (np.ones(3), Tensor(np.zeros(3, np.int8)), r"f64\[3\], got i8\[3\]"),

@@ -373,11 +373,11 @@ def test_a_value_as_its_own_destination_goes_to_all_ranks(comm: Intracomm, ops: 
 
 
 def test_python_ints_whose_sum_may_not_fit_are_refused(comm: Intracomm, ops: Any) -> None:
-    for sign in (1, -1):
-        largest = (2**63 - 1) // comm.size
+    largest = (2**63 - 1) // comm.size
+    for sign, beyond in ((1, largest + 1), (-1, -(2**63))):
         assert ops.reduce("max", sign * largest, "all") == sign * largest
         assert ops.reduce("sum", sign * largest, "all") == comm.size * sign * largest
-        too_large = sign * (largest + 1) if comm.rank == comm.size - 1 else 0
+        too_large = beyond if comm.rank == comm.size - 1 else 0
         for value in (too_large, {"a": [too_large, 1.5]}) if comm.size > 1 else ():
             with raises_everywhere(
                 comm, ValueError, f"the sum of {comm.size} numbers like .* the largest that is safe"

@@ -45,7 +45,7 @@ __all__ = [
 MirroredLeaves = Mapping[int, Any]  # index of a mirrored leaf in the nest -> this rank's copy of the leaf
 _NO_MIRRORED: Final[MirroredLeaves] = MappingProxyType({})
 
-_MAX_INT64: Final = 2**63 - 1
+_INT64: Final = range(-(2**63), 2**63)
 _DEVICE: Final = re.compile(r"/rank:(\d+)(/(cpu|gpu):\d+)?", re.IGNORECASE)  # /rank:3  /rank:3/GPU:0
 _KINDS: Final = (
     'a rank, a sequence of ranks, "all", a device string with a rank such as "/rank:3", a distributed value '
@@ -166,9 +166,9 @@ def _require_small_ints(op: ReduceOp, leaves: Sequence[Any], num_replicas: int) 
     """
     if op is not ReduceOp.SUM or int not in set(map(type, leaves)):
         return
-    limit = _MAX_INT64 // num_replicas
     for leaf in leaves:
-        if type(leaf) is int and limit < abs(leaf) <= _MAX_INT64:
+        if type(leaf) is int and leaf in _INT64 and leaf * num_replicas not in _INT64:
+            limit = _INT64[-1] // num_replicas
             raise ValueError(
                 f"a Python int counts as int64, in which the sum of {num_replicas} numbers like {leaf} may not fit: "
                 f"the largest that is safe is {limit}; pass a float, or np.int64({leaf}), whose sum wraps"

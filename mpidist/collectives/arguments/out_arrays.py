@@ -135,7 +135,7 @@ def result_outs(
 
 
 def _check_spec(index: int, out: Any, want: Spec, dtype: np.dtype[Any]) -> None:
-    if not hasattr(out, "dtype") or not hasattr(out, "strides"):
+    if isinstance(out, np.generic) or not hasattr(out, "dtype") or not hasattr(out, "strides"):
         raise InvalidArgumentError(f"out {index} must be an array {want}, got {type(out).__name__}")
     got = Spec(out.shape, native_dtype(out.dtype), native_arrays.is_device(out))
     if got != want:
