@@ -49,7 +49,7 @@ class CuPyArrays(ArrayLibrary):
 
 @final
 class DLPackArrays(ArrayLibrary):
-    """Host arrays of other libraries with DLPack, through which results are converted back."""
+    """Host arrays of other libraries with DLPack; results are converted back if the library has `from_dlpack`."""
 
     def owns(self, value: Any) -> bool:
         return hasattr(value, "__dlpack__")
@@ -71,6 +71,4 @@ def _through_dlpack(array: NativeArray, like: Any) -> Any:
     if hasattr(like, "__array_namespace__"):
         return like.__array_namespace__().from_dlpack(array)
     package = sys.modules[type(like).__module__.partition(".")[0]]
-    if not hasattr(package, "from_dlpack"):
-        raise TypeError(f"results cannot be given back as {kind_of(like)}: {package.__name__} has no from_dlpack")
-    return package.from_dlpack(array)
+    return package.from_dlpack(array) if hasattr(package, "from_dlpack") else array
