@@ -103,9 +103,9 @@ def _opener(kind: type) -> _Opener:
     name = kind.__name__
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         steps = _steps(kind._fields)
-        return lambda nest: (name, steps, nest, lambda children: kind(*children))
+        return lambda nest: (name, steps, nest, lambda children: _made(kind, *children))
     if issubclass(kind, (list, tuple)):
-        return lambda nest: (name, len(nest), nest, kind)
+        return lambda nest: (name, len(nest), nest, partial(_made, kind))
     if issubclass(kind, dict):
         return _open_mapping
     if issubclass(kind, Mapping):
@@ -195,4 +195,14 @@ def _mapping_of(like: Mapping[Any, Any], keys: Sequence[Any], children: list[Any
         for key, value in in_order.items():
             copied[key] = value
         return copied
-    return type(like)(in_order)  # type: ignore[call-arg]
+    return _made(type(like), in_order)
+
+
+def _made(kind: Callable[..., Any], *arguments: Any) -> Any:
+    """Make a nest with the constructor of its class, which may take other arguments than the nest's children."""
+    try:
+        return kind(*arguments)
+    except Exception as problem:
+        raise TypeError(
+            f"a {kind.__name__} cannot be made of new leaves: {problem}; pass a plain tuple, list or dict in its place"
+        ) from problem

@@ -3,7 +3,7 @@
 import enum
 import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from fractions import Fraction
@@ -406,6 +406,37 @@ class Apart(UserDict[str, Any]):
         return copied
 
     note = "kept"
+
+
+class OfTwo(tuple[Any, ...]):
+    def __new__(cls, one: Any, other: Any) -> "OfTwo":
+        return super().__new__(cls, (one, other))
+
+
+class Zeros(list[Any]):
+    def __init__(self, length: int) -> None:
+        super().__init__([0.0] * length)
+
+
+class Tagged(Mapping[str, Any]):
+    def __init__(self, items: Any, tag: str) -> None:
+        self.items_, self.tag = items, tag
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+def test_rebuild_of_class_with_other_arguments_names_it() -> None:
+    for value in (OfTwo(1, 2), Zeros(2), Tagged({"a": 1}, "tag")):
+        name = type(value).__name__
+        with pytest.raises(TypeError, match=f"a {name} cannot be made of new leaves: .*; pass a plain tuple, list"):
+            nest.map_structure(str, value)
 
 
 def test_mapping_that_is_rebuilt_leaves_the_given_one_as_it_was() -> None:
