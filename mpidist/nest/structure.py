@@ -105,7 +105,8 @@ def _opener(kind: type) -> _Opener:
         steps = _steps(kind._fields)
         return lambda nest: (name, steps, nest, lambda children: _made(kind, *children))
     if issubclass(kind, (list, tuple)):
-        return lambda nest: (name, len(nest), nest, partial(_made, kind))
+        make = kind if kind in (list, tuple) else partial(_made, kind)
+        return lambda nest: (name, len(nest), nest, make)
     if issubclass(kind, dict):
         return _open_mapping
     if issubclass(kind, Mapping):
