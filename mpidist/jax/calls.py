@@ -87,7 +87,7 @@ def _all_reduce(op: ReduceOp, function: str, tree: Any) -> Any:
     call = f"mpidist.jax.{function}"
     _current_parts(call)  # also before JAX compiles: the traceback shows the line of the call
     mesh = jax.sharding.get_abstract_mesh()
-    if any(mesh.shape[axis] > 1 for axis in mesh.manual_axes):
+    if any(mesh.shape[axis] > 1 for axis in getattr(mesh, "manual_axes", ())):
         raise RuntimeError(
             f"{call}: inside jax.shard_map or jax.pmap, each of {mesh.size} devices would make the call, in another "
             "order on each rank; combine the devices with jax.lax.psum, and make the call outside"
