@@ -126,10 +126,11 @@ class CheckpointManager:
         if not grace_seconds >= 0:
             raise ValueError(f"grace_seconds must be at least 0, got {grace_seconds}")
         self.checkpoint, self.directory = checkpoint, str(directory)
+        self._absolute = Path(directory).resolve()  # also after `os.chdir`
         self._name, self._warns = checkpoint_name, on_error == "warn"
         self._on_node: NodeCopies | None = None
         if neighbour and "MPIDIST_SAVED_FILE" in os.environ:
-            self._on_node = NodeCopies(self._parts, Path(directory).resolve(), checkpoint_name)
+            self._on_node = NodeCopies(self._parts, self._absolute, checkpoint_name)
         elif neighbour:
             logger.info("mpidist: no copies in memory, as `mpidist run --max-restarts` has not started this job")
         self._on_difference, self._writers, self._grace_seconds = on_difference, writers, grace_seconds
@@ -266,7 +267,7 @@ class CheckpointManager:
         self.wait()
         self._parts.require_cross_replica(RESTORE)
         for number in reversed(self._parts.on_rank_0(RESTORE, ADVICE, lambda: list(self._folder().orders()))):
-            place = self._place(number)
+            place = self._folder().place(number)
             try:
                 if not self._restore_copies(place):
                     self.checkpoint.restore(place)
@@ -279,7 +280,7 @@ class CheckpointManager:
                 if self._parts.group.topology.rank == 0:
                     logger.warning("mpidist: the checkpoint %s is passed over: %s", place, error)
             else:
-                return str(place)
+                return str(self._place(number))
         return None
 
     def _restore_copies(self, place: Path) -> bool:
@@ -304,7 +305,7 @@ class CheckpointManager:
         return Path(self.directory) / f"{self._name}-{number}"
 
     def _folder(self) -> CheckpointFolder:
-        return CheckpointFolder(Path(self.directory).resolve(), self._name, self._retention)
+        return CheckpointFolder(self._absolute, self._name, self._retention)
 
     def _is_open(self) -> bool:
         """Whether ranks can still make calls together."""

@@ -499,6 +499,23 @@ def test_background_removes_in_the_folder_in_which_the_program_was(
     comm.Barrier()
 
 
+def test_folder_stays_where_the_program_was_when_it_made_the_manager(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
+) -> None:
+    if comm.rank == 0:
+        (folder / "sub").mkdir()
+    comm.Barrier()
+    monkeypatch.chdir(folder)
+    manager = CheckpointManager(made(strategy, comm.rank), "saved")
+    manager.save()
+    if comm.rank == 0:
+        monkeypatch.chdir(folder / "sub")
+    assert manager.save() == manager.latest_checkpoint == manager.restore_or_initialize() == "saved/ckpt-2"
+    comm.Barrier()
+    assert names_in(folder / "sub") == set()
+    comm.Barrier()
+
+
 def test_old_checkpoints_of_other_names_and_links_are_fine(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
     checkpoint = made(strategy, comm.rank)
     manager = CheckpointManager(checkpoint, folder / "saved", 1)
