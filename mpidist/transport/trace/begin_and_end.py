@@ -77,7 +77,7 @@ def begin_trace(
             mark_shared(refusal, ranks_in_world(comm))
         raise
     if is_of_job:
-        _of_job[:] = [path.parent]
+        _of_job[:] = [path.parent.absolute()]  # also after `os.chdir`
     clock = name_clock()
     header = {"trace": name, **seat._asdict(), "host": socket.gethostname(), "clock": clock}
     trace.begin(header, compare_clocks(comm, clock))

@@ -349,8 +349,10 @@ strategy.reduce("SUM", 1.0)
 def test_job_that_fails_leaves_files_that_can_be_read(
     job: Job, tmp_path: Path, program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = job(program, ranks=2, MPIDIST_TRACE=str(tmp_path / "trace"), MPIDIST_FLIGHT_DIR="off")
+    relative = os.path.relpath(tmp_path / "trace")
+    ended = job(f"os.chdir('/')\n{program}", ranks=2, MPIDIST_TRACE=relative, MPIDIST_FLIGHT_DIR="off")
     assert ended.status != 0
+    assert program is KILLED or f"python -m mpidist trace merge {str(tmp_path)[1:]}/trace/" in ended.err
     pieces = pieces_in(tmp_path / "trace")
     assert sorted(pieces) == [0, 1]
     least = 128 if program is KILLED else 400  # half of what is written at once: a call may be there as it began, too
