@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from mpidist.cli.allocation import Allocation
-from mpidist.cli.launching import Launch, prepare_child
+from mpidist.cli.launching import Launch, RefusedError, prepare_child
+from mpidist.transport.mpi.launcher_abort import exit_code_file
 from mpidist.transport.text import count_text
 
 __all__ = ["start_until_done"]
@@ -134,9 +135,12 @@ class _Plan:
 def _run(launch: Launch, restarts: int, folder: Path, forwarded: set[signal.Signals]) -> _End:
     """Start the launcher, forward signals to it, which this process blocks, and wait for its end."""
     saved = folder / "saved"
-    code_file = Path(os.environ.get("MPIDIST_EXIT_CODE_FILE") or folder / "exit-code")
+    code_file = Path(exit_code_file(os.environ) or folder / "exit-code")
     for file in (code_file, saved):
-        file.unlink(missing_ok=True)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise RefusedError(f"{file} must be a file that can be removed, and is not: {error.strerror}") from None
     own = {"MPIDIST_RESTARTS": restarts, "MPIDIST_EXIT_CODE_FILE": code_file, "MPIDIST_SAVED_FILE": saved}
     environment = os.environ | launch.variables | {name: str(value) for name, value in own.items()}
     began, signals = time.monotonic(), set()
@@ -148,6 +152,7 @@ def _run(launch: Launch, restarts: int, folder: Path, forwarded: set[signal.Sign
             if received.si_code != _BY_THE_KERNEL:
                 launcher.send_signal(received.si_signo)
     code = launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
-    text = code_file.read_text().strip() if code_file.exists() else ""
+    text = code_file.read_text(errors="replace").strip() if code_file.is_file() else ""
+    text = text if text.isdecimal() else ""  # something else has written there
     was_killed = code in _OF_KILLED and not text
     return _End(int(text or code), frozenset(signals), was_killed, saved.exists(), time.monotonic() - began)

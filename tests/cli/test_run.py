@@ -122,6 +122,7 @@ def test_run_in_an_instance_of_flux_uses_flux_run(
         (["-n", "2", "none"], {}, "there is no program none: "),
         (["-n", "2", "train.py"], {"PMI_RANK": "1", "PMI_SIZE": "2"}, "this process is a rank already: "),
         (["-n", "0", "train.py"], {}, "'0' is no number of 1 or more"),
+        (["-n", "1", "--max-restarts", "1", "train.py"], {"MPIDIST_EXIT_CODE_FILE": "."}, "must be a file that "),
         (["-n", "2", "train.py"], {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "3"}, "`srun --het-group=0-2 ...`, or by "),
     ],
 )  # fmt: skip
@@ -223,6 +224,12 @@ def test_restart_is_made_while_a_failing_program_saves_up_to_the_limit(tmp_path:
     code, out, said = run(tmp_path, "steps(1)\nsys.exit(7)", "-n", "1", "--max-restarts", "2")
     assert (code, out) == (7, [f"rank 0 of 1: start {attempt} at step {attempt}" for attempt in range(3)])
     assert said[-1].endswith("not started again: all restarts are used (--max-restarts 2)")
+
+
+def test_restart_is_made_where_the_file_of_the_exit_code_has_no_number(tmp_path: Path) -> None:
+    body = "print('none', file=open(os.environ['MPIDIST_EXIT_CODE_FILE'], 'w'))\nos._exit(7)"
+    code, out, said = run(tmp_path, body, "-n", "1", "--max-restarts", "1")
+    assert (code, len(out), len(said)) == (7, 2, 2)
 
 
 def test_restart_is_made_where_the_parent_ignores_the_ends_of_children(tmp_path: Path) -> None:

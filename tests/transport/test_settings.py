@@ -11,6 +11,7 @@ import pytest
 
 import mpidist
 from mpidist.transport.failures.flight_files import flight_folder
+from mpidist.transport.mpi.launcher_abort import exit_code_file, store_code
 from mpidist.transport.settings import STACK_SIGNAL, Settings, unknown_settings
 
 pytestmark = pytest.mark.no_mpi
@@ -91,6 +92,18 @@ def test_folders_may_be_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     assert Settings.from_environment({"MPIDIST_TRACE": "~/traces"}).trace == "/home/ada/traces"
     assert flight_folder({"MPIDIST_FLIGHT_DIR": "~/flights"}, "job") == Path("/home/ada/flights/job")
+    assert exit_code_file({"MPIDIST_EXIT_CODE_FILE": "~/code"}) == "/home/ada/code"
+
+
+def test_exit_code_is_stored_once_and_a_file_that_cannot_be_written_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for code in (3, 4):
+        store_code({"MPIDIST_EXIT_CODE_FILE": f"{tmp_path}/code"}, code)
+    assert ((tmp_path / "code").read_text(), capfd.readouterr().err) == ("3\n", "")
+    for path, why in ((tmp_path, "File exists"), (tmp_path / "none" / "code", "No such file or directory")):
+        store_code({"MPIDIST_EXIT_CODE_FILE": str(path)}, 3)
+        assert capfd.readouterr().err == f"mpidist: MPIDIST_EXIT_CODE_FILE={path} cannot be written: {why}\n"
 
 
 def test_attempts_of_a_job_of_slurm_have_folders_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -10,12 +11,23 @@ from contextlib import suppress
 from typing import Final
 
 from mpidist.transport.mpi.child_process import launcher_here
+from mpidist.transport.mpi.error_output import write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_variables import HYDRA_LOCAL_SIZE, PMI_FD
 
-__all__ = ["ask_launcher_to_abort", "rank_before_start", "store_code"]
+__all__ = ["ask_launcher_to_abort", "exit_code_file", "rank_before_start", "store_code"]
 
 _ANSWER_SECONDS: Final = 1.0
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone
+        return ""
+
+
+_FOLDER: Final = _current_folder()  # in which the rank was started: the program may leave it
 
 
 def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
@@ -48,14 +60,25 @@ def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: b
         launcher.sendall(f"cmd=abort exitcode={code}\n".encode())
 
 
+def exit_code_file(environ: Mapping[str, str]) -> str:
+    """Return the path in `MPIDIST_EXIT_CODE_FILE`; "" for none. A relative one is of the folder of the start. Local."""
+    path = os.path.expanduser(environ.get("MPIDIST_EXIT_CODE_FILE", "").strip())
+    return path and os.path.join(_FOLDER, path)
+
+
 def store_code(environ: Mapping[str, str], code: int) -> None:
     """Write the exit code of the job into the file `MPIDIST_EXIT_CODE_FILE`, unless a rank has written one. Local.
 
     The script that started the ranks reads the file, as srun returns a code of its own when Slurm kills the tasks.
     """
-    path = environ.get("MPIDIST_EXIT_CODE_FILE", "").strip()
-    if path:
-        with suppress(OSError):  # a code is there, or the file cannot be written: the job must end nevertheless
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            os.write(file, f"{code}\n".encode())
-            os.close(file)
+    path = exit_code_file(environ)
+    if not path:
+        return
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.write(file, f"{code}\n".encode())
+        os.close(file)
+    except OSError as error:  # the job must end nevertheless
+        if error.errno != errno.EEXIST or os.path.isdir(path):  # else another rank has stored its code
+            with suppress(OSError):
+                write_lines(f"mpidist: MPIDIST_EXIT_CODE_FILE={path} cannot be written: {error.strerror}", "")

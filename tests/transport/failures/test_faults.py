@@ -135,7 +135,8 @@ FAILURES = {
 def test_failure_of_a_rank_ends_the_job_and_is_told_once(job: Job, tmp_path: Path, name: str) -> None:
     """In lines that nobody else's stand between; and the exit status is also where a script asks for it."""
     failure, code = FAILURES[name], tmp_path / "code"
-    ended = job(failure.program, failure.placement, MPIDIST_EXIT_CODE_FILE=str(code))
+    program = f"os.chdir('/')\n{failure.program}"  # a relative path is of the folder of the start
+    ended = job(program, failure.placement, MPIDIST_EXIT_CODE_FILE=os.path.relpath(code))
     assert (ended.status, code.read_text()) == (failure.status, f"{failure.status}\n"), ended
     assert ended.err.count("Traceback (most recent call last):") == failure.num_tracebacks, ended
     prefix = f"[rank {failure.tells} on {socket.gethostname()}] "
