@@ -131,8 +131,8 @@ def _last_of(strategy: StrategyTrace, sequence: int, calls: dict[int, TracedCall
     if not absent:
         late = max(calls, key=lambda rank: calls[rank].begun)
         return late, calls[late].begun
-    if any(rank not in strategy.ranks for rank in absent):
-        return None, 0
+    if any(rank not in strategy.ranks for rank in absent) or any(call.agreed for call in calls.values()):
+        return None, 0  # all joined it: the end of a killed rank's trace is missing
     behind = [rank for rank in absent if all(call.sequence < sequence for call in strategy.ranks[rank].calls)]
     return (behind[0], max(call.ended for call in calls.values())) if behind else (None, 0)
 

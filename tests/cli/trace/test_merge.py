@@ -147,6 +147,14 @@ def test_rank_that_never_came_is_blamed(tmp_path: Path, merge: Merge) -> None:
     assert "the longest wait: rank 0 waited 800 ms for rank 1 in call 10, reduce" in text
 
 
+def test_killed_rank_is_not_blamed_for_calls_that_it_joined(tmp_path: Path, merge: Merge) -> None:
+    """The last second of its trace is missing, and the others know that all came."""
+    write(tmp_path, 0, [*EARLY, call(3, 100, 700, 710)])
+    write(tmp_path, 1, LATE, end=False)
+    text = merge()
+    assert "ranks waited 30.5 ms in all for others to come, 30.5 ms of it for rank 1, which came last to 3 of 4" in text
+
+
 def test_torn_and_empty_files_are_read_as_far_as_they_go(tmp_path: Path, merge: Merge) -> None:
     path = write(tmp_path, 0, EARLY, end=False)
     path.write_text(path.read_text() + '{"time":52')
