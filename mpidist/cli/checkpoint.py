@@ -143,12 +143,12 @@ def _difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
     if not count:
         return ""
     at = [int(index) for index in np.unravel_index(first, state.shape)]
-    values = f"{flat[first]} and {other_flat[first]} at {at}"
+    values = f"{flat[first]!s} and {other_flat[first]!s} at {at}"
     return f"{count} of {count_text(state.size, 'element')} differ, by at most {most:.6g}; the first: {values}"
 
 
 def _greatest(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
     """Return the greatest difference of numbers, without those that are NaN."""
-    wide = complex if one.dtype.kind == "c" else float
+    wide = np.clongdouble if one.dtype.kind == "c" else np.longdouble  # which hold whole numbers of 64 bits, too
     with np.errstate(all="ignore"):
         return float(np.fmax.reduce(abs(one.astype(wide) - other.astype(wide)), initial=0.0))

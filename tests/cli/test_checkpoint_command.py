@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,6 +86,27 @@ def test_checkpoint_diff_other_forms_and_names_are_told(folder: Path, capsys: py
     assert status == 1
     assert [line.partition(":")[0].strip() for line in lines[1:]] == ["none", "more", "weights"]
     assert lines[-1] == "  weights: float64[2, 3] and float64[6]"
+
+
+@pytest.mark.parametrize(
+    ("one", "step", "text"),
+    [
+        (np.int64(2**60), 1, "by at most 1; the first: 1152921504606846976 and 1152921504606846977 at [1]"),
+        (np.uint64(2**64 - 2), 1, "by at most 1; the first: 18446744073709551614 and 18446744073709551615 at [1]"),
+        (np.longdouble(1), np.finfo(np.longdouble).eps, f"by at most {float(np.finfo(np.longdouble).eps):.6g}; "),
+    ],
+)
+def test_checkpoint_diff_of_wide_numbers_is_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], one: Any, step: Any, text: str
+) -> None:
+    with MirroredStrategy() as strategy, strategy.scope():
+        checkpoint = Checkpoint(state=np.array([0, one], one.dtype))
+        checkpoint.write(tmp_path / "one")
+        checkpoint.state[1] += one.dtype.type(step)
+        checkpoint.write(tmp_path / "other")
+    status, lines = printed(capsys, "diff", tmp_path / "one", tmp_path / "other")
+    assert status == 1
+    assert f"  state: 1 of 2 elements differ, {text}" in lines[-1]
 
 
 def test_checkpoint_command_whose_reader_has_left_ends_as_by_sigpipe(folder: Path) -> None:
