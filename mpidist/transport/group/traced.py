@@ -21,6 +21,7 @@ __all__ = ["traced"]
 
 _BEGIN: Final = "trace()"
 _END: Final = "the end of trace()"
+_ALL_OR_NONE: Final = "all ranks leave `with strategy.trace():` by an exception, or none"
 
 
 @contextmanager
@@ -32,9 +33,11 @@ def traced(
     try:
         text = os.fspath(folder)
         if not is_in_lock_step:
-            raise RuntimeError("trace() with parameter servers, whose ranks make no calls together: set MPIDIST_TRACE")
+            advice = "set MPIDIST_TRACE, for several ranks"
+            raise RuntimeError(f"trace() with parameter servers, whose ranks make no calls together: {advice}")
         if group.trace is not None:
-            raise RuntimeError(f"trace(): the strategy is traced already, to {group.trace.path.parent}")
+            advice = "leave this trace() out, or unset MPIDIST_TRACE if it is set"
+            raise RuntimeError(f"trace(): the strategy is traced already, to {group.trace.path.parent}; {advice}")
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
     with group.call(_call(_BEGIN, text, timeout_seconds, error)):
@@ -60,7 +63,7 @@ def traced(
 
 
 def _call(name: str, folder: str, timeout_seconds: float | None, error: Exception | None = None) -> Call:
-    fields = {"folder": folder}
+    fields = {"folder": folder} | ({"advice": _ALL_OR_NONE} if name == _END else {})
     fingerprint = fingerprint_of((name, folder))
     return Call(name, fingerprint, lambda: fields, timeout_seconds=timeout_seconds, error=error, details=folder)
 

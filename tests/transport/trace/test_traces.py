@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def test_two_strategies_are_traced_at_once(
             strategy.reduce("SUM", 1.0)
             part.reduce("SUM", [1.0, 2.0])
         comm.Barrier()
-        require_refused(comm, strategy, folder, RuntimeError, "traced already")
+        require_refused(comm, strategy, folder, RuntimeError, "already, to .*; leave .* or unset MPIDIST_TRACE")
     half.Free()
     comm.Barrier()
     if comm.rank == 0:
@@ -253,6 +254,18 @@ def test_nothing_is_recorded_after_the_block(comm: Intracomm, folder: Path) -> N
     assert {path: path.stat().st_size for path in files} == files
     assert len([*folder.glob("*/*.jsonl")]) == 4 * comm.size
     assert sorted(len(calls_of(read(path))) for path in folder.glob("*/rank-0-*")) == [1, 2, 2, 4]
+
+
+@pytest.mark.ranks(2)
+def test_trace_left_by_an_exception_on_one_rank_is_an_error_of_all(comm: Intracomm, folder: Path) -> None:
+    strategy = MultiWorkerMirroredStrategy(comm=comm)
+    with raises_everywhere(comm, InvalidArgumentError, "leave `with strategy.trace.*by an exception, or none"):
+        with suppress(KeyError), strategy.trace(folder):
+            if comm.rank == 1:
+                raise KeyError("of this rank")
+        strategy.reduce("SUM", 1.0)
+    strategy.reset()
+    strategy.close()
 
 
 def read(path: Path) -> list[Event]:
