@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -55,6 +56,7 @@ def run_command(arguments: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # an error says more of it
     try:
         status: int = chosen.run(chosen)
+        sys.stdout.flush()
     except RefusedError as error:
         print(f"mpidist {chosen.command}: {error}", file=sys.stderr)
         return 2
@@ -67,6 +69,13 @@ def run_command(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the exit status of a shell for a program that SIGPIPE ended
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again
+        what = error.filename or "standard output"
+        print(f"mpidist {chosen.command}: {what} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     return status
 
 

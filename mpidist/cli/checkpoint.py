@@ -11,6 +11,7 @@ nothing to read.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import time
 from pathlib import Path
@@ -51,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.refuse("needed FOLDER, or diff A B; a folder of the name diff is ./diff")
     try:
         return _compare(*words[1:]) if is_diff else _list(Path(words[0]), arguments.read)
-    except BrokenPipeError:  # of what is printed
-        raise
     except OSError as error:
+        if error.errno in (errno.EPIPE, errno.ENOSPC):  # of what is printed
+            raise
         raise RefusedError(error) from None
 
 

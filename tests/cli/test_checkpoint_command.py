@@ -118,6 +118,17 @@ def test_checkpoint_command_whose_reader_has_left_ends_as_by_sigpipe(folder: Pat
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("words", [["checkpoint", "."], ["run", "-n", "1", "--dry-run", "-m", "json"]])
+def test_command_with_a_full_disk_behind_its_output_ends_with_2(folder: Path, words: list[str]) -> None:
+    command = [sys.executable, "-m", "mpidist", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=folder, env=clean_environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "No space left on device" in done.stderr
+
+
 @pytest.mark.parametrize("words", [["none"], ["."], ["diff", "ckpt-10", "none"], ["diff", "ckpt-10"], ["a", "b"], []])
 def test_checkpoint_command_misuse_ends_with_2(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder if "diff" in words else "/")
