@@ -413,6 +413,10 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setenv("MPIDIST_FLIGHT_DIR", "elsewhere")
     assert run_command(["flight"]) == 2
     assert "there is no folder elsewhere" in capsys.readouterr().err
+    monkeypatch.setenv("MPIDIST_FLIGHT_DIR", "off")
+    assert run_command(["flight"]) == 2
+    assert "MPIDIST_FLIGHT_DIR=off, so ranks write no flight recorders" in capsys.readouterr().err
+    assert run_command(["flight", "mpidist-flight"]) == 0
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MPIDIST_FLIGHT_DIR", "~/mpidist-flight")
     assert run_command(["flight"]) == 0

@@ -41,7 +41,7 @@ VALUES: list[tuple[str, str, str, Any]] = [
     ("TRANSPORT", " shared_memory ", "transport", "shared_memory"),
     ("TRANSPORT", "", "transport", "auto"),
     ("STACK_SIGNAL", "40", "stack_signal", 40),
-    ("STACK_SIGNAL", "off", "stack_signal", None),
+    ("STACK_SIGNAL", "OFF", "stack_signal", None),
     ("STACK_SIGNAL", "", "stack_signal", STACK_SIGNAL),
     ("NCCL", "0", "nccl", False),
     ("NCCL", "", "nccl", True),
@@ -49,6 +49,8 @@ VALUES: list[tuple[str, str, str, Any]] = [
     ("DEVICE_MPI", "", "device_mpi", False),
     ("LOG", "debug", "log_level", "DEBUG"),
     ("LOG", "", "log_level", None),
+    ("ALONE", "1", "alone", True),
+    ("TRACEBACK", "full", "full_tracebacks", True),
     ("TRACE", " traces ", "trace", "traces"),
     ("TRACE", "", "trace", ""),
 ]
@@ -70,6 +72,8 @@ WRONG = {
     "TIMEOUT_SECONDS": ("-1", "nan", "soon"),
     "STRAGGLER": ("off",),
     "ON_ERROR": ("ignore",),
+    "ALONE": ("yes",),
+    "TRACEBACK": ("x",),
     "DEVICE_MPI": ("auto",),
     "TRANSPORT": ("tcp", "MPI", "shared memory"),
     "LOG": ("loud",),
@@ -92,6 +96,7 @@ def test_folders_may_be_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     assert Settings.from_environment({"MPIDIST_TRACE": "~/traces"}).trace == "/home/ada/traces"
     assert flight_folder({"MPIDIST_FLIGHT_DIR": "~/flights"}, "job") == Path("/home/ada/flights/job")
+    assert flight_folder({"MPIDIST_FLIGHT_DIR": " OFF "}, "job") is None
     assert exit_code_file({"MPIDIST_EXIT_CODE_FILE": "~/code"}) == "/home/ada/code"
 
 

@@ -23,13 +23,13 @@ from typing import Any, Final
 from mpidist.cli.flight.job import Call, JobFlight, StrategyFlight, load_job
 from mpidist.cli.flight.verdict import Verdict, judge, some_of
 from mpidist.cli.launching import RefusedError, count
+from mpidist.transport.failures.flight_files import FLIGHT_FOLDER, chosen_folder
 from mpidist.transport.stacks import together
 from mpidist.transport.text import count_text, group_ranks, name_ranks, time_text
 
 __all__ = ["add_arguments", "run"]
 
 
-_FOLDER: Final = "mpidist-flight"
 _WIDTH: Final = 100
 _MOST_PLACES: Final = 10
 _MOST_REASONS: Final = 5
@@ -38,7 +38,7 @@ _TOGETHER_SECONDS: Final = 5e-5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    where = f"the files of a job, or the folders of jobs (default: MPIDIST_FLIGHT_DIR, else {_FOLDER})"
+    where = f"the files of a job, or the folders of jobs (default: MPIDIST_FLIGHT_DIR, else {FLIGHT_FOLDER})"
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help=where)
     parser.add_argument(
         "--calls", type=count, default=0, metavar="K", help="show the last K calls too, and who came to each last"
@@ -49,8 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report."""
-    chosen = os.path.expanduser(os.environ.get("MPIDIST_FLIGHT_DIR", "").strip())
-    named = Path(arguments.folder or chosen or _FOLDER)
+    folder = arguments.folder or chosen_folder(os.environ)
+    if folder is None:
+        raise RefusedError("MPIDIST_FLIGHT_DIR=off, so ranks write no flight recorders; unset it, or name a folder")
+    named = Path(folder)
     try:
         job = load_job(named)
     except OSError as error:

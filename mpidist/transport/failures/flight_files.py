@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple, final
 from mpidist.transport.failures.flight_recorder import FlightEntry
 from mpidist.transport.stacks import Stack
 
-__all__ = ["FILE_VERSION", "GroupFlight", "flight_folder", "write_flight"]
+__all__ = ["FILE_VERSION", "FLIGHT_FOLDER", "GroupFlight", "chosen_folder", "flight_folder", "write_flight"]
 
 FILE_VERSION: Final = 1
+FLIGHT_FOLDER: Final = "mpidist-flight"
 _MOMENT_SECONDS: Final = 10.0  # a rank's own file that is not older than this is not replaced
-_FOLDER: Final = "mpidist-flight"
 _STARTS: Final = ("SLURM_RESTART_COUNT", "MPIDIST_RESTARTS")  # how often Slurm and `mpidist run` have started it again
 
 
@@ -33,16 +33,22 @@ class GroupFlight(NamedTuple):
     entries: Sequence[FlightEntry]
 
 
+def chosen_folder(environ: Mapping[str, str]) -> str | None:
+    """Return the folder that holds the folders of jobs, by `MPIDIST_FLIGHT_DIR`; `None` for "off"."""
+    text = environ.get("MPIDIST_FLIGHT_DIR", "").strip()
+    return None if text.lower() == "off" else os.path.expanduser(text) or FLIGHT_FOLDER
+
+
 def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
-    """Choose the folder of a job's files, by `MPIDIST_FLIGHT_DIR` ("off": `None`) and the job's name, else `token`.
+    """Choose the folder of a job's files, in `chosen_folder`, by the job's name, else `token`.
 
     Each attempt of one job has a folder: files of an earlier one would be taken for those of other ranks.
     """
     job, starts = environ.get("SLURM_JOB_ID"), [environ.get(name) or "0" for name in _STARTS]
     name = "-".join([job, *starts] if {*starts} != {"0"} else [job]) if job else token
-    parent = os.path.expanduser(environ.get("MPIDIST_FLIGHT_DIR", "").strip()) or _FOLDER
+    parent = chosen_folder(environ)
     try:
-        return None if parent == "off" else Path(parent).absolute() / name
+        return None if parent is None else Path(parent).absolute() / name
     except FileNotFoundError:  # the current folder is gone
         return None
 
