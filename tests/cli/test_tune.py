@@ -168,7 +168,8 @@ def test_spoilt_files_are_left_with_one_warning(
     path = save_cost_model(KEY, CostModel(), (), environ)
     path.write_text(spoil(path.read_text()))  # type: ignore[operator]
     with caplog.at_level(logging.WARNING, "mpidist"):
-        assert load_tuned(KEY, environ) is None
+        for _ in range(2):  # as each strategy does
+            assert load_tuned(KEY, environ) is None
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert reason in record.getMessage()

@@ -33,6 +33,7 @@ __all__ = [
 logger = logging.getLogger("mpidist.transport")
 
 _FORMAT: Final = 1
+_warned: Final[set[str]] = set()  # each strategy reads the file
 
 
 @final
@@ -79,7 +80,7 @@ class Tuned:
 
 
 def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned | None:
-    """Read a key's file; `None` without one, and, with a warning that says why, for one that cannot be used. Local.
+    """Read a key's file; `None` without one, and, with one warning that says why, for one that cannot be used. Local.
 
     Let one rank read, and send the others what it found, so that all choose alike.
     """
@@ -90,7 +91,10 @@ def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError, TypeError) as error:
-        logger.warning("%s is not used: %s; `python -m mpidist tune` writes it anew", path, error)
+        text = f"{path} is not used: {error}; `python -m mpidist tune` writes it anew"
+        if text not in _warned:
+            logger.warning("%s", text)
+            _warned.add(text)
         return None
 
 
