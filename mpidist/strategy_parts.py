@@ -282,7 +282,8 @@ class StrategyParts:
         entry = context_stack.innermost()
         if entry is not None and entry.strategy is not self.strategy:
             raise RuntimeError(
-                f"{call}: mixing different strategies; {entry.strategy} is current, and this call is of {self.strategy}"
+                f"{call}: mixing different strategies; {entry.strategy} is current, and this call is of another one, "
+                f"{self.strategy}: use one strategy, or make the call outside of the other one's scope() and run()"
             )
 
 

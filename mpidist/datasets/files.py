@@ -46,6 +46,8 @@ class Files:
     ) -> None:
         if isinstance(names, (str, os.PathLike)):
             raise TypeError(f"Files: names is a list of files, and this is one; write [{names!r}]")
+        if not isinstance(names, Iterable):
+            raise TypeError(f"Files: names is a list of files, got {names!r}")
         self.names = tuple(names)
         for name in self.names:
             if not isinstance(name, (str, os.PathLike)):

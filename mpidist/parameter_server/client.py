@@ -22,7 +22,7 @@ from mpidist.transport.arrays import bytes_of
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_errors import mark_left, mark_shared
-from mpidist.transport.text import name_ranks, text_of
+from mpidist.transport.text import count_text, name_ranks, text_of
 
 __all__ = ["LocalChannel", "Location", "ParameterClient", "Push", "RowsChange", "require_unused"]
 
@@ -445,9 +445,10 @@ class ParameterClient:
         for location in locations:
             pushes = self._pushes[location.key] = self._pushes.get(location.key, 0) + 1
             if pushes > self._staleness + 1 and not self._step_error and self._group is not None:
+                often = count_text(self._staleness + 1, "time")
                 self._step_error = (
-                    f"rank {self._group.topology.rank} has changed variable {location.name!r} {pushes} times and has "
-                    f"never called step_done(), so staleness={self._staleness} bounds nothing; call "
+                    f"rank {self._group.topology.rank} has changed variable {location.name!r} more than {often} and "
+                    f"has never called step_done(), so staleness={self._staleness} bounds nothing; call "
                     "strategy.step_done() at the end of each step, or leave staleness out"
                 )
                 logger.warning("mpidist: %s", self._step_error)

@@ -51,7 +51,11 @@ class Rule(ABC):
     def __init__(self, *numbers: float) -> None:
         if len(numbers) > MAX_NUMBERS:
             raise ValueError(f"a rule takes up to {MAX_NUMBERS} numbers, got {len(numbers)}")
-        self.numbers = tuple(map(float, numbers))
+        try:
+            self.numbers = tuple(map(float, numbers))
+        except (TypeError, ValueError):
+            got = ", ".join(map(value_text, numbers))
+            raise TypeError(f"{type(self).__name__} takes numbers, such as 0.1, got {got}") from None
 
     def require_dtype(self, variable: str, dtype: np.dtype[Any]) -> None:
         """Refuse a variable that the rule cannot change. Local.

@@ -88,6 +88,7 @@ def test_files_follow_from_seed_and_epoch() -> None:
 @pytest.mark.no_mpi
 def test_wrong_arguments_say_what_is_wrong() -> None:
     wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: Files(None, read), TypeError, "names is a list of files, got None"),  # type: ignore[arg-type]
         (lambda: Files("part0", read), TypeError, r"names is a list of files, .* write \['part0'\]"),
         (lambda: Files([1], read), TypeError, "a name is a text or a path, got 1"),
         (lambda: Files(NAMES, "read"), TypeError, "read is a function that takes a name, got 'read'"),  # type: ignore[arg-type]

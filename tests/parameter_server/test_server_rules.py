@@ -218,6 +218,8 @@ def test_rules_that_are_not_known_are_refused() -> None:
     with pytest.raises(ValueError, match="choose another name"):
         server_rules.register("fails")(clipped_step)
     assert server_rules.register("fails")(fails) is fails  # of a module that is imported twice
+    with pytest.raises(TypeError, match=r"Momentum takes numbers, such as 0\.1, got 0\.1, 'a', False"):
+        server_rules.Momentum(0.1, "a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="up to 6 numbers"):
         server_rules.Registered("fails", 1, 2, 3, 4, 5, 6, 7)
     assert repr(server_rules.SGD(0.5)) == "SGD(0.5)"
