@@ -20,7 +20,7 @@ from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.errors import InvalidArgumentError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions, Compression, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
@@ -46,11 +46,13 @@ def weighted_mean(
 ) -> Any:
     """Divide the sum of values times weights by the sum of weights, over replicas. Collective: one all-reduce.
 
+    Another one before agrees on the scale of the weights if float16, whose range is small, may carry the products.
+
     A value whose weight is 0 does not count, whatever it is: also the mean of no rows, which is not a number. Errors,
     also of axes with weights (`has_axis`), are raised on every rank.
     """
     call, replicas = f"{name} with weights", ops.replicas
-    flat, specs, sums, weights, outs = NO_CONTRIBUTIONS, [], [], [], None
+    flat, specs, sums, weights, outs, is_fp16 = NO_CONTRIBUTIONS, [], [], [], None, False
     try:
         op = ReduceOp.of(reduce_op)
         if op is not ReduceOp.MEAN:
@@ -59,6 +61,14 @@ def weighted_mean(
             raise ValueError("weight and axis exclude each other: a mean along an axis weighs by the axis' length")
         flat = flatten_contributions(op, value, ops.group, replicas)
         weights = [_number_of(component) for component in _weights_of(weight, replicas)]
+        is_fp16 = ops.options.merge(options).compression is Compression.FP16
+    except Exception as problem:  # of any kind: the other ranks must learn of it
+        error = error or name_call(problem, call)
+    combining = ReduceOp.MEAN if is_fp16 else ReduceOp.SUM  # float16 holds more means than sums
+    if is_fp16 and error is None:
+        _, exponent = math.frexp(ops.all_reduce(combining, per_replica_value(weights, replicas), options, call=call))
+        weights = [np.ldexp(own_weight, -exponent) for own_weight in weights]  # exact; their mean is 0.5 to 1
+    try:
         specs = [*map(_spec_of_mean, flat.leaves)]
         products = [
             [_weighted(leaf, own_weight) for leaf in leaves]
@@ -67,15 +77,12 @@ def weighted_mean(
         sums = [per_replica_value(of_replicas, replicas) for of_replicas in zip(*products, strict=True)]
         if out is not None:
             outs = LateOuts(out, flat.structure, specs, ops, bool(flat.mirrored))
-    except Exception as problem:  # of any kind: the other ranks must learn of it
+    except Exception as problem:
         error = error or name_call(problem, call)
     given = [] if error is not None else (sums, per_replica_value(weights, replicas))
     name = call if outs is None else outs.name(call)
-    totals, total_weight = ops.all_reduce(ReduceOp.SUM, given, options, call=name, error=error)
-    if not total_weight > 0:
-        no_mean = InvalidArgumentError(f"{call}: the weights of all replicas are 0, so there is no mean")
-        mark_shared(no_mean, ops.group.agreement.ranks)
-        raise no_mean
+    totals, total_weight = ops.all_reduce(combining, given, options, call=name, error=error)
+    _require_divisor(ops, call, total_weight, {np.dtype(np.float64), *(total.dtype for total in totals)})
     means = [_divided(total, float(total_weight), spec) for total, spec in zip(totals, specs, strict=True)]
     if outs is not None:
         outs.write(call, means)
@@ -129,6 +136,19 @@ def _spec_of_mean(leaf: Any) -> Spec:
 def _native(leaf: Any) -> Any:
     own = contribution(leaf)
     return own if type(own) is np.ndarray else library_of(own).to_native(own)
+
+
+def _require_divisor(ops: BoundOps, call: str, weight: Any, dtypes: set[np.dtype[Any]]) -> None:
+    """Refuse, on all ranks, a sum of weights that sums of these dtypes cannot be divided by."""
+    most = min(float(np.finfo(dtype).max) for dtype in dtypes)
+    if 0 < weight <= most:
+        return
+    what = "are 0, so there is no mean"
+    if weight:
+        what = f"add up to {weight:.3g}, and may to at most {most:.3g}: scale all weights"
+    no_mean = InvalidArgumentError(f"{call}: the weights of all replicas {what}")
+    mark_shared(no_mean, ops.group.agreement.ranks)
+    raise no_mean
 
 
 def _divided(total: Any, weight: float, spec: Spec) -> Any:

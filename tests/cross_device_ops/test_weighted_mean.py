@@ -167,6 +167,26 @@ def test_weight_that_the_dtype_of_sums_cannot_hold_is_refused(comm: Intracomm) -
             with raises_everywhere(comm, ValueError, "does not fit into float32, in which values are added"):
                 strategy.reduce("mean", np.ones(2, np.float32), weight=weight)
             assert strategy.reduce("mean", np.ones(2), weight=weight).tolist() == [1, 1]
+        if comm.size > 1:
+            for dtype, weight in ((np.float64, 1e308), (np.float32, 3e38)):
+                with raises_everywhere(comm, InvalidArgumentError, "may to at most .*: scale all weights"):
+                    strategy.reduce("mean", np.ones(2, dtype), weight=weight)
+
+
+@pytest.mark.ranks(2, 3)
+def test_weighted_mean_sent_as_float16_takes_weights_of_any_size(comm: Intracomm) -> None:
+    options = mpidist.CommunicationOptions(compression="fp16", compress_everywhere=True)
+    with MultiWorker(comm=comm, communication_options=options) as strategy:
+        for weight in (8192, 1e-30, np.float32(1e30)):
+            values = np.array([6e4, 1e-4], np.float32)
+            np.testing.assert_allclose(strategy.reduce("mean", values, weight=weight), values, rtol=2e-3)
+            values = np.array([np.nan if comm.rank else 10], np.float32)
+            assert strategy.reduce("mean", values, weight=0 if comm.rank else weight) == pytest.approx(10, rel=2e-3)
+        assert strategy.num_overflowed == 0
+        with raises_everywhere(comm, InvalidArgumentError, "got -1"):
+            strategy.reduce("mean", values, weight=-1 if comm.rank else 1)
+        with raises_everywhere(comm, InvalidArgumentError, "weights of all replicas are 0"):
+            strategy.reduce("mean", values, weight=0)
 
 
 @pytest.mark.ranks(2, 3)
