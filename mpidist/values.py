@@ -229,8 +229,8 @@ def join_components(nests: Sequence[Any], keeps_alike: bool = False) -> Any:
     """Join what each replica of this rank returned into one nest, whose leaves are `PerReplica` values.
 
     A leaf that is `None` on all replicas, or one variable on all, is itself. Nests of different forms are joined whole.
-    If `keeps_alike`, any leaf that is the same on all replicas is itself, such as a text; but not arrays and numbers:
-    whether these are the same may depend on how many replicas a rank carries.
+    If `keeps_alike`, any leaf that is the same on all replicas is itself, such as a text; but not arrays, numbers and
+    `IndexedSlices`: whether these are the same may depend on how many replicas a rank carries.
     """
     first = nests[0]
     if type(first) is np.ndarray and (len(nests) == 1 or set(map(type, nests)) == {np.ndarray}):
@@ -256,7 +256,7 @@ def _joined(components: tuple[Any, ...]) -> Any:
 def _joined_unless_alike(components: tuple[Any, ...]) -> Any:
     first = components[0]
     is_number = isinstance(first, (int, float, complex)) and not isinstance(first, bool)
-    if isinstance(first, DistributedValues) or is_number or hasattr(first, "shape"):
+    if isinstance(first, (DistributedValues, IndexedSlices)) or is_number or hasattr(first, "shape"):
         return _joined(components)
     return first if all(component is first or component == first for component in components) else _joined(components)
 

@@ -12,6 +12,7 @@ from support.replicas import context, local, replica_id
 
 from mpidist import (
     CommunicationOptions,
+    IndexedSlices,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     PerReplica,
@@ -201,6 +202,18 @@ def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
         assert result == (total * (total - 1) / 2, True, 0.5 * total)
     assert calls == [(tuple(map(float, ids)), (0.5,) * len(ids), "n")]
     kept += 1  # the program's own array stays its own
+
+
+def test_merge_call_of_indexed_slices_reduces_them_on_any_number_of_ranks(strategy: Any) -> None:
+    """One object for all replicas of a rank, too."""
+    total, same = strategy.num_replicas_in_sync, IndexedSlices(np.ones((1, 1)), [0])
+
+    def step() -> Any:
+        own = IndexedSlices(np.full((1, 1), 1.0 + replica_id()), [0])
+        return context().merge_call(lambda inner, *given: [inner.reduce("sum", rows) for rows in given], (own, same))
+
+    for sums in local(strategy, strategy.run(step)):
+        assert [rows.values.item() for rows in sums] == [total * (total + 1) / 2, total]
 
 
 def test_value_of_a_rank_is_no_value_of_a_replica(strategy: Any, comm: Intracomm) -> None:
