@@ -118,8 +118,10 @@ class _Rows:
                 f"IndexedSlices of dense shape {slices.dense_shape}: needed indices [k] and values [k, ...], got "
                 f"indices {list(self.indices.shape)} and values {list(self.values.shape)}"
             )
-        if self.indices.size and not 0 <= self.indices.min() <= self.indices.max() < shape[0]:
-            raise InvalidArgumentError(f"an index of IndexedSlices is not in 0 to {shape[0] - 1}: {self.indices}")
+        for index in (self.indices.min(), self.indices.max()) if self.indices.size else ():
+            if not 0 <= index < shape[0]:
+                needed = f"in 0 to {shape[0] - 1}" if slices.dense_shape else "0 or more"
+                raise InvalidArgumentError(f"the indices of IndexedSlices must be {needed}, got {index}")
         self._wire, self._dtype = wire_and_result_dtypes(op, self.values.dtype)
 
     def sent(self, adds: bool) -> dict[str, Any]:

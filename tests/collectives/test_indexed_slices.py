@@ -115,7 +115,8 @@ def test_indexed_slices_that_differ_raise_on_every_rank(comm: Intracomm, strateg
         (slices(1) if rank else np.ones(SHAPE), "SUM of IndexedSlices"),
         ([slices(1), slices(1) if rank else 1.0], "form of the nest"),
         (IndexedSlices(np.ones((1, 2)), [0], (9 + rank, 2)), r"dense shape \(10, 2\)"),
-        (IndexedSlices(np.ones((1, 2)), [9 if rank else 8], SHAPE), "ranks? 1.*not in 0 to 8"),
+        (IndexedSlices(np.ones((1, 2)), [9 if rank else 8], SHAPE), "ranks? 1.*must be in 0 to 8, got 9"),
+        (IndexedSlices(np.ones((2, 2)), [3, -2 if rank else 1]), "ranks? 1.*must be 0 or more, got -2"),
         (IndexedSlices(np.ones((1 + rank, 2)), [0]), r"got indices \[1\] and values \[2, 2\]"),
     ):
         with raises_everywhere(comm, InvalidArgumentError, text):
@@ -124,11 +125,19 @@ def test_indexed_slices_that_differ_raise_on_every_rank(comm: Intracomm, strateg
 
 
 def test_indexed_slices_refuse_what_has_no_meaning(comm: Intracomm, strategy: Strategy) -> None:
+    def start() -> Any:
+        return mpidist.get_replica_context().start_all_reduce("sum", slices(1)).wait()  # type: ignore[union-attr]
+
     for kind, text, call in (
         (ValueError, "they have SUM and MEAN", lambda: strategy.reduce("max", slices(1))),
         (ValueError, "out takes no IndexedSlices", lambda: strategy.reduce("sum", slices(1), out=slices(1))),
         (TypeError, "must be integers", lambda: strategy.reduce("sum", IndexedSlices([[1.0]], [0.5]))),
         (ValueError, "dtype bool", lambda: strategy.reduce("sum", IndexedSlices([[True]], [0]))),
+        (TypeError, "sum values times weights", lambda: strategy.reduce("mean", slices(1), weight=2)),
+        (TypeError, "without axis", lambda: strategy.reduce("sum", slices(1), axis=0)),
+        (TypeError, "pass the arrays", lambda: strategy.gather({"rows": slices(1)}, 0)),
+        (TypeError, "pass the arrays", lambda: strategy.broadcast(slices(1))),
+        (TypeError, "call one of them", lambda: strategy.run(start)),
     ):
         with raises_everywhere(comm, kind, text):
             call()

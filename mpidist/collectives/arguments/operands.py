@@ -21,7 +21,7 @@ from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.half import is_of_numpy
 from mpidist.transport.host_memory.result_memory import ResultMemory, node_bytes
 from mpidist.transport.text import count_text, size_text, value_text
-from mpidist.values import DistributedValues, contribution, local_component
+from mpidist.values import DistributedValues, IndexedSlices, contribution, local_component
 
 __all__ = [
     "NO_OPERANDS",
@@ -251,6 +251,11 @@ def _path_of(leaf: Any, value: Any) -> str:
 
 
 def _refusal(leaf: Any, path: str, text: str) -> InvalidTypeError:
+    if isinstance(local_component(leaf), IndexedSlices):
+        text = (
+            "IndexedSlices are for reduce, all_reduce and batch_reduce without axis and weight: call one of them (for "
+            "a weighted mean, sum values times weights, and weights), or pass the arrays values and indices themselves"
+        )
     if local_component(leaf) is not None:
         return InvalidTypeError(f"{path}: {text}" if path else text)
     if path:
