@@ -107,6 +107,8 @@ class SGD(Rule):
 class Momentum(Rule):
     """`velocity = momentum * velocity + gradient; value -= learning_rate * velocity`.
 
+    `IndexedSlices` change only their rows, and the velocity of these.
+
     Args:
         learning_rate: The learning rate.
         momentum: How much of the velocity is kept.
@@ -131,7 +133,8 @@ class Momentum(Rule):
 class Adam(Rule):
     """Adam, as TensorFlow computes it: `epsilon` is the "epsilon hat" of Kingma and Ba.
 
-    The bias is corrected by the number of gradients that have arrived from all workers.
+    The bias is corrected by the number of gradients that have arrived from all workers. `IndexedSlices` change only
+    their rows, and the averages of these: "lazy Adam", whereas TensorFlow moves all rows.
     """
 
     name = "Adam"
