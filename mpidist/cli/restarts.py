@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, final
 
 from mpidist.cli.allocation import Allocation
 from mpidist.cli.launching import Launch, RefusedError, prepare_child
-from mpidist.transport.mpi.launcher_abort import exit_code_file
+from mpidist.transport.mpi.launcher_abort import FAILED, exit_code_file
 from mpidist.transport.text import count_text
 
 __all__ = ["start_until_done"]
@@ -32,12 +32,13 @@ _BY_THE_KERNEL: Final = 128  # `si_code` of Ctrl-C, which a terminal sends to th
 class _End(NamedTuple):
     """How a start of the ranks ended: by which exit code, after which signals to this process, and how many seconds.
 
-    `was_killed`: whether a rank was killed from outside.
+    `was_killed`: whether a rank was killed from outside. `has_failed`: whether its code follows a call that failed.
     """
 
     code: int
     signals: frozenset[signal.Signals]
     was_killed: bool
+    has_failed: bool
     has_saved: bool
     seconds: float
 
@@ -109,7 +110,7 @@ class _Plan:
         """Return why no restart follows, whatever is left of the nodes, or ""."""
         if end.signals & _ENDING:
             return f"received {min(end.signals & _ENDING).name}"
-        if end.code == _PREEMPTED and (end.signals or end.has_saved):
+        if end.code == _PREEMPTED and not end.has_failed and (end.signals or end.has_saved):
             return "the program has saved its state, to be continued later"
         if self.restarts == self._max_restarts:
             return f"all restarts are used (--max-restarts {self._max_restarts})"
@@ -135,8 +136,9 @@ class _Plan:
 def _run(launch: Launch, restarts: int, folder: Path, forwarded: set[signal.Signals]) -> _End:
     """Start the launcher, forward signals to it, which this process blocks, and wait for its end."""
     saved = folder / "saved"
+    failed = Path(f"{saved}{FAILED}")
     code_file = Path(exit_code_file(os.environ) or folder / "exit-code")
-    for file in (code_file, saved):
+    for file in (code_file, saved, failed):
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
@@ -155,4 +157,5 @@ def _run(launch: Launch, restarts: int, folder: Path, forwarded: set[signal.Sign
     text = code_file.read_text(errors="replace").strip() if code_file.is_file() else ""
     text = text if text.isdecimal() else ""  # something else has written there
     was_killed = code in _OF_KILLED and not text
-    return _End(int(text or code), frozenset(signals), was_killed, saved.exists(), time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return _End(int(text or code), frozenset(signals), was_killed, failed.exists(), saved.exists(), seconds)

@@ -145,7 +145,7 @@ def test_run_refuses_and_says_what_to_do(
 
 
 HEAD = """
-import os, signal, sys
+import os, signal, sys, time
 import numpy as np
 import mpidist
 from mpidist.checkpoint import Checkpoint, CheckpointManager
@@ -256,6 +256,29 @@ while True:
     assert process.returncode == 75 or number == signal.SIGTERM  # at which some launchers kill the ranks themselves
     assert process.returncode != 0
     assert "not started again: " in err
+
+
+def test_restart_is_made_when_a_program_that_saved_ends_after_a_failed_call(tmp_path: Path) -> None:
+    body = """
+received = []
+signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
+steps(1)
+strategy.close()
+if restarts == 0:
+    if rank == 0:
+        os.write(1, b"ready\\n")
+    while rank > 0 or not received:
+        time.sleep(0.05)
+    os.environ["MPIDIST_TIMEOUT_SECONDS"] = "0.5"
+    try:
+        mpidist.MultiWorkerMirroredStrategy()
+    except mpidist.errors.DeadlineExceededError:
+        sys.exit()
+"""
+    process = start(tmp_path, body, "-n", "2", "--max-restarts", "2")
+    out, err = end_after(process, signal.SIGUSR1)
+    assert (process.returncode, "rank 0 of 2: start 1 at step 1" in out) == (0, True), err
+    assert "2 ranks ended with exit code 75 " in err
 
 
 def test_restart_is_made_after_a_signal_at_which_a_rank_is_killed(tmp_path: Path) -> None:

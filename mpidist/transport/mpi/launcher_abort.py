@@ -15,8 +15,9 @@ from mpidist.transport.mpi.error_output import write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_variables import HYDRA_LOCAL_SIZE, PMI_FD
 
-__all__ = ["ask_launcher_to_abort", "exit_code_file", "rank_before_start", "store_code"]
+__all__ = ["FAILED", "ask_launcher_to_abort", "exit_code_file", "mark_failure", "rank_before_start", "store_code"]
 
+FAILED: Final = "-failed"  # what the name of the file `MPIDIST_SAVED_FILE` is followed by in that of `mark_failure`
 _ANSWER_SECONDS: Final = 1.0
 
 
@@ -82,3 +83,11 @@ def store_code(environ: Mapping[str, str], code: int) -> None:
         if error.errno != errno.EEXIST or os.path.isdir(path):  # else another rank has stored its code
             with suppress(OSError):
                 write_lines(f"mpidist: MPIDIST_EXIT_CODE_FILE={path} cannot be written: {error.strerror}", "")
+
+
+def mark_failure(environ: Mapping[str, str]) -> None:
+    """Tell `mpidist run --max-restarts` that the exit code 75 is not that of a program which is preempted. Local."""
+    path = environ.get("MPIDIST_SAVED_FILE", "")
+    if path:
+        with suppress(OSError):  # the job must end nevertheless
+            open(f"{path}{FAILED}", "w").close()
