@@ -24,7 +24,7 @@ from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.mpi.child_process import launcher_or_parent
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS
 from mpidist.transport.mpi.launched_rank import LaunchedRank
-from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start
+from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
 from mpidist.transport.mpi.library import Intracomm, load_mpi
 from mpidist.transport.settings import Settings
@@ -134,12 +134,12 @@ def remove(group: OpenGroup, has_failed: bool) -> None:
 
 
 def record_build_failure(reason: str) -> None:
-    """Record that building a group timed out; MPI_Finalize would hang, so the job is aborted at exit."""
+    """Record that building a group failed; MPI_Finalize would hang, so the job is aborted at exit."""
     _unbuilt.append(reason)
 
 
 def require_no_build_failure() -> None:
-    """Refuse to build a group after building one timed out: messages for that one may still be under way."""
+    """Refuse to build a group after building one failed: messages for that one may still be under way."""
     if _unbuilt:
         raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
 
@@ -191,6 +191,8 @@ def release_signal(number: int) -> None:
 def _tell_of_immediate_exit(status: int) -> None:
     """Write that `os._exit` ends this rank in the middle of its work, which launchers may take for the job's end."""
     if _open:
+        if status:  # launchers may return that of a rank that they have killed then
+            store_code(os.environ, status)
         job_abort.write_line(
             f"os._exit({status}) ends this rank with a strategy that is not closed: the job is not complete"
         )

@@ -95,9 +95,15 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
                 logger.warning("mpidist: %s have come to build it%s", text, _places_here())
 
     with mark:
-        for _ in range(2):  # a rank that arrives after others gave up completes the first barrier, not the second
-            request = comm.Ibarrier()
-            poll_or_keep(request.Test, check_peers, (request,))
+        try:
+            for _ in range(2):  # a rank that arrives after others gave up completes the first barrier, not the second
+                request = comm.Ibarrier()
+                poll_or_keep(request.Test, check_peers, (request,))
+        except (DeadlineExceededError, load_mpi().Exception):
+            raise
+        except BaseException as error:  # Ctrl-C, for example: the next strategy would join the barrier of this one
+            open_groups.record_build_failure(f"building a strategy was interrupted by {type(error).__name__}")
+            raise
 
 
 def _is_first_to_bind(mark: socket.socket, comm: Intracomm) -> bool:

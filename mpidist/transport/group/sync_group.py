@@ -387,14 +387,15 @@ class SyncGroup(OpenGroup):
             if self.agreement.broken is None:
                 self.agreement.join(leaving)
                 self.agreement.end()
+            if self.agreement.broken is None:
+                open_groups.remove(self, has_failed=False)
+                self.shared.free()
+                self._free_levels()  # may fail, too: a rank may break off that has done its part in the call
         finally:
             if has_failed := self.agreement.broken is not None:
                 self._give_up()
         if has_failed:
             return
-        open_groups.remove(self, has_failed=False)
-        self.shared.free()
-        self._free_levels()
         if self.membership is not None:
             self.membership.free()
 

@@ -93,6 +93,20 @@ for _ in range(3):
         sys.stdout.flush()
 leave_sign(f"rank {{rank}} has tried")
 """
+# A signal handler raises on rank 0 alone, once.
+RING = """
+def ring(*_):
+    raise InterruptedError("alarm")
+signal.signal(signal.SIGALRM, ring)
+if rank == 0:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        {call}
+    except InterruptedError:
+        leave_sign("interrupted")
+else:
+    await_signs("interrupted")
+"""
 STEP = """
 import ctypes
 def step(number):
@@ -182,6 +196,15 @@ ENDS = {
         BUILD.format("'never'"), None,
         {"this job ends with exit code 75: not all ranks came to build a strategy": None},
         head=IMPORTS + SIGNS, variables=DEADLINE,
+    ),
+    "strategy whose building is interrupted": End(
+        RING.format(call="mpidist.MultiWorkerMirroredStrategy()") + "mpidist.MultiWorkerMirroredStrategy()", 1,
+        {"UnavailableError: building a strategy was interrupted by InterruptedError before": 1}, head=HEAD + SIGNS,
+    ),
+    "close that is interrupted": End(
+        RING.format(call="strategy.close()")
+        + "try:\n    strategy.close()\nexcept mpidist.errors.PeerFailedError as error:\n    print(error)", 0,
+        {r"close\(\) \(call 2\) on rank 1 .*rank 0 broke off": 1}, head=HEAD + SIGNS,
     ),
     "crash": End(
         STEP.format(what="ctypes.string_at(0)"), None,
@@ -495,8 +518,10 @@ def test_traceback_of_a_refused_call_ends_in_the_program_unless_asked_for(is_who
     assert (lines[-2] == "  (then within mpidist: MPIDIST_TRACEBACK=full prints these frames, too)") != is_whole
 
 
-def test_immediate_exit_of_a_rank_is_told(job: Job) -> None:
-    ended = job(STEP.format(what="os._exit(3)"), ranks=2)
+def test_immediate_exit_of_a_rank_is_told(job: Job, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    ended = job(STEP.format(what="os._exit(3)"), ranks=2, MPIDIST_EXIT_CODE_FILE=str(code))
+    assert code.read_text() == "3\n"
     assert ended.status in (3, 9), "MPICH sometimes tells how it ended the other ranks"
     assert ended.lines_of(1) == [
         "os._exit(3) ends this rank with a strategy that is not closed: the job is not complete"
