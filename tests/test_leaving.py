@@ -2,6 +2,7 @@
 
 import gc
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,28 @@ def test_reset_says_at_once_that_a_rank_has_left_for_good(comm: Intracomm, timeo
     with pytest.raises(KeyError if comm.rank == 0 else PeerFailedError, match="labels") as caught:
         work()
     assert comm.rank == 0 or str(caught.value).startswith(f"reset() on rank {comm.rank} cannot complete: {LEFT}")
+    with MultiWorker(comm=comm) as again:
+        assert again.reduce("sum", 1) == comm.size
+
+
+@pytest.mark.parametrize("is_left", [True, False], ids=["left", "closed"])
+def test_reset_says_at_once_that_a_rank_has_closed_after_a_failed_call(comm: Intracomm, is_left: bool) -> None:
+    strategy = MultiWorker(comm=comm)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            strategy.reduce("sum", 1.0, options=CommunicationOptions(timeout_seconds=0.2))
+        comm.Barrier()
+        pattern = r"ranks? .+ closed the strategy after a call that had failed: reduce \(call 2\)\. .* make a new one"
+        with pytest.raises(PeerFailedError, match=pattern):
+            strategy.reset()
+    else:
+        comm.Barrier()
+        with suppress(KeyError), strategy:
+            with pytest.raises(DeadlineExceededError):
+                strategy.reduce("sum", 1.0)
+            if is_left:
+                raise KeyError("labels")
+    strategy.close()
     with MultiWorker(comm=comm) as again:
         assert again.reduce("sum", 1) == comm.size
 

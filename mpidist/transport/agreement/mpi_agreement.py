@@ -296,10 +296,7 @@ class MpiAgreement(Agreement):
                 raise
             self._give_up_if_mpi_knows_why(error)
             # Ctrl-C, for example: the other ranks may complete this call
-            self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
-            self._watchdog.broken = RuntimeError(
-                f"{self._call_watchdog.name} was interrupted by {type(error).__name__}"
-            )
+            self._watchdog.break_off(self._call_watchdog.name, error)
             raise
 
     def _give_up_if_mpi_knows_why(self, error: BaseException) -> None:

@@ -15,6 +15,7 @@ from mpidist.transport.waiting import never_free, poll
 
 __all__ = [
     "BROKE_OFF",
+    "CLOSED",
     "ENDED",
     "FOLLOWS",
     "GAVE_UP",
@@ -35,6 +36,7 @@ STALLED: Final = 5  # has waited for long: asks what ranks of other nodes are do
 RESETS: Final = 6  # makes no more calls before the next reset
 LEFT: Final = 7  # left the group: an exception of its own left the `with` statement, or reached `close()`
 LOST: Final = 8  # has found that processes are gone, and goes on without them
+CLOSED: Final = 9  # closed the group after a call had failed: makes no reset any more
 
 
 @final
@@ -42,7 +44,7 @@ class FailureNote(NamedTuple):
     """What a rank tells the other ranks.
 
     Attributes:
-        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `LOST`, `FOLLOWS`, `STALLED` or `RESETS`.
+        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `LOST`, `FOLLOWS`, `STALLED`, `RESETS` or `CLOSED`.
         sequence: The number of the call that the writer was in; of a writer that left, the number of the last call in
             which it had done its part.
         is_lost: Whether some rank takes part in no call any more.

@@ -18,6 +18,7 @@ from typing import Final, NoReturn, final
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.failures.failure_notes import (
     BROKE_OFF,
+    CLOSED,
     ENDED,
     FOLLOWS,
     GAVE_UP,
@@ -33,7 +34,7 @@ from mpidist.transport.failures.status_board import Status, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.mpi.library import Intracomm, numbers_in_world
 from mpidist.transport.shared_errors import mark_following
-from mpidist.transport.text import name_ranks
+from mpidist.transport.text import name_ranks, text_of
 
 __all__ = ["PROBES", "Watchdog"]
 
@@ -52,6 +53,7 @@ _ENDS: Final = {
     ENDED: "ended",
     LEFT: "left because of an exception",
     BROKE_OFF: "broke off in the middle of a call, with an error",
+    CLOSED: "closed the strategy after a call that had failed",
 }
 _CLOSE_AND_REBUILD: Final = "The strategy cannot be used any more: close it, and make a new one on all ranks"
 
@@ -85,6 +87,7 @@ class Watchdog:
         self.advance_others: Callable[[], None] = lambda: None
         self.broken: Exception | None = None
         self.resets: dict[int, FailureNote] = {}
+        self._closed: dict[int, FailureNote] = {}
         self._awaited = awaited
         self._rank, self._size, self._numbers = comm.Get_rank(), comm.Get_size(), numbers_in_world(comm)
         self._notes = FailureNotes(comm)
@@ -139,7 +142,8 @@ class Watchdog:
         """Raise `PeerFailedError` if another rank makes no call of the group any more, not even reset(). Local."""
         for _ in range(probes):
             self._read()
-        for _, reason in _ends_of({rank: note for rank, note in self._received.items() if note.tag != BROKE_OFF}):
+        left = {rank: note for rank, note in self._received.items() if note.tag != BROKE_OFF}
+        for _, reason in _ends_of(left | self._closed):
             raise PeerFailedError(f"{call} on rank {self._rank} cannot complete: {reason}. {_CLOSE_AND_REBUILD}")
 
     def has_lower_rank_ended(self) -> bool:
@@ -168,6 +172,11 @@ class Watchdog:
         """
         if self.broken is None or not others_know:
             self.tell(LEFT, text, is_lost=True, sequence=done)
+
+    def tell_closed(self) -> None:
+        """Tell the other ranks, if a call has failed, that this rank makes no reset after it. Local."""
+        if self.broken is not None:
+            self._notes.send(self._note(CLOSED, self._awaited.name), range(self._size))
 
     def tell_reset(self) -> None:
         """Tell the other ranks that this rank makes no call any more before a reset. Local."""
@@ -217,6 +226,11 @@ class Watchdog:
         self.tell(GAVE_UP, reason, is_lost=True)
         self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), follows=False)
 
+    def break_off(self, name: str, error: BaseException) -> None:
+        """Give up a call for good, because an exception of this rank, as by Ctrl-C, has ended its wait. Local."""
+        self.tell(BROKE_OFF, text_of(error), is_lost=True)
+        self.broken = RuntimeError(f"{name} was interrupted by {type(error).__name__}")
+
     def _check_clock_and_processes(self, now: float) -> None:
         waited, timeout = now - self._since, self._awaited.timeout
         is_gone = waited >= _FIRST_PROCESS_SECONDS and self._is_any_gone(now)
@@ -243,9 +257,12 @@ class Watchdog:
         ranks = self._awaited.go_on_without(gone)
         if not ranks:
             return
+        self._notes.send(self._note(LOST, "", tuple(ranks)), range(self._size))
+
+    def _note(self, tag: int, text: str, lost: tuple[int, ...] = ()) -> FailureNote:
+        """Make a note that says nothing of other ranks than which are lost. Local."""
         own = self._board.status(self._rank)
-        note = FailureNote(LOST, self._awaited.sequence, "", False, tuple(ranks), self._board.ranks, (own,))
-        self._notes.send(note, range(self._size))
+        return FailureNote(tag, self._awaited.sequence, text, False, lost, self._board.ranks, (own,))
 
     def _check_notes(self, is_waiting: bool) -> None:
         """Read the notes, and raise if one of them ends the wait."""
@@ -271,6 +288,8 @@ class Watchdog:
         for rank, note in self._notes.read():
             if note.tag == RESETS:
                 self.resets[rank] = note
+            elif note.tag == CLOSED:
+                self._closed[rank] = note
             elif note.tag == LOST:
                 self._awaited.go_on_without(note.lost)
             elif note.tag != STALLED:

@@ -128,9 +128,15 @@ class Membership:
         call_watchdog.begin(RESET, "reset()", "", timeout)
         watchdog.require_no_notes(PROBES)
         own, gathered = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
-        for _ in range(2):  # a rank that arrives after others gave up completes the first round, not the second
-            request = self.comm.Iallgather(own, gathered)
-            poll_or_keep(request.Test, check_peers, (request, own, gathered))
+        try:
+            for _ in range(2):  # a rank that arrives after others gave up completes the first round, not the second
+                request = self.comm.Iallgather(own, gathered)
+                poll_or_keep(request.Test, check_peers, (request, own, gathered))
+        except (DeadlineExceededError, PeerFailedError):
+            raise
+        except BaseException as error:  # Ctrl-C, for example: the next reset() would join the round of this one
+            watchdog.break_off("reset()", error)
+            raise
         self._board.recorder.end()
         return [(first, second) for first, second in gathered.tolist()]
 

@@ -402,6 +402,8 @@ class SyncGroup(OpenGroup):
     def _give_up(self, awaits_peers: bool = True) -> None:
         """Abandon what only all ranks together could free. Local."""
         open_groups.remove(self, has_failed=awaits_peers and self.membership is not None)
+        if awaits_peers and self._watchdog is not None and not self._is_finalized():
+            self._watchdog.tell_closed()
         if self.trace is not None:
             self.trace.end()
         self.result_memory.clear()

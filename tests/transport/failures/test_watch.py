@@ -1,6 +1,7 @@
 """What ranks notice while they wait: long waits, calls that make no progress, resets that not all make."""
 
 import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.agreements import warnings_of
+from support.alarms import RangError, alarm
 from support.deadlines import options
 from support.ranks import Intracomm
 from support.reductions import all_reduce
@@ -180,6 +182,21 @@ def test_a_reset_that_not_all_make_ends_at_the_deadline(
     for _ in range(2):  # what was sent for the first one may still be under way
         with pytest.raises(DeadlineExceededError, match=r"an earlier reset\(\) failed.* start it again"):
             strategy.reset()
+    comm.Barrier()
+
+
+def test_reset_interrupted_on_one_rank_fails_on_all(comm: Intracomm, clock: Clock) -> None:
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        clock.do_in_wait(lambda: signal.raise_signal(signal.SIGALRM))
+        with pytest.raises(RangError), alarm(600):
+            strategy.reset()
+    comm.Barrier()
+    text = "an earlier reset() failed: reset() was interrupted by RangError"
+    if comm.rank:
+        text = f"reset() on rank {comm.rank} cannot complete: rank 0 broke off in the middle of a call"
+    with pytest.raises(PeerFailedError if comm.rank else RuntimeError, match=re.escape(text)):
+        strategy.reset()
     comm.Barrier()
 
 
