@@ -21,7 +21,7 @@ class PendingWrites:
     """The writes of this rank's replicas to shared arrays since they last met in a call, by the id of the array.
 
     A replica writes to a copy of its own, which the other replicas do not see. Replicas that wrote the same bits share
-    one copy, so the copies take the memory of one array, and of one more while a replica writes.
+    one copy, so the copies take the memory of one array, and of one or two more while replicas write.
     """
 
     def __init__(self, replica_ids: Sequence[int]) -> None:
@@ -77,7 +77,7 @@ class _WrittenArray:
             self._first_writer = replica_id
         is_first, first = replica_id == self._first_writer, self._copies.get(self._first_writer)
         own = self._copies.get(replica_id)
-        if own is None or (own is first and not is_first):  # copy on write
+        if sum(copy is own for copy in self._copies.values()) != 1:  # copy on write
             own = arrays.copied_here(self.seen_by(replica_id))
         change(own)
         is_like_first = not is_first and arrays.are_on_one_device(own, first) and _same_bits(own, first)

@@ -110,12 +110,16 @@ def test_replica_sees_what_it_assigned_itself(strategy: Strategy) -> None:
         after = float(weight)
         context().all_reduce("sum", 1.0)
         weight.assign_add(1.0)
-        return before, after, float(weight.local_value())
+        started = context().start_all_reduce("sum", 1.0)  # here the replicas meet, and commit nothing
+        between = float(weight)
+        weight.assign_add(1.0)
+        started.wait()
+        return before, after, between, float(weight.local_value())
 
     weight = make(strategy, 10.0)
-    for part, expected in zip(strategy.run(step), (10.0, 13.0, 14.0), strict=True):
+    for part, expected in zip(strategy.run(step), (10.0, 13.0, 14.0, 15.0), strict=True):
         assert local(strategy, part) == [expected] * len(ids_here(strategy))
-    assert float(weight) == 14
+    assert float(weight) == 15
 
 
 @shared_ranks

@@ -60,7 +60,7 @@ FAULTS = [
     ),
     Fault(
         "pending_writes.py",
-        "if own is None or (own is first and not is_first):",
+        "if sum(copy is own for copy in self._copies.values()) != 1:",
         "if own is None:",
         "a replica's second write changes what another one sees",
     ),
