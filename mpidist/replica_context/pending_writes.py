@@ -2,6 +2,7 @@
 
 At a call in which the replicas meet, a rank first checks the writes of its replicas, then the ranks compare the call,
 of which a conflict of one rank is a part, and only then each rank commits: a write is kept on all ranks, or on none.
+At the end of `run` the ranks compare nothing, so what one rank refuses then, others keep: the error says what to do.
 """
 
 from __future__ import annotations

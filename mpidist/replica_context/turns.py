@@ -22,6 +22,10 @@ from mpidist.transport.devices import Device, are_several_gpus
 __all__ = ["CarryOut", "Turns"]
 
 _MAX_REFUSED: Final = 1000
+_AFTER_CONFLICT: Final = (
+    "Other ranks may have kept what their replicas assigned since the last call: after strategy.reset() on all ranks, "
+    "assign the variable again, such as what strategy.broadcast returns"
+)
 
 # Makes a call for all replicas of this rank, given the argument of each replica, and returns a result for each. If an
 # error is given, arguments of some replicas may be missing, and the call raises an error on all ranks.
@@ -211,7 +215,8 @@ class Turns:
         if conflict is None:  # also if replicas raised: what all of them wrote before stays written
             self.pending.commit()
         _raise_first(replicas)
-        if conflict is not None:
+        if conflict is not None:  # other ranks do not learn of it here, and may have committed
+            conflict.args = (f"{conflict}. {_AFTER_CONFLICT}",)
             raise conflict
         return True
 

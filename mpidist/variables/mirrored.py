@@ -71,7 +71,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
     def _sharing_context(self) -> context_stack.CurrentReplica | None:
         """Return the current replica's context in `run`, if replicas share copies: then assignments wait in it.
 
-        Also on a rank with one replica: what replicas of another rank may yet refuse is written on no rank.
+        Also on a rank with one replica: what replicas of another rank refuse in their next call is written on no rank.
         """
         if self._replicas is None or not self._replicas.share_ranks:
             return None
