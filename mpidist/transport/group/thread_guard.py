@@ -47,6 +47,7 @@ class ThreadGuard:
         self.ident = threading.get_ident()
         self._may_be_taken_over = True
         self._is_lent = self._is_in_fork = False
+        self._change = threading.Lock()  # of two threads that check at once, both would be let in
 
     @classmethod
     def of_group(cls) -> ThreadGuard:
@@ -66,9 +67,10 @@ class ThreadGuard:
         why = IN_A_FORK if self._is_in_fork else getattr(_forbidden, "why", "")
         if why:
             raise RuntimeError(f"{call} {why}")
-        self._require_free(call)
-        self._may_be_taken_over = not self._owner.is_alive()
-        self._owner, self.ident = threading.current_thread(), threading.get_ident()
+        with self._change:
+            self._require_free(call)
+            self._may_be_taken_over = not self._owner.is_alive()
+            self._owner, self.ident = threading.current_thread(), threading.get_ident()
 
     def disown(self) -> None:
         """Refuse all calls, in a forked process. Local."""
@@ -77,9 +79,10 @@ class ThreadGuard:
     @contextmanager
     def lend(self, call: str) -> Iterator[None]:
         """Let this thread make the group's calls while the thread that makes them waits for it. Local."""
-        owner = self._owner, self.ident
-        self._require_free(call, lends=True)
-        self._owner, self.ident, self._is_lent = threading.current_thread(), threading.get_ident(), True
+        with self._change:
+            self._require_free(call, lends=True)
+            owner = self._owner, self.ident
+            self._owner, self.ident, self._is_lent = threading.current_thread(), threading.get_ident(), True
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
+from mpidist.transport.group.thread_guard import OtherThreadError, ThreadGuard
 
 pytestmark = pytest.mark.core
 
@@ -106,6 +108,38 @@ def test_a_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> No
         assert strategy.reduce("SUM", 1.0) == comm.size  # it has ended
         assert in_thread(lambda: strategy.reduce("SUM", 1.0)) == comm.size
         assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.usefixtures("comm")
+@pytest.mark.parametrize("lends", [False, True])
+def test_take_over_by_two_threads_at_once_admits_one(lends: bool) -> None:
+    both, ends, guards, admitted = threading.Barrier(2), threading.Barrier(2), [], []
+
+    class Builder(threading.Thread):
+        def is_alive(self) -> bool:  # which the guard checks: here two threads meet that check at once
+            with suppress(threading.BrokenBarrierError):
+                both.wait(timeout=1)
+            return True
+
+    def enter() -> None:
+        with suppress(OtherThreadError), guards[0].lend("reduce") if lends else nullcontext():
+            if not lends:
+                guards[0].take_over("reduce")
+            admitted.append(threading.get_ident())
+            ends.wait()
+            return
+        ends.wait()
+
+    builder = Builder(target=lambda: guards.append(ThreadGuard()))
+    threads = [threading.Thread(target=enter) for _ in range(2)]
+    builder.start()
+    builder.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(admitted) == 1
 
 
 @several
