@@ -75,9 +75,7 @@ class CrossDeviceOps(ReduceAlgorithm, ABC):
         Raises:
             RuntimeError: If this object was not made by `bind`.
         """
-        if self._bound is None:
-            raise RuntimeError(f"this {type(self).__name__} was not made by bind(), so there is nothing to close")
-        self._bound.group.close(self._bound.options.timeout_seconds, sys.exc_info()[1])
+        self._close(sys.exc_info()[1])
 
     @final
     def __enter__(self) -> CrossDeviceOps:
@@ -86,7 +84,12 @@ class CrossDeviceOps(ReduceAlgorithm, ABC):
     @final
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or not ends_normally(error):
-            self.close()
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._bound is None:
+            raise RuntimeError(f"this {type(self).__name__} was not made by bind(), so there is nothing to close")
+        self._bound.group.close(self._bound.options.timeout_seconds, error)
 
     @final
     def reduce(

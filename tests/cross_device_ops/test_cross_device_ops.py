@@ -264,6 +264,12 @@ def test_bind_makes_another_object_of_the_same_class(comm: Intracomm) -> None:
     again = bound.bind(comm)
     assert bound.reduce("SUM", 1, "all") == again.reduce("SUM", 1, "all") == comm.size
     again.close()
+    try:
+        raise KeyError
+    except KeyError:
+        if comm.rank == 0:
+            with bound:  # whose end is an ordinary close, as below that of rank 1
+                pass
     bound.close()
     bound.close()
     with pytest.raises(RuntimeError, match="on a closed HierarchicalCopyAllReduce: it was closed, make a new one"):
