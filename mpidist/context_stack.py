@@ -8,6 +8,7 @@ two protocols here. The functions for users are in `contexts`.
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
@@ -48,6 +49,8 @@ _INSTEAD_IN_RUN: Final[Mapping[str, str]] = {
     "scope": "leave it out: the strategy is current there",
 }
 _OUT_OF_RUN: Final = "call it outside, or in the function of mpidist.get_replica_context().merge_call"
+# What a call of a function with `yield` or `async` returns, before anything of its body has run.
+_NOT_RUN: Final = frozenset({types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType})
 
 
 class CurrentStrategy(Protocol):
@@ -254,6 +257,8 @@ def exchange_entries(entries: list[Entry]) -> list[Entry]:
 def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function with an entry pushed, and refuse it if it entered a scope and did not leave that scope.
 
+    So is one with `yield` or `async`, of which nothing has run.
+
     This is no context manager: a signal handler may raise between the steps of a `with` statement, and the entry would
     stay for ever. Here signal handlers run inside the `try` alone.
     """
@@ -263,6 +268,12 @@ def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         entries.append(entry)
         result = fn(*args, **kwargs)
         _require_innermost(entry)
+        if type(result) in _NOT_RUN:
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            raise TypeError(
+                f"{name} returned a {type(result).__name__}, so its body has not run, and nothing here runs it: pass a "
+                "function without `yield` and `async`, which may return list(...) of a generator"
+            )
         return result
     finally:
         del entries[depth:]

@@ -169,7 +169,7 @@ class Strategy(ABC):
         Raises:
             InvalidArgumentError: If replicas of one rank make different calls. On every rank.
             ValueError: If `args` is not a list or tuple, or `kwargs` no dict, or `options` is given.
-            TypeError: If `fn` cannot be called.
+            TypeError: If `fn` cannot be called, or has `yield` or `async`, so that nothing runs its body.
             RuntimeError: Inside `run`, or inside another strategy's scope.
         """
         if not callable(fn):

@@ -1,9 +1,11 @@
 """Steps on every rank, and what they bring together: `run`, `merge_call`, `reduce`, `all_reduce`, training."""
 
+import gc
 import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +68,25 @@ def test_arguments_of_run_that_cannot_be_are_refused(strategy: Strategy) -> None
         with raises_everywhere(WORLD, TypeError, "run: needed a function, got .*; pass the function itself"):
             strategy.run(fn)  # type: ignore[arg-type]
         assert strategy.reduce("SUM", 1) == SIZE
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_run_of_a_function_whose_body_does_not_run_is_refused(replicas: int | None) -> None:
+    def generate(x: float) -> Any:
+        yield context().all_reduce("SUM", x)
+
+    async def wait(x: float) -> Any:
+        return context().all_reduce("SUM", x)
+
+    async def both(x: float) -> Any:
+        yield context().all_reduce("SUM", x)
+
+    with MirroredStrategy(replicas=replicas) as strategy:
+        for fn, kind in ((generate, "generator"), (partial(wait), "coroutine"), (both, "async_generator")):
+            with raises_everywhere(WORLD, TypeError, f"returned a {kind}, so its body has not run"):
+                strategy.run(fn, (1.0,))
+    gc.collect()  # a coroutine that was never awaited warns here
 
 
 @pytest.mark.ranks(1, 3)
