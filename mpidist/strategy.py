@@ -29,6 +29,7 @@ from mpidist.transport.group.traced import traced
 from mpidist.transport.text import count_text, value_text
 from mpidist.transport.topology import Topology
 from mpidist.values import (
+    Contributions,
     DistributedValues,
     PerReplica,
     ValueContext,
@@ -229,11 +230,14 @@ class Strategy(ABC):
 
         Returns:
             What the function returned, with every leaf made a `PerReplica`.
+
+        Raises:
+            InvalidArgumentError: If it returned nests of different forms for replicas of this rank.
         """
         self._parts.require_cross_replica("experimental_distribute_values_from_function")
         replicas = self._parts.replicas
         made = [value_fn(ValueContext(replica_id, replicas.total)) for replica_id in replicas.ids_here]
-        leaves = [nest.flatten(value)[0] for value in made]
+        leaves, _ = Contributions(made).flatten(replicas.ids_here)
         joined = [PerReplica(tuple(map(local_component, parts))) for parts in zip(*leaves, strict=True)]
         return nest.rebuild(made[0], joined)
 

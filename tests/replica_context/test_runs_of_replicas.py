@@ -66,6 +66,14 @@ def test_results_are_values_of_the_replicas(strategy: Any) -> None:
     assert strategy.experimental_local_results("plain") == ("plain",)
 
 
+@several
+def test_values_from_a_function_of_two_forms_are_refused(strategy: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"replica \d passes .* nests of one form"):
+        strategy.experimental_distribute_values_from_function(
+            lambda own: [1, 2] if own.replica_id_in_sync_group % 2 else {"a": 1, "b": 2}
+        )
+
+
 @pytest.mark.no_mpi
 def test_first_example_of_tensorflow() -> None:
     """Two devices of one process."""
