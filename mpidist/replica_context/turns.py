@@ -17,6 +17,7 @@ from mpidist import context_stack
 from mpidist.errors import InvalidArgumentError
 from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.transport import arrays
+from mpidist.transport.array_libraries.torch_modes import change_modes, current_modes
 from mpidist.transport.devices import Device, are_several_gpus
 
 __all__ = ["CarryOut", "Turns"]
@@ -40,6 +41,7 @@ class _Meeting(NamedTuple):
     carry_out: CarryOut
     argument: Any
     is_settled: bool
+    modes: Any  # of PyTorch, in which the replica waits
 
 
 @final
@@ -140,6 +142,7 @@ class Turns:
         self._running: _Replica | None = None
         self._is_over = False
         self._num_refused = 0  # calls that replicas made after they were ended
+        self._modes: Any = None  # of PyTorch, in which `run` was called
 
     def use_device(self, at: int) -> None:
         """Make the device of a replica of this rank current, if the replicas have different ones."""
@@ -176,7 +179,7 @@ class Turns:
 
     def _begin(self, bodies: Sequence[Callable[[], Any]]) -> list[_Replica]:
         """Take the replicas of the run before, or make some, and prepare their first turns."""
-        self._is_over, self._num_refused = False, 0
+        self._is_over, self._num_refused, self._modes = False, 0, current_modes()
         if self._rank_stack is not getcurrent():
             self._rank_stack, self._idle = getcurrent(), []
         replicas, self._idle = self._idle or list(map(_Replica, self._ids)), []
@@ -190,7 +193,7 @@ class Turns:
         `carry_out` makes the call for all of them, given what each passes. `is_settled`: whether all ranks have agreed
         on the call when it returns; if not, what the replicas have written stays pending.
         """
-        meeting = _Meeting(call, carry_out, argument, is_settled)
+        meeting = _Meeting(call, carry_out, argument, is_settled, current_modes())
         if self._running is None:  # the rank carries one replica
             return self._make(meeting, [argument], None)[0]
         if self._is_over:
@@ -199,7 +202,10 @@ class Turns:
                 self._rank_stack.switch()
             raise RuntimeError(f"{call}: replica {self._running.replica_id} was ended, as another replica has failed")
         self._running.meeting = meeting
-        return self._rank_stack.switch()
+        if meeting.modes == self._modes:
+            return self._rank_stack.switch()
+        with change_modes(meeting.modes, self._modes):
+            return self._rank_stack.switch()
 
     def _take_turns(self, replicas: Sequence[_Replica]) -> bool:
         """Let every replica run to its next meeting or to its end. Returns whether all have returned."""
@@ -227,7 +233,8 @@ class Turns:
         arguments = [meeting.argument for _, meeting in waiting if meeting.call == first.call]
         self.use_device(0)
         try:
-            outcomes = self._make(first, arguments, _mismatch(replicas))
+            with change_modes(self._modes, first.modes):
+                outcomes = self._make(first, arguments, _mismatch(replicas))
         except Exception as error:
             refusal = error
         if refusal is not None:

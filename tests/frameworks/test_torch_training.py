@@ -3,7 +3,9 @@
 import gc
 import weakref
 from collections import OrderedDict
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import torch
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 from support.reductions import all_reduce, are_repeated
+from support.replicas import context, replica_id
 
 import mpidist
+from mpidist import MirroredStrategy
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
@@ -113,6 +117,38 @@ def test_each_replica_of_a_rank_gets_its_part_of_a_tensor(comm: Intracomm, dtype
         )
     for part in parts.values:
         assert torch.equal(part, torch.full((2, 3), float(total), dtype=dtype))
+
+
+AUTOCAST: Final = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
+
+
+def modes() -> tuple[Any, ...]:
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("outer", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode, torch.enable_grad, AUTOCAST])
+def test_modes_of_torch_are_those_of_each_replica(enter: Any, outer: Any) -> None:
+    """Although replicas take turns on one thread; also after an error. Functions of calls run in them, too."""
+
+    def step(fails: bool) -> None:
+        assert modes() == before
+        with enter():
+            own = modes()
+            assert context().merge_call(lambda _: modes()) == own == modes()
+            if fails and replica_id() == 1:
+                raise KeyError
+            context().all_reduce("sum", torch.ones(2))
+        assert modes() == before
+
+    with MirroredStrategy(replicas=3) as strategy, outer():
+        before = modes()
+        strategy.run(step, (False,))
+        with pytest.raises(KeyError):
+            strategy.run(step, (True,))
+        assert modes() == before
 
 
 def test_tensors_of_any_layout_take_results(comm: Intracomm, strategy: Strategy) -> None:
