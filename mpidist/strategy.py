@@ -230,9 +230,6 @@ class Strategy(ABC):
 
         Returns:
             What the function returned, with every leaf made a `PerReplica`.
-
-        Raises:
-            InvalidArgumentError: If it returned nests of different forms for replicas of this rank.
         """
         self._parts.require_cross_replica("experimental_distribute_values_from_function")
         replicas = self._parts.replicas
@@ -510,13 +507,13 @@ class Strategy(ABC):
         with the text where the exception cannot be pickled. The strategy stays usable. Cost: one small all-reduce.
 
         Args:
-            what: What the block does, for errors; equal on all ranks.
+            what: What the block does, for errors; equal on all ranks. In `run` all replicas make the block.
 
         Raises:
             InvalidArgumentError: If other ranks make another call meanwhile.
             DeadlineExceededError: If not all ranks reach the end of the block within the strategy's `timeout_seconds`.
         """
-        return self._parts.raise_together("raise_together", what)
+        return self._parts.raise_together_in_turns("raise_together", what)
 
     def _require_lock_step(self, call: str) -> None:
         self._parts.require_cross_replica(call)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, TypeVar, final
 
@@ -18,7 +18,7 @@ from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.replica_context.joint_calls import JointCalls
+from mpidist.replica_context.joint_calls import JointCalls, JointWork
 from mpidist.replica_context.solo_calls import SoloCalls
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays
@@ -177,6 +177,14 @@ class StrategyParts:
         limit = self.options.timeout_seconds if timeout_seconds is None else timeout_seconds
         return LocalWork(self.group, call, limit, what, advice)
 
+    def raise_together_in_turns(self, call: str, what: str) -> AbstractContextManager[None]:
+        """Raise an exception of one replica on all, if ranks carry several: `Strategy.raise_together`. Collective."""
+        entry = context_stack.innermost()
+        if not self.replicas.share_ranks or entry is None or entry.replica_context is None:
+            return self.raise_together(call, what)
+        self.require_not_mixed(call)
+        return JointWork(entry.replica_context.calls, partial(self.raise_together, call, what))
+
     def on_each_rank(
         self, call: str, advice: str, work: Callable[[], Any], error: Exception | None = None
     ) -> list[Any]:
@@ -229,6 +237,8 @@ class StrategyParts:
         `specs`: shape and dtype of each array, and whether it shall lie in device memory. If a node has too little, all
         ranks raise `UnavailableError`, and no rank keeps any of the arrays.
         """
+        if self.replicas.share_ranks:
+            self.require_cross_replica("symmetric_empty")
         group, fields, on_host = self.group, {}, []
         made: list[Any] = []  # arrays on a GPU; `None` in the place of each array in `on_host`
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, final
@@ -33,7 +33,7 @@ from mpidist.transport.devices import on_device
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.values import Contributions, DistributedValues, contributions, join_components, local_components
 
-__all__ = ["JointCalls"]
+__all__ = ["JointCalls", "JointWork"]
 
 WriteTogether = Callable[[Sequence[Any], "Exception | None"], None]
 
@@ -302,6 +302,26 @@ class JointCalls:
         with on_device(self._replicas.devices, at):
             copies = [copied(leaf) if writable else leaf for leaf, writable in zip(leaves, are_writable, strict=True)]
         return nest.rebuild(result, copies)
+
+
+@final
+class JointWork(AbstractContextManager[None]):
+    """A block that each replica of this rank makes in its turn; at its end they meet: `Strategy.raise_together`.
+
+    `together` makes the block of the rank, which raises what the first of the replicas raised.
+    """
+
+    def __init__(self, calls: JointCalls, together: Callable[[], AbstractContextManager[None]]) -> None:
+        self._calls, self._together = calls, together
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, Exception):
+            self._calls.write_together("raise_together", self._raise, None, error)
+
+    def _raise(self, _: Sequence[None], error: Exception | None) -> None:
+        with self._together():
+            if error is not None:
+                raise error
 
 
 def _read_only(result: Any) -> Any:

@@ -293,6 +293,28 @@ def test_replica_that_raises_is_named_on_every_rank(strategy: Any, comm: Intraco
     assert local(strategy, strategy.run(lambda: reduced(1.0))) == [7.0] * len(ids_here(strategy))
 
 
+def test_raise_together_in_run_one_replica_fails_all_raise(strategy: Any) -> None:
+    def step(failing: int) -> Any:
+        try:
+            with strategy.raise_together("reading"):
+                if replica_id() == failing:
+                    raise KeyError(f"of {failing}")
+        except KeyError as error:
+            return str(error)
+        return str(reduced(1))
+
+    total, num_here = strategy.num_replicas_in_sync, len(ids_here(strategy))
+    for failing in (total, 0, total - 1, total):
+        expected = f"'of {failing}'" if failing < total else str(total)
+        assert local(strategy, strategy.run(step, (failing,))) == [expected] * num_here
+
+
+@several
+def test_symmetric_empty_in_run_of_replicas_that_share_ranks_is_refused(strategy: Any, comm: Intracomm) -> None:
+    with raises_everywhere(comm, RuntimeError, "symmetric_empty requires being in cross-replica context"):
+        strategy.run(lambda: strategy.symmetric_empty(2, "f4"))
+
+
 @pytest.mark.ranks(3)
 def test_wrong_numbers_of_replicas_and_options_are_refused(comm: Intracomm) -> None:
     for kind in (MirroredStrategy, MultiWorkerMirroredStrategy):
