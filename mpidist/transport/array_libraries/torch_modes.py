@@ -14,9 +14,9 @@ _NO_CHANGE: Final = nullcontext()
 
 
 def current_modes() -> tuple[Any, ...] | None:
-    """Return what `torch.no_grad`, `inference_mode` and `autocast` set on this thread; `None` without PyTorch."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+    """Return what `torch.no_grad`, `inference_mode` and `autocast` set on this thread; `None` without PyTorch 2.4."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "get_autocast_dtype"):
         return None
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(), autocast
