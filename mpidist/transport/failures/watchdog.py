@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Final, NoReturn, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -32,7 +33,7 @@ from mpidist.transport.failures.failure_notes import (
 from mpidist.transport.failures.process_state import GONE
 from mpidist.transport.failures.status_board import Status, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
-from mpidist.transport.mpi.library import Intracomm, numbers_in_world
+from mpidist.transport.mpi.library import Intracomm, load_mpi, numbers_in_world
 from mpidist.transport.shared_errors import mark_following
 from mpidist.transport.text import name_ranks, text_of
 
@@ -176,7 +177,8 @@ class Watchdog:
     def tell_closed(self) -> None:
         """Tell the other ranks, if a call has failed, that this rank makes no reset after it. Local."""
         if self.broken is not None:
-            self._notes.send(self._note(CLOSED, self._awaited.name), range(self._size))
+            with suppress(load_mpi().Exception):  # of a rank whose host is gone
+                self._notes.send(self._note(CLOSED, self._awaited.name), range(self._size))
 
     def tell_reset(self) -> None:
         """Tell the other ranks that this rank makes no call any more before a reset. Local."""
