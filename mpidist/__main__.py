@@ -56,7 +56,8 @@ def run_command(arguments: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # an error says more of it
     try:
         status: int = chosen.run(chosen)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as by `>&-`
+            sys.stdout.flush()
     except RefusedError as error:
         print(f"mpidist {chosen.command}: {error}", file=sys.stderr)
         return 2

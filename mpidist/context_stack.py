@@ -268,11 +268,13 @@ def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         entries.append(entry)
         result = fn(*args, **kwargs)
         _require_innermost(entry)
-        if type(result) in _NOT_RUN:
+        if type(result) in _NOT_RUN and result.__name__ != "<genexpr>":
             name = getattr(fn, "__qualname__", type(fn).__name__)
+            if isinstance(result, types.CoroutineType):
+                result.close()  # else Python warns that nobody has awaited it
             raise TypeError(
-                f"{name} returned a {type(result).__name__}, so its body has not run, and nothing here runs it: pass a "
-                "function without `yield` and `async`, which may return list(...) of a generator"
+                f"{name} returned a {type(result).__name__}, of which nothing has run, and nothing here runs it: pass "
+                "a function without `yield` and `async`, or return list(...) of a generator"
             )
         return result
     finally:

@@ -182,7 +182,8 @@ class StrategyParts:
         entry = context_stack.innermost()
         if not self.replicas.share_ranks or entry is None or entry.replica_context is None:
             return self.raise_together(call, what)
-        self.require_not_mixed(call)
+        if entry.strategy is not self.strategy:  # whose replicas take no turns here
+            return self.raise_together(call, what)
         return JointWork(entry.replica_context.calls, partial(self.raise_together, call, what))
 
     def on_each_rank(

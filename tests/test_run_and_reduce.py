@@ -84,7 +84,7 @@ def test_run_of_a_function_whose_body_does_not_run_is_refused(replicas: int | No
 
     with MirroredStrategy(replicas=replicas) as strategy:
         for fn, kind in ((generate, "generator"), (partial(wait), "coroutine"), (both, "async_generator")):
-            with raises_everywhere(WORLD, TypeError, f"returned a {kind}, so its body has not run"):
+            with raises_everywhere(WORLD, TypeError, f"returned a {kind}, of which nothing has run"):
                 strategy.run(fn, (1.0,))
     gc.collect()  # a coroutine that was never awaited warns here
 

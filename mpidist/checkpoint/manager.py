@@ -188,7 +188,7 @@ class CheckpointManager:
 
         def make() -> Save:
             number = None if given is None else _checked(given)
-            text = str(self._place("<next>" if number is None else number))
+            text = str(Path(self.directory) / f"{self._name}-{'<next>' if number is None else number}")
             return Save(self._parts, text, self._folder(), number)
 
         save = capture(strategy, make, items, self._copies, self._on_difference, self._writers)
@@ -302,7 +302,9 @@ class CheckpointManager:
         return True
 
     def _place(self, number: object) -> Path:
-        return Path(self.directory) / f"{self._name}-{number}"
+        """Return where a checkpoint is: as the program named the folder, if it is still where it did so."""
+        given = Path(self.directory)
+        return (given if given.resolve() == self._absolute else self._absolute) / f"{self._name}-{number}"
 
     def _folder(self) -> CheckpointFolder:
         return CheckpointFolder(self._absolute, self._name, self._retention)

@@ -150,6 +150,8 @@ def _difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
 
 def _greatest(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
     """Return the greatest difference of numbers, without those that are NaN."""
-    wide = np.clongdouble if one.dtype.kind == "c" else np.longdouble  # which hold whole numbers of 64 bits, too
+    wide: Any = complex if one.dtype.kind == "c" else float
+    if one.dtype.itemsize > np.dtype(wide).itemsize or one.dtype in (np.int64, np.uint64):  # which a float cannot hold
+        wide = np.clongdouble if wide is complex else np.longdouble
     with np.errstate(all="ignore"):
         return float(np.fmax.reduce(abs(one.astype(wide) - other.astype(wide)), initial=0.0))

@@ -66,8 +66,9 @@ def weighted_mean(
         error = error or name_call(problem, call)
     combining = ReduceOp.MEAN if is_fp16 else ReduceOp.SUM  # float16 holds more means than sums
     if is_fp16 and error is None:
-        _, exponent = math.frexp(ops.all_reduce(combining, per_replica_value(weights, replicas), options, call=call))
-        weights = [np.ldexp(own_weight, -exponent) for own_weight in weights]  # exact; their mean is 0.5 to 1
+        most = ops.all_reduce(ReduceOp.MAX, per_replica_value(weights, replicas), options, call=call)
+        _, exponent = math.frexp(most)
+        weights = [np.ldexp(own_weight, -exponent) for own_weight in weights]  # exact; the largest is 0.5 to 1
     try:
         specs = [*map(_spec_of_mean, flat.leaves)]
         products = [

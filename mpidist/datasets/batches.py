@@ -203,7 +203,8 @@ def require_batches(batches: Any, may_be_used_up: bool = False) -> None:
         )
     torch_data: Any = sys.modules.get("torch.utils.data")
     if torch_data is not None and isinstance(batches, torch_data.Dataset) and not hasattr(batches, "__iter__"):
-        raise TypeError(f"a data set is an iterable of batches, and a {kind} has samples; pass a DataLoader of it")
+        advice = "pass a DataLoader of it, with batch_size=None if items are batches"
+        raise TypeError(f"a data set is an iterable of batches, and a {kind} has items; {advice}")
     if isinstance(batches, (str, bytes)) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise TypeError(f"a data set is an iterable of batches, got {kind}")
     if hasattr(batches, "__next__") and not may_be_used_up:

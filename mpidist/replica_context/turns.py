@@ -193,7 +193,7 @@ class Turns:
         `carry_out` makes the call for all of them, given what each passes. `is_settled`: whether all ranks have agreed
         on the call when it returns; if not, what the replicas have written stays pending.
         """
-        meeting = _Meeting(call, carry_out, argument, is_settled, current_modes())
+        meeting = _Meeting(call, carry_out, argument, is_settled, self._running and current_modes())
         if self._running is None:  # the rank carries one replica
             return self._make(meeting, [argument], None)[0]
         if self._is_over:

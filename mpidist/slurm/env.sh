@@ -26,8 +26,7 @@ if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
     cpus=$(for ((i = 0; i < SLURM_HET_SIZE; i++)); do
         printenv "SLURM_CPUS_PER_TASK_HET_GROUP_$i" || echo "$cpus"
     done | sort -n | sed -n 1p) # srun takes one number for all components: the least fits all
-    # Slurm 22.05 tells MPICH the nodes by name, not by component: with blocks of tasks MPI_Init may wait for ever.
-    [ "$MPI_TYPE" != pmi2 ] || export SLURM_DISTRIBUTION="${SLURM_DISTRIBUTION:-cyclic}"
+    [ "$MPI_TYPE" != pmi2 ] || export SLURM_DISTRIBUTION="${SLURM_DISTRIBUTION:-cyclic}" # else MPI_Init may hang
     echo "job $SLURM_JOB_ID, attempt $attempt; components: $SLURM_HET_SIZE"
 else
     SLURM_NTASKS="${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}" # where nobody has said how many: one a node, as srun does
@@ -67,6 +66,5 @@ run_ranks() {
 
 # Tell whether each node of the job still answers: ranks may learn of the loss of one before Slurm does.
 nodes_answer() {
-    local nodes=$SLURM_JOB_NUM_NODES
-    timeout 60 srun --mpi=none --overlap --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 true
+    timeout 60 srun --mpi=none --overlap -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true
 }

@@ -86,8 +86,6 @@ class Settings:
         io_timeout_seconds: The deadline of writing a checkpoint; `None` for that of calls, and 600 s in the background.
         check_values: In which runs of a strategy its variables are compared over ranks, each so many-th; 0 for none.
         restarts: How often this job was started again, by `mpidist run` and by Slurm.
-        alone: Whether a world of one rank is accepted where the environment announces more; read there.
-        full_tracebacks: Whether tracebacks have the lines inside mpidist; read when one is printed.
     """
 
     pretend_nodes: tuple[int, ...] | None = None
@@ -110,8 +108,6 @@ class Settings:
     io_timeout_seconds: float | None = None
     check_values: int = 0
     restarts: int = 0
-    alone: bool = False
-    full_tracebacks: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -120,6 +116,8 @@ class Settings:
         Raises:
             ValueError: If the value of a variable is invalid. The text names the variable.
         """
+        _choice(environ, "MPIDIST_ALONE", {"1": True, "0": False}, default=False)  # which are read where they are used
+        _choice(environ, "MPIDIST_TRACEBACK", {"full": True}, default=False)
         return cls(
             pretend_nodes=_nodes(environ, "MPIDIST_PRETEND_NODES"),
             check=_choice(environ, "MPIDIST_CHECK", {"1": True, "0": False}, default=True),
@@ -140,8 +138,6 @@ class Settings:
             io_timeout_seconds=_finite(_seconds(environ, "MPIDIST_IO_TIMEOUT", 0.0)) or None,
             check_values=_count(environ, "MPIDIST_CHECK_VALUES", "runs"),
             restarts=sum(_count(environ, name, "restarts") for name in ("MPIDIST_RESTARTS", "SLURM_RESTART_COUNT")),
-            alone=_choice(environ, "MPIDIST_ALONE", {"1": True, "0": False}, default=False),
-            full_tracebacks=_choice(environ, "MPIDIST_TRACEBACK", {"full": True}, default=False),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 

@@ -182,6 +182,8 @@ def test_weighted_mean_sent_as_float16_takes_weights_of_any_size(comm: Intracomm
             np.testing.assert_allclose(strategy.reduce("mean", values, weight=weight), values, rtol=2e-3)
             values = np.array([np.nan if comm.rank else 10], np.float32)
             assert strategy.reduce("mean", values, weight=0 if comm.rank else weight) == pytest.approx(10, rel=2e-3)
+            values = np.array([6e4], np.float32)  # of which one rank has the most
+            assert strategy.reduce("mean", values, weight=0 if comm.rank else weight) == pytest.approx(6e4, rel=2e-3)
         assert strategy.num_overflowed == 0
         with raises_everywhere(comm, InvalidArgumentError, "got -1"):
             strategy.reduce("mean", values, weight=-1 if comm.rank else 1)

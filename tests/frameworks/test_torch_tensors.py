@@ -126,7 +126,7 @@ def test_the_native_array_of_a_tensor_is_kept_while_it_is_right() -> None:
 def test_dataset_of_samples_is_no_data_set_of_batches() -> None:
     samples = torch.utils.data.TensorDataset(torch.arange(8.0).reshape(2, 4))
     strategy = mpidist.get_strategy()
-    with pytest.raises(TypeError, match="a TensorDataset has samples; pass a DataLoader of it"):
+    with pytest.raises(TypeError, match="a TensorDataset has items; pass a DataLoader of it"):
         strategy.experimental_distribute_dataset(samples)
     for batches in (torch.utils.data.DataLoader(samples, 2), torch.utils.data.ChainDataset([])):
         strategy.experimental_distribute_dataset(batches)

@@ -191,8 +191,8 @@ def release_signal(number: int) -> None:
 def _tell_of_immediate_exit(status: int) -> None:
     """Write that `os._exit` ends this rank in the middle of its work, which launchers may take for the job's end."""
     if _open:
-        if status:  # launchers may return that of a rank that they have killed then
-            store_code(os.environ, status)
+        if code := status & 0xFF:  # launchers may return that of a rank that they have killed then
+            store_code(os.environ, code)
         job_abort.write_line(
             f"os._exit({status}) ends this rank with a strategy that is not closed: the job is not complete"
         )

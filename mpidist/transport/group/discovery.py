@@ -99,7 +99,7 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
             for _ in range(2):  # a rank that arrives after others gave up completes the first barrier, not the second
                 request = comm.Ibarrier()
                 poll_or_keep(request.Test, check_peers, (request,))
-        except (DeadlineExceededError, load_mpi().Exception):
+        except (DeadlineExceededError, SystemExit, load_mpi().Exception):  # an exit builds no other one
             raise
         except BaseException as error:  # Ctrl-C, for example: the next strategy would join the barrier of this one
             open_groups.record_build_failure(f"building a strategy was interrupted by {type(error).__name__}")

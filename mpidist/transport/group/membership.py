@@ -132,7 +132,7 @@ class Membership:
             for _ in range(2):  # a rank that arrives after others gave up completes the first round, not the second
                 request = self.comm.Iallgather(own, gathered)
                 poll_or_keep(request.Test, check_peers, (request, own, gathered))
-        except (DeadlineExceededError, PeerFailedError):
+        except (DeadlineExceededError, PeerFailedError, load_mpi().Exception):
             raise
         except BaseException as error:  # Ctrl-C, for example: the next reset() would join the round of this one
             watchdog.break_off("reset()", error)

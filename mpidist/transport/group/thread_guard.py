@@ -47,7 +47,8 @@ class ThreadGuard:
         self.ident = threading.get_ident()
         self._may_be_taken_over = True
         self._is_lent = self._is_in_fork = False
-        self._change = threading.Lock()  # of two threads that check at once, both would be let in
+        # Of two threads that check at once, both would be let in. A signal handler may make a call meanwhile.
+        self._change = threading.RLock()
 
     @classmethod
     def of_group(cls) -> ThreadGuard:
@@ -96,13 +97,13 @@ class ThreadGuard:
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
         may_come = lends or (self._may_be_taken_over and not _is_in_a_call(self._owner))
-        if self._is_lent or (self._owner.is_alive() and not may_come):
+        if self._is_lent or (self._owner is not new and self._owner.is_alive() and not may_come):
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
+            jax = "; only one thread may run functions that call mpidist.jax" if "mpidist.jax" in sys.modules else ""
             raise OtherThreadError(
                 f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: only one "
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
-                "Build one strategy for each thread, in the same order on all ranks; but only one thread of a program "
-                "may run functions that call mpidist.jax"
+                f"Build one strategy for each thread, in the same order on all ranks{jax}"
             )
 
 

@@ -28,7 +28,7 @@ def _current_folder() -> str:
         return ""
 
 
-_FOLDER: Final = _current_folder()  # in which the rank was started: the program may leave it
+_FOLDER: Final = _current_folder()  # of the import: the program may leave it
 
 
 def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
@@ -62,7 +62,7 @@ def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: b
 
 
 def exit_code_file(environ: Mapping[str, str]) -> str:
-    """Return the path in `MPIDIST_EXIT_CODE_FILE`; "" for none. A relative one is of the folder of the start. Local."""
+    """Return the path in `MPIDIST_EXIT_CODE_FILE`, from where mpidist was imported; "" for none. Local."""
     path = os.path.expanduser(environ.get("MPIDIST_EXIT_CODE_FILE", "").strip())
     return path and os.path.join(_FOLDER, path)
 
@@ -82,7 +82,8 @@ def store_code(environ: Mapping[str, str], code: int) -> None:
     except OSError as error:  # the job must end nevertheless
         if error.errno != errno.EEXIST or os.path.isdir(path):  # else another rank has stored its code
             with suppress(OSError):
-                write_lines(f"mpidist: MPIDIST_EXIT_CODE_FILE={path} cannot be written: {error.strerror}", "")
+                why = "it is a folder" if os.path.isdir(path) else error.strerror
+                write_lines(f"mpidist: MPIDIST_EXIT_CODE_FILE={path} cannot be written: {why}", "")
 
 
 def mark_failure(environ: Mapping[str, str]) -> None:

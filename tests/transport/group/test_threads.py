@@ -96,7 +96,7 @@ def test_a_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> No
         thread = threading.Thread(target=lambda: result.append(work()), name="trainer")
         thread.start()
         reached.wait()
-        pattern = "reduce in thread 'MainThread', but thread 'trainer' makes this strategy's calls: .* mpidist.jax"
+        pattern = "reduce in thread 'MainThread', but thread 'trainer' makes this strategy's calls: "
         with pytest.raises(RuntimeError, match=pattern):
             strategy.reduce("SUM", 1.0)
         for call in (strategy.reset, lambda: strategy.gather(np.ones(1), 0), lambda: all_reduce(strategy, "SUM", 1.0)):

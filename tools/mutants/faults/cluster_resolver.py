@@ -144,8 +144,8 @@ FAULTS = [
     ),
     Fault(
         "slurm.py",
-        "turns = [(task // num_together, node)",
-        "turns = [(task, node)",
+        "turns = [(task // num_together, place, host)",
+        "turns = [(task, place, host)",
         "block is taken for cyclic",
     ),
     Fault(
