@@ -57,14 +57,13 @@ run_ranks() {
         timeout 40 tail --pid="$started" --follow /dev/null || kill -KILL "$started" || true
         wait "$started" || code=$?
     fi
-    if [ -s "$MPIDIST_EXIT_CODE_FILE" ]; then
-        code=$(cat "$MPIDIST_EXIT_CODE_FILE")
-        rm "$MPIDIST_EXIT_CODE_FILE"
-    fi
+    [ ! -s "$MPIDIST_EXIT_CODE_FILE" ] || code=$(cat "$MPIDIST_EXIT_CODE_FILE")
+    rm -f "$MPIDIST_EXIT_CODE_FILE"
     return "$code"
 }
 
 # Tell whether each node of the job still answers: ranks may learn of the loss of one before Slurm does.
 nodes_answer() {
-    timeout 60 srun --mpi=none --overlap -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true
+    local nodes=$SLURM_JOB_NUM_NODES
+    timeout 60 srun --mpi=none --overlap --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 true
 }
