@@ -158,10 +158,10 @@ class NodeCopies:
         if self._in_use is None:
             self._in_use = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._in_use, fcntl.LOCK_SH)
-        folder.mkdir(exist_ok=True)
         free = shutil.disk_usage(self._folder).free
         if 2 * nbytes > free:
             raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, and {free} are free", str(self._folder))
+        folder.mkdir(exist_ok=True)  # last: another rank that lacks room removes it
 
     def _is_own(self) -> bool:
         """Whether the folder is there, and of this user: anybody could have made one of this name."""
