@@ -241,7 +241,10 @@ def join_components(nests: Sequence[Any], keeps_alike: bool = False) -> Any:
     if any(structure != flattened[0][1] for _, structure in flattened):
         return PerReplica(tuple(nests))
     join = _joined_unless_alike if keeps_alike else _joined
-    joined = [join(components) for components in zip(*(leaves for leaves, _ in flattened), strict=True)]
+    joined = [
+        PerReplica(components) if type(components[0]) is np.ndarray else join(components)
+        for components in zip(*(leaves for leaves, _ in flattened), strict=True)
+    ]
     return nest.rebuild(nests[0], joined)
 
 
