@@ -30,6 +30,7 @@ __all__ = [
     "innermost",
     "innermost_of_all_threads",
     "is_default",
+    "is_innermost",
     "parts_of",
     "set_strategy",
     "set_default_factory",
@@ -232,6 +233,12 @@ def current() -> Entry | None:
     return None if is_default(entry.strategy) and not entry.is_merge_call else entry
 
 
+def is_innermost(replica: CurrentReplica) -> bool:
+    """Whether the innermost entry of this thread is that of a replica."""
+    entries = _stack.entries
+    return bool(entries) and entries[-1].replica_context is replica
+
+
 def innermost() -> Entry | None:
     """Return the innermost entry of this thread, also of the default strategy; `None` if there is none."""
     return _stack.entries[-1] if _stack.entries else None
@@ -267,7 +274,8 @@ def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     try:
         entries.append(entry)
         result = fn(*args, **kwargs)
-        _require_innermost(entry)
+        if not entries or entries[-1] is not entry:
+            _require_innermost(entry)
         if type(result) in _NOT_RUN and result.__name__ != "<genexpr>":
             name = getattr(fn, "__qualname__", type(fn).__name__)
             if isinstance(result, types.CoroutineType):

@@ -134,7 +134,8 @@ class BoundOps:
                 late_out = into
         result = None
         if repeated is not None:
-            result = reductions.repeated.run(self.timeout_of(options), *repeated, others)
+            timeout = self.options.timeout_seconds if options is None else self.timeout_of(options)
+            result = reductions.repeated.run(timeout, *repeated, others)
         if result is not None:
             if late_out is not None:
                 late_out[...] = result

@@ -158,7 +158,8 @@ class ReplicaContext:
             DeadlineExceededError: If not all ranks called in time.
             RuntimeError: If this context is not the current one.
         """
-        self._require_current("all_reduce")
+        if not context_stack.is_innermost(self):
+            self._require_default("all_reduce")
         if experimental_hints is not None:
             options = options_or_hints(options, experimental_hints)
         return self.calls.all_reduce(reduce_op, value, options, weight, out)
@@ -184,7 +185,8 @@ class ReplicaContext:
         Returns:
             A handle. Its `wait()` returns or raises what `all_reduce` would.
         """
-        self._require_current("start_all_reduce")
+        if not context_stack.is_innermost(self):
+            self._require_default("start_all_reduce")
         started: PendingResult | SharedResult = self.calls.start_all_reduce(reduce_op, value, options, out)
         return started
 
@@ -213,7 +215,8 @@ class ReplicaContext:
         Raises:
             InvalidArgumentError: If the replicas' arguments differ, or cannot be reduced. On every rank.
         """
-        self._require_current("reduce_scatter")
+        if not context_stack.is_innermost(self):
+            self._require_default("reduce_scatter")
         return self.calls.reduce_scatter(reduce_op, value, axis, options, out)
 
     def all_gather(
@@ -241,7 +244,8 @@ class ReplicaContext:
         Raises:
             InvalidArgumentError: If shapes differ along another axis, or a value has no such axis. On every rank.
         """
-        self._require_current("all_gather")
+        if not context_stack.is_innermost(self):
+            self._require_default("all_gather")
         options = options_or_hints(options, experimental_hints)
         return self.calls.all_gather(value, axis, options, out)
 
@@ -269,14 +273,9 @@ class ReplicaContext:
             InvalidArgumentError: If another rank makes another call. On every rank.
             RuntimeError: If this context is not the current one.
         """
-        self._require_current("merge_call")
+        if not context_stack.is_innermost(self):
+            self._require_default("merge_call")
         return self.calls.merge_call(merge_fn, args, kwargs)
-
-    def _require_current(self, call: str) -> None:
-        """Check that this replica's code makes the call. Quick: every call passes through here."""
-        entry = context_stack.innermost()
-        if entry is None or entry.replica_context is not self:
-            self._require_default(call)
 
     def _require_default(self, call: str) -> None:
         """Refuse a call outside of `run`, unless this is the default strategy's context and no strategy was entered."""

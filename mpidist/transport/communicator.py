@@ -50,24 +50,27 @@ class Traffic:
     @property
     def calls(self) -> Counter[str]:
         """Number of calls of each primitive."""
-        return Counter({primitive: calls for primitive, (calls, _) in self._sums.items()})
+        return Counter({primitive: calls for primitive, (calls, _) in self._sums.items() if calls})
 
     @property
     def nbytes(self) -> Counter[str]:
         """Bytes that each primitive moved over this rank's link."""
-        return Counter({primitive: nbytes for primitive, (_, nbytes) in self._sums.items()})
+        return Counter({primitive: nbytes for primitive, (calls, nbytes) in self._sums.items() if calls})
 
     def add(self, primitive: str, nbytes: int) -> None:
         """Count one call that moves `nbytes` bytes over this rank's link."""
-        sums = self._sums.get(primitive)
-        if sums is None:
-            sums = self._sums[primitive] = [0, 0]
+        sums = self.sums_of(primitive)
         sums[0] += 1
         sums[1] += nbytes
 
+    def sums_of(self, primitive: str) -> list[int]:
+        """Return the calls and bytes of a primitive, to which the caller adds: repeated calls do, without `add`."""
+        return self._sums.setdefault(primitive, [0, 0])
+
     def clear(self) -> None:
         """Set all sums to 0."""
-        self._sums.clear()
+        for sums in self._sums.values():
+            sums[:] = 0, 0
         self.overflowed = 0
 
 

@@ -514,10 +514,10 @@ def test_a_repeated_call_passes_through_few_functions(strategy: Strategy, comm: 
         return least
 
     value = np.ones(5)
-    most = 18 if native is not None else 40
+    most = 14 if native is not None else 36
     names = strategy.run(names_of, args=(value, value, most))
     assert len(names) <= most, names
     symmetric, other = (strategy.symmetric_empty(5, np.float64) for _ in range(2))
     for given, out in ((value, value), (symmetric, symmetric), (symmetric, other), (value, other)):
-        names = strategy.run(names_of, args=(given, out, 24 if native is not None else 1000))
-        assert native is None or len(names) <= 24, names
+        names = strategy.run(names_of, args=(given, out, 20 if native is not None else 1000))
+        assert native is None or len(names) <= 20, names

@@ -99,9 +99,10 @@ class SmallArray(RepeatedReduction):
         flight: Array | None,
     ) -> None:
         self._memory = memory if memory.is_kept else None
-        self._shape, self._dtype, self._nbytes = spec.shape, fused.wire, fused.nbytes
+        self._shape, self._dtype = spec.shape, fused.wire
+        self._sums, self._link_bytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
         self._reduction, self._divide_by = fused.reduction, fused.divide_by
-        self._reducer, self._one_shot = reducer, one_shot
+        self._one_shot = one_shot
         self._whole = _whole_call(fused, reducer, None, flight if spec.dtype == fused.wire else None)
         self.run = None if self._whole is None else self._whole.run
 
@@ -118,7 +119,8 @@ class SmallArray(RepeatedReduction):
         self._reduction.combine_and_divide(begun, result.reshape(-1), self._divide_by)
 
     def close(self, result: Array, is_new: bool) -> Array:
-        self._reducer.count(self._nbytes)
+        self._sums[0] += 1  # as `FusedReducer.count` adds
+        self._sums[1] += self._link_bytes
         return result
 
 
@@ -128,7 +130,8 @@ class _TwoShots(RepeatedReduction):
     _shared: Sequence[Sequence[Array]] | None = None  # `FusedArrays.shared`, whose arrays are set in each call
 
     def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
-        self._nbytes, self._reducer = fused.nbytes, reducer
+        self._reducer = reducer
+        self._sums, self._link_bytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
         self._arrays = FusedArrays(fused.wire, (), shared=self._shared, result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
         self._was_restaged = False  # in the call that is to be closed: `TwoShot.was_restaged`
@@ -165,7 +168,8 @@ class _TwoShots(RepeatedReduction):
         self._was_restaged = self._two_shot.was_restaged
 
     def close(self, result: Any, is_new: bool) -> Any:
-        self._reducer.count(self._nbytes)
+        self._sums[0] += 1  # as `FusedReducer.count` adds
+        self._sums[1] += self._link_bytes
         return result
 
     def forget(self) -> None:
@@ -310,7 +314,8 @@ class SymmetricInPlace(RepeatedReduction):
     """Reduces symmetric arrays where they lie: every rank adds a shard for all."""
 
     def __init__(self, fused: FusedList, reducer: FusedReducer, in_place: InPlace) -> None:
-        self._nbytes, self._reducer, self._in_place = fused.nbytes, reducer, in_place
+        self._reducer, self._in_place = reducer, in_place
+        self._sums, self._link_bytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
 
     def begin(self, value: Any, result: Any, place: int) -> Any:
         return None
@@ -320,7 +325,8 @@ class SymmetricInPlace(RepeatedReduction):
             complete(self._in_place.steps(has_passed_barrier=True), self._reducer.check_peers)
 
     def close(self, result: Any, is_new: bool) -> Any:
-        self._reducer.count(self._nbytes)
+        self._sums[0] += 1  # as `FusedReducer.count` adds
+        self._sums[1] += self._link_bytes
         return result
 
 

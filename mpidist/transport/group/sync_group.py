@@ -159,7 +159,8 @@ class SyncGroup(OpenGroup):
             raise RuntimeError(f"{call} {IN_A_FORK}")
         if self._is_closed:
             raise RuntimeError(f"{call} on a closed {self.owner}: it was closed, make a new one")
-        self.require_mpi(call)
+        if self._is_finalized():
+            self.require_mpi(call)
 
     def require_mpi(self, call: str) -> None:
         """Check that the program has not finalized MPI.

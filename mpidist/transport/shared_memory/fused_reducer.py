@@ -90,7 +90,11 @@ class FusedReducer:
 
     def count(self, nbytes: int) -> None:
         """Count the traffic of an all-reduce within the node. `ShardExchange` counts that across nodes."""
-        self.traffic.add("all_reduce", 2 * nbytes * (self.slots.size - 1) // self.slots.size)
+        self.traffic.add("all_reduce", self.link_bytes(nbytes))
+
+    def link_bytes(self, nbytes: int) -> int:
+        """Return how many bytes an all-reduce within the node moves over this rank's link."""
+        return 2 * nbytes * (self.slots.size - 1) // self.slots.size
 
     def is_small(self, nbytes: int) -> bool:
         """Whether a list of this size is reduced by a one-shot all-reduce."""
