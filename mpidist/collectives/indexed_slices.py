@@ -108,6 +108,8 @@ class _Rows:
         self.values = library_of(self._like).to_native(self._like)
         if arrays.is_device(self.values):
             raise TypeError("IndexedSlices in device memory are not reduced: copy values and indices to host memory")
+        if isinstance(slices.indices, np.ma.MaskedArray):
+            raise TypeError("the indices of IndexedSlices are a masked array, whose mask would be lost")
         self.indices = np.asarray(slices.indices)
         if self.indices.size and self.indices.dtype.kind not in "iu":
             raise TypeError(f"the indices of IndexedSlices must be integers, got dtype {self.indices.dtype.name}")
@@ -128,7 +130,8 @@ class _Rows:
         """Return what this replica sends. `adds`: whether it may add rows with the same index before."""
         indices, values = self.indices, self.values.astype(self._wire, copy=False)
         if adds and not is_low_precision(self._wire):
-            indices, values = _added(indices, values)
+            with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+                indices, values = _added(indices, values)
         return {"indices": indices, f"values, dense shape {self._slices.dense_shape}": values}
 
     def close(self, indices: Array, values: Array, num_replicas: int) -> IndexedSlices:

@@ -68,7 +68,8 @@ def reduce_along_axis(
         components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
         leaves = [own[0] for own in components]
         require_values(leaves, value)
-        partials = [[_reduce_locally(op, component, axes) for component in own] for own in components]
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+            partials = [[_reduce_locally(op, component, axes) for component in own] for own in components]
         if out is not None and op is ReduceOp.MEAN:
             outs = LateOuts(out, structure, [own[0].spec for own in partials], ops)
     except Exception as problem:  # of any kind: the other ranks must learn of it

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Final, final
 
 from mpidist.collectives.arguments.destinations import ranks_of
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.text import value_text
 
 __all__ = ["ReductionToOneDevice"]
+
+_KINDS: Final = {"i": 0, "u": 0, "f": 1, "c": 2}  # a total of a later kind does not fit into arrays of an earlier one
 
 
 @final
@@ -64,10 +67,21 @@ class ReductionToOneDevice(CrossDeviceOps):
         else:
             rows = levels.world.gather(buffer, adding_rank)
             if rows is not None:
-                total = self._accumulation_fn(list(rows))
+                total = _checked(self._accumulation_fn(list(rows)), buffer)
                 buffer[...] = total if reduction.divisor == 1 else total / reduction.divisor
         if adding_rank != root:
             _send(levels, buffer, adding_rank, root)
+
+
+def _checked(total: Any, like: Any) -> Any:
+    """Return what `accumulation_fn` has returned; refuse what is no array like its arguments."""
+    kind = getattr(getattr(total, "dtype", None), "kind", "")
+    if getattr(total, "shape", None) == like.shape and _KINDS.get(kind, 0) <= _KINDS.get(like.dtype.kind, 2):
+        return total
+    got = f"{total.dtype.name}{list(total.shape)}" if kind else value_text(total)
+    hint = ": a `return` is missing?" if total is None else ""
+    needed = f"needed an array like those it takes, {like.dtype.name}{list(like.shape)}"
+    raise ValueError(f"accumulation_fn returned {got}{hint}; {needed}")
 
 
 def _send(levels: Levels, buffer: Any, source: int, destination: int) -> None:

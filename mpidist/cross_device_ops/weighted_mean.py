@@ -123,7 +123,8 @@ def _weighted(leaf: Any, weight: np.ndarray[Any, Any]) -> Any:
         raise ValueError(
             f"weight {weight} does not fit into {dtype.name}, in which values are added: scale all weights"
         )
-    product *= factor
+    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+        product *= factor
     return product
 
 

@@ -71,6 +71,8 @@ def _tree_of(item: Any, what: str, arrays: list[Array], handle_of: Callable[[Any
         return item
     if type(item) is complex:
         return {"complex": [item.real, item.imag]}
+    if isinstance(item, np.ma.MaskedArray):
+        raise TypeError(f"{what} has a masked array, whose mask would be lost: pass filled(0) of it, for example")
     if isinstance(item, (np.ndarray, np.generic)):
         array = np.asarray(item)
         if array.dtype.kind in "OV" and is_of_numpy(array.dtype):

@@ -128,6 +128,8 @@ def test_calls_that_differ_between_ranks_are_refused(comm: Intracomm, strategy: 
     assert strategy.broadcast(comm.rank, root=1) == 1
     with raises_everywhere(comm, InvalidArgumentError, "has an item of type Point"):
         strategy.gather_object(Point(1) if comm.rank == 1 else 1)
+    with raises_everywhere(comm, InvalidArgumentError, "masked array, whose mask would be lost"):
+        strategy.gather_object({"loss": np.ma.masked_array([1.0, 2.0], [False, True])} if comm.rank == 1 else 1)
     assert strategy.gather_object(comm.rank) == list(range(comm.size))
 
 

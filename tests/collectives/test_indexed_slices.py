@@ -132,6 +132,7 @@ def test_indexed_slices_refuse_what_has_no_meaning(comm: Intracomm, strategy: St
         (ValueError, "they have SUM and MEAN", lambda: strategy.reduce("max", slices(1))),
         (ValueError, "out takes no IndexedSlices", lambda: strategy.reduce("sum", slices(1), out=slices(1))),
         (TypeError, "must be integers", lambda: strategy.reduce("sum", IndexedSlices([[1.0]], [0.5]))),
+        (TypeError, "mask would be", lambda: strategy.reduce("sum", IndexedSlices([[1.0]], np.ma.array([1], mask=1)))),
         (ValueError, "dtype bool", lambda: strategy.reduce("sum", IndexedSlices([[True]], [0]))),
         (TypeError, "sum values times weights", lambda: strategy.reduce("mean", slices(1), weight=2)),
         (TypeError, "without axis", lambda: strategy.reduce("sum", slices(1), axis=0)),

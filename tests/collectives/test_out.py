@@ -227,6 +227,13 @@ def test_what_is_no_number_is_a_result_however_small_the_arrays(strategy: Strate
             warnings.simplefilter("error")
             sums = strategy.reduce("SUM", values)
             part = strategy.run(lambda value=values[0]: mpidist.get_replica_context().reduce_scatter("SUM", value))
+            largest = np.full((2, 1), np.finfo(np.float32).max, np.float32)
+            for overflowed in (
+                strategy.reduce("SUM", largest, axis=0),
+                strategy.reduce("MEAN", largest, weight=2),
+                strategy.reduce("SUM", mpidist.IndexedSlices(largest, [0, 0])).values,
+            ):
+                assert np.isinf(overflowed).all()
         for result in (*sums, part):
             assert np.isnan(result.astype(np.float32)).all() == (comm.size > 1)
 

@@ -165,6 +165,22 @@ def test_accumulation_gets_one_array_of_each_rank_in_order_and_sums_alone(comm: 
     assert seen == ([comm.size] if comm.rank == 0 else [])
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("accumulate", "got"),
+    [
+        (lambda parts: None, "None: a `return` is missing"),
+        (lambda parts: np.mean(parts, axis=0), r"float64\[3\]; needed .* int64\[3\]"),
+        (lambda parts: np.concatenate(parts), r"int64\[6\]"),
+        (lambda parts: 7, "7;"),
+    ],
+)
+def test_accumulation_fn_that_returns_no_such_array_is_refused(comm: Intracomm, accumulate: Any, got: str) -> None:
+    refused = pytest.raises((ValueError, mpidist.errors.PeerFailedError), match=f"accumulation_fn returned {got}")
+    with ReductionToOneDevice(accumulation_fn=accumulate).bind(comm) as ops, refused:
+        ops.reduce("SUM", np.arange(3), "all")
+
+
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.parametrize("over", ["mpi", "shared_memory"])
 @pytest.mark.usefixtures("placement")
