@@ -27,7 +27,7 @@ TAKES_UNKNOWN: Final = True  # options that are not here are those of Slurm's sb
 
 _SCRIPTS: Final = Path(__file__).parents[1] / "slurm"
 _ASK_SECONDS: Final = 60.0
-_NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"
+_NETWORK: Final = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,8 +111,8 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     library = "" if environ.get("MPI_TYPE") else _answer(sys.executable, "-m", "mpi4py", "--mpi-lib-version")
     if launcher := environ.get("MPI_TYPE") or _launcher(library):
         variables["MPI_TYPE"] = launcher
-    if re.search("^MPICH Device:.*ch4:.*ofi", library, re.MULTILINE) and _NETMOD not in environ:  # as env.sh does
-        variables[_NETMOD] = "ofi"
+    if re.search("^MPICH Device:.*ch4:.*ofi", library, re.MULTILINE):  # as env.sh does
+        variables |= {name: value for name, value in _NETWORK.items() if name not in environ}
     return variables
 
 

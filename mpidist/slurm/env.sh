@@ -16,8 +16,9 @@ if [ -z "${MPI_TYPE:-}" ]; then
         exit 2
     }
     case $library in *"Open MPI"*) MPI_TYPE=pmix ;; *) MPI_TYPE=pmi2 ;; esac
-    # UCX's addresses are too long for pmi2. mpidist sets this, too, unless the program has started MPI before.
-    ! grep -q "^MPICH Device:.*ch4:.*ofi" <<<"$library" || export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}"
+    # UCX's addresses are too long for pmi2. mpidist sets these, too, unless the program has started MPI before.
+    ! grep -q "^MPICH Device:.*ch4:.*ofi" <<<"$library" ||
+        export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}" FI_PROVIDER="${FI_PROVIDER:-^sockets}"
 fi
 attempt=${SLURM_RESTART_COUNT:-0} cpus=${SLURM_CPUS_PER_TASK:-1}
 export components="" # also for the shell of interactive.sh, which an array would not reach

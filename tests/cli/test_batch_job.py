@@ -61,7 +61,11 @@ def test_which_job_script(capsys: pytest.CaptureFixture[str], arguments: str, op
         ("echo Open MPI v5", "echo pmix_v3; echo pmix_v4", ["MPI_TYPE=pmix_v4"]),
         ("echo CRAY MPICH", "echo cray_shasta", ["MPI_TYPE=cray_shasta"]),
         ("echo MPICH", "exit 1", ["MPI_TYPE=pmi2"]),
-        ("echo MPICH Device: ch4:ucx,ofi", "echo pmi2", ["MPI_TYPE=pmi2", "MPIR_CVAR_CH4_NETMOD=ofi"]),
+        (
+            "echo MPICH Device: ch4:ucx,ofi",
+            "echo pmi2",
+            ["MPI_TYPE=pmi2", "MPIR_CVAR_CH4_NETMOD=ofi", "FI_PROVIDER=^sockets"],
+        ),
         ("exit 1", "echo pmix", []),
     ],
 )

@@ -71,6 +71,21 @@ if strategy.is_chief:
 while True:
     strategy.reduce("sum", 1.0)
 """
+WITHOUT_MPI = """
+import time
+from pathlib import Path
+import mpidist
+
+strategy = mpidist.MultiWorkerMirroredStrategy()
+size = strategy.topology.size
+strategy.broadcast(1.0)
+Path(f"has-{strategy.topology.rank}").touch()
+end = time.monotonic() + 20
+while len(have := [*Path().glob("has-*")]) < size and time.monotonic() < end:  # as NCCL and gloo wait
+    time.sleep(0.01)
+if strategy.is_chief:
+    print(len(have), "of", size, "ranks have the number")
+"""
 # The last words of jobs, by the words of `mpidist sbatch` that submit them.
 SUBMITTED = {  # what they end with; Slurm chooses the nodes of jobs that run side by side
     "--nodes 2 --ntasks-per-node 1 train.py": r"node 1 \(n\d\): rank 1; the sum is 3",
@@ -175,6 +190,13 @@ def test_last_messages_of_a_process_arrive(submit_job: Submit, plain_roles: Path
         "workers: 5, parameter servers: 1",
         "5 workers; the sum is 15.0",
     )
+
+
+def test_messages_arrive_without_later_calls_of_mpi(submit_job: Submit) -> None:
+    """MPICH over libfabric's `sockets` sent short ones at the sender's next call: torch's groups waited for ever."""
+    job = submit_job("train.sbatch", WITHOUT_MPI, "--nodes=3", "--ntasks=6", SLURM_DISTRIBUTION="cyclic")
+    ended = job.end()
+    assert ended.output.endswith("6 of 6 ranks have the number\n"), str(ended)
 
 
 @pytest.mark.parametrize("code", [1, 3, 75])
@@ -332,13 +354,15 @@ def test_sweep_takes_a_line_for_each_task(cluster: EmulatedCluster, tmp_path: Pa
         MPICH,
         "sweep.sbatch",
         "",
-        "--array=1-4",
+        "--array=0-4",  # line 0 has the names
         "--ntasks-per-node=1",
         program_name="table.csv",
         arguments=("train.py", "--epochs", "10"),
         **NO_MPI,
     )
-    assert job.codes() == {"1": 0, "2": 3, "3": 0, "4": 2}
+    assert job.codes() == {"0": 2, "1": 0, "2": 3, "3": 0, "4": 2}
+    alone = submit(cluster, tmp_path, MPICH, "sweep.sbatch", "", "--array=1", program_name="table.csv", **NO_MPI)
+    assert alone.codes() == {"1": 2}
     results = {path.parent.name: path.read_text() for path in tmp_path.glob(f"sweep-{job.number}/*/result")}
     assert results == {str(task): f"--rate=0.{task} --seed={task + 6} --epochs 10" for task in (1, 2, 3)}
 

@@ -30,7 +30,7 @@ from mpidist.transport.mpi.launcher_variables import (
 )
 from mpidist.transport.mpi.mpi_libraries import OTHER_LIBRARY, MpiLibrary, recognise
 
-__all__ = ["check_before_init", "check_launch", "choose_netmod", "is_in_step"]
+__all__ = ["check_before_init", "check_launch", "choose_network", "is_in_step"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -38,6 +38,7 @@ _ALONE: Final = "MPIDIST_ALONE"
 _SRUN: Final = "srun"
 _MPIEXEC: Final = "mpiexec"
 _NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"  # the network library that MPICH uses between nodes: "ucx" or "ofi"
+_NOT_SOCKETS: Final = "^sockets"  # any provider of libfabric but this one
 
 # Slurm numbers the steps that it makes for itself, such as the shell of a batch script, from here on.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
@@ -90,15 +91,19 @@ def check_before_init(environ: Mapping[str, str], library_version: str, command:
         raise TopologyError(_wrong_launch(launch, library, environ, command))
 
 
-def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> None:
-    """Make MPICH use libfabric between nodes, before MPI_Init, where Slurm's PMI-2 cannot carry addresses of UCX.
+def choose_network(environ: MutableMapping[str, str], library_version: str) -> None:
+    """Set, before MPI_Init, how MPICH talks between nodes, where that is not set.
 
     MPICH prefers UCX. But UCX's addresses are too long for the lines of Slurm's PMI-2, which garbles them: MPI_Init
-    fails, or waits for ever. A netmod that the user has set stays.
+    fails, or waits for ever. So it uses libfabric there; but not libfabric's old provider `sockets`, which MPICH may
+    prefer to `tcp`: it sends a short message only in the sender's next call of MPI, which may never come.
     """
     library = recognise(library_version)
     device = next((line for line in library_version.splitlines() if line.startswith("MPICH Device:")), "")
-    if library.name != "MPICH" or "ucx" not in device or "ofi" not in device or _NETMOD in environ:
+    if library.name != "MPICH" or "ofi" not in device:
+        return
+    environ.setdefault("FI_PROVIDER", _NOT_SOCKETS)
+    if "ucx" not in device or _NETMOD in environ:
         return
     launch = _find_launch(environ, library)
     has_several_nodes = _number(environ, "SLURM_STEP_NUM_NODES") > 1 or _number(environ, "SLURM_HET_SIZE") > 1

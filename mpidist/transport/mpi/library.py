@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.mpi.launch import check_before_init, choose_netmod
+from mpidist.transport.mpi.launch import check_before_init, choose_network
 from mpidist.transport.mpi.shared_files import SHARED_MEMORY
 from mpidist.transport.mpi.start import start_mpi
 
@@ -51,7 +51,7 @@ def load_mpi() -> ModuleType:
     mpi, settings = _import_mpi()
     if settings.initialize:
         check_before_init(os.environ, mpi.Get_library_version(), command_line())
-        choose_netmod(os.environ, mpi.Get_library_version())
+        choose_network(os.environ, mpi.Get_library_version())
         level = getattr(mpi, f"THREAD_{settings.thread_level.upper()}")
         start_mpi(mpi, level, settings.errors, os.environ)
     return mpi

@@ -14,7 +14,7 @@ from jobs.failing import PROJECT
 from mpi_session import clean_environment
 
 from mpidist.errors import TopologyError
-from mpidist.transport.mpi.launch import check_before_init, check_launch, choose_netmod
+from mpidist.transport.mpi.launch import check_before_init, check_launch, choose_network
 
 pytestmark = pytest.mark.no_mpi
 
@@ -209,7 +209,7 @@ SRUN = {**STEP, "PMI_SIZE": "4", "PMI_RANK": "0", "PMI_FD": "9"}
         pytest.param({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, MPICH_OF_TWO_NETMODS, None, id="one node"),
         pytest.param({**STEP, **HYDRA}, MPICH_OF_TWO_NETMODS, None, id="mpiexec in a job"),
         pytest.param({}, MPICH_OF_TWO_NETMODS, None, id="alone"),
-        pytest.param(SRUN, MPICH, None, id="libfabric alone"),
+        pytest.param({**SRUN, "FI_PROVIDER": "sockets"}, MPICH, None, id="libfabric alone"),
         pytest.param(SRUN, INTEL, None, id="Intel"),
         pytest.param(SRUN, CRAY, None, id="Cray"),
         pytest.param(SRUN, OPEN_MPI, None, id="Open MPI"),
@@ -217,8 +217,9 @@ SRUN = {**STEP, "PMI_SIZE": "4", "PMI_RANK": "0", "PMI_FD": "9"}
 )
 def test_netmod_is_that_which_pmi2_of_slurm_carries(environ: dict[str, str], library: str, netmod: str | None) -> None:
     chosen = dict(environ)
-    choose_netmod(chosen, library)
-    assert chosen == environ | ({NETMOD: netmod} if netmod else {})
+    choose_network(chosen, library)
+    provider = {"FI_PROVIDER": "^sockets"} if library == MPICH_OF_TWO_NETMODS else {}
+    assert chosen == provider | environ | ({NETMOD: netmod} if netmod else {})
 
 
 @pytest.mark.parametrize(
