@@ -34,7 +34,7 @@ NOT_RUN = {
     "installs packages": 6,
     "measures the machine": 4,
     "needs a GPU": 3,
-    "needs a running job": 3,
+    "needs a running job": 2,
     "needs h5py": 2,
     "needs jax": 2,
     "needs optax": 2,
@@ -252,7 +252,7 @@ def test_reference_names_everything_public() -> None:
 def test_no_page_is_too_long() -> None:
     """A number here may fall; a commit that raises it gives the reason."""
     words = {page: len(page.read_text().split()) for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst"))}
-    assert max(words.values()) <= 6_400
+    assert max(words.values()) <= 5_500
     assert len(re.findall(r"\S*\w\S*", (ROOT / "README.md").read_text())) <= 700
 
 
