@@ -40,8 +40,7 @@ NOT_RUN = {
     "needs optax": 2,
     "needs Slurm": 4,
     "needs TensorFlow": 1,
-    "needs torch": 10,
-    "needs torchrun": 1,
+    "needs torch": 12,
     "prints bits of one machine": 1,
     "takes minutes": 4,
 }
