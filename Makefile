@@ -68,11 +68,11 @@ format: $(MPICH)/.installed-dev  ## Format Python and C, and mend what linters c
 ##@ More tests
 
 .PHONY: test-quick test-all test-frameworks test-cuda test-gpu-check test-openmpi test-impi test-numpy test-long coverage mutants
-test-quick: $(MPICH)/.installed-test  ## Strategies and reductions on 3 ranks: a minute or two
-	$(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --ranks 3 tests/strategies tests/cross_device_ops
+QUICK := $(addprefix tests/,strategies variables datasets cross_device_ops)
+test-quick: $(MPICH)/.installed-test  ## What users see, on 3 ranks: a minute or two
+	$(MPICH)/bin/python -m pytest -q -m "core and not gpu and not no_mpi" --ranks 3 $(QUICK)
 
-# All that `make test` leaves out.
-test-all: test-frameworks test-cuda test-gpu-check test-impi test-openmpi test-numpy test-long  ## The seven below
+test-all: test-frameworks test-cuda test-gpu-check test-impi test-openmpi test-numpy test-long  ## All that `make test` leaves out
 
 test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
 	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax or horovod"
