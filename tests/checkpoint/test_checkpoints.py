@@ -91,7 +91,7 @@ def test_numbers_texts_and_generators(comm: Intracomm, folder: Path) -> None:
         assert checkpoint.tensor.array.tolist() == [0, 1, 2]
 
 
-def test_one_copy_of_what_is_equal(comm: Intracomm, folder: Path) -> None:
+def test_checkpoint_equal_values_are_written_once(comm: Intracomm, folder: Path) -> None:
     """Of what differs, each rank's; and the files are open to others."""
     with Strategy(comm=comm) as strategy, strategy.scope():
         kernel = Variable(numbers("f", 100, 10))
@@ -234,7 +234,7 @@ def test_restore_that_fails_on_one_rank_after_reading_raises_on_all(
 
 
 @pytest.mark.ranks(3)
-def test_what_differs_by_rank_needs_as_many_ranks(comm: Intracomm, folder: Path) -> None:
+def test_checkpoint_values_unlike_by_rank_need_as_many_ranks(comm: Intracomm, folder: Path) -> None:
     with Strategy(comm=comm) as strategy, strategy.scope():
         rng = np.random.default_rng(comm.rank)
         checkpoint = Checkpoint(rng=rng, epoch=2, own=comm.rank)
@@ -354,7 +354,7 @@ def test_wrong_use(comm: Intracomm, folder: Path) -> None:
         assert list(folder.iterdir()) == []
 
 
-def test_scope_says_whose_a_checkpoint_is(comm: Intracomm) -> None:
+def test_checkpoint_strategy_is_that_of_the_scope(comm: Intracomm) -> None:
     """Also beside a variable of this rank alone."""
     alone = comm.Split(comm.rank, 0)
     with Strategy(comm=comm) as strategy, Strategy(comm=alone) as own:
@@ -367,7 +367,7 @@ def test_scope_says_whose_a_checkpoint_is(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_save_different_things_are_told(comm: Intracomm, folder: Path) -> None:
+def test_save_of_unlike_names_raises_everywhere(comm: Intracomm, folder: Path) -> None:
     with Strategy(comm=comm) as strategy, strategy.scope():
         extra = {"more": 1} if comm.rank == comm.size - 1 else {}
         with raises_everywhere(comm, InvalidArgumentError, "save of a checkpoint .*names, more: ") as raised:
@@ -380,7 +380,7 @@ def test_ranks_that_save_different_things_are_told(comm: Intracomm, folder: Path
             Checkpoint(a=1, **extra).restore(path)
 
 
-def test_nothing_but_a_checkpoint_is_replaced(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_replaces_only_checkpoints(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Strategy(comm=comm) as strategy, strategy.scope():
         checkpoint = Checkpoint(a=1)
         if comm.rank == 0:
@@ -436,7 +436,7 @@ def test_names_are_one_each(comm: Intracomm, folder: Path) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_restore_to_different_things_are_told(comm: Intracomm, folder: Path) -> None:
+def test_restore_to_unlike_values_raises_everywhere(comm: Intracomm, folder: Path) -> None:
     last = comm.rank == comm.size - 1
     with Strategy(comm=comm) as strategy, strategy.scope():
         path = Checkpoint(n=5, a=np.zeros(4), own=np.full(3, float(comm.rank))).write(folder / "one")

@@ -258,7 +258,7 @@ def test_folder_that_was_removed_between_saves_is_made_again(comm: Intracomm, fo
     comm.Barrier()
 
 
-def test_files_may_be_read_by_whom_the_umask_allows(comm: Intracomm, folder: Path) -> None:
+def test_files_have_the_mode_of_the_umask(comm: Intracomm, folder: Path) -> None:
     before = os.umask(0o027)
     try:
         with Strategy(comm=comm) as strategy, strategy.scope():

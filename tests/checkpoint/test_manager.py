@@ -108,7 +108,7 @@ def test_program_goes_on_where_it_was(comm: Intracomm, folder: Path, background:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_last_save_says_what_the_save_has_cost(
+def test_last_save_has_bytes_and_seconds_of_the_save(
     comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, background: bool
 ) -> None:
     with Strategy(comm=comm) as strategy, caplog.at_level(logging.INFO, "mpidist.checkpoint"):
@@ -213,7 +213,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 }
 
 
-def test_damaged_files_are_told_on_all_ranks_and_passed_over_if_asked(
+def test_damaged_files_raise_on_all_ranks_or_are_skipped(
     comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, strategy: Strategy
 ) -> None:
     for damage, (name, spoil, pattern) in DAMAGES.items():
@@ -277,7 +277,7 @@ def test_checksum_error_is_that_of_the_save(comm: Intracomm, folder: Path, monke
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_rank_that_cannot_write_is_told_on_all_ranks(
+def test_save_failed_write_of_one_rank_raises_on_all(
     comm: Intracomm,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -317,7 +317,7 @@ def test_rank_that_cannot_write_is_told_on_all_ranks(
     comm.Barrier()
 
 
-def test_background_holds_what_was(comm: Intracomm, folder: Path, go_on: threading.Event, strategy: Strategy) -> None:
+def test_background_is_a_snapshot(comm: Intracomm, folder: Path, go_on: threading.Event, strategy: Strategy) -> None:
     """`save` returns before the files are there, and what changes afterwards is not in them."""
     checkpoint = made(strategy, comm.rank)
     manager = CheckpointManager(checkpoint, folder, background=True)
@@ -385,7 +385,7 @@ def test_save_takes_memory_for_its_own_part(
     comm.Barrier()
 
 
-def test_background_holds_what_was_where_ranks_write_other_pieces(comm: Intracomm, folder: Path) -> None:
+def test_background_of_changing_pieces_is_a_snapshot(comm: Intracomm, folder: Path) -> None:
     """A rank copies the pieces of the last save while it takes checksums."""
     numbers = np.arange(1 << 20, dtype=np.float32)
     with Strategy(comm=comm) as strategy, strategy.scope():
@@ -441,7 +441,7 @@ def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
             assert (checkpoint.weights.numpy() == number).all()
 
 
-def test_what_another_manager_is_writing_stays(
+def test_background_save_of_another_manager_stays(
     comm: Intracomm, folder: Path, go_on: threading.Event, strategy: Strategy
 ) -> None:
     checkpoint = made(strategy, comm.rank)
@@ -534,7 +534,7 @@ def test_old_checkpoints_of_other_names_and_links_are_fine(comm: Intracomm, fold
     comm.Barrier()
 
 
-def test_what_is_no_checkpoint_or_cannot_be_removed_stays_and_saves_go_on(
+def test_save_succeeds_beside_foreign_and_undeletable_folders(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next job saves, too."""
@@ -584,7 +584,7 @@ def test_save_takes_no_number_that_another_manager_is_writing(tmp_path: Path, go
     assert names_in(tmp_path) == {"ckpt-1", "ckpt-2", ".ckpt.lock"}
 
 
-def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) -> None:
+def test_save_removes_leftovers_of_killed_jobs(comm: Intracomm, folder: Path) -> None:
     """And moves back what was about to be replaced, which is read where it is; what has another name is left alone."""
     aside = f".ckpt-5.{16 * '0'}.old"
     with Strategy(comm=comm) as strategy:
@@ -623,7 +623,7 @@ def test_numbers_too_large_for_a_message_are_passed_over(comm: Intracomm, folder
     assert manager.restore_or_initialize() == str(folder / f"ckpt-{10**18 - 1}")
 
 
-def test_a_wrong_number_on_one_rank_is_told_to_the_others(comm: Intracomm, folder: Path) -> None:
+def test_save_wrong_number_on_one_rank_raises_on_all(comm: Intracomm, folder: Path) -> None:
     with Strategy(comm=comm) as strategy:
         manager = CheckpointManager(made(strategy, comm.rank), folder / "runs")
         for number in ("x", -1, 10**18):

@@ -103,7 +103,7 @@ def test_manifest_that_is_damaged_stands_behind_the_number_before_it(
 
 
 @pytest.mark.no_mpi
-def test_restore_any_flipped_bit_is_data_loss_and_passed_over_if_asked(tmp_path: Path) -> None:
+def test_restore_any_flipped_bit_is_data_loss_or_skipped(tmp_path: Path) -> None:
     with OneDeviceStrategy() as strategy, strategy.scope():
         arrays = {"a": np.arange(3.0), "half": np.ones(2, "f2"), "empty": np.zeros((0, 3)), "on": np.ones(1, "?")}
         manager = CheckpointManager(Checkpoint(**arrays, text="x", z=np.array([1j])), tmp_path)
@@ -122,7 +122,7 @@ def test_restore_any_flipped_bit_is_data_loss_and_passed_over_if_asked(tmp_path:
         assert arrays["a"].tolist() == [2, 2, 2]
 
 
-def test_every_nth_step_is_kept_beside_the_newest(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+def test_keep_every_n_steps_keeps_them_besides_the_newest(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
     manager = CheckpointManager(made(strategy), folder, 2, keep_every_n_steps=3)
     save(manager, 1, 2, 3, 4, 5, 6, 7)
     comm.Barrier()

@@ -42,7 +42,7 @@ def first(steps: int, parts: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("options", BUFFERS, ids=["unbuffered", "read ahead"])
 @pytest.mark.parametrize("made", [shuffled, listed])
 @pytest.mark.parametrize("num_steps", [0, 3, 5])
-def test_rest_of_the_epoch_is_what_was_left(
+def test_position_restored_yields_the_rest_of_the_epoch(
     comm: Intracomm, folder: Path, made: Any, num_steps: int, options: InputOptions
 ) -> None:
     """5 steps of 5 samples are all: then the epoch has nothing left, and the next one begins."""
@@ -125,7 +125,7 @@ def test_pass_that_nothing_goes_on_with_keeps_no_later_pass_from_counting(strate
     assert dataset.epoch == 4
 
 
-def test_pass_that_goes_on_after_a_restore_is_told_of_it_once(
+def test_position_restored_during_a_pass_warns_once(
     comm: Intracomm, caplog: pytest.LogCaptureFixture, strategy: Strategy
 ) -> None:
     """A batch was looked at before the restore, as to make a model: a new pass has the position, and this one not."""
@@ -140,7 +140,7 @@ def test_pass_that_goes_on_after_a_restore_is_told_of_it_once(
         assert caplog.text.count("a position was restored, and") == (goes_on and comm.rank == 0)
 
 
-def test_position_counts_what_the_program_has_had(comm: Intracomm, strategy: Strategy) -> None:
+def test_position_counts_only_samples_of_finished_steps(comm: Intracomm, strategy: Strategy) -> None:
     """Neither what a thread has read ahead, nor a pass that did not begin, nor a step that failed."""
 
     class Failing:
@@ -270,7 +270,7 @@ def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracom
             dataset.load_state_dict(5)  # type: ignore[arg-type]
 
 
-def test_data_sets_tell_their_strategy(comm: Intracomm, folder: Path) -> None:
+def test_dataset_gives_its_strategy_to_the_checkpoint(comm: Intracomm, folder: Path) -> None:
     with Strategy(comm=comm) as strategy, Strategy(comm=comm) as other:
         dataset = strategy.experimental_distribute_dataset(listed(4))
         assert Checkpoint(data=dataset).strategy is strategy

@@ -147,7 +147,7 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
 
 
 @pytest.mark.no_mpi
-def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
+def test_handler_alone_exits_at_the_next_step_and_refuses_bad_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     of_real_time = signal.SIGRTMIN + 1
@@ -197,7 +197,7 @@ def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
 
 
 @pytest.mark.ranks(3)
-def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path, strategy: Strategy) -> None:
+def test_handler_step_adds_no_collective_call(comm: Intracomm, tmp_path: Path, strategy: Strategy) -> None:
     """A notice goes with the calls of the step."""
     with strategy.scope():
         checkpoint = Checkpoint(step=0)

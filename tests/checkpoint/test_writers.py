@@ -80,7 +80,7 @@ def test_writers_all_ranks_write_as_much_and_any_number_restores(
             assert restored.step == 5
 
 
-def test_restore_of_files_that_rank_0_alone_sees_sends_what_is_equal(
+def test_restore_of_files_only_on_rank_0_broadcasts_equal_values(
     comm: Intracomm, placement: object, folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
 ) -> None:
     made(strategy, 5).write(folder / "0" / "one", writers=1)

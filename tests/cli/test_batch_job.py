@@ -47,7 +47,7 @@ def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[st
         ("--nodes 2 --ntasks=8 --gpus=4", "--nodes=2 --ntasks=8 --gpus=4", "train"),
     ],
 )
-def test_which_job_script(capsys: pytest.CaptureFixture[str], arguments: str, options: str, script: str) -> None:
+def test_sbatch_finds_job_script(capsys: pytest.CaptureFixture[str], arguments: str, options: str, script: str) -> None:
     words = would_submit(capsys, *arguments.split(), "train.py", "--nodes", "two words")
     path = SCRIPTS / f"{script}.sbatch"
     assert path.is_file()
@@ -78,7 +78,7 @@ def test_how_srun_starts_the_library(
     assert words[: words.index("sbatch")] == chosen
 
 
-def test_it_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbatch_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tools, "sbatch", 'echo "$MPI_TYPE $*"; exit 7')
     monkeypatch.setenv("MPI_TYPE", "special")
     assert run_command(["sbatch", "train.py", "-x"]) == 7
@@ -101,7 +101,7 @@ def test_it_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
         ("train.py", "there is no sbatch on PATH"),
     ],
 )
-def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
+def test_sbatch_refuses_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
     assert run_command(["sbatch", *arguments.split()]) == 2
     assert text in capsys.readouterr().err
 
@@ -127,7 +127,7 @@ def test_slurm_that_cannot_start_the_library(tools: Path, capsys: pytest.Capture
     assert "needs `srun --mpi=pmi2`, which `srun --mpi=list` does not list" in capsys.readouterr().err
 
 
-def test_it_writes_all_job_scripts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sbatch_writes_all_job_scripts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for status in (0, 2):
         assert run_command(["sbatch", "--write-scripts", str(tmp_path / "jobs")]) == status
     assert {path.name for path in (tmp_path / "jobs").iterdir()} == {path.name for path in SCRIPTS.iterdir()}

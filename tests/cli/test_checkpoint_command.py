@@ -78,7 +78,7 @@ def test_checkpoint_diff_names_leaves_elements_and_the_greatest_difference(
     )
 
 
-def test_checkpoint_diff_other_forms_and_names_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_diff_lists_unlike_shapes_and_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MirroredStrategy() as strategy, strategy.scope():
         Checkpoint(weights=np.zeros(6), ids=np.arange(4), more=np.nan, step=20).write(folder / "other")
     assert printed(capsys, "diff", folder / "other", folder / "other")[0] == 0
@@ -109,7 +109,7 @@ def test_checkpoint_diff_of_wide_numbers_is_exact(
     assert f"  state: 1 of 2 elements differ, {text}" in lines[-1]
 
 
-def test_checkpoint_command_whose_reader_has_left_ends_as_by_sigpipe(folder: Path) -> None:
+def test_checkpoint_command_closed_pipe_exits_as_by_sigpipe(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "mpidist", "checkpoint", str(folder)]

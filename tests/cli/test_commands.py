@@ -32,7 +32,7 @@ def command(ranks: int, *arguments: str, **variables: str) -> Ended:
         (1, {"MPI4PY_LIBMPI": "/none.so"}, "MPI:   mpidist needs mpi4py with an MPI library"),
     ],
 )
-def test_what_is_wrong_is_said_once(ranks: int, variables: dict[str, str], text: str) -> None:
+def test_command_errors_are_printed_once(ranks: int, variables: dict[str, str], text: str) -> None:
     done = command(ranks, "doctor", **variables)
     printed = done.out + done.err
     assert done.status == 1, printed
@@ -42,7 +42,7 @@ def test_what_is_wrong_is_said_once(ranks: int, variables: dict[str, str], text:
 
 @pytest.mark.core
 @pytest.mark.no_mpi
-def test_the_first_rank_says_what_is_wrong_also_if_it_comes_late(tmp_path: Path) -> None:
+def test_command_usage_error_is_printed_by_late_first_rank(tmp_path: Path) -> None:
     """Open MPI's launcher ends it when another rank has failed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
@@ -54,7 +54,7 @@ def test_the_first_rank_says_what_is_wrong_also_if_it_comes_late(tmp_path: Path)
 
 @pytest.mark.core
 @pytest.mark.no_mpi
-def test_a_finding_that_fails_ends_all_ranks_with_1_and_colours_are_for_terminals(tmp_path: Path) -> None:
+def test_doctor_failed_finding_exits_with_1_without_colours(tmp_path: Path) -> None:
     node = tmp_path / "node.json"
     node.write_text('{"nodes": [{"facts": {"mpidist": "another"}}]}')
     done = command(2, "doctor", "--expect", str(node))
@@ -66,7 +66,7 @@ def test_a_finding_that_fails_ends_all_ranks_with_1_and_colours_are_for_terminal
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize(("name", "is_first"), [("doctor", True), ("tune", False), ("flight", True), ("trace", False)])
-def test_the_usage_is_that_of_the_command(name: str, is_first: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_error_prints_its_usage(name: str, is_first: bool, capsys: pytest.CaptureFixture[str]) -> None:
     words = [name, *(["merge", "x"] if name == "trace" else [])]
     with pytest.raises(SystemExit) as end:
         run_command(["--bogus", *words] if is_first else [*words, "--bogus"])

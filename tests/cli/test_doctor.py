@@ -62,7 +62,7 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.no_mpi
-def test_without_mpi_it_says_what_brings_it(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_without_mpi_prints_remedy(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> Any:
         raise UnavailableError("mpidist needs mpi4py; `pip install mpi4py mpich`")
 
@@ -74,7 +74,7 @@ def test_without_mpi_it_says_what_brings_it(capfd: pytest.CaptureFixture[str], m
 
 
 @pytest.mark.ranks(2)
-def test_it_says_what_is_missing_and_what_to_do(
+def test_doctor_without_cupy_prints_remedy(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     its = cuda.Cuda()
@@ -86,7 +86,7 @@ def test_it_says_what_is_missing_and_what_to_do(
 
 
 @pytest.mark.ranks(1, 3)
-def test_it_shows_gpus_and_nccl(emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_gpus_and_nccl(emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
     text = said(capfd, comm)
     assert row(text, "CuPy") == cuda.current().support.cupy_version
     assert row(text, "GPUs") == f"{os.environ['TEST_GPUS']} (a GPU emulated on the host), driver for CUDA 13.0"
@@ -96,7 +96,7 @@ def test_it_shows_gpus_and_nccl(emulated: Emulated, comm: Intracomm, capfd: pyte
 
 
 @pytest.mark.ranks(3)
-def test_it_tells_ranks_apart_and_nodes(
+def test_doctor_separates_unlike_ranks_and_groups_like_nodes(
     emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulated.wish("NCCL's version", 22809 if comm.rank else 23004)
@@ -115,7 +115,7 @@ def test_it_tells_ranks_apart_and_nodes(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("works", [True, False])
-def test_it_proves_whether_mpi_takes_device_memory_where_mpi_says_so(
+def test_doctor_proves_device_memory_support_claimed_by_mpi(
     emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     tries: list[int] = []
@@ -137,7 +137,7 @@ def test_it_proves_whether_mpi_takes_device_memory_where_mpi_says_so(
 
 
 @pytest.mark.no_mpi
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_doctor_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m mpidist doctor | true"  # which is over before there is something to read
     done = ran(
         ["bash", "-c", f"set -o pipefail; {command}; exit ${{PIPESTATUS[0]}}"],
@@ -148,7 +148,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_it_shows_tasks_of_a_cluster(
+def test_doctor_shows_tasks_of_a_cluster(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_ps = comm.rank == comm.size - 1
@@ -161,7 +161,7 @@ def test_it_shows_tasks_of_a_cluster(
 
 
 @pytest.mark.ranks(3)
-def test_it_shows_what_is_odd_about_variables(
+def test_doctor_warns_of_odd_variables(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not row(said(capfd, comm), "cluster")
@@ -177,7 +177,7 @@ def test_it_shows_what_is_odd_about_variables(
 
 
 @pytest.mark.ranks(1, 3)
-def test_it_makes_a_sum_of_all_ranks(
+def test_doctor_checks_a_sum_of_all_ranks(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = said(capfd, comm)
@@ -196,7 +196,7 @@ def test_it_makes_a_sum_of_all_ranks(
 
 
 @pytest.mark.ranks(3)
-def test_it_warns_of_more_ranks_and_threads_than_cores(
+def test_doctor_warns_of_more_ranks_and_threads_than_cores(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
@@ -214,7 +214,7 @@ def test_it_warns_of_more_ranks_and_threads_than_cores(
 
 
 @pytest.mark.ranks(3)
-def test_json_is_what_later_runs_are_held_against(
+def test_doctor_json_is_compared_by_later_runs(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = comm.bcast(str(tmp_path / "node.json"))
@@ -236,7 +236,7 @@ def test_json_is_what_later_runs_are_held_against(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("content", [None, "[]", '{"nodes": [{"facts": 3}]}'])
-def test_a_file_of_something_else_is_refused(
+def test_doctor_expect_refuses_other_files(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], tmp_path: Path, content: str | None
 ) -> None:
     path = tmp_path / "node.json"
@@ -249,7 +249,7 @@ def test_a_file_of_something_else_is_refused(
 
 
 @pytest.mark.no_mpi
-def test_the_command_tells_its_version(capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_its_version(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         run_command(["--version"])
     assert end.value.code == 0

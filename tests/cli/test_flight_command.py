@@ -102,7 +102,7 @@ def test_rank_behind_is_found_by_any_option(tmp_path: Path, capsys: pytest.Captu
     assert strategy["verdict"][0].startswith("rank 5 is behind")
 
 
-def test_flight_says_where_ranks_were_in_their_programs(tmp_path: Path, flight: Flight) -> None:
+def test_flight_prints_stacks_of_ranks(tmp_path: Path, flight: Flight) -> None:
     for rank in range(4):
         frames = [["data.py", 12, "read"]] * (rank == 1) + [["train.py", 41, "step"], ["train.py", 90, "<module>"]]
         stack = [[], "it is gone"] if rank == 2 else [frames, ""]
@@ -301,7 +301,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_flight_tells_who_diverged(name: str, tmp_path: Path, flight: Flight) -> None:
+def test_flight_names_diverged_ranks(name: str, tmp_path: Path, flight: Flight) -> None:
     case = CASES[name]
     for rank, calls in enumerate(case.calls):
         if calls is not None:
@@ -314,7 +314,7 @@ def test_flight_tells_who_diverged(name: str, tmp_path: Path, flight: Flight) ->
         assert unwanted not in text
 
 
-def test_strategies_are_told_apart(tmp_path: Path, flight: Flight) -> None:
+def test_flight_reports_each_strategy_separately(tmp_path: Path, flight: Flight) -> None:
     for rank in range(4):
         whole = group(rank, 4, [row(3, "reduce", "done", 5)], token="whole")
         calls = [row(70, "gather", "done", 9)] + [row(71, "reduce", "waiting", 8)] * (rank == 2)
@@ -372,7 +372,7 @@ def test_last_calls_name_the_straggler(tmp_path: Path, flight: Flight) -> None:
     assert "within 3 min 20 s" in text
 
 
-def test_writer_for_another_rank_is_told(tmp_path: Path, flight: Flight) -> None:
+def test_flight_names_writer_for_another_rank(tmp_path: Path, flight: Flight) -> None:
     write(tmp_path, 0, group(0, 1, []), written_by=3)
     assert "by rank 3, because it could not itself: SIGUSR1" in flight("--rank", "0")
 
@@ -422,7 +422,7 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert run_command(["flight"]) == 0
 
 
-def test_folder_without_files_is_said(tmp_path: Path, flight: Flight) -> None:
+def test_flight_folder_without_files_exits_with_2(tmp_path: Path, flight: Flight) -> None:
     (tmp_path / "rank-0.1234").write_text("{")
     text = flight(status=2)
     assert f"{tmp_path} has no files rank-N.json" in text
@@ -448,7 +448,7 @@ BAD_TIME = group(0, 1, [[1, "reduce", "", "done", 1.0, "soon", 1.0]])
         (b"\xff", ""),
     ],
 )
-def test_file_that_cannot_be_understood_is_said(
+def test_flight_unreadable_file_exits_with_2(
     content: dict[str, Any] | bytes, complaint: str, tmp_path: Path, flight: Flight
 ) -> None:
     if isinstance(content, bytes):
@@ -460,7 +460,7 @@ def test_file_that_cannot_be_understood_is_said(
     assert f"{path} cannot be understood: {complaint}" in text
 
 
-def test_files_that_contradict_each_other_are_said(tmp_path: Path, flight: Flight) -> None:
+def test_flight_contradictory_files_are_named(tmp_path: Path, flight: Flight) -> None:
     write(tmp_path, 0, group(0, 2, []))
     path = write(tmp_path, 1, group(0, 2, []))
     assert f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too" in flight()

@@ -122,7 +122,7 @@ def test_leftovers_are_no_folders_of_something_else(place: Path, ended: int) -> 
     assert found() == set()
 
 
-def test_doctor_warns_of_leftovers_and_removes_them_when_told(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_warns_of_leftovers_and_clean_removes_them(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     left = make(place / NAMES[0])
     assert run_command(["doctor"]) == 0
     told = f"ended jobs have left 1 file, 4 KiB ({left}); `mpidist doctor --clean` removes them"

@@ -126,7 +126,7 @@ def test_run_in_an_instance_of_flux_uses_flux_run(
         (["-n", "2", "train.py"], {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "3"}, "`srun --het-group=0-2 ...`, or by "),
     ],
 )  # fmt: skip
-def test_run_refuses_and_says_what_to_do(
+def test_run_refuses_wrong_arguments_with_advice(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],

@@ -34,7 +34,7 @@ def tune(capfd: pytest.CaptureFixture[str], *arguments: str, status: int = 0) ->
 
 
 @pytest.mark.no_mpi
-def test_command_measures_and_shows_what_it_measured(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tune_stores_and_shows_its_measurements(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "mpidist's own numbers, not measured here: there is no " in tune(capfd, "--show")
     done = tune(capfd, "--seconds", "0.1")
     (file,) = folder.iterdir()
@@ -56,7 +56,7 @@ def test_show_answers_for_other_placements(folder: Path, capfd: pytest.CaptureFi
 
 
 @pytest.mark.no_mpi
-def test_numbers_that_cannot_be_kept_are_told(
+def test_tune_reports_numbers_it_cannot_store(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "file").write_text("")
@@ -81,7 +81,7 @@ def test_numbers_that_cannot_be_kept_are_told(
     ],
 )
 @pytest.mark.no_mpi
-def test_wrong_arguments_are_said(arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tune_refuses_wrong_arguments(arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         run_command(arguments)
     assert end.value.code == 2
@@ -197,7 +197,7 @@ def test_folder_is_the_chosen_one_or_a_cache(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("placement", [(1,), (2,), (4, 2, 1), (128,) * 1024])
-def test_explanation_is_short_and_names_what_is_taken(placement: tuple[int, ...]) -> None:
+def test_tune_explanation_is_short_and_names_chosen_algorithm(placement: tuple[int, ...]) -> None:
     model = CostModel()
     lines = explain(model, placement).splitlines()
     assert len(lines) <= 20

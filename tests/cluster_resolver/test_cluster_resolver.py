@@ -21,7 +21,7 @@ pytestmark = pytest.mark.no_mpi
 # ClusterSpec
 
 
-def test_spec_gives_back_what_it_was_made_of() -> None:
+def test_spec_returns_its_jobs_tasks_and_addresses() -> None:
     spec = ClusterSpec({"ps": ["ps0:1"], "worker": ("w0:1", "w1:1")})
     assert spec.as_dict() == {"ps": ["ps0:1"], "worker": ["w0:1", "w1:1"]}
     assert spec.jobs == ["ps", "worker"]
@@ -50,7 +50,7 @@ def test_spec_equals_its_copy_and_its_dict_and_cannot_be_changed_through_them() 
     assert not ClusterSpec({})
 
 
-def test_spec_of_some_tasks_knows_those() -> None:
+def test_spec_of_some_tasks_is_sparse() -> None:
     """As TensorFlow's: without gaps it is a list."""
     spec = ClusterSpec({"worker": {3: "w3:1", 1: "w1:1"}, "ps": {1: "p1:1", "0": "p0:1"}, "chief": {}})
     assert spec.as_dict() == {"worker": {1: "w1:1", 3: "w3:1"}, "ps": ["p0:1", "p1:1"], "chief": []}
@@ -106,7 +106,7 @@ def test_bad_task_is_refused() -> None:
 # SimpleClusterResolver
 
 
-def test_simple_resolver_gives_what_it_got() -> None:
+def test_simple_resolver_returns_its_arguments() -> None:
     resolver = SimpleClusterResolver(NO_CHIEF, "m:1", "worker", 1, "cloud", {"TPU": 2, "GPU": 2}, "grpc")
     assert resolver.cluster_spec() == NO_CHIEF
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "grpc")
@@ -121,7 +121,7 @@ def test_simple_resolver_gives_what_it_got() -> None:
     assert resolver.master("worker", 1) == "test://w1:1"
 
 
-def test_simple_resolver_knows_nothing_by_itself() -> None:
+def test_simple_resolver_without_arguments_is_empty() -> None:
     resolver = SimpleClusterResolver(ClusterSpec({}))
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
     assert (resolver.master(), resolver.environment, resolver.num_accelerators()) == ("", "", {})
@@ -178,7 +178,7 @@ def test_tf_config_master_is_the_session_master_and_not_needed_for_one_task_or_n
         assert TFConfigClusterResolver(environ=environ).master() == ""
 
 
-def test_tf_config_without_cluster_says_nothing() -> None:
+def test_tf_config_without_cluster_is_empty() -> None:
     resolver = TFConfigClusterResolver(environ=tf_config(task={"type": "worker", "index": 3}))
     assert not resolver.cluster_spec()
     assert (resolver.num_tasks, resolver.rank) == (None, None)
@@ -206,7 +206,7 @@ def test_malformed_tf_config_is_refused_with_its_text() -> None:
 # The interface
 
 
-def test_check_names_who_what_and_what_to_do() -> None:
+def test_check_names_resolver_numbers_and_remedy() -> None:
     resolver = SimpleClusterResolver(ClusterSpec({"worker": ["w"] * 8}), task_type="worker", task_id=2)
     resolver.check(8, 2)
     with pytest.raises(TopologyError, match=r"^SimpleClusterResolver says 8 tasks .* but MPI has 4 rank") as error:

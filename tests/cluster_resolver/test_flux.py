@@ -27,7 +27,7 @@ def test_flux_resolver_in_a_job_gives_a_worker_for_each_task(tmp_path: Path) -> 
         own.check(size=8, rank=4)
 
 
-def test_flux_resolver_without_a_job_says_so(tmp_path: Path) -> None:
+def test_flux_resolver_without_a_job_raises(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="in no job of Flux"):
         resolver(tmp_path, "").cluster_spec()
     with pytest.raises(TopologyError, match="taskmap --to=hosts f2B` failed: job not found"):

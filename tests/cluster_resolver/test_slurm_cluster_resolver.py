@@ -35,7 +35,7 @@ FIVE_TASKS = {
 FIVE_ADDRESSES = ["t02n13:8888", "t02n13:8889", "t02n41:8888", "t02n43:8888", "t02n43:8889"]
 
 
-def test_slurm_step_is_read_from_the_environment_when_asked() -> None:
+def test_slurm_resolver_reads_the_environment_at_its_first_call() -> None:
     environ: dict[str, str] = {}
     resolver = SlurmClusterResolver(environ=environ)
     environ.update(THREE_NODES, CUDA_VISIBLE_DEVICES="0")
@@ -117,7 +117,7 @@ GPUS = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_recorded_task_finds_addresses_rank_and_gpus(shape: str) -> None:
+def test_slurm_recorded_tasks_find_addresses_rank_and_gpus(shape: str) -> None:
     """On environments of a real Slurm; with --gpus-per-task each task sees one device."""
     tasks, gpus = tasks_of(shape), GPUS.get(shape)
     for rank, environ in enumerate(tasks):
@@ -142,7 +142,7 @@ def test_every_recorded_task_finds_addresses_rank_and_gpus(shape: str) -> None:
         assert environ == after
 
 
-def test_every_recorded_task_sees_a_wrong_world() -> None:
+def test_slurm_recorded_tasks_refuse_a_wrong_world() -> None:
     """The commonest broken job trains N models in silence."""
     for tasks in map(tasks_of, set(SHAPES) - {"1node-1task"}):
         for rank, environ in enumerate(tasks):
@@ -243,7 +243,7 @@ def silent(shape: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_recorded_task_of_a_silent_slurm_agrees_with_mpi(shape: str) -> None:
+def test_slurm_recorded_tasks_without_layout_agree_with_mpi(shape: str) -> None:
     """As far as Slurm's default was the layout; where it was not, the tasks that cannot know it are told by MPI."""
     tasks = silent(shape)
     hostnames = [f"{task['SLURMD_NODENAME']}.cluster" for task in tasks]
@@ -259,7 +259,7 @@ def test_every_recorded_task_of_a_silent_slurm_agrees_with_mpi(shape: str) -> No
             resolver.check(len(tasks) + 1, rank, [*hostnames, "n1"])
 
 
-def test_what_slurm_has_said_is_not_compared_by_hosts() -> None:
+def test_slurm_given_layout_is_not_compared_by_hosts() -> None:
     """Containers have host names of their own."""
     environ = tasks_of("2nodes-4tasks-pmi2")[0]
     resolver = SlurmClusterResolver(environ=environ)

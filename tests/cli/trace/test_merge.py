@@ -78,7 +78,7 @@ EARLY: Rows = [call(0, 10, 21, 30), call(1, 40, 61, 70), call(2, 80, 81, 90, 2)]
 LATE: Rows = [call(0, 20, 21, 30), call(1, 60, 61, 70), call(2, 80.5, 81, 90, 2)]
 
 
-def test_who_came_last_is_named_with_the_waits_for_it(tmp_path: Path, merge: Merge) -> None:
+def test_merge_names_last_rank_and_waits_for_it(tmp_path: Path, merge: Merge) -> None:
     write(tmp_path, 0, EARLY, waits=[BEGIN + 22 * MS, BEGIN + 25 * MS])
     write(tmp_path, 1, LATE)
     text = merge()
@@ -108,7 +108,7 @@ def test_clocks_of_hosts_are_aligned(tmp_path: Path, merge: Merge, drift: int) -
         assert abs(begun - needed) < 0.02
 
 
-def test_clocks_that_were_compared_once_are_told(tmp_path: Path, merge: Merge) -> None:
+def test_merge_clocks_compared_once_are_noted(tmp_path: Path, merge: Merge) -> None:
     first = [["clock", BEGIN, 0, 0], ["other", BEGIN, 0, 4000]]
     for rank, clock in enumerate(("clock", "other")):
         write(tmp_path, rank, EARLY, clocks=(first, []), end=False, clock=clock)
@@ -199,7 +199,7 @@ def test_two_hundred_calls_at_once_stay_within_their_strategy(tmp_path: Path, me
     assert [names.count(f"strategy {group}, rank 0") for group in ("a1b2", "c3d4")] == [200, 1]
 
 
-def test_only_waits_are_known_of_a_call_that_was_started(tmp_path: Path, merge: Merge) -> None:
+def test_merge_started_call_has_slices_of_its_waits_alone(tmp_path: Path, merge: Merge) -> None:
     waits = [BEGIN + at * MS for at in (12, 14, 25, 28)]
     write(tmp_path, 0, [call(0, 10, 21, 40, 3)], size=1, waits=waits)
     merge()
