@@ -69,7 +69,7 @@ def interrupt(*_: Any, **__: Any) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("call", [reduce, start], ids=["all_reduce", "start_all_reduce"])
 @pytest.mark.parametrize("fail", [memory_ends, interrupted])
-def test_the_others_raise_at_once_and_nobody_goes_on(
+def test_all_reduce_broken_off_on_one_rank_raises_on_all_until_reset(
     comm: Intracomm, fail: Callable[[pytest.MonkeyPatch], None], call: Callable[[Strategy, Any], Any]
 ) -> None:
     """The rank has its own error, the others are told of it, and all have to reset."""
@@ -98,7 +98,7 @@ def test_the_others_raise_at_once_and_nobody_goes_on(
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("milliseconds", [1, 2, 3, 5, 8])
-def test_a_signal_handler_that_raises_anywhere(comm: Intracomm, milliseconds: float, strategy: Strategy) -> None:
+def test_reduce_broken_off_by_a_signal_handler_raises(comm: Intracomm, milliseconds: float, strategy: Strategy) -> None:
     """On one rank, while all go on with calls: right numbers or an error, on every rank."""
     value = np.full(300_000, comm.rank + 1.0)
     total = comm.size * (comm.size + 1) / 2
@@ -159,7 +159,7 @@ NEW_RESULTS: dict[str, tuple[Callable[[Strategy, Any], Any], bool]] = {
 }
 
 
-def test_the_results_of_all_ranks_of_a_node_have_to_fit_into_the_node(
+def test_results_larger_than_memory_of_the_node_are_refused(
     comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the call is refused on all ranks before data moves, and the next call goes well."""

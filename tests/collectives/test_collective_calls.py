@@ -30,7 +30,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize("check", ["1", "0"])
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
-def test_no_rank_leaves_a_barrier_before_all_have_come(
+def test_barrier_returns_after_all_ranks_have_come(
     comm: Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str
 ) -> None:
     """Also where ranks do not compare their calls, which is what makes them meet in others."""
@@ -201,7 +201,7 @@ def _fail(where: int) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_other_objects_are_pickled_if_the_program_says_so(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_gather_and_broadcast_object_pickle_only_with_the_option(comm: Intracomm, strategy: MultiWorker) -> None:
     assert strategy.gather_object(Point(comm.rank), pickle=True) == [Point(rank) for rank in range(comm.size)]
     assert strategy.broadcast_object(Point(comm.rank), comm.size - 1, pickle=True) == Point(comm.size - 1)
     for send in (strategy.broadcast_object, strategy.gather_object):
@@ -255,7 +255,7 @@ ADVICE = {
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
-def test_call_of_the_chief_alone_is_named_with_what_to_do(comm: Intracomm, tmp_path: Path) -> None:
+def test_call_of_the_chief_alone_raises_with_advice(comm: Intracomm, tmp_path: Path) -> None:
     others = "rank 1" if comm.size == 2 else f"ranks 1-{comm.size - 1}"
     folder = Path(comm.bcast(str(tmp_path)))
     with MultiWorker(comm=comm) as strategy:
@@ -272,7 +272,7 @@ def test_call_of_the_chief_alone_is_named_with_what_to_do(comm: Intracomm, tmp_p
 
 
 @pytest.mark.ranks(2)
-def test_save_of_the_chief_alone_at_the_end_says_what_to_do(comm: Intracomm, tmp_path: Path) -> None:
+def test_save_of_the_chief_alone_at_the_end_raises_with_advice(comm: Intracomm, tmp_path: Path) -> None:
     strategy = MultiWorker(comm=comm)
     with strategy.scope():
         manager = CheckpointManager(Checkpoint(w=np.zeros(3)), tmp_path)
@@ -283,7 +283,7 @@ def test_save_of_the_chief_alone_at_the_end_says_what_to_do(comm: Intracomm, tmp
 
 
 @pytest.mark.ranks(2)
-def test_call_of_the_strategy_in_run_says_what_is_meant_there(comm: Intracomm) -> None:
+def test_call_of_the_strategy_in_run_names_the_call_of_replicas(comm: Intracomm) -> None:
     hints = {
         "reduce": r"call mpidist.get_replica_context\(\).all_reduce there",
         "gather": r"call mpidist.get_replica_context\(\).all_gather there",

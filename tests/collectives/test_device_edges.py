@@ -50,7 +50,7 @@ class Tensor:
 
 
 @pytest.mark.ranks(3)
-def test_a_library_with_its_own_stream_is_waited_for(group: SyncGroup, comm: Intracomm) -> None:
+def test_all_reduce_waits_for_streams_of_other_libraries(group: SyncGroup, comm: Intracomm) -> None:
     """As PyTorch's arrays in `with torch.cuda.stream(...)`, of which the interface of CUDA arrays tells nothing."""
     ops = BoundOps(NcclAllReduce(), group)
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup,
 
 
 @pytest.mark.ranks(3)
-def test_what_was_waited_for_can_be_used_in_any_stream(group: SyncGroup, comm: Intracomm) -> None:
+def test_start_all_reduce_results_are_usable_in_any_stream(group: SyncGroup, comm: Intracomm) -> None:
     ops = BoundOps(HierarchicalCopyAllReduce(), group)
     for _ in range(2):
         handle = ops.start_all_reduce("MEAN", [up(np.ones(count)) for count in (5, 700)])
@@ -160,7 +160,7 @@ def test_results_go_to_no_other_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Int
 
 
 @pytest.mark.ranks(3)
-def test_what_another_gpu_still_writes_is_waited_for(gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm) -> None:
+def test_calls_wait_for_writes_of_another_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm) -> None:
     """As of arrays that are made before the strategy; and their memory is used again before it has been read."""
     ops, other = BoundOps(NcclAllReduce(), group), comm.size
     require_gpus(other + 1)
@@ -211,7 +211,7 @@ def test_another_current_device_is_refused(gpus: cuda.Cuda, comm: Intracomm, mon
 
 
 @pytest.mark.ranks(1, 3)
-def test_no_call_goes_into_a_graph(gpus: cuda.Cuda, comm: Intracomm) -> None:
+def test_calls_in_a_graph_capture_are_refused(gpus: cuda.Cuda, comm: Intracomm) -> None:
     value = up(np.ones(5))
     for name, call in CALLS.items():
         with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -239,7 +239,7 @@ CALLS_WITH_KERNELS: dict[str, tuple[str, Any, CommunicationOptions, set[str]]] =
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", CALLS_WITH_KERNELS)
-def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
+def test_deadline_excludes_compilation_of_kernels(
     compiler: Compiler, group: SyncGroup, comm: Intracomm, kind: str
 ) -> None:
     """It is seconds, on the ranks of a node that has never done it: of the kernels that a call may need.

@@ -73,7 +73,7 @@ def issuing_last(comm: Intracomm) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("misses", MISSES)
-def test_a_rank_that_is_late_ends_the_communicators_of_all_groups(
+def test_late_rank_ends_the_communicators_of_all_groups(
     emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, misses: str
 ) -> None:
     """One that agreed on the call makes GPUs wait: the others give up, and later so does it.
@@ -108,7 +108,7 @@ def test_a_rank_that_is_late_ends_the_communicators_of_all_groups(
         assert emulated.ended() == [("abort", 2)]
 
 
-def test_each_call_has_its_own_deadline(emulated: Emulated, comm: Intracomm, start: Any) -> None:
+def test_deadline_of_a_started_call_is_its_own(emulated: Emulated, comm: Intracomm, start: Any) -> None:
     """That of a call which is waited for, not of one that was started after it."""
     emulated.hold(comm.rank == 0)
     if comm.rank:  # so that rank 0 comes to the second call while it waits for the first one
@@ -151,7 +151,7 @@ def test_kernel_past_the_deadline_ends(emulated: Emulated, group: SyncGroup, com
 
 @pytest.mark.parametrize("count", [40, 20_000], ids=["by a leader", "in shards"])
 @pytest.mark.parametrize("ends", ["a deadline", "an error of NCCL"])
-def test_the_host_never_waits_for_a_gpu_without_looking(
+def test_host_waits_for_a_gpu_with_deadline_and_error_checks(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, count: int, ends: str
 ) -> None:
     """NCCL within nodes is held back, before the host can carry its results between them."""
@@ -168,7 +168,7 @@ def test_the_host_never_waits_for_a_gpu_without_looking(
 
 
 @pytest.mark.parametrize("what", ["an error, while it waits", "an error, while it asks", "an interrupt"])
-def test_what_befalls_a_rank_ends_all_launched_work(emulated: Emulated, comm: Intracomm, start: Any, what: str) -> None:
+def test_error_of_a_rank_ends_all_launched_work(emulated: Emulated, comm: Intracomm, start: Any, what: str) -> None:
     emulated.hold()
     handles = [start() for _ in range(2)]
     assert emulated.comes_to(UNDER_WAY, 2, handles[0].is_done)
@@ -192,7 +192,7 @@ def test_what_befalls_a_rank_ends_all_launched_work(emulated: Emulated, comm: In
         handles[1].wait()
 
 
-def test_reset_gives_up_what_is_launched(emulated: Emulated, connected: SyncGroup, comm: Intracomm, start: Any) -> None:
+def test_reset_gives_up_launched_calls(emulated: Emulated, connected: SyncGroup, comm: Intracomm, start: Any) -> None:
     emulated.hold()
     handle = start()
     comm.Barrier()

@@ -206,7 +206,7 @@ def test_outs_may_overlap_the_arguments_of_others(gpus: Any, comm: Intracomm, me
 
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize("into", ["new arrays", "the values", "other arrays"])
-def test_no_function_is_called_for_each_array(gpus: Any, comm: Intracomm, into: str) -> None:
+def test_all_reduce_function_calls_do_not_grow_with_arrays(gpus: Any, comm: Intracomm, into: str) -> None:
     """From the second call on: 10,000 arrays would take 10,000 times as long as one."""
     called = []
     with Strategy(comm=comm) as strategy:
@@ -224,7 +224,7 @@ def test_no_function_is_called_for_each_array(gpus: Any, comm: Intracomm, into: 
 
 @pytest.mark.ranks(max=2)
 @pytest.mark.parametrize("what", ["new results", "new values", "out= given", "in place", "several packs", "started"])
-def test_nothing_grows(gpus: Any, comm: Intracomm, what: str, strategy: Strategy) -> None:
+def test_all_reduce_repeated_grows_no_resource(gpus: Any, comm: Intracomm, what: str, strategy: Strategy) -> None:
     arrays, others = ([up(np.ones(size, np.float32)) for size in (3, 1000, 17)] for _ in range(2))
     out = {"out= given": others, "in place": arrays, "several packs": arrays}.get(what)
     options = Options(bytes_per_pack=100) if what == "several packs" else None
@@ -246,7 +246,7 @@ def test_nothing_grows(gpus: Any, comm: Intracomm, what: str, strategy: Strategy
 
 
 @pytest.mark.ranks(max=1)
-def test_what_grows_is_seen(gpus: Any, tmp_path: Path) -> None:
+def test_growth_of_files_and_device_memory_is_measured(gpus: Any, tmp_path: Path) -> None:
     kept: list[Any] = []
     assert grown_by(lambda: kept.append((tmp_path / "file").open("w")), 50) == {"open files": 50}
     assert grown_by(lambda: kept.append(gpus.cupy.empty(3)), 50) == {"device memory in use": 50 * 512}

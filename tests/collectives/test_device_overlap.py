@@ -127,7 +127,7 @@ def test_packs_of_gpu_arrays_are_padded(emulated: Emulated, connected: SyncGroup
 
 
 @pytest.mark.ranks(3)
-def test_a_stream_made_current_by_use_stays_current(gpus: cuda.Cuda, connected: SyncGroup, comm: Intracomm) -> None:
+def test_stream_made_current_by_use_stays_current(gpus: cuda.Cuda, connected: SyncGroup, comm: Intracomm) -> None:
     """CuPy's `with stream` would put the one before it back."""
     mine_own, before = gpus.cupy.cuda.Stream(non_blocking=True), gpus.cupy.cuda.get_current_stream()
     mine_own.use()
@@ -295,7 +295,7 @@ def are_sums(results: Any, comm: Intracomm) -> bool:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
-def test_a_barrier_of_the_users_own_may_come_before_wait(gpus: cuda.Cuda, comm: Intracomm, implementation: str) -> None:
+def test_start_all_reduce_completes_beside_a_barrier(gpus: cuda.Cuda, comm: Intracomm, implementation: str) -> None:
     """Also while a rank waits for its whole GPU, which waits for what the ranks in the barrier have yet to launch."""
     options, values = CommunicationOptions(implementation=implementation), [mine(comm.rank, 300_000)]
     for made in opened(comm):

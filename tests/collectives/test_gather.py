@@ -94,7 +94,7 @@ def test_nest_is_gathered_leaf_by_leaf(gather: Gather) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_what_cannot_be_gathered_is_refused_on_all_ranks(gather: Gather) -> None:
+def test_gather_of_scalars_and_wrong_axes_raises_on_all_ranks(gather: Gather) -> None:
     for value in (1.0, 3, np.float32(1), np.ones(()), [np.ones(2), 1.0]):
         with raises_everywhere(WORLD, InvalidArgumentError, "gather: a scalar has no axis 0"):
             gather(value, 0)

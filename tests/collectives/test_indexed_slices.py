@@ -124,7 +124,7 @@ def test_indexed_slices_that_differ_raise_on_every_rank(comm: Intracomm, strateg
     strategy.barrier()
 
 
-def test_indexed_slices_refuse_what_has_no_meaning(comm: Intracomm, strategy: Strategy) -> None:
+def test_indexed_slices_refuse_undefined_calls(comm: Intracomm, strategy: Strategy) -> None:
     def start() -> Any:
         return mpidist.get_replica_context().start_all_reduce("sum", slices(1)).wait()  # type: ignore[union-attr]
 

@@ -101,7 +101,7 @@ def test_arrays_of_other_libraries_take_the_result(strategy: Strategy, shape: tu
 
 
 @pytest.mark.ranks(3)
-def test_an_array_of_a_subclass_takes_the_result(strategy: Strategy) -> None:
+def test_out_of_a_subclass_takes_the_result(strategy: Strategy) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PendingDeprecationWarning)
         out = np.asmatrix(np.zeros((2, 2)))
@@ -145,7 +145,7 @@ WRONG_OUTS: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.ranks(1, 3)
-def test_an_out_that_cannot_take_the_result_is_refused(strategy: Strategy, comm: Intracomm) -> None:
+def test_out_of_wrong_shape_dtype_or_kind_is_refused(strategy: Strategy, comm: Intracomm) -> None:
     for value, out, text in WRONG_OUTS:
         with raises_everywhere(comm, InvalidArgumentError, text):
             all_reduce(strategy, "SUM", value, out=out)
@@ -175,7 +175,7 @@ def test_outs_of_ranks_may_differ_in_place_and_not_in_kind(strategy: Strategy, c
         all_reduce(strategy, "SUM", np.ones(3), out=np.zeros(3) if comm.rank == comm.size - 1 else of_node)
 
 
-def test_an_array_of_the_node_takes_the_result_once(placed: Strategy, comm: Intracomm) -> None:
+def test_out_per_node_takes_the_result_once(placed: Strategy, comm: Intracomm) -> None:
     """All ranks of a node read it; whole, and in part."""
     size, context = comm.size, mpidist.get_replica_context
     for shape in ((4, 6), LARGE):
@@ -203,7 +203,7 @@ def test_an_array_of_the_node_takes_the_result_once(placed: Strategy, comm: Intr
         placed.run(lambda: context().reduce_scatter("sum", np.ones(3 * size), out=mean))  # type: ignore[union-attr]
 
 
-def test_an_out_whose_layout_changed_takes_the_result(strategy: Strategy, comm: Intracomm) -> None:
+def test_out_with_changed_layout_takes_the_result(strategy: Strategy, comm: Intracomm) -> None:
     """`transpose` makes another array; this one stays the same."""
     for length in (4, 300):
         value = np.empty((length, length))
@@ -218,7 +218,7 @@ def test_an_out_whose_layout_changed_takes_the_result(strategy: Strategy, comm: 
                     value.strides = value.strides[::-1]
 
 
-def test_what_is_no_number_is_a_result_however_small_the_arrays(strategy: Strategy, comm: Intracomm) -> None:
+def test_reduce_of_both_infinities_is_nan(strategy: Strategy, comm: Intracomm) -> None:
     """Gradients of a scaled loss: infinities of both signs. Although one rank lets NumPy raise."""
     infinities = np.full(comm.size, np.inf if comm.rank % 2 else -np.inf)
     for dtype, count in product((np.dtype(np.float16), bfloat16(), np.dtype(np.float32)), (1, 3)):
@@ -239,7 +239,7 @@ def test_what_is_no_number_is_a_result_however_small_the_arrays(strategy: Strate
 
 
 @pytest.mark.ranks(2, 3)
-def test_only_the_very_outs_of_an_earlier_call_are_known(strategy: Strategy, comm: Intracomm) -> None:
+def test_out_changed_between_calls_is_checked_again(strategy: Strategy, comm: Intracomm) -> None:
     """Of a list that was checked, one is replaced, made read-only, or reshaped: all ranks hear of it."""
 
     def into(outs: list[Any]) -> Any:

@@ -22,7 +22,7 @@ def part(strategy: Strategy, whole: Any, axis: int) -> Any:
     return np.array_split(whole, strategy.topology.size, axis)[strategy.topology.rank]
 
 
-def test_each_rank_gets_its_part_of_the_all_reduce(comm: Intracomm, placement: object) -> None:
+def test_reduce_scatter_gives_ranks_their_part_of_the_all_reduce(comm: Intracomm, placement: object) -> None:
     with Strategy(comm=comm) as strategy:
         random = np.random.default_rng(comm.rank)
         shape = (comm.size + 2, 3 * comm.size - 1, 2)

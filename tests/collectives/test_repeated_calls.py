@@ -31,7 +31,7 @@ def total(comm: Intracomm) -> int:
 
 
 @pytest.mark.parametrize("shape", [(3,), (1 << 18,)])
-def test_repeated_calls_are_known_wherever_their_arrays_lie(
+def test_repeated_calls_are_recognised_wherever_their_arrays_lie(
     strategy: Strategy, comm: Intracomm, repeated: list[bool], shape: tuple[int, ...]
 ) -> None:
     """In place, into new arrays, halves of one array, another, a symmetric one; after one of the node.
@@ -74,7 +74,7 @@ def test_repeated_calls_are_known_wherever_their_arrays_lie(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("shape", [(4, 6), LARGE])
 @pytest.mark.parametrize("is_list", [False, True])
-def test_repeated_calls_of_ranks_whose_arrays_lie_differently_meet(
+def test_repeated_calls_meet_with_unlike_placements_of_arrays(
     strategy: Strategy, comm: Intracomm, shape: tuple[int, ...], is_list: bool
 ) -> None:
     """Only some of these calls are repeated ones. Also those of another byte order; into new arrays, and in place."""
@@ -168,7 +168,7 @@ def test_symmetric_arrays_in_turn_are_repeated_and_let_go(
 
 
 @pytest.mark.ranks(2, 3)
-def test_an_out_that_is_not_apart_is_looked_at(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:
+def test_repeated_calls_with_shared_outs_are_right(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:
     whole, alone = np.empty(60_000), np.empty(50_000)
     of_node = strategy.symmetric_empty(50_000, np.float64, per_node=True)
     symmetric = strategy.symmetric_empty(50_000, np.float64)
@@ -204,7 +204,7 @@ def test_private_out_after_a_per_node_one_of_the_same_form_is_private(strategy: 
 
 
 @pytest.mark.ranks(1, 3)
-def test_nothing_keeps_an_array(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_calls_keep_no_array(strategy: Strategy, comm: Intracomm) -> None:
     """Neither what was passed nor what came back; nor the frames of a refusal that is caught."""
     for shape in [(5,), (1 << 18,)] * 3:
         value = np.ones(shape)
@@ -225,9 +225,7 @@ def test_nothing_keeps_an_array(strategy: Strategy, comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_call_that_others_make_with_symmetric_ones_keeps_no_private_array(
-    strategy: Strategy, comm: Intracomm
-) -> None:
+def test_repeated_calls_mixed_with_symmetric_keep_no_private_array(strategy: Strategy, comm: Intracomm) -> None:
     symmetric, value = strategy.symmetric_empty((1 << 18,), np.float64), np.ones(1 << 18)
     for _ in range(2):
         all_reduce(strategy, "SUM", value, out=value)
@@ -277,7 +275,7 @@ def test_lists_of_one_plan_in_turn(strategy: Strategy, comm: Intracomm, length: 
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("length", [9, 20_000])
-def test_repeated_lists_of_several_dtypes_in_turn_are_known(
+def test_repeated_lists_of_several_dtypes_in_turn_are_recognised(
     strategy: Strategy, comm: Intracomm, repeated: list[bool], length: int
 ) -> None:
     """Into new arrays and in place, with numbers; where a rank's are symmetric, or refused; and nothing is kept."""
@@ -325,7 +323,7 @@ def test_repeated_number_is_reduced_as_an_array_and_stays_of_its_type(
 
 
 @pytest.mark.ranks(1, 3)
-def test_repeated_call_with_options_is_known_by_what_they_override(
+def test_repeated_calls_are_matched_by_overridden_options(
     strategy: Strategy, comm: Intracomm, repeated: list[bool]
 ) -> None:
     unlike = {"reproducible": False}
@@ -357,7 +355,7 @@ def test_deadline_of_a_repeated_call_is_that_of_its_own_options(strategy: Strate
 
 
 @pytest.mark.ranks(1, 3)
-def test_repeated_lists_whose_first_arrays_are_alike_do_not_displace_each_other(
+def test_repeated_lists_with_equal_first_arrays_are_all_cached(
     strategy: Strategy, comm: Intracomm, repeated: list[bool]
 ) -> None:
     pair = namedtuple("pair", "one two")
@@ -429,7 +427,7 @@ def test_lists_into_new_outs_each_time_are_repeated_unless_memory_is_shared(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("shape", [(5,), (1 << 18,)])
 @pytest.mark.parametrize("method", ["lend", "begin"])
-def test_what_fails_on_one_rank_as_it_begins_a_repeated_call_is_the_error_of_all(
+def test_repeated_call_failed_at_its_start_raises_on_all(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], method: str
 ) -> None:
     """Before data moves, so that the next call goes well."""
@@ -473,7 +471,7 @@ def test_calls_after_a_reset_are_as_before(strategy: Strategy, comm: Intracomm, 
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_second_strategy_and_other_names_are_apart(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_calls_of_two_strategies_and_ops_are_separate(strategy: Strategy, comm: Intracomm) -> None:
     with Strategy(comm=comm) as second:
         for step in range(4):
             for one in (strategy, second):
@@ -483,7 +481,7 @@ def test_a_second_strategy_and_other_names_are_apart(strategy: Strategy, comm: I
 
 
 @pytest.mark.ranks(2)
-def test_a_repeated_call_passes_through_few_functions(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_call_passes_through_few_functions(strategy: Strategy, comm: Intracomm) -> None:
     """Their number is the time of a small call: each takes 0.1 us. What a rank does while it waits is not counted."""
     calls: set[str] = set()
     waits: list[Any] = []  # the frame of a wait, while it runs

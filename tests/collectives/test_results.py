@@ -136,7 +136,7 @@ def records_of(caplog: pytest.LogCaptureFixture, call: Callable[[], Any]) -> lis
     return [record.getMessage() for record in caplog.records if record.name == "mpidist.cross_device_ops"]
 
 
-def test_each_shape_of_call_is_logged_once_on_rank_0(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_reduce_signatures_are_logged_once_on_rank_0(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
     size, is_chief = strategy.topology.size, strategy.is_chief
     value = [np.ones(6, np.float32), np.ones(2, np.int64), np.ones(4, np.float32)]
     options = CommunicationOptions(1)

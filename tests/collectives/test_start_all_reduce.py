@@ -87,7 +87,7 @@ def test_any_other_call_finishes_those_under_way(strategy: Strategy) -> None:
         assert (handle.wait() == total(strategy, at, COUNTS[at])).all()
 
 
-def test_a_loop_that_only_asks_gets_there(strategy: Strategy) -> None:
+def test_start_all_reduce_completes_by_is_done_alone(strategy: Strategy) -> None:
     """Without waiting, as a training loop does between two layers."""
     rank = strategy.topology.rank
     handle = start(strategy, numbers(rank, 1, 300_000))
@@ -118,7 +118,7 @@ def test_mistakes_are_the_error_of_that_reduction_alone(strategy: Strategy, comm
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_deadline_holds_for_waiting(strategy: Strategy, comm: Intracomm) -> None:
+def test_start_all_reduce_wait_raises_at_its_deadline(strategy: Strategy, comm: Intracomm) -> None:
     """From when it is waited for; and no reduction under way is forgotten."""
     if comm.rank == 0:
         options = CommunicationOptions(timeout_seconds=0.5)
@@ -154,7 +154,7 @@ def test_deadline_of_a_started_call_does_not_count_the_time_until_all_have_start
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_reset_gave_up_says_so(strategy: Strategy, comm: Intracomm) -> None:
+def test_start_all_reduce_given_up_by_reset_raises(strategy: Strategy, comm: Intracomm) -> None:
     """A rank that starts what the others do not."""
     handle = start(strategy, np.ones(10)) if comm.rank == 0 else None
     comm.Barrier()
@@ -166,7 +166,7 @@ def test_what_reset_gave_up_says_so(strategy: Strategy, comm: Intracomm) -> None
 
 
 @pytest.mark.ranks(3)
-def test_close_finishes_what_is_under_way(comm: Intracomm) -> None:
+def test_close_finishes_calls_under_way(comm: Intracomm) -> None:
     strategy = Strategy(comm=comm)
     handles = [start(strategy, np.full(count, 1.0)) for count in COUNTS]
     strategy.close()
@@ -258,7 +258,7 @@ def test_interrupt_that_the_program_catches_stays_the_error_of_its_call(
 
 
 @pytest.mark.ranks(2)
-def test_loop_that_asks_ends_when_another_rank_has_given_up(comm: Intracomm) -> None:
+def test_start_all_reduce_is_done_after_another_rank_gave_up(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         assert all((start(strategy, np.ones(5)).wait() == comm.size).all() for _ in range(3))
         if comm.rank == 1:
@@ -270,7 +270,7 @@ def test_loop_that_asks_ends_when_another_rank_has_given_up(comm: Intracomm) -> 
         strategy.reset()
 
 
-def test_the_list_may_be_filled_anew(strategy: Strategy) -> None:
+def test_start_all_reduce_list_may_be_filled_anew(strategy: Strategy) -> None:
     """Only the arrays belong to the reduction, not the list that they came in."""
     size = strategy.num_replicas_in_sync
     bucket = [np.ones(3), np.ones(50_000)]

@@ -62,7 +62,7 @@ def is_on_one_node(strategy: Strategy) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_in_place", [True, False])
-def test_who_comes_early_waits_and_who_comes_late_finds_all(
+def test_compiled_call_completes_for_early_and_late_ranks(
     strategy: Strategy,
     comm: Intracomm,
     progress: Counter[int],
@@ -93,7 +93,7 @@ def test_who_comes_early_waits_and_who_comes_late_finds_all(
         assert not progress
 
 
-def test_the_flight_recorder_has_these_calls(strategy: Strategy, comm: Intracomm, progress: Counter[int]) -> None:
+def test_compiled_calls_are_in_the_flight_recorder(strategy: Strategy, comm: Intracomm, progress: Counter[int]) -> None:
     flight = parts_of(strategy).group.agreement.flight
     assert flight is not None
     value, other = np.ones(5), np.ones((3, 3), np.float32)
@@ -210,7 +210,7 @@ def test_lists_into_per_node_arrays_are_carried_out_as_a_whole(
     assert progress.total() == (num_whole if is_on_one_node(strategy) else 0)
 
 
-def test_what_changes_in_a_list_of_per_node_arrays_is_seen(strategy: Strategy, comm: Intracomm) -> None:
+def test_compiled_call_checks_changed_lists_of_per_node_arrays(strategy: Strategy, comm: Intracomm) -> None:
     """Other outs, values that are views of the results, or that are symmetric; and an out of another form."""
     outs = [strategy.symmetric_empty_like([np.empty(300), np.empty(7)], per_node=True) for _ in range(2)]
     symmetric = strategy.symmetric_empty_like([np.empty(300), np.empty(7)])
@@ -291,7 +291,7 @@ def test_calls_are_counted_as_all_others(strategy: Strategy, comm: Intracomm) ->
 
 
 @pytest.mark.parametrize("shape", [(5,), (1 << 16,)])
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(
+def test_compiled_call_names_missing_rank_at_the_deadline(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     """Of a repeated call, too; and a new beginning follows."""

@@ -145,7 +145,7 @@ def test_arguments_and_results_are_nests(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
-def test_errors_are_raised_once_and_cancel_what_waits(comm: Intracomm) -> None:
+def test_errors_are_raised_once_and_cancel_waiting_functions(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         def schedule() -> None:
             while True:
@@ -238,7 +238,7 @@ def len_of(item: Any) -> int:
 
 
 @pytest.mark.ranks(1, 3, 4)
-def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
+def test_per_worker_dataset_is_separate_on_workers(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> list[Any]:
         with pytest.raises(NotImplementedError, match="in functions that are scheduled"):
             next(iter(HERE["dataset"]))
@@ -267,7 +267,7 @@ def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_what_is_no_data_set_is_refused(strategy: Strategy) -> None:
+def test_per_worker_dataset_refuses_other_objects(strategy: Strategy) -> None:
     """At once, or, if a function returns it, in the function that asks for it."""
     coordinator = ClusterCoordinator(strategy)
     with pytest.raises(TypeError, match=r"create_per_worker_dataset.* takes a data set, .* got 3, which"):
@@ -283,7 +283,7 @@ def test_what_is_no_data_set_is_refused(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
+def test_coordinator_of_a_strategy_is_unique(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         assert ClusterCoordinator(coordinator.strategy) is coordinator
         assert coordinator.strategy is HERE["strategy"]
@@ -413,7 +413,7 @@ def test_workers_go_on_without_a_chief_that_left(comm: Intracomm, caplog: pytest
 
 
 @pytest.mark.ranks(1, 3)
-def test_an_error_that_nobody_asked_for_is_logged(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_without_a_join_is_logged(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         coordinator.schedule(fail, args=("unseen",))
         if comm.size > 2:

@@ -112,7 +112,7 @@ def test_pushes_of_a_worker_that_is_killed_or_leaves_are_made_once(job: Job, end
     ("placement", "num_ps", "mode"),
     [(THREE._replace(faulty=2), 1, "ignore"), (FOUR._replace(faulty=3), 2, "abort")],
 )
-def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers_end(
+def test_killed_server_raises_on_the_chief_and_ends_workers(
     job: Job, placement: Placement, num_ps: int, mode: str
 ) -> None:
     ended = job(SERVER.format(num_ps=num_ps, mode=mode), placement, is_blind=True)
@@ -126,5 +126,5 @@ def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers_end(
 if HAS_ULFM:
 
     @pytest.mark.core
-    def test_pushes_are_made_once_where_mpi_says_that_a_worker_is_gone(survivor: Job) -> None:
+    def test_pushes_are_made_once_after_mpi_reports_a_lost_worker(survivor: Job) -> None:
         require_pushes_once(survivor(program("killed, made"), FOUR))

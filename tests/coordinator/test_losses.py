@@ -55,7 +55,7 @@ class LeavesError(BaseException):
 
 @pytest.mark.core
 @pytest.mark.ranks(4)
-def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm) -> None:
+def test_error_caused_by_another_one_keeps_its_cause_at_each_join(comm: Intracomm) -> None:
     """So that its traceback is not printed beside the other one, also where all workers have left before."""
     HERE["comm"], told = comm, list[PeerFailedError]()
 
@@ -86,7 +86,7 @@ def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm) -> 
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_the_strategys_deadline_holds_for_functions(comm: Intracomm) -> None:
+def test_deadline_of_the_strategy_holds_for_functions(comm: Intracomm) -> None:
     """The chief's error ends the wait of the others."""
     HERE["comm"] = comm
 
@@ -116,7 +116,7 @@ def join_until_the_deadline(comm: Intracomm, strategy: Strategy, coordinator: Cl
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
 @pytest.mark.parametrize("on_worker_lost", ["abort", "ignore"])
-def test_a_push_that_fails_is_an_error_of_its_own_function_alone(comm: Intracomm, on_worker_lost: str) -> None:
+def test_failed_push_is_an_error_of_its_own_function_alone(comm: Intracomm, on_worker_lost: str) -> None:
     def work(strategy: Strategy) -> None:
         with strategy.scope():
             HERE.update(strategy=strategy, variables=[Variable(np.zeros(2)) for _ in range(2)])
@@ -243,7 +243,7 @@ if HAS_ULFM:
 
     @pytest.mark.core
     @pytest.mark.no_mpi
-    def test_a_chief_survives_a_worker_as_mpi_says(survivor: Job) -> None:
+    def test_chief_survives_a_worker_reported_lost_by_mpi(survivor: Job) -> None:
         loop = "while not coordinator.done():\n        time.sleep(0.01)"
         assert loop in KILLED_WORKER
         body = KILLED_WORKER.replace(loop, "coordinator.join()").format(on_worker_lost="ignore")
@@ -254,7 +254,7 @@ if HAS_ULFM:
 
     @pytest.mark.core
     @pytest.mark.no_mpi
-    def test_workers_survive_their_chief_as_mpi_says(survivor: Job) -> None:
+    def test_workers_survive_a_chief_reported_lost_by_mpi(survivor: Job) -> None:
         ended = survivor(KILLED_CHIEF, FOUR._replace(faulty=0))
         assert ended.status == 75, ended
         served = ended.of("serve")[1]

@@ -254,7 +254,7 @@ def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorith
 @pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "one node"], indirect=True)
 @pytest.mark.parametrize("algorithm", ["CollectiveAllReduce", "HierarchicalCopyAllReduce"], indirect=True)
 @pytest.mark.parametrize("transport", ["shared_memory"], indirect=True)
-def test_no_node_sends_more_than_any_all_reduce_must(strategy: Strategy, comm: Intracomm) -> None:
+def test_all_reduce_sends_the_least_bytes_between_nodes(strategy: Strategy, comm: Intracomm) -> None:
     """2 (K - 1) / K of the message for K nodes, however many ranks they have, and in whatever order."""
     topology, num_nodes = strategy.topology, strategy.topology.num_nodes
     for count in (100_001, LEAST_BYTES // 4):

@@ -97,7 +97,7 @@ def test_batch_reduce_keeps_the_order_of_pairs(ops: Any, comm: Intracomm) -> Non
             assert result == (right if rank in ranks else None), (one, two)
 
 
-def test_broadcast_sends_what_rank_0_has(ops: Any, comm: Intracomm) -> None:
+def test_broadcast_sends_the_value_of_rank_0(ops: Any, comm: Intracomm) -> None:
     """To every kind of destination, and of any dtype that memory can hold."""
     for where, ranks in destinations(comm.size):
         value = {
@@ -113,7 +113,7 @@ def test_broadcast_sends_what_rank_0_has(ops: Any, comm: Intracomm) -> None:
             assert result["flags"].tolist() == [True]
 
 
-def test_a_variable_as_destination_is_not_written(comm: Intracomm) -> None:
+def test_reduce_to_a_variable_does_not_write_it(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy, strategy.scope():
         variable = mpidist.Variable(7.0)
         assert strategy.extended.reduce_to("SUM", 1.0, variable) == comm.size
@@ -133,7 +133,7 @@ VARIANTS: list[CrossDeviceOps] = [
 @pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("placement", ["even"], indirect=True)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: type(variant).__name__)
-def test_every_class_reduces_alike(comm: Intracomm, variant: CrossDeviceOps) -> None:
+def test_cross_device_ops_classes_reduce_alike(comm: Intracomm, variant: CrossDeviceOps) -> None:
     """Rank r holds 2 r + 1 and 2 r + 2; to one rank, to all, single and batch. See test_algorithms for placements."""
     rank, size = comm.rank, comm.size
     values = [np.full(3, 2.0 * rank + 1), np.full((2, 2), 2.0 * rank + 2)]
@@ -184,7 +184,7 @@ def test_accumulation_fn_that_returns_no_such_array_is_refused(comm: Intracomm, 
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.parametrize("over", ["mpi", "shared_memory"])
 @pytest.mark.usefixtures("placement")
-def test_accumulation_is_used_whatever_the_options_or_refused(
+def test_accumulation_fn_is_used_with_any_options_or_refused(
     comm: Intracomm, over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPIDIST_TRANSPORT", over)
@@ -202,7 +202,7 @@ def test_accumulation_is_used_whatever_the_options_or_refused(
         Strategy(None, ring, cross_device_ops=largest, comm=comm)
 
 
-def test_nothing_in_makes_nothing_out(ops: Any, comm: Intracomm) -> None:
+def test_reduce_of_empty_nests_is_empty(ops: Any, comm: Intracomm) -> None:
     assert ops.batch_reduce("SUM", []) == []
     assert ops.reduce("MEAN", {}, "all") == {}
     assert ops.reduce("SUM", [(), {"a": []}], 0) == ([(), {"a": []}] if comm.rank == 0 else None)
@@ -307,7 +307,7 @@ def test_parts_of_the_ranks_reduce_by_themselves(comm: Intracomm) -> None:
 
 
 @pytest.mark.no_mpi
-def test_what_an_algorithm_cannot_be_made_of_is_refused() -> None:
+def test_algorithms_refuse_wrong_arguments() -> None:
     for kind in (NcclAllReduce, HierarchicalCopyAllReduce):
         with pytest.raises(ValueError, match=f"num_packs of {kind.__name__} must be a whole number >= 0, got -1"):
             kind(num_packs=-1)
@@ -325,7 +325,7 @@ def test_what_an_algorithm_cannot_be_made_of_is_refused() -> None:
         CrossDeviceOps()  # type: ignore[abstract]
 
 
-def test_the_strategy_chooses_by_nodes(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_cross_device_ops_default_depends_on_nodes(comm: Intracomm, placement: tuple[int, ...]) -> None:
     """One node leaves it to the transport; several need a hierarchy."""
     with Strategy(comm=comm) as strategy:
         chosen = type(parts_of(strategy).cross_device_ops.algorithm)
@@ -335,7 +335,7 @@ def test_the_strategy_chooses_by_nodes(comm: Intracomm, placement: tuple[int, ..
 
 
 @pytest.mark.ranks(2)
-def test_device_that_is_no_rank_is_refused_when_the_ranks_are_known(comm: Intracomm) -> None:
+def test_reduce_to_device_without_a_rank_is_refused_by_the_strategy(comm: Intracomm) -> None:
     for device in (7, -1, "nonsense", "/rank:9"):
         with raises_everywhere(comm, ValueError, "rank|destinations must be"):
             Strategy(comm=comm, cross_device_ops=ReductionToOneDevice(device))
@@ -385,7 +385,7 @@ def test_calls_of_an_unbound_object_in_run_are_refused(comm: Intracomm) -> None:
             strategy.run(getattr(bound, call), args=arguments)  # of another group, whatever the strategy does
 
 
-def test_a_value_as_its_own_destination_goes_to_all_ranks(comm: Intracomm, ops: Any) -> None:
+def test_reduce_to_the_value_itself_reaches_all_ranks(comm: Intracomm, ops: Any) -> None:
     for value in (np.int64(0), np.array(0), np.ones(2), 2.5, [0]):
         result = ops.reduce("sum", value, value)
         assert np.all(np.asarray(result) == comm.size * np.asarray(value))
@@ -394,7 +394,7 @@ def test_a_value_as_its_own_destination_goes_to_all_ranks(comm: Intracomm, ops: 
     assert (ops.reduce("sum", 0, 0) is not None) == (comm.rank == 0)  # an int is a rank
 
 
-def test_python_ints_whose_sum_may_not_fit_are_refused(comm: Intracomm, ops: Any) -> None:
+def test_reduce_of_python_ints_with_too_large_sums_is_refused(comm: Intracomm, ops: Any) -> None:
     largest = (2**63 - 1) // comm.size
     for sign, beyond in ((1, largest + 1), (-1, -(2**63))):
         assert ops.reduce("max", sign * largest, "all") == sign * largest

@@ -40,7 +40,7 @@ MEANS = {1: np.float32, 2: np.float32, 4: np.float64, 8: np.float64}
 
 
 @pytest.mark.parametrize("counts", ["even", "uneven", "some empty"])
-def test_every_operation_is_that_of_all_rows_together(strategy: Strategy, counts: str) -> None:
+def test_reduce_along_axis_equals_numpy_on_all_rows(strategy: Strategy, counts: str) -> None:
     """Empty parts count 0."""
     count = {"even": lambda rank: 2, "uneven": lambda rank: 1 + rank % 3, "some empty": lambda rank: rank + 1 & 1}
     for dtype in map(np.dtype, [*DTYPES, np.complex64, ml_dtypes.bfloat16]):
@@ -62,7 +62,7 @@ def test_every_operation_is_that_of_all_rows_together(strategy: Strategy, counts
 
 @pytest.mark.core
 @pytest.mark.ranks(1, 3)
-def test_every_axis_counts_as_in_numpy(strategy: Strategy) -> None:
+def test_reduce_along_axis_counts_axes_as_numpy(strategy: Strategy) -> None:
     """One axis, and several: ranks have unlike numbers of rows then, and a mean is the sum of all over their count."""
     for op in mpidist.ReduceOp:
         parts = [np.random.default_rng(rank).integers(1, 5, (2, 3, 4)) for rank in range(SIZE)]
@@ -84,7 +84,7 @@ def test_every_axis_counts_as_in_numpy(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_nothing_at_all_has_the_neutral_element(strategy: Strategy) -> None:
+def test_reduce_along_axis_of_no_rows_is_the_neutral_element(strategy: Strategy) -> None:
     nothing = np.ones((0, 2), np.float32)
     assert strategy.reduce("SUM", nothing, axis=0).tolist() == [0, 0]
     assert strategy.reduce("PROD", nothing, axis=0).tolist() == [1, 1]

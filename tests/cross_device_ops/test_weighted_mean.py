@@ -16,7 +16,7 @@ from mpidist.errors import InvalidArgumentError
 pytestmark = pytest.mark.core
 
 
-def test_each_value_counts_as_often_as_its_weight_says(comm: Intracomm, placement: str) -> None:
+def test_weighted_mean_divides_by_the_sum_of_weights(comm: Intracomm, placement: str) -> None:
     with MultiWorker(comm=comm) as strategy:
         weights = [rank + 1 for rank in range(comm.size)]
         own = comm.rank + 1

@@ -50,7 +50,7 @@ def test_parts_are_put_on_the_devices_of_their_replicas(
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_numpy_program_stays_one_where_the_strategy_finds_gpus(comm: Intracomm, gpus: Any) -> None:
+def test_batches_of_numpy_stay_on_the_host_beside_found_gpus(comm: Intracomm, gpus: Any) -> None:
     """The example of the README: only a GPU that has been named, or an option, makes batches CuPy arrays."""
     batches = [np.ones((2 * comm.size, 3))]
     with MultiWorker(comm=comm) as strategy, strategy.scope():

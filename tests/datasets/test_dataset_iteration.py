@@ -163,7 +163,7 @@ def test_next_on_one_rank_and_reduce_on_others_is_an_error_on_all(strategy: Stra
 
 
 @pytest.mark.no_mpi
-def test_input_context_tells_pipelines_and_replicas() -> None:
+def test_input_context_has_pipelines_and_replicas() -> None:
     context = InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
     assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (2, 1, 6)
     assert [context.get_per_replica_batch_size(size) for size in (12, 6, 0)] == [2, 1, 0]
@@ -185,7 +185,7 @@ def test_options_change_nothing_on_a_cpu(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_steps_of_two_data_sets_at_once_are_told(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_iteration_of_unlike_data_sets_raises_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
     train, validate = (strategy.experimental_distribute_dataset([np.arange(4)]) for _ in range(2))
     steps = iter(validate if comm.rank == 0 else train)
     with raises_everywhere(comm, InvalidArgumentError, "rank 0: next of data set 1; rank.* next of data set 0"):
@@ -194,7 +194,7 @@ def test_steps_of_two_data_sets_at_once_are_told(comm: Intracomm, strategy: Mult
 
 
 @pytest.mark.ranks(3)
-def test_global_batches_of_unlike_form_are_told(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_iteration_of_unlike_batch_shapes_raises_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
     batches = [np.zeros((4, 3), "f4" if comm.rank else "f8"), (np.zeros(4), np.zeros(4))[: 1 + bool(comm.rank)]]
     texts = [r"rank 0: float64\[3\]; rank.*: float32\[3\]", r"rank 0: float64\[\]; rank.*: float64\[\], float64\[\]"]
     for batch, text in zip(batches, texts, strict=True):
@@ -225,7 +225,7 @@ def test_padding_is_not_compared(comm: Intracomm, kind: str, strategy: MultiWork
 
 
 @pytest.mark.ranks(3)
-def test_passes_that_overlap_are_told_apart(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_iteration_of_overlapping_passes_raises_where_ranks_differ(comm: Intracomm, strategy: MultiWorker) -> None:
     """An iterator that one rank alone makes, and never asks, is no pass."""
     dataset = strategy.experimental_distribute_dataset(Shuffled(1))
     if comm.rank == 0:
@@ -415,7 +415,7 @@ def test_masked_arrays_are_cut_with_their_masks(comm: Intracomm, strategy: Multi
 
 
 @pytest.mark.ranks(3)
-def test_other_orders_of_rows_in_files_are_told(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_iteration_of_unlike_row_orders_raises_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
     class OfFile:
         shape = (100,)
 

@@ -108,7 +108,7 @@ def test_lazy_rows_are_read_by_their_replicas_alone(comm: Intracomm, strategy: M
 
 
 @pytest.mark.ranks(3)
-def test_unlike_global_batches_are_told(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_global_batches_unlike_on_ranks_raise_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
     unlike = strategy.experimental_distribute_dataset([np.arange(4) + comm.rank])
     with raises_everywhere(comm, InvalidArgumentError, "checksum of the first batch: rank 0: .*same seed"):
         next(iter(unlike))
@@ -151,7 +151,7 @@ def test_batches_that_cannot_be_cut_are_refused(comm: Intracomm, strategy: Multi
 
 
 @pytest.mark.core
-def test_each_replica_has_a_pipeline_of_its_own(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_per_replica_mode_makes_a_pipeline_for_replicas(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
     calls: list[InputContext] = []
 
     def make(context: InputContext) -> list[Any]:
@@ -193,7 +193,7 @@ def test_replica_that_ran_out_gets_empty_ones(comm: Intracomm, strategy: MultiWo
         assert strategy.reduce("SUM", part.x, axis=0).tolist() == [2 * sum(ids)] * 3
 
 
-def test_no_batch_of_any_replica_is_no_step(strategy: MultiWorker) -> None:
+def test_dataset_without_batches_has_no_step(strategy: MultiWorker) -> None:
     assert list(strategy.distribute_datasets_from_function(lambda context: [], PER_REPLICA)) == []
     assert list(strategy.distribute_datasets_from_function(lambda context: [])) == []
     assert list(strategy.experimental_distribute_dataset([])) == []
@@ -300,7 +300,7 @@ class Endless:
 
 
 @pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
-def test_lengths_and_forms_are_told(strategy: MultiWorker, mode: str) -> None:
+def test_dataset_has_length_and_element_spec(strategy: MultiWorker, mode: str) -> None:
     batch = {"x": np.ones((4, 3), np.float32), "y": np.arange(4)}
     options = InputOptions(experimental_replication_mode=mode)
     own = strategy.distribute_datasets_from_function(lambda context: [batch] * 4, options)
@@ -324,7 +324,7 @@ def test_lengths_and_forms_are_told(strategy: MultiWorker, mode: str) -> None:
     assert strategy.distribute_datasets_from_function(lambda context: WithSpec(), options).element_spec == "as told"
 
 
-def test_get_next_tells_the_end(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_get_next_raises_at_the_end(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
     dataset = strategy.experimental_distribute_dataset([np.full(total, 5)])
     steps = iter(dataset)
     assert of_all(comm, strategy, steps.get_next()) == [[5]] * total
@@ -370,7 +370,7 @@ def test_steps_are_run_on_the_parts(strategy: MultiWorker) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_rank_that_breaks_out_of_an_epoch_is_told_on_all_ranks(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_early_stop_of_one_rank_raises_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
     """A whole program: an early stop by each rank's own loss."""
     train = strategy.experimental_distribute_dataset([np.full(9, step) for step in range(5)])
 

@@ -46,7 +46,7 @@ def of_all(comm: Intracomm, parts: Iterable[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("seed", "buffer_size"), [(None, 1), (7, 3)])
 @pytest.mark.parametrize("policy", ["AUTO", "FILE", "DATA", "OFF"])
-def test_each_batch_is_read_once_an_epoch(
+def test_files_are_read_once_an_epoch(
     comm: Intracomm, policy: str, seed: int | None, buffer_size: int, strategy: MultiWorker
 ) -> None:
     """With OFF on every rank. Numbers of batches differ, so some ranks get empty ones at the end."""
@@ -86,7 +86,7 @@ def test_files_follow_from_seed_and_epoch() -> None:
 
 
 @pytest.mark.no_mpi
-def test_wrong_arguments_say_what_is_wrong() -> None:
+def test_files_refuse_wrong_arguments() -> None:
     wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: Files(None, read), TypeError, "names is a list of files, got None"),  # type: ignore[arg-type]
         (lambda: Files("part0", read), TypeError, r"names is a list of files, .* write \['part0'\]"),
@@ -131,7 +131,7 @@ def test_policies_of_files_are_not_for_global_batches(strategy: MultiWorker) -> 
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_name_other_files_are_told(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_files_unlike_on_ranks_raise_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
     """As where one has not sorted what `glob` has found; else batches would be lost, and others read twice."""
     names = NAMES[::-1] if comm.rank == 1 else NAMES
     with raises_everywhere(comm, InvalidArgumentError, "part0 to part8; rank 1: 9: part8 to part0.*sort what they"):
@@ -264,7 +264,7 @@ def test_functions_make_the_same_batches_on_all_ranks(comm: Intracomm, policy: s
 
 
 @pytest.mark.parametrize("policy", ["FILE", "DATA", "AUTO", "OFF"])
-def test_what_a_replica_gets_does_not_depend_on_the_number_of_ranks(comm: Intracomm, policy: str) -> None:
+def test_files_of_a_replica_are_the_same_on_any_number_of_ranks(comm: Intracomm, policy: str) -> None:
     def steps_over(comm: Intracomm) -> list[Any]:
         with MultiWorker(comm=comm, replicas=5) as strategy:
             dataset = strategy.experimental_distribute_dataset(Files(NAMES, read, seed=2), options(policy, 2))

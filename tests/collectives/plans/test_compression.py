@@ -199,7 +199,7 @@ def test_sums_of_the_callers_own_halves_are_not_counted(
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize(("way", "count"), [("new", 4), ("new", 50_000), ("out", 50_000), ("started out", 50_000)])
-def test_an_overflow_is_infinite_everywhere_counted_and_logged(
+def test_compression_overflow_is_infinite_counted_and_logged(
     comm: Intracomm, placement: tuple[int, ...], ops: CrossDeviceOps, memory: Memory, everywhere: bool, way: str,
     count: int, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -241,7 +241,7 @@ def test_sums_that_overflow_within_a_node_are_counted(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_ask_for_different_compression_are_told_so(comm: Intracomm) -> None:
+def test_compression_unlike_on_ranks_raises(comm: Intracomm) -> None:
     value = np.ones(3, np.float32)
     with Strategy(comm=comm) as strategy:
         for call in (
@@ -259,7 +259,7 @@ def test_ranks_that_ask_for_different_compression_are_told_so(comm: Intracomm) -
 
 @pytest.mark.ranks(3)
 @each_half
-def test_a_mean_of_large_numbers_does_not_overflow_where_every_rank_rounds(comm: Intracomm, half: str) -> None:
+def test_compression_everywhere_mean_of_large_numbers_is_finite(comm: Intracomm, half: str) -> None:
     value = np.full(100, 60_000.0, np.float32)
     with Strategy(comm=comm) as strategy:
         mean = all_reduce(strategy, "MEAN", value, compression=half, compress_everywhere=True)
@@ -290,7 +290,7 @@ def test_narrowing_has_the_bits_of_astype(half: str) -> None:
 
 
 @pytest.mark.no_mpi
-def test_options_say_what_is_wrong() -> None:
+def test_compression_options_are_merged_and_refused() -> None:
     options = CommunicationOptions(compression="bf16")
     assert options == CommunicationOptions(compression="BF16")
     assert CommunicationOptions(compression=None) == CommunicationOptions()

@@ -103,9 +103,7 @@ def test_unlike_call_at_every_position_is_an_error_of_that_call_alone(strategy: 
     assert strategy.reduce("sum", 1) == comm.size
 
 
-def test_call_whose_value_is_the_out_of_one_under_way_has_the_result_of_that_one(
-    strategy: Strategy, comm: Intracomm
-) -> None:
+def test_started_call_reads_the_out_of_an_earlier_one_under_way(strategy: Strategy, comm: Intracomm) -> None:
     for _ in range(3):
         value = np.ones(4)
         handles = [start(strategy, value[:3], out=value[:3]) for _ in range(4)]

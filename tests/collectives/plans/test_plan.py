@@ -95,7 +95,7 @@ def test_packs_close_once_they_are_larger_than_the_limit() -> None:
 
 
 @pytest.mark.parametrize("sizes", [Sizes(1, 8), Sizes(16, 16), Sizes(40, 24), Sizes()])
-def test_every_element_travels_once(sizes: Sizes) -> None:
+def test_plan_sends_elements_once(sizes: Sizes) -> None:
     values = specs(3, 0, (2, 5), (), 17, (0, 4), 1) + specs(9, (), 6, dtype=I64) + specs(5, dtype=BF16)
     for bytes_per_pack, num_packs in product((0, 1, 3, 4, 5, 64, 10**9), (0, 1, 2, 3, 8, 100)):
         seen = [np.zeros(spec.num_elements, int) for spec in values]
@@ -208,7 +208,7 @@ OF_OTHERS = [
 
 
 @pytest.mark.parametrize("dtype", ["?", "U3", "S3", "O", "M8[s]", "m8[s]", "f4,i4", "V4", *OF_OTHERS])
-def test_what_is_no_number_is_refused(dtype: Any) -> None:
+def test_dtypes_without_numbers_are_refused(dtype: Any) -> None:
     """Only the least and the greatest of booleans are booleans."""
     for op in OPS:
         if dtype == "?" and op in (ReduceOp.MIN, ReduceOp.MAX):
