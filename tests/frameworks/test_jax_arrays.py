@@ -43,7 +43,7 @@ def address(array: Any) -> int:
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("name", OTHERS + LOW)
-def test_every_dtype_is_viewed_both_ways(name: str) -> None:
+def test_jax_dtypes_are_viewed_both_ways(name: str) -> None:
     value = jnp.ones((4, 25)).astype(name)
     array = library_of(value).to_native(value)
     assert (array.dtype.name, array.shape, address(array)) == (name, (4, 25), value.unsafe_buffer_pointer())
@@ -55,7 +55,7 @@ def test_every_dtype_is_viewed_both_ways(name: str) -> None:
 
 
 @pytest.mark.no_mpi
-def test_an_array_that_was_read_can_be_donated() -> None:
+def test_jax_array_may_be_donated_after_a_read() -> None:
     """JAX may write where it lies as soon as nobody else has it."""
     value = jnp.ones(1000)
     copied(value)

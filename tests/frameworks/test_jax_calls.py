@@ -65,7 +65,7 @@ def test_psum_of_tree_in_jit_is_one_call(comm: Intracomm, placement: object) -> 
 
 
 @pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "pmin"])
-def test_every_reduction_in_jit_and_outside(comm: Intracomm, name: str) -> None:
+def test_jax_reductions_are_right_in_jit_and_outside(comm: Intracomm, name: str) -> None:
     everyone = np.arange(1.0, comm.size + 1)
     want = {"psum": everyone.sum(), "pmean": everyone.mean(), "pmax": everyone.max(), "pmin": everyone.min()}[name]
     call = getattr(mpidist.jax, name)

@@ -34,7 +34,7 @@ def test_there_are_dtypes_of_ml_dtypes() -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", OF_NUMPY + OF_ML_DTYPES)
-def test_every_dtype_is_viewed_both_ways(name: str, shape: tuple[int, ...]) -> None:
+def test_torch_dtypes_are_viewed_both_ways(name: str, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape).to(getattr(torch, name))
     array = native(tensor)
     assert (array.dtype.name, array.shape) == (name, shape)
@@ -49,7 +49,7 @@ def test_every_dtype_is_viewed_both_ways(name: str, shape: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2"])
-def test_a_part_of_a_tensor_is_viewed_where_it_lies(name: str) -> None:
+def test_tensor_part_is_viewed_in_place(name: str) -> None:
     tensor = torch.arange(12.0).reshape(3, 4).to(getattr(torch, name)).t()[::2]
     array = native(tensor)
     assert (address(array), array.strides) == (tensor.data_ptr(), tuple(s * tensor.itemsize for s in tensor.stride()))
@@ -67,7 +67,7 @@ def test_parameters_are_their_numbers() -> None:
     assert not again.requires_grad
 
 
-def test_a_result_with_a_gradient_is_taken_where_none_is_recorded() -> None:
+def test_tensor_with_a_gradient_is_viewed_under_no_grad_alone() -> None:
     loss = torch.nn.Linear(2, 1)(torch.ones(2)).sum()
     with pytest.raises(TypeError, match=r"PyTorch differentiates \(SumBackward0\).*pass tensor.detach\(\)"):
         native(loss)
@@ -85,7 +85,7 @@ def test_a_result_with_a_gradient_is_taken_where_none_is_recorded() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_what_has_no_view_is_refused(make: Any, text: str) -> None:
+def test_tensor_without_a_view_is_refused(make: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         native(make())
 
@@ -103,7 +103,7 @@ def test_conjugated_numbers_are_read_and_not_written() -> None:
     assert native(tensor).tolist() == [5 - 2j]
 
 
-def test_the_native_array_of_a_tensor_is_kept_while_it_is_right() -> None:
+def test_tensor_native_array_is_cached_while_valid() -> None:
     tensor = torch.arange(4.0).reshape(2, 2)
     first = native(tensor)
     assert native(tensor) is first
@@ -132,7 +132,7 @@ def test_dataset_of_samples_is_no_data_set_of_batches() -> None:
         strategy.experimental_distribute_dataset(batches)
 
 
-def test_no_tensor_is_kept() -> None:
+def test_tensor_is_not_kept_by_its_native_array() -> None:
     tensor = torch.ones(5)
     array = native(tensor)
     gone, memory = weakref.ref(tensor), weakref.ref(array)

@@ -72,7 +72,7 @@ def test_weights_and_states_keep_their_form(comm: Intracomm, strategy: Strategy)
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
-def test_a_compiled_step_calls_what_is_not_compiled(comm: Intracomm, strategy: Strategy) -> None:
+def test_compiled_step_calls_a_function_without_compilation(comm: Intracomm, strategy: Strategy) -> None:
     """As the page on PyTorch advises: mpidist cannot be traced. Importing the compiler takes seconds."""
     weights = torch.zeros(3, requires_grad=True)
 
@@ -91,7 +91,7 @@ def test_a_compiled_step_calls_what_is_not_compiled(comm: Intracomm, strategy: S
         assert compiled(torch.full((3,), factor)).tolist() == [factor * (1 + comm.size)] * 3
 
 
-def test_a_mean_of_counts_is_a_tensor_of_floats(comm: Intracomm, strategy: Strategy) -> None:
+def test_mean_of_counts_is_a_tensor_of_floats(comm: Intracomm, strategy: Strategy) -> None:
     mean = strategy.reduce("mean", torch.tensor(comm.rank))
     assert (mean.dtype, mean.item()) == (torch.float64, (comm.size - 1) / 2)
 
@@ -109,7 +109,7 @@ def test_weights_may_be_tensors(comm: Intracomm, dtype: Any, strategy: Strategy)
 
 
 @each_dtype
-def test_each_replica_of_a_rank_gets_its_part_of_a_tensor(comm: Intracomm, dtype: Any) -> None:
+def test_reduce_scatter_gives_replicas_their_part_of_a_tensor(comm: Intracomm, dtype: Any) -> None:
     total = 2 * comm.size
     with Strategy(comm=comm, replicas=total) as strategy:
         parts = strategy.run(
@@ -174,7 +174,7 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
 ]
 
 
-def test_what_cannot_be_is_told_on_every_rank(comm: Intracomm, strategy: Strategy) -> None:
+def test_all_reduce_wrong_tensors_and_outs_raise_everywhere(comm: Intracomm, strategy: Strategy) -> None:
     for value, out, kind, text in WRONG:
         with raises_everywhere(comm, kind, text):
             all_reduce(strategy, "sum", value, out=out)
@@ -182,7 +182,7 @@ def test_what_cannot_be_is_told_on_every_rank(comm: Intracomm, strategy: Strateg
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_with_other_dtypes_are_told(comm: Intracomm) -> None:
+def test_reduce_unlike_dtypes_raises_everywhere(comm: Intracomm) -> None:
     dtype = torch.bfloat16 if comm.rank else torch.float16
     with Strategy(comm=comm) as strategy, raises_everywhere(comm, InvalidArgumentError, r"f16\[2\].*bf16\[2\]"):
         strategy.reduce("sum", torch.ones(2, dtype=dtype))
@@ -215,7 +215,7 @@ def require_sums(strategy: Strategy, tensors: Any, step: int, in_place: bool = T
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", [list, tuple, dict])
-def test_each_call_has_its_own_numbers(
+def test_repeated_all_reduce_results_are_separate(
     strategy: Strategy, repeated: list[bool], dtype: Any, in_place: bool, form: Any
 ) -> None:
     own = tensors_of(dtype)
@@ -281,7 +281,7 @@ def retype(tensor: Any) -> None:
 @pytest.mark.parametrize("change", [move, cut, turn, spread, retype])
 @pytest.mark.parametrize("at", [0, 1, 3])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_what_becomes_of_a_tensor_is_noticed(strategy: Strategy, change: Any, at: int, in_place: bool) -> None:
+def test_repeated_all_reduce_follows_changed_tensors(strategy: Strategy, change: Any, at: int, in_place: bool) -> None:
     tensors = tensors_of()
     for step in range(1, 5):
         require_sums(strategy, tensors, step, in_place)
@@ -311,7 +311,7 @@ def test_another_tensor_in_a_place_is_noticed(strategy: Strategy) -> None:
             tensors[2] = torch.zeros(2)
 
 
-def test_what_gets_a_history_is_refused(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_all_reduce_refuses_a_tensor_with_new_history(strategy: Strategy, comm: Intracomm) -> None:
     tensors = tensors_of()
     for step in range(1, 5):
         require_sums(strategy, tensors, step)
@@ -323,7 +323,7 @@ def test_what_gets_a_history_is_refused(strategy: Strategy, comm: Intracomm) -> 
     require_sums(strategy, tensors_of(), 9)
 
 
-def test_a_parameter_that_gets_a_history_is_refused(strategy: Strategy) -> None:
+def test_repeated_all_reduce_refuses_a_parameter_with_new_history(strategy: Strategy) -> None:
     """Its `requires_grad` is what it was."""
     parameter = torch.nn.Parameter(torch.ones(300))
     tensors = [parameter, torch.ones(2)]
@@ -367,7 +367,7 @@ def test_lists_may_begin_with_a_tensor(strategy: Strategy, comm: Intracomm, make
             assert bool(np.all(np.asarray(got == value * comm.size)))
 
 
-def test_a_rank_may_have_arrays_of_numpy(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_all_reduce_mixes_tensors_and_numpy_arrays(strategy: Strategy, comm: Intracomm) -> None:
     tensors, arrays = tensors_of(), [np.zeros(size, np.float32) for size in SIZES]
     for step in range(1, 7):
         own: list[Any] = arrays if (comm.rank + step // 4) % 2 else tensors
@@ -386,7 +386,7 @@ def test_symmetric_tensors_are_reduced_where_they_lie(strategy: Strategy) -> Non
         require_sums(strategy, tensors, step, in_place=False)
 
 
-def test_a_mistake_of_one_rank_ends_no_later_call(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_all_reduce_works_after_a_mistake_of_one_rank(strategy: Strategy, comm: Intracomm) -> None:
     tensors = tensors_of()
     for step in range(1, 5):
         require_sums(strategy, tensors, step)
@@ -397,7 +397,7 @@ def test_a_mistake_of_one_rank_ends_no_later_call(strategy: Strategy, comm: Intr
         require_sums(strategy, tensors, step)
 
 
-def test_nothing_keeps_tensors_or_their_memory(strategy: Strategy) -> None:
+def test_repeated_all_reduce_keeps_no_tensors_or_memory(strategy: Strategy) -> None:
     tensors = tensors_of()
     for step in range(1, 6):
         require_sums(strategy, tensors, step)

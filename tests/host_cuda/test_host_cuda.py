@@ -182,7 +182,7 @@ def test_nccl_takes_no_memory_of_another_device(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("may_share", ["0", "1"])
-def test_communicators_of_one_gpu_are_made_if_nccl_is_told_so(
+def test_communicators_of_one_gpu_need_the_variable_of_nccl(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, may_share: str
 ) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)

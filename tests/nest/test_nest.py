@@ -205,7 +205,7 @@ def test_keys_that_are_values_may_be_filled_in_in_any_order() -> None:
         assert sorted(leaves) == list(range(len(one)))
 
 
-def test_variables_are_keys_by_their_names_whatever_they_hold() -> None:
+def test_flatten_sorts_variable_keys_by_name() -> None:
     """Their numbers must not be looked at: they differ from step to step, or from rank to rank."""
     one, other = mpidist.Variable(1.0, name="w"), mpidist.Variable([2.0, 3.0], name="b")
     leaves, structure = nest.flatten({one: "w", other: "b"})
@@ -217,7 +217,7 @@ def test_variables_are_keys_by_their_names_whatever_they_hold() -> None:
     assert [(key is one, value) for key, value in result.items()] == [(True, "w"), (False, "b")]
 
 
-def test_variables_of_one_name_are_told_apart() -> None:
+def test_flatten_separates_variable_keys_of_one_name() -> None:
     twins = [mpidist.Variable(0.0, name="w") for _ in range(3)]
     leaves, structure = nest.flatten({twin: index for index, twin in enumerate(twins)})
     assert leaves == [0, 1, 2]
@@ -237,7 +237,7 @@ def test_other_objects_are_keys_by_their_place() -> None:
     assert list(again.values()) == list(value.values())
 
 
-def test_objects_are_copied_and_keep_what_is_no_leaf() -> None:
+def test_map_structure_copies_objects_and_keeps_other_attributes() -> None:
     """Also frozen ones, and without their initialiser."""
     dense = Dense(np.ones(2), 1.0, name="first")
     dense.extra = "kept"  # type: ignore[attr-defined]
@@ -247,7 +247,7 @@ def test_objects_are_copied_and_keep_what_is_no_leaf() -> None:
     assert nest.map_structure(str, Frozen(3)) == Frozen("3")
 
 
-def test_what_contains_itself_is_a_leaf_there() -> None:
+def test_flatten_ends_a_cycle_with_a_leaf() -> None:
     root = Branch(1)
     root.parent = [Branch(2, parent=root), root]
     leaves, structure = nest.flatten(root)
@@ -295,7 +295,7 @@ class Registry:
 
 
 @pytest.mark.parametrize(("names_its_children", "steps"), [(True, [".w", ".b"]), (False, ["[0]", "[1]"])])
-def test_what_jax_knows_is_opened_where_jax_is_loaded(
+def test_flatten_opens_jax_nodes_only_if_jax_is_loaded(
     monkeypatch: pytest.MonkeyPatch, names_its_children: bool, steps: list[str]
 ) -> None:
     """And only there: `import mpidist` does not load JAX."""
@@ -350,7 +350,7 @@ DTYPES: list[Any] = [
 ]  # fmt: skip
 
 
-def test_what_python_has_comes_back() -> None:
+def test_decode_restores_objects_of_python() -> None:
     for item in ITEMS:
         found = decode(encode([item, item], "it"))
         assert found == [item, item]

@@ -106,7 +106,7 @@ else:
 
 
 @pytest.mark.core
-def test_server_whose_serve_was_broken_off_serves_no_more(job: Job) -> None:
+def test_server_serves_no_more_after_an_interrupted_serve(job: Job) -> None:
     ended = job(cluster(BROKEN_OFF), THREE)
     assert ended.status == 1
     text = r"PeerFailedError: .*rank 2 left because of an exception: its serve\(\) was broken off"
@@ -153,7 +153,7 @@ else:
 
 
 @pytest.mark.core
-def test_a_server_that_is_killed_is_an_error_of_its_workers(job: Job) -> None:
+def test_killed_server_raises_on_its_workers(job: Job) -> None:
     ended = job(cluster(KILLED.format(before="", signal="SIGKILL")), SERVER_IS_FAULTY, is_blind=True)
     for rank in (0, 1):
         first, second = ended.of("first")[rank], ended.of("second")[rank]
@@ -196,7 +196,7 @@ def test_workers_that_have_caught_the_loss_of_a_server_end_the_other_servers(job
 
 @pytest.mark.long
 @pytest.mark.parametrize(("placement", "signal"), [(SERVER_IS_APART, "SIGKILL"), (SERVER_IS_FAULTY, "SIGSTOP")])
-def test_a_server_that_does_not_answer_is_an_error_at_the_deadline(job: Job, placement: Placement, signal: str) -> None:
+def test_silent_server_raises_at_the_deadline(job: Job, placement: Placement, signal: str) -> None:
     """Of another node nobody sees the process; and a process that is stopped may go on."""
     # The launcher must not wait for one that is stopped.
     before = "" if signal == "SIGKILL" else 'subprocess.Popen(["sh", "-c", KILL])'
@@ -225,7 +225,7 @@ os._exit(0)
 
 
 @pytest.mark.long
-def test_a_worker_that_is_killed_as_the_cluster_ends_is_noticed_by_all(job: Job) -> None:
+def test_worker_killed_at_the_end_raises_on_all(job: Job) -> None:
     """Its server has served all, and waits for no worker any more."""
     ended = job(cluster(KILLED_AT_THE_END), THREE, is_blind=True)
     for rank in (0, 2):
@@ -245,7 +245,7 @@ with strategy:
 """
 
 
-def test_an_error_of_all_workers_is_shown_once(job: Job) -> None:
+def test_error_of_all_workers_is_printed_once(job: Job) -> None:
     ended = job(cluster(TOGETHER), THREE)
     assert ended.status == 1
     assert tracebacks(ended) == 1, ended.err

@@ -91,7 +91,7 @@ if rank == 1:
 
 @pytest.mark.long
 @pytest.mark.core
-def test_ranks_that_have_ended_tell_once_for_whom_they_wait(job: Job) -> None:
+def test_ended_ranks_log_once_the_rank_they_wait_for(job: Job) -> None:
     """One worker works long after the strategy, and nothing is wrong: the others wait for ever, but not in silence."""
     ended = job(program("pass") + WORKS_LONG, THREE, MPIDIST_STALL_SECONDS="4")
     assert ended.status == 0, ended
@@ -123,7 +123,7 @@ def test_others_finish_without_a_worker_that_fails(job: Job, fault: str, begin: 
     require_rest(ended, THREE)
 
 
-def test_a_worker_that_fails_later_by_itself_leaves_the_others_alone(job: Job) -> None:
+def test_later_failure_of_a_lost_worker_leaves_the_others_alone(job: Job) -> None:
     """It has left with an exception that was caught; another one ends its program."""
     ended = job(program(LATER), THREE)
     assert ended.status == 1
@@ -195,7 +195,7 @@ if HAS_ULFM:
 
 
 @pytest.mark.parametrize("mode", ["ignore", "abort"])
-def test_a_server_that_fails_ends_the_job(job: Job, mode: str) -> None:
+def test_failed_server_ends_the_job(job: Job, mode: str) -> None:
     """Nothing goes on without it, and its traceback is the only one."""
     body = program("pass").replace('"ignore"', repr(mode)).replace("strategy.serve()", "{}['mine']")
     ended = job(body, TWO)
@@ -226,7 +226,7 @@ else:
 """
 
 
-def test_nobody_waits_for_the_rest_of_a_request(job: Job) -> None:
+def test_worker_killed_in_a_request_blocks_no_server(job: Job) -> None:
     """The worker is killed while it sends a large array."""
     ended = job(IN_A_REQUEST, THREE, is_blind=True)
     assert ended.status == 75, ended
@@ -263,7 +263,7 @@ os._exit(0)
 
 @pytest.mark.core
 @pytest.mark.parametrize(("placement", "seconds"), [(TWO._replace(faulty=0), 0.2), (THREE, 0.27)])
-def test_a_worker_that_is_killed_in_a_push_is_named(job: Job, placement: Placement, seconds: float) -> None:
+def test_worker_killed_in_a_push_is_named(job: Job, placement: Placement, seconds: float) -> None:
     """By its server, also where that waits for it alone, and by the other worker."""
     ended = job(PUSHES.format(seconds=seconds), placement, is_blind=True)
     server = len(placement.nodes) - 1

@@ -56,7 +56,7 @@ def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_a_server_serves_open_strategies_one_after_the_other(comm: Intracomm) -> None:
+def test_server_serves_open_strategies_one_after_the_other(comm: Intracomm) -> None:
     """Workers that close the first one need not wait until the server has closed it."""
     strategies = [ParameterServerStrategy(comm=comm, communication_options=PATIENT) for _ in range(2)]
     for strategy in strategies:
@@ -75,7 +75,7 @@ def test_a_server_serves_open_strategies_one_after_the_other(comm: Intracomm) ->
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_a_strategy_whose_servers_serve_another_one_is_refused(comm: Intracomm) -> None:
+def test_strategy_with_servers_busy_in_another_is_refused(comm: Intracomm) -> None:
     first, second = (ParameterServerStrategy(comm=comm, communication_options=PATIENT) for _ in range(2))
     if first.is_ps:
         first.serve()
@@ -114,7 +114,7 @@ def test_update_and_merge_call(strategy: ParameterServerStrategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_an_idle_server_sleeps(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_sleeps_when_idle(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its looks at the workers; a machine that is busy makes them fewer."""
     looks, look = list[float](), ParameterServer._advance
 

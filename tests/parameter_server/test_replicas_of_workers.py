@@ -22,7 +22,7 @@ def replica_id() -> int:
 @pytest.mark.core
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @worker_test()
-def test_each_replica_adds_once_and_the_step_counts_once(strategy: Strategy, comm: Intracomm, replicas: int) -> None:
+def test_replicas_add_once_and_the_step_counts_once(strategy: Strategy, comm: Intracomm, replicas: int) -> None:
     """A worker's own replicas count."""
     assert strategy.num_replicas_in_sync == replicas
     with strategy.scope():
@@ -87,7 +87,7 @@ def test_rows_of_replicas(strategy: Strategy, comm: Intracomm) -> None:
 
 @pytest.mark.ranks(3)
 @worker_test(replicas=2)
-def test_what_replicas_must_not_do_is_refused(strategy: Strategy, comm: Intracomm) -> None:
+def test_replicas_refuse_unaggregated_and_unlike_changes(strategy: Strategy, comm: Intracomm) -> None:
     with strategy.scope():
         none, total = Variable(np.zeros(3)), Variable(np.zeros(3), aggregation="SUM")
 
@@ -135,7 +135,7 @@ def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, variab
 
 @pytest.mark.ranks(3)
 @worker_test(replicas=2)
-def test_a_replica_that_assigns_alone_is_named(strategy: Strategy) -> None:
+def test_replica_assigning_alone_is_named(strategy: Strategy) -> None:
     with strategy.scope():
         total = Variable(np.zeros(2), aggregation="SUM")
 

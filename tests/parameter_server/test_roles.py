@@ -50,7 +50,7 @@ ROLES: dict[str, tuple[Callable[[int], dict[str, Any]], list[int], int]] = {
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("how", ROLES)
-def test_roles_of_ranks_are_those_that_are_asked_for(comm: Intracomm, how: str) -> None:
+def test_roles_of_ranks_follow_the_arguments(comm: Intracomm, how: str) -> None:
     """Devices are those of the servers, and of this worker."""
     arguments, servers, chief = ROLES[how]
     strategy = ParameterServerStrategy(comm=comm, **arguments(comm.rank))
@@ -68,7 +68,7 @@ def test_roles_of_ranks_are_those_that_are_asked_for(comm: Intracomm, how: str) 
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_nobody_waits_for_a_chief_whose_part_fails_as_it_ends(comm: Intracomm) -> None:
+def test_close_failed_on_the_chief_releases_the_others(comm: Intracomm) -> None:
     strategy = ParameterServerStrategy(comm=comm, on_worker_lost="ignore")
     role = parts_of(strategy).peers
     assert isinstance(role, Role)
@@ -233,7 +233,7 @@ def test_server_takes_a_strategy(comm: Intracomm) -> None:
 
 
 @pytest.mark.no_mpi
-def test_server_refuses_what_it_cannot_use() -> None:
+def test_server_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="job_name and task_index"):
         Server({"ps": ["a"]})
     with pytest.raises(TypeError, match="ClusterSpec"):

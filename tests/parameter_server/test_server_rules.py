@@ -164,7 +164,7 @@ def test_steps_that_are_fractions_need_a_variable_that_holds_them(strategy: Stra
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_the_learning_rate_may_change(strategy: Strategy) -> None:
+def test_rule_keeps_its_state_when_the_learning_rate_changes(strategy: Strategy) -> None:
     """What the server keeps belongs to the rule, whatever its numbers."""
     if not strategy.is_chief:
         with strategy.scope():
@@ -182,7 +182,7 @@ def test_the_learning_rate_may_change(strategy: Strategy) -> None:
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_a_programs_own_rule(strategy: Strategy) -> None:
+def test_rule_registered_by_the_program_is_applied(strategy: Strategy) -> None:
     with strategy.scope():
         variable = Variable(np.zeros(LARGE))
     strategy.push(variable, np.arange(LARGE, dtype=float), server_rules.Registered("clipped step", 2.0, 0.5))
@@ -195,7 +195,7 @@ def test_a_programs_own_rule(strategy: Strategy) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("size", [3, LARGE])
 @worker_test()
-def test_a_rule_that_raises_is_told_and_changes_nothing(strategy: Strategy, size: int) -> None:
+def test_rule_that_raises_is_reported_and_changes_nothing(strategy: Strategy, size: int) -> None:
     """The worker that pushed is told at its next request; the server goes on."""
     with strategy.scope():
         variable = Variable(np.zeros(size))
@@ -210,7 +210,7 @@ def test_a_rule_that_raises_is_told_and_changes_nothing(strategy: Strategy, size
 
 
 @pytest.mark.no_mpi
-def test_rules_that_are_not_known_are_refused() -> None:
+def test_rule_without_registration_is_refused() -> None:
     with pytest.raises(ValueError, match="no rule 'magic' is registered"):
         server_rules.Registered("magic")
     with pytest.raises(ValueError, match="choose another name"):
@@ -246,7 +246,7 @@ def test_rule_of_one_rank_alone_is_refused_by_the_server(strategy: Strategy) -> 
 
 @pytest.mark.ranks(2)
 @pytest.mark.core
-def test_a_change_that_failed_is_told_when_the_strategy_is_closed(comm: Intracomm) -> None:
+def test_close_raises_for_a_failed_change(comm: Intracomm) -> None:
     """At the latest; and the server does not wait for that worker."""
     strategy = Strategy(comm=comm)
     if strategy.is_ps:

@@ -30,7 +30,7 @@ def made(strategy: ParameterServerStrategy, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.core
 @pytest.mark.parametrize("count", [2, 5 * LARGE])
 @worker_test()
-def test_a_read_is_a_snapshot_and_a_write_is_whole(strategy: ParameterServerStrategy, count: int) -> None:
+def test_read_is_a_snapshot_of_whole_writes(strategy: ParameterServerStrategy, count: int) -> None:
     """All numbers that are written together are read together, and never fall behind."""
     variable = made(strategy, np.zeros(count, np.float32))
     last, delta = 0.0, np.ones(count, np.float32)
@@ -112,7 +112,7 @@ def test_results_belong_to_the_caller(strategy: ParameterServerStrategy) -> None
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_layouts_of_what_is_assigned(strategy: ParameterServerStrategy) -> None:
+def test_assign_takes_any_layout(strategy: ParameterServerStrategy) -> None:
     """Reversed, Fortran-ordered, big-endian, 0-d, read-only, empty."""
     if not strategy.is_chief:
         with strategy.scope():
@@ -192,7 +192,7 @@ def test_nests_are_read_into_arrays_that_are_kept(strategy: ParameterServerStrat
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_arrays_that_cannot_take_what_is_read_are_refused(strategy: ParameterServerStrategy) -> None:
+def test_read_refuses_wrong_outs(strategy: ParameterServerStrategy) -> None:
     variables = {"a": made(strategy, np.arange(3.0)), "b": made(strategy, np.zeros(2))}
     a, b = np.full(3, 9.0), np.full(2, 9.0)
     read_only = b.copy()
@@ -221,7 +221,7 @@ def test_arrays_that_cannot_take_what_is_read_are_refused(strategy: ParameterSer
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_what_does_not_fit_is_refused_before_anything_is_sent(strategy: ParameterServerStrategy) -> None:
+def test_changes_of_wrong_values_are_refused_before_data_moves(strategy: ParameterServerStrategy) -> None:
     variable, whole = made(strategy, np.zeros((2, 3), np.float32)), made(strategy, np.zeros(2, np.int8))
     flag = made(strategy, True)
     for kind, text, call in (
@@ -262,7 +262,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(strategy: Paramete
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_variable_says_what_it_is(strategy: ParameterServerStrategy) -> None:
+def test_server_variable_has_name_rules_and_repr(strategy: ParameterServerStrategy) -> None:
     with strategy.scope():
         first, second = Variable(1.0, name="w", aggregation="SUM"), Variable([1, 2], trainable=False)
         third = Variable(0.0, synchronization="ON_READ")

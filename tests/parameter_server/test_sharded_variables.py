@@ -188,7 +188,7 @@ def fails(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
 
 @pytest.mark.ranks(3)
 @worker_test(num_ps=2)
-def test_shards_are_all_changed_or_none_where_a_server_tells_of_an_earlier_error(
+def test_sharded_change_reporting_an_earlier_error_changes_no_shard(
     strategy: ParameterServerStrategy,
 ) -> None:
     with strategy.scope():

@@ -21,7 +21,7 @@ STEPS = 8
 @pytest.mark.ranks(3, 4)
 @pytest.mark.core
 @pytest.mark.parametrize(("staleness", "num_ps"), [(0, 1), (3, 1), pytest.param(1, 2, marks=pytest.mark.ranks(4))])
-def test_a_read_waits_for_the_slowest_worker(comm: Intracomm, staleness: int, num_ps: int) -> None:
+def test_staleness_bounds_reads_by_the_slowest_worker(comm: Intracomm, staleness: int, num_ps: int) -> None:
     """Each worker writes the steps it has done beside those of the others."""
 
     def work(strategy: Strategy) -> int:
@@ -76,7 +76,7 @@ def cannot_be_applied(value: Any, gradient: Any, memory: dict[str, Any]) -> None
 @pytest.mark.ranks(3, 4)
 @pytest.mark.core
 @worker_test(staleness=0, num_ps=2, communication_options=PATIENT)
-def test_a_push_that_failed_before_a_call_of_all_workers_lets_nobody_ahead(strategy: Strategy) -> None:
+def test_staleness_holds_after_a_failed_push(strategy: Strategy) -> None:
     """All workers learn of it; the servers count the worker afterwards, also where workers do not meet."""
     workers, rank = strategy.topology.size, strategy.topology.rank
     with strategy.scope():
@@ -99,7 +99,7 @@ def test_a_push_that_failed_before_a_call_of_all_workers_lets_nobody_ahead(strat
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @worker_test(staleness=1)
-def test_a_worker_that_has_ended_holds_nobody_up(strategy: Strategy) -> None:
+def test_staleness_ignores_workers_that_have_ended(strategy: Strategy) -> None:
     """Nor one that ends while others wait for it."""
     with strategy.scope():
         variable = Variable(0.0)
@@ -114,7 +114,7 @@ def test_a_worker_that_has_ended_holds_nobody_up(strategy: Strategy) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("call", ["read", "barrier"])
 @worker_test(staleness=0, communication_options=PATIENT)
-def test_a_deadline_names_the_workers_that_are_late(strategy: Strategy, comm: Intracomm, call: str) -> None:
+def test_staleness_deadline_names_late_workers(strategy: Strategy, comm: Intracomm, call: str) -> None:
     workers = comm.Create_group(comm.Get_group().Excl([comm.size - 1]))
     with strategy.scope():
         variable = Variable(0.0)
@@ -133,9 +133,7 @@ def test_a_deadline_names_the_workers_that_are_late(strategy: Strategy, comm: In
 
 
 @pytest.mark.ranks(min=4)
-def test_nobody_gets_ahead_of_a_worker_that_is_slow_to_leave_a_call_of_all_workers(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staleness_holds_for_a_worker_slow_to_leave_a_call(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where workers do not meet, a server counts all of them again as soon as one of them goes on."""
     start, slow = Channel.start, comm.size - 3
 

@@ -83,7 +83,7 @@ def run(steps: Iterator[bool], at_most: int = 100) -> bool:
 
 @pytest.mark.parametrize("num_messages", [0, 1, NUM_MESSAGES - 1, NUM_MESSAGES])
 @pytest.mark.parametrize("change", ["add", "assign", "momentum"])
-def test_a_request_of_a_lost_worker_is_made_whole_or_not_at_all(num_messages: int, change: str) -> None:
+def test_change_of_a_lost_worker_is_made_whole_or_not_at_all(num_messages: int, change: str) -> None:
     store = made_store()
     wanted = VariableList(list(store.variables.values()), is_near=False)
     number = {"add": Change.ADD, "assign": Change.ASSIGN}.get(change)
@@ -109,7 +109,7 @@ def test_variable_that_mpi_sends_from_its_own_memory_is_not_changed_meanwhile() 
     assert stored.may_go(change)
 
 
-def test_a_worker_that_is_lost_while_its_change_is_made_does_not_stop_the_change() -> None:
+def test_change_under_way_completes_after_its_worker_is_lost() -> None:
     store = made_store()
     large = store.variables[1]
     wanted = VariableList([large], is_near=False)
@@ -123,7 +123,7 @@ def test_a_worker_that_is_lost_while_its_change_is_made_does_not_stop_the_change
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, NUM_MESSAGES - 1, NUM_MESSAGES])
-def test_a_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: int) -> None:
+def test_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: int) -> None:
     """Another worker reads one of the variables meanwhile, for longer than a lost worker is listened to."""
     store, awaited = made_store(), AwaitedPeers()
     reader, is_all = store.variables[1].enter(writes=False), num_messages == NUM_MESSAGES
@@ -166,7 +166,7 @@ def test_chunks_are_added_as_they_come_where_a_lost_worker_ends_the_job() -> Non
 
 
 @pytest.mark.parametrize("num_messages", [0, 2])
-def test_a_read_of_a_lost_worker_keeps_nobody_from_writing(num_messages: int) -> None:
+def test_read_of_a_lost_worker_blocks_no_writer(num_messages: int) -> None:
     store = made_store()
     wanted = VariableList(list(store.variables.values()), is_near=False)
     steps = send_variables(connection(num_messages), wanted)
@@ -202,7 +202,7 @@ def test_variables_are_lent_one_by_one() -> None:
     assert not any(stored.queue for stored in store.variables.values())
 
 
-def test_a_variable_that_is_lent_waits_for_nobody_after_its_reader_is_lost() -> None:
+def test_lent_variable_is_writable_after_its_reader_is_lost() -> None:
     store, _, server = shared_store()
     variables = list(store.variables.values())
     steps = send_variables(connection(9, server), VariableList(variables, is_near=True))

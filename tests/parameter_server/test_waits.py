@@ -86,7 +86,7 @@ def test_one_thread_makes_the_requests(strategy: ParameterServerStrategy) -> Non
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_others_see_what_a_server_serves(strategy: ParameterServerStrategy, comm: Intracomm) -> None:
+def test_status_of_a_server_names_its_last_request(strategy: ParameterServerStrategy, comm: Intracomm) -> None:
     with strategy.scope():
         variable = Variable(0.0)
     role, server = parts_of(strategy).peers, comm.size - 1
@@ -164,7 +164,7 @@ def is_away(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_server_is_lost_for_all_workers_whatever_ends_the_one_that_has_found_it(comm: Intracomm) -> None:
+def test_lost_server_stays_lost_after_its_finder_ends_by_another_error(comm: Intracomm) -> None:
     """The worker has caught that error, and ends with one of its own, in other words."""
     HERE["comm"], error, is_ps = comm, None, False
     try:
@@ -256,7 +256,7 @@ LATE = {
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("call", LATE)
-def test_the_server_warns_of_late_workers(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_server_warns_of_late_workers(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """And the worker that waits does not warn of the server, which answers it."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.3")
 
@@ -286,7 +286,7 @@ def wait_for_a_warning(value: Any, gradient: Any, memory: dict[str, Any]) -> Non
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_a_worker_warns_of_a_server_that_is_in_a_long_rule(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_warns_of_a_server_in_a_long_rule(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server cannot warn meanwhile."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.3")
     monkeypatch.setattr(AwaitedPeers, "busy_seconds", 0.3)

@@ -46,7 +46,7 @@ def name_rules(strategy: ParameterServerStrategy, variable: Any) -> None:
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("what", ["whole", "rows", "list"])
-def test_a_worker_waits_only_for_room(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_changes_in_a_row_wait_only_for_room(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The server has not answered one of its changes, and all of them are made."""
     HERE["comm"], made = comm, 0
     waits: list[int] = []
@@ -86,7 +86,7 @@ def test_a_worker_waits_only_for_room(comm: Intracomm, monkeypatch: pytest.Monke
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("size", "transport"), [(1, "auto"), (700_000, "auto"), (700_000, "mpi")])
-def test_a_read_tells_of_all_changes_that_have_failed(
+def test_read_reports_all_failed_changes_once(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, size: int, transport: str
 ) -> None:
     """Once: the other changes are made, and what was read behind them is received."""
@@ -126,7 +126,7 @@ def rows(number: float, *indices: int, width: int = 2) -> IndexedSlices:
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, 2])
 @worker_test()
-def test_a_nest_of_rows_and_arrays_is_changed(strategy: ParameterServerStrategy, num_ps: int) -> None:
+def test_push_changes_a_nest_of_rows_and_arrays(strategy: ParameterServerStrategy, num_ps: int) -> None:
     """Also rows that come twice, none at all, and a variable that is there twice."""
     with strategy.scope():
         tables = [Variable(np.zeros((6, 2))) for _ in range(3)]
@@ -176,7 +176,7 @@ def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: py
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_what_does_not_fit_is_refused_before_anything_is_sent(strategy: ParameterServerStrategy) -> None:
+def test_push_of_a_wrong_nest_is_refused_before_data_moves(strategy: ParameterServerStrategy) -> None:
     with strategy.scope():
         tables = [Variable(np.zeros((4, 2))) for _ in range(2)]
     for wrong in (rows(1.0, 4), rows(1.0, 0, width=3)):
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(strategy: Paramete
 
 @pytest.mark.ranks(3)
 @worker_test(num_ps=2)
-def test_a_push_that_tells_of_an_earlier_error_changes_nothing(strategy: ParameterServerStrategy) -> None:
+def test_push_reporting_an_earlier_error_changes_nothing(strategy: ParameterServerStrategy) -> None:
     """On no server; and the next one does."""
     with strategy.scope():
         tables = [Variable(np.zeros((4, 2))) for _ in range(2)]

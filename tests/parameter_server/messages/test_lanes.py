@@ -27,7 +27,7 @@ SIZES = (3_000_000, 100_000, 17, 20_000)  # of float32 numbers: several chunks, 
 
 
 @pytest.mark.no_mpi
-def test_a_lane_keeps_order_both_ways() -> None:
+def test_lane_keeps_order_both_ways() -> None:
     """Whoever is late: no more slots are filled than there are, and none is taken that was not sent."""
     memory = np.zeros(LANE_BYTES, np.uint8)
     ends = [Lane(memory, end, memory, None) for end in (0, 1)]
@@ -117,7 +117,7 @@ def push_and_wait(strategy: ParameterServerStrategy, variables: list[Any], rule:
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
 @worker_test()
-def test_a_push_that_fails_leaves_the_lane_in_order(strategy: ParameterServerStrategy) -> None:
+def test_lane_works_after_a_failed_push(strategy: ParameterServerStrategy) -> None:
     """All of its data is taken, and the next push is made."""
     size = 2_000_000
     with strategy.scope():
@@ -200,7 +200,7 @@ def test_data_that_an_interrupted_read_has_left_is_not_taken_by_the_next_one(
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("why", ["", "memory is full", "MPIDIST_TRANSPORT", "MPIDIST_PRETEND_NODES"])
-def test_no_gradient_goes_through_mpi_in_a_node_and_all_do_elsewhere(
+def test_lane_carries_gradients_in_a_node_and_mpi_elsewhere(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Variables for which a container's memory, which is soon full, has no place go through the slots."""
