@@ -111,14 +111,14 @@ def test_dlpack_arrays_are_viewed_and_come_back_in_their_kind(kind: Any) -> None
     assert (again.array.shape, again.array) == ((), 2.5)
 
 
-def test_what_no_library_takes_back_gives_numpy_arrays() -> None:
+def test_values_without_a_way_back_become_numpy_arrays() -> None:
     for value in (Variable(), Forgetful(np.arange(3.0))):
         again = through(value)
         assert type(again) is np.ndarray
         assert again.tolist() == [0, 1, 2]
 
 
-def test_device_memory_is_not_asked_for_on_the_host() -> None:
+def test_device_memory_is_not_converted_on_the_host() -> None:
     """It speaks DLPack too; and CuPy is not imported to find out whose it is."""
     library = library_of(OnDevice(np.ones(1)))
     assert type(library).__name__ == "CuPyArrays"

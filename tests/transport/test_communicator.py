@@ -71,7 +71,7 @@ def can(op: str, dtype: Any) -> bool:
 
 
 @pytest.mark.whole
-def test_communicator_of_host_memory_does_what_every_one_must(
+def test_communicator_of_host_memory_passes_all_checks(
     communicator: Communicator, request: pytest.FixtureRequest
 ) -> None:
     chunk_bytes = CHUNK_BYTES if "chunks" in request.node.name else SLOT_BYTES
@@ -100,9 +100,7 @@ def test_nan_and_infinity_propagate(communicator: Communicator, comm: Intracomm)
             assert np.isnan(buffer).tolist() == [False, True, False], (op, dtype, owner)
 
 
-def test_sums_have_the_same_bits_on_all_ranks_in_rank_order_if_asked(
-    communicator: Communicator, comm: Intracomm
-) -> None:
+def test_sums_have_the_same_bits_on_all_ranks_and_of_rank_order(communicator: Communicator, comm: Intracomm) -> None:
     """Half precision is added in float32 and rounded once; its order is always that of the ranks."""
     rows = np.random.default_rng(7).standard_normal((communicator.size, 300))
     for dtype in [*REALS, *HALVES, *COMPLEX]:
@@ -118,7 +116,7 @@ def test_sums_have_the_same_bits_on_all_ranks_in_rank_order_if_asked(
         assert communicator.rank or (buffer == expected).all(), dtype
 
 
-def test_the_order_of_a_fold_is_kept_to_the_bit(communicator: Communicator) -> None:
+def test_fold_order_is_kept_to_the_bit(communicator: Communicator) -> None:
     """Where every rank has one row of the replica tree. By each method that reduces."""
     size, rank = communicator.size, communicator.rank
     for tree in flat_trees(Topology.from_labels(rank, [0] * size, ["host"] * size)):
@@ -136,7 +134,7 @@ def test_the_order_of_a_fold_is_kept_to_the_bit(communicator: Communicator) -> N
             assert bits(shard) == bits(expected[start:stop]), (tree, op, dtype)
 
 
-def test_a_divided_sum_does_not_overflow(communicator: Communicator) -> None:
+def test_divided_sum_does_not_overflow(communicator: Communicator) -> None:
     """The mean of the largest numbers is divided before it is rounded. By each method that reduces."""
     large, reduction = np.finfo(np.float16).max, Reduction("sum", divisor=communicator.size)
     buffer = np.full(11, large)
@@ -148,7 +146,7 @@ def test_a_divided_sum_does_not_overflow(communicator: Communicator) -> None:
 
 
 @pytest.mark.parametrize("communicator", ["solo", "mpi"], indirect=True)
-def test_a_pack_buffer_has_the_length_and_dtype_asked_for(communicator: Communicator) -> None:
+def test_pack_buffer_has_given_length_and_dtype(communicator: Communicator) -> None:
     for count, dtype in [(0, "f4"), (100, "f8"), (7, "i1"), (3, "G"), (100, "f8"), (1000, HALVES[1])]:
         buffer = communicator.pack_buffer(count, np.dtype(dtype))
         assert (buffer.shape, buffer.dtype) == ((count,), np.dtype(dtype))
@@ -160,7 +158,7 @@ def test_a_pack_buffer_has_the_length_and_dtype_asked_for(communicator: Communic
 
 
 @pytest.mark.parametrize("communicator", KINDS[1:], indirect=True)
-def test_traffic_is_what_the_docstrings_promise(communicator: Communicator, counts: list[int]) -> None:
+def test_traffic_has_the_bytes_of_the_docstrings(communicator: Communicator, counts: list[int]) -> None:
     """Counted for the busier direction of this rank's link; one call however many chunks."""
     for dtype in A_FEW:
         rank, size = communicator.rank, communicator.size

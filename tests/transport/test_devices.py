@@ -62,7 +62,7 @@ def test_ranks_of_a_node_take_gpus_in_turn(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed here")
-def test_without_cupy_there_are_no_gpus_and_one_that_is_asked_for_is_refused() -> None:
+def test_gpus_without_cupy_are_none_and_refused() -> None:
     assert arrays.num_visible_gpus() == 0
     assert choose_device(Topology(0, (0,), ("here",))) == Device("cpu")
     with pytest.raises(UnavailableError, match=r"/gpu:1 was asked for, and this process sees 0 GPUs.*cuda13"):

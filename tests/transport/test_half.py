@@ -39,7 +39,7 @@ def combined(parts: list[Any], dtype: np.dtype[Any], ufunc: Any = np.add, diviso
     return out
 
 
-def test_every_float16_comes_back_as_it_was() -> None:
+def test_float16_bits_survive_widening_and_rounding() -> None:
     """Blocks with an infinity take another way than those without."""
     for numbers in (EVERY, EVERY[np.isfinite(EVERY)]):
         assert (bits_of(combined([numbers], FLOAT16)) == bits_of(numbers)).all()
@@ -88,7 +88,7 @@ def test_float8_is_rounded_once() -> None:
         assert combined(parts, dtype, divisor=5).astype(np.float32).tolist() == [0.25] * 5
 
 
-def test_dtypes_of_other_packages_are_told_from_those_of_numpy() -> None:
+def test_dtypes_of_other_packages_are_not_of_numpy() -> None:
     """Some have the characters of NumPy's: bfloat16 `E`, float8_e4m3fnuz `G`, the long complex number's."""
     made = [np.dtype(one) for one in vars(ml_dtypes).values() if isinstance(one, type) and issubclass(one, np.generic)]
     assert len(made) >= 8

@@ -54,7 +54,7 @@ VALUES: list[tuple[str, str, str, Any]] = [
 ]
 
 
-def test_a_variable_sets_its_field_alone() -> None:
+def test_variable_sets_its_field_alone() -> None:
     for name, text, attribute, value in VALUES:
         settings = Settings.from_environment({f"MPIDIST_{name}": text})
         assert getattr(settings, attribute) == value
@@ -81,7 +81,7 @@ WRONG = {
 RULES = {"STAGING_BYTES": ".*bytes, 262144 to 8388608", "RESULT_BYTES": ".*bytes, 0 or more"}
 
 
-def test_a_value_that_is_not_understood_names_its_variable() -> None:
+def test_variable_with_a_wrong_value_is_named() -> None:
     for name, texts in WRONG.items():
         for text in texts:
             with pytest.raises(ValueError, match=f"MPIDIST_{name}='{text}'{RULES.get(name, ' is not understood')}"):
@@ -98,7 +98,7 @@ def test_folders_may_be_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_code_file({"MPIDIST_EXIT_CODE_FILE": "~/code"}) == "/home/ada/code"
 
 
-def test_exit_code_is_stored_once_and_a_file_that_cannot_be_written_is_said(
+def test_exit_code_is_stored_once_and_a_failed_write_is_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for code in (3, 4):
@@ -129,7 +129,7 @@ def logger() -> Iterator[logging.Logger]:
     ours.handlers[:] = before[1]
 
 
-def test_a_level_lets_the_loggers_write_once(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_level_adds_one_handler(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every strategy applies it."""
     monkeypatch.setattr("sys.stderr", io.StringIO())
     Settings(log_level="INFO").apply_log_level()
@@ -141,7 +141,7 @@ def test_a_level_lets_the_loggers_write_once(logger: logging.Logger, monkeypatch
     assert handler.stream.getvalue() == "mpidist INFO r0 | hello\n"
 
 
-def test_a_users_own_handler_is_enough(logger: logging.Logger) -> None:
+def test_log_level_keeps_the_handler_of_the_user(logger: logging.Logger) -> None:
     before = logger.level
     Settings().apply_log_level()
     assert (logger.level, logger.handlers) == (before, [])
@@ -152,7 +152,7 @@ def test_a_users_own_handler_is_enough(logger: logging.Logger) -> None:
     assert logger.level == logging.WARNING
 
 
-def test_variables_that_mean_nothing_are_named_with_what_may_be_meant() -> None:
+def test_unknown_variables_are_named_with_the_nearest_one() -> None:
     environ = {"MPIDIST_LOGG": "info", "MPIDIST_CHECK": "1", "MPIDIST_XYZZY": "", "OTHER": "1"}
     environ |= {"MPIDIST_TIMEOUT": "3", "MPIDIST_TRACE_DIR": "traces"}
     assert unknown_settings(environ) == [
@@ -163,7 +163,7 @@ def test_variables_that_mean_nothing_are_named_with_what_may_be_meant() -> None:
     ]
 
 
-def test_all_variables_that_the_library_reads_are_known_and_on_their_page() -> None:
+def test_variables_of_the_library_are_listed_and_on_their_page() -> None:
     text = "".join(path.read_text() for path in Path(mpidist.__file__).parent.rglob("*.py"))
     (known,) = re.findall(r"^_KNOWN: Final = \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL)
     name = re.compile(r"\"(MPIDIST_[A-Z_]*[A-Z])\"")

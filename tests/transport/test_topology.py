@@ -76,7 +76,7 @@ def test_any_label_will_do() -> None:
     assert {topology(one).node_of_rank for one in labels} == {(0, 0, 1)}
 
 
-def test_a_topology_reads_as_a_sentence() -> None:
+def test_topology_str_lists_nodes_and_ranks() -> None:
     assert str(topology("a")) == "1 rank on 1 node; node 0 (host-a): rank 0"
     assert str(topology("aab")) == "3 ranks on 2 nodes; node 0 (host-a): ranks 0-1; node 1 (host-b): rank 2"
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize("transport", ["auto", *TRANSPORTS], indirect=True)
-def test_the_environment_chooses(comm: Intracomm, transport: str, placement: tuple[int, ...]) -> None:
+def test_transport_variable_chooses_communicators(comm: Intracomm, transport: str, placement: tuple[int, ...]) -> None:
     """A rank that is alone needs neither."""
     shares = transport != "mpi" and comm.size > 1
     with Strategy(comm=comm) as strategy:
@@ -52,7 +52,7 @@ def test_messages_need_no_shared_memory(comm: Intracomm, monkeypatch: pytest.Mon
 
 
 @pytest.mark.ranks(2)
-def test_a_variable_that_means_nothing_is_told_once(
+def test_unknown_variable_is_logged_once(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MPIDIST_TIMEOUT_SEKONDS", "5")

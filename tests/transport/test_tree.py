@@ -86,7 +86,7 @@ def test_rows_are_the_largest_subtrees_of_a_set() -> None:
             assert rows_of(total, replicas) == sorted(largest), (total, replicas)
 
 
-def test_every_spread_gives_the_bits_of_the_tree() -> None:
+def test_tree_bits_do_not_depend_on_the_spread_of_replicas() -> None:
     for total in range(1, MOST_REPLICAS + 1):
         numbers = unlike_numbers(total, 50, np.float32)
         right = bits(in_tree_order(np.add, numbers))
@@ -96,7 +96,7 @@ def test_every_spread_gives_the_bits_of_the_tree() -> None:
                     assert bits(result) == right, (size, nodes, way)
 
 
-def test_every_operation_follows_the_tree() -> None:
+def test_tree_order_holds_for_all_operations() -> None:
     """Integers wrap around. Which of two zeros is the least depends on their order, not on how replicas are spread."""
     ufuncs: list[tuple[np.ufunc, str]] = [(np.add, "Q"), (np.multiply, "i"), (np.add, "F"), (np.maximum, "q")]
     choose = np.random.default_rng(3)

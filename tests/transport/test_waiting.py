@@ -11,7 +11,7 @@ MOST_LOOKS = 650  # 64 naps while a wait becomes e times as long, up to 64 ms, a
 
 
 @pytest.mark.no_mpi
-def test_a_wait_for_no_message_leaves_the_core_to_others() -> None:
+def test_poll_without_messages_releases_the_core() -> None:
     """A GPU's copies need nobody who tests them, as MPI's messages do."""
     looks = []
 

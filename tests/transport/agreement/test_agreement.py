@@ -202,7 +202,7 @@ DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
 @pytest.mark.usefixtures("transport")
-def test_a_difference_is_every_ranks_error(comm: Intracomm) -> None:
+def test_agreement_difference_raises_on_all_ranks(comm: Intracomm) -> None:
     """At once, on all ranks, with both sides; and the next call works.
 
     The deadline is for the day on which one of them hangs instead.
@@ -232,7 +232,7 @@ def test_calls_in_several_lines_show_the_line_of_each_rank(strategy: Strategy, c
 
 
 @pytest.mark.ranks(3)
-def test_ranks_may_differ_in_what_is_their_own_affair(strategy: Strategy, comm: Intracomm) -> None:
+def test_agreement_ignores_layout_dict_order_and_deadline(strategy: Strategy, comm: Intracomm) -> None:
     """Byte order, memory layout, order and class of dicts, kinds of number, and how long they would wait."""
     odd, size = comm.rank == 0, comm.size
     matrix = np.ones((2, 3))
@@ -251,7 +251,7 @@ def test_ranks_may_differ_in_what_is_their_own_affair(strategy: Strategy, comm: 
 
 
 @pytest.mark.ranks(3)
-def test_the_table_groups_ranks_that_agree(agreement: MpiAgreement, comm: Intracomm) -> None:
+def test_agreement_error_groups_equal_ranks(agreement: MpiAgreement, comm: Intracomm) -> None:
     odd = comm.rank == 1
     fields = {"op": "MEAN" if odd else "SUM", "array 0": "f32[2]"} | ({"axis": "1"} if odd else {})
     text = (
@@ -267,7 +267,7 @@ def test_the_table_groups_ranks_that_agree(agreement: MpiAgreement, comm: Intrac
 
 
 @pytest.mark.ranks(3)
-def test_a_long_table_is_cut(agreement: MpiAgreement, comm: Intracomm) -> None:
+def test_agreement_error_cuts_a_long_table(agreement: MpiAgreement, comm: Intracomm) -> None:
     with raises_everywhere(comm, InvalidArgumentError, r"array 6: .*\n  \.\.\. and more$"):
         agreement.join(Call("reduce", comm.rank, lambda: {f"array {index}": str(comm.rank) for index in range(50)}))
 

@@ -65,7 +65,7 @@ def test_sizes_stay_in_their_bounds(model: CostModel, placement: tuple[int, ...]
 
 @settings(deadline=None, derandomize=True)
 @given(models, placements, sizes)
-def test_choice_is_what_the_thresholds_say_and_the_faster_way(
+def test_choice_follows_thresholds_and_is_the_faster_algorithm(
     model: CostModel, placement: tuple[int, ...], nbytes: int
 ) -> None:
     """Within the power of two that thresholds are rounded to."""
@@ -88,7 +88,7 @@ def test_choice_is_what_the_thresholds_say_and_the_faster_way(
         assert least == KIB or model.choose(least - 1, placement) in ("leader", "hierarchical")
 
 
-def test_defaults_choose_what_was_measured() -> None:
+def test_default_thresholds_match_measurements() -> None:
     """One-shot wins to about 96 KiB at 2 ranks on 2 cores, since two-shot is compiled."""
     model = CostModel()
     assert model.one_shot_bytes((2,)) == 128 * KIB
@@ -123,12 +123,12 @@ def test_wrong_numbers_are_errors() -> None:
 ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU part\t: {}\n\nCPU part\t: 0xfff\n"
 
 
-def test_the_model_of_a_processor_has_a_name() -> None:
+def test_processor_model_is_read_by_its_name() -> None:
     text = "processor\t: 0\nmodel\t\t: 85\nmodel name\t: A Processor @ 2.00GHz\n\nmodel name\t: another\n"
     assert processor_in(text) == "A Processor @ 2.00GHz"
     assert processor_in("processor\t: 0\n") == processor_in("") == ""
 
 
-def test_models_without_names_are_told_apart_by_their_numbers() -> None:
+def test_processor_models_without_names_differ_by_numbers() -> None:
     assert processor_in(ARM.format("0xd0c")) == f"{platform.machine()} of implementer 0x41, part 0xd0c"
     assert processor_in(ARM.format("0xd4f")) != processor_in(ARM.format("0xd0c"))

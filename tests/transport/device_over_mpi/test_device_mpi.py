@@ -27,7 +27,7 @@ def outcome_of(code: str, seconds: float = 20) -> Answer:
     return prove([sys.executable, "-c", code], seconds)
 
 
-def test_the_mpis_of_the_wheels_say_no(comm: Intracomm) -> None:
+def test_hint_of_mpi_from_wheels_is_no(comm: Intracomm) -> None:
     answer = hint()
     assert answer.works is False
     assert "this MPI library is not built for CUDA: MPIX_Query_cuda_support says no, and " in answer.reason
@@ -47,20 +47,20 @@ def test_the_mpis_of_the_wheels_say_no(comm: Intracomm) -> None:
         (None, "a child process could not be started: No such file or directory"),
     ],
 )
-def test_whatever_becomes_of_a_child_is_an_answer(code: str | None, reason: str) -> None:
+def test_proof_by_a_child_gives_a_reason_for_failures(code: str | None, reason: str) -> None:
     answer = outcome_of(code, 0.5 if "sleep" in code else 600) if code else prove(["/nowhere/python"])
     assert answer.works == (not reason)
     assert not reason or answer.reason == reason
 
 
-def test_a_child_starts_mpi_alone(comm: Intracomm) -> None:
+def test_proof_by_a_child_starts_mpi_alone(comm: Intracomm) -> None:
     """Under mpiexec, too."""
     code = "from mpi4py import MPI; print('right' if MPI.COMM_WORLD.Get_size() == 1 else 'wrong')"
     assert outcome_of(code).works
 
 
 @pytest.mark.no_mpi
-def test_a_child_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+def test_proof_by_a_hanging_child_ends_its_process_tree(tmp_path: Path) -> None:
     code = f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {tmp_path}/pid; sleep 600'])"
     assert not outcome_of(code, 10.0).works
     pid = int((tmp_path / "pid").read_text())
@@ -87,7 +87,7 @@ def test_launchers_are_left_out_of_its_environment_and_settings_are_kept() -> No
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("word", ["", "1"])
-def test_where_the_user_says_so_mpi_reads_device_memory(
+def test_device_mpi_variable_lets_mpi_read_device_memory(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     """And else it goes through the host, between nodes."""
@@ -105,7 +105,7 @@ def test_where_the_user_says_so_mpi_reads_device_memory(
         assert group.levels_of(True).world.name == f"world {'from device memory' if word else 'through the host'}"
 
 
-def test_the_proof_holds_where_mpi_reads_the_memory(comm: Intracomm) -> None:
+def test_proof_holds_only_where_mpi_reads_the_memory(comm: Intracomm) -> None:
     """On host memory in the place of device memory; wrong numbers are seen."""
 
     class Array(np.ndarray[Any, Any]):
@@ -137,7 +137,7 @@ def test_the_proof_holds_where_mpi_reads_the_memory(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_real_child_says_what_the_library_is(gpus: cuda.Cuda, comm: Intracomm) -> None:
+def test_proof_by_a_child_agrees_with_the_hint(gpus: cuda.Cuda, comm: Intracomm) -> None:
     if are_emulated():
         pytest.skip("needs a real GPU: the memory of emulated ones is the host's, which every MPI takes")
     answer = prove(child_command(0))

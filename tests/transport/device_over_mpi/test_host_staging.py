@@ -93,7 +93,7 @@ def pinned(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Noted
 
 
-def test_what_every_communicator_of_device_memory_must_do(rig: Rig) -> None:
+def test_staging_passes_checks_of_device_communicators(rig: Rig) -> None:
     for check in CHECKS.values():
         check(rig.its)
 
@@ -132,7 +132,7 @@ def test_bytes_are_counted_as_without_chunks_and_so_many_are_sent(
     rig.free()
 
 
-def test_copies_down_and_up_move_what_they_must(emulated: Emulated, comm: Intracomm) -> None:
+def test_staging_copies_no_more_bytes_than_needed(emulated: Emulated, comm: Intracomm) -> None:
     """And no more: a rank's own part of a sum stays where it is until it is whole."""
     size, nbytes = comm.size, 8 * comm.size * CHUNK
     others, own = nbytes * (size - 1) // size, nbytes // size
@@ -150,7 +150,7 @@ def test_copies_down_and_up_move_what_they_must(emulated: Emulated, comm: Intrac
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_next_chunk_is_on_its_way_while_one_is_moved(
+def test_staging_copies_next_chunks_while_one_is_moved(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Copies of the chunks to come are begun before a chunk is moved, and none waits for the last one to be up."""
@@ -204,7 +204,7 @@ def test_slots_are_few_and_made_anew_when_more_is_needed(emulated: Emulated, pin
     rig.free()
 
 
-def test_the_host_adds_what_is_small_and_what_takes_very_many_messages(emulated: Emulated, comm: Intracomm) -> None:
+def test_staging_adds_small_arrays_on_the_host(emulated: Emulated, comm: Intracomm) -> None:
     count, size = 100 * comm.size, comm.size
     nbytes = 8 * count
     for sizes, do_gpus_add in (
@@ -223,7 +223,7 @@ def test_the_host_adds_what_is_small_and_what_takes_very_many_messages(emulated:
 
 @pytest.mark.filterwarnings("ignore:Using synchronous transfer")  # CuPy's own copies
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_without_pinned_memory_does_with_pageable(
+def test_staging_falls_back_to_pageable_memory(
     emulated: Emulated, pinned: Any, comm: Intracomm, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     emulated.wish("cudaHostAlloc", OUT_OF_MEMORY * (comm.rank == 0))
@@ -267,7 +267,7 @@ def test_sizes_must_be_the_same_on_all_ranks(comm: Intracomm, monkeypatch: pytes
             SyncGroup.from_mpi(comm)
 
 
-def test_the_size_that_was_set_is_used(emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_bytes_sets_the_chunk(emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", str(LEAST_CHUNK_BYTES))
     monkeypatch.setenv("MPIDIST_NCCL", "0")
     for group in opened(comm):
@@ -288,7 +288,7 @@ def test_the_size_that_was_set_is_used(emulated: Emulated, comm: Intracomm, monk
         ("GPUs add", "exchange", KeyboardInterrupt),
     ],
 )
-def test_a_call_that_a_rank_is_missing_from_is_broken_off_and_nothing_is_used_again(
+def test_staging_call_with_a_missing_rank_ends_without_memory_reuse(
     emulated: Emulated, pinned: Any, comm: Intracomm, kind: str, call: str, error: type[BaseException]
 ) -> None:
     rig = Rig(comm, kind)
@@ -322,7 +322,7 @@ def test_a_call_that_a_rank_is_missing_from_is_broken_off_and_nothing_is_used_ag
 
 
 @pytest.mark.parametrize("text", ["cudaErrorIllegalAddress", "through the host failed: CUDA's status 700"])
-def test_an_error_of_cuda_breaks_the_staging_alone(
+def test_staging_is_broken_by_an_error_of_cuda(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     """Of a copy; or of an event, where it is told from work that is not done."""

@@ -35,7 +35,7 @@ def late(*ranks: int, size: int) -> str:
 
 
 @pytest.mark.ranks(3)
-def test_a_call_that_one_rank_makes_ends_at_its_deadline(strategy: Strategy, comm: Intracomm) -> None:
+def test_deadline_ends_a_call_of_one_rank_alone(strategy: Strategy, comm: Intracomm) -> None:
     """And the strategy is broken until all reset it."""
     deadline, patient = options(0.5), options(600)
     assert strategy.reduce("SUM", 1.0, options=patient) == comm.size
@@ -76,7 +76,7 @@ def test_late_rank_of_a_part_of_the_job_has_its_number_in_the_job(comm: Intracom
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("number", [1, -1])
-def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int, clock: Clock) -> None:
+def test_deadline_names_the_late_rank(comm: Intracomm, number: int, clock: Clock) -> None:
     """And no other, wherever its lateness is found out first."""
     strategy = Strategy(None, options(600), comm=comm)
     odd = number % comm.size
@@ -115,7 +115,7 @@ def test_late_ranks_are_named_across_nodes_and_over_messages(
 
 
 @pytest.mark.ranks(3)
-def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Clock, tmp_path: Path) -> None:
+def test_deadline_of_the_strategy_holds_for_all_calls(comm: Intracomm, clock: Clock, tmp_path: Path) -> None:
     strategy, folder = Strategy(None, options(600), comm=comm), Path(comm.bcast(str(tmp_path)))
     pattern = rf"\(call \d+\) on rank 0 waited 600 s, and {late(*range(1, comm.size), size=comm.size)}"
     for name in every_call(strategy, folder):
@@ -134,7 +134,7 @@ def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Cl
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("given", [None, 0, 100 * LONG_SECONDS])
-def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None, clock: Clock) -> None:
+def test_deadline_none_or_long_waits_for_a_slow_rank(comm: Intracomm, given: float | None, clock: Clock) -> None:
     """0 and None are no deadline; 0 switches off the strategy's own."""
     with Strategy(None, options(600) if given is not None else None, comm=comm) as strategy:
         come_late(clock, comm, comm.size - 1)
@@ -143,7 +143,7 @@ def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None, cloc
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_leaving", [1, 2])
-def test_a_rank_that_leaves_is_named_to_those_who_call(strategy: Strategy, comm: Intracomm, num_leaving: int) -> None:
+def test_close_of_a_rank_is_named_on_the_others(strategy: Strategy, comm: Intracomm, num_leaving: int) -> None:
     """It closes its strategy while the others call; nobody hangs, and all may close."""
     if comm.rank >= num_leaving:
         leavers = "rank 0" if num_leaving == 1 else "ranks 0-1"

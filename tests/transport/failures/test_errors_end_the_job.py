@@ -257,7 +257,7 @@ with mpidist.MultiWorkerMirroredStrategy() as second:
     assert "Traceback (most recent call last):" in lines  # nobody else shows where it happened
 
 
-def test_on_error_raise_leaves_the_job_alone_and_others_learn_of_it(job: Job) -> None:
+def test_on_error_raise_keeps_the_job_and_raises_on_the_others(job: Job) -> None:
     program = """
 strategy.reduce("SUM", 1.0)
 if rank == 1:
@@ -506,7 +506,7 @@ def require_trace_is_named(ended: Ended, rank: int, traces: Path) -> None:
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_traceback_of_a_refused_call_ends_in_the_program_unless_asked_for(is_whole: bool) -> None:
+def test_traceback_hides_frames_of_mpidist_without_the_variable(is_whole: bool) -> None:
     """Also in a process without a launcher."""
     command = [sys.executable, "-c", "import mpidist; mpidist.OneDeviceStrategy().run(print, 1, 2)"]
     environment = {**clean_environment(), "PYTHONPATH": PROJECT, "MPIDIST_TRACEBACK": "full" if is_whole else ""}
@@ -518,7 +518,7 @@ def test_traceback_of_a_refused_call_ends_in_the_program_unless_asked_for(is_who
     assert (lines[-2] == "  (then within mpidist: MPIDIST_TRACEBACK=full prints these frames, too)") != is_whole
 
 
-def test_immediate_exit_of_a_rank_is_told(job: Job, tmp_path: Path) -> None:
+def test_immediate_exit_of_a_rank_is_reported(job: Job, tmp_path: Path) -> None:
     code = tmp_path / "code"
     ended = job(STEP.format(what="os._exit(3)"), ranks=2, MPIDIST_EXIT_CODE_FILE=str(code))
     assert code.read_text() == "3\n"
@@ -543,7 +543,7 @@ if rank == 1:
 WARNING = "starting MPI on rank 0 has waited"
 
 
-def test_a_rank_that_comes_late_is_named_once(job: Job) -> None:
+def test_late_rank_at_the_start_is_named_once(job: Job) -> None:
     ended = job(LAUNCHED + "import mpidist\n" + SIGNS + COMES_LATE + BUILD_AND_ADD, head="", MPIDIST_STALL_SECONDS="5")
     assert (ended.status, ended.out.count("sum 3.0")) == (0, 3)
     assert ended.err.count("has waited") == ended.err.count(WARNING) == 1

@@ -132,7 +132,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failure_of_a_rank_ends_the_job_and_is_told_once(job: Job, tmp_path: Path, name: str) -> None:
+def test_failure_of_a_rank_ends_the_job_with_one_report(job: Job, tmp_path: Path, name: str) -> None:
     """In lines that nobody else's stand between; and the exit status is also where a script asks for it."""
     failure, code = FAILURES[name], tmp_path / "code"
     program = f"os.chdir('/')\n{failure.program}"  # a relative path is of the folder of the start
@@ -231,7 +231,7 @@ def require_parting(ended: Ended, placement: Placement, state: str) -> None:
 
 
 @pytest.mark.parametrize("death", ["SIGKILL", "SIGTERM"])
-def test_the_launcher_ends_a_job_one_of_whose_ranks_dies(job: Job, death: str) -> None:
+def test_launcher_ends_the_job_of_a_killed_rank(job: Job, death: str) -> None:
     """It sees that, and need not be told."""
     program = DIES.format(death=DEATHS[death], then="raise error")
     ended = job(program, TWO)
@@ -352,7 +352,7 @@ def where_memory_is_small() -> list[str]:
 
 
 @on(UNEVEN)
-def test_no_space_in_shared_memory_is_told_once_and_ranks_send_messages(job: Job, placement: Placement) -> None:
+def test_full_shared_memory_warns_once_and_falls_back_to_mpi(job: Job, placement: Placement) -> None:
     ended = job(NO_SPACE, placement, before=where_memory_is_small())
     assert (ended.status, ended.out) == (0, "")
     total = placement.size * (placement.size + 1) / 2
@@ -364,7 +364,7 @@ def test_no_space_in_shared_memory_is_told_once_and_ranks_send_messages(job: Job
 
 
 @on(UNEVEN)
-def test_no_space_in_shared_memory_is_an_error_of_all_ranks_that_want_it(job: Job, placement: Placement) -> None:
+def test_full_shared_memory_raises_if_the_variable_demands_it(job: Job, placement: Placement) -> None:
     before = where_memory_is_small()
     ended = job(NO_SPACE, placement, before=before, MPIDIST_TRANSPORT="shared_memory")
     assert ended.status == 1
@@ -399,7 +399,7 @@ if HAS_ULFM:
 
     @pytest.mark.long
     @pytest.mark.parametrize("count", [1, 2_000_000], ids=["between calls", "while data move"])
-    def test_a_rank_alone_on_its_node_is_named_where_mpi_says_that_it_is_gone(survivor: Job, count: int) -> None:
+    def test_killed_rank_alone_on_its_node_is_named_by_mpi(survivor: Job, count: int) -> None:
         """Nobody sees its process."""
         placement = Placement((0, 0, 1), 2)
         ended = survivor(ALONE.format(count=count), placement)

@@ -20,7 +20,7 @@ TEXTS = 256  # that a recorder keeps
 
 
 @pytest.mark.no_mpi
-def test_a_call_goes_through_its_states() -> None:
+def test_flight_recorder_call_goes_through_its_states() -> None:
     memory = np.zeros(FLIGHT_BYTES, np.uint8)
     recorder = FlightRecorder(memory)
     assert entries_in(memory) == []
@@ -45,7 +45,7 @@ def test_a_call_goes_through_its_states() -> None:
 
 
 @pytest.mark.no_mpi
-def test_the_newest_calls_are_kept_and_the_texts_of_the_newest() -> None:
+def test_flight_recorder_keeps_newest_calls_and_texts() -> None:
     memory = np.zeros(FLIGHT_BYTES, np.uint8)
     recorder = FlightRecorder(memory)
     for number in range(1, MAX_CALLS + 51):
@@ -76,7 +76,7 @@ def test_neighbours_read_it(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_strategy_records_what_it_calls(comm: Intracomm) -> None:
+def test_flight_recorder_has_calls_of_a_strategy(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy:
         strategy.reduce("SUM", [np.ones(1000, np.float32), np.ones(3, np.float32)])
         strategy.gather(np.ones(3), 0)
@@ -111,7 +111,7 @@ def flight(folder: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-def test_a_deadline_leaves_a_file_of_every_rank(job: Job, tmp_path: Path) -> None:
+def test_flight_files_of_all_ranks_are_written_at_a_deadline(job: Job, tmp_path: Path) -> None:
     """Also of the one that is busy elsewhere; and the command names it."""
     ended = job(SIGNS + LATE.format(seconds=3), ranks=2, MPIDIST_FLIGHT_DIR=str(tmp_path / "flights"))
     assert ended.status == 0, ended.err
@@ -127,7 +127,7 @@ def test_a_deadline_leaves_a_file_of_every_rank(job: Job, tmp_path: Path) -> Non
 
 
 @pytest.mark.no_mpi
-def test_a_signal_asks_for_the_files(job: Job, tmp_path: Path) -> None:
+def test_flight_files_are_written_at_a_signal(job: Job, tmp_path: Path) -> None:
     program = """
 for _ in range(3):
     strategy.reduce("SUM", 1.0)

@@ -119,7 +119,7 @@ def test_hosts_run_ranks_and_a_killed_one_loses_its_processes_alone(hosts: Hosts
     sleepers[0].wait()
 
 
-def test_nothing_is_left_of_two_sets_of_hosts_that_run_something() -> None:
+def test_hosts_interrupted_leave_no_processes_or_namespaces() -> None:
     need_hosts()
     started, left = [], []
 
@@ -154,7 +154,7 @@ def test_hosts_die_with_the_program_that_made_them() -> None:
     shutil.rmtree(folder)  # nobody was left to do it
 
 
-def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -> None:
+def test_benchmark_over_hosts_checks_bytes_sent(tmp_path: Path) -> None:
     need_hosts()
     sizes = "--sizes 1M --rounds 1 --seconds 0.1"
     command = [sys.executable, str(PROJECT / "benchmarks"), "network", *sizes.split()]
@@ -173,7 +173,7 @@ def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -
         assert 0.99 * share <= float(row["net_sent_to_least"]) < 2 * share
 
 
-def test_what_cannot_be_built_is_said() -> None:
+def test_hosts_refuse_wrong_arguments() -> None:
     for wrong in ("200", "mbit", "-1mbit", "fast"):
         with pytest.raises(ValueError, match="is no rate"):
             Hosts(rate=wrong)

@@ -39,7 +39,7 @@ def test_stack_of_a_late_rank_is_in_the_error_of_all_others_and_in_its_flight_fi
     assert [frame[2] for frame in told["stack"][0]] == ["busy", "<module>"]
 
 
-def test_late_rank_that_waits_in_another_strategy_is_told_from_one_that_computes(job: Job) -> None:
+def test_late_rank_inside_another_strategy_is_reported_as_such(job: Job) -> None:
     body = """
 other = mpidist.MultiWorkerMirroredStrategy()
 attempt("late", lambda: (other if is_faulty else strategy).reduce("SUM", 1.0, options=DEADLINE))

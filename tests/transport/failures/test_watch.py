@@ -30,7 +30,7 @@ from mpidist.transport.text import name_ranks
 pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 
-def test_a_long_wait_is_told_once_by_one_rank_of_each_node(
+def test_stall_warning_is_logged_once_on_nodes(
     comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     """The missing ranks are named with what they did last, on all nodes where ranks wait."""
@@ -81,7 +81,7 @@ def test_rank_that_has_started_a_call_and_waits_nowhere_is_named(comm: Intracomm
 
 
 @pytest.mark.parametrize("away", [0, -1])
-def test_long_wait_for_a_rank_that_has_started_the_call_is_told(
+def test_stall_warning_names_a_rank_that_only_started_the_call(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock, away: int
 ) -> None:
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "600")
@@ -129,7 +129,7 @@ def fall_asleep_in(comm: Intracomm, patch: pytest.MonkeyPatch, owner: type[Any],
 @pytest.mark.parametrize(
     ("transport", "owner", "method"), [("mpi", MpiCommunicator, "all_reduce"), ("shared_memory", TwoShot, "steps")]
 )
-def test_a_deadline_holds_while_data_move(
+def test_deadline_holds_while_data_move(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, transport: str, owner: type[Any], method: str, clock: Clock
 ) -> None:
     """All ranks have come, and one of them stops in the middle."""
@@ -164,7 +164,7 @@ def test_a_deadline_holds_while_data_move(
     strategy.close()
 
 
-def test_a_reset_that_not_all_make_ends_at_the_deadline(
+def test_reset_of_some_ranks_ends_at_the_deadline(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
@@ -200,7 +200,7 @@ def test_reset_interrupted_on_one_rank_fails_on_all(comm: Intracomm, clock: Cloc
     comm.Barrier()
 
 
-def test_a_rank_that_resets_where_others_call_is_named_at_once(comm: Intracomm, placement: object) -> None:
+def test_reset_during_a_call_of_others_is_named_at_once(comm: Intracomm, placement: object) -> None:
     with Strategy(comm=comm) as strategy:
         if comm.rank != 1:
             with pytest.raises(PeerFailedError) as caught:
@@ -211,7 +211,7 @@ def test_a_rank_that_resets_where_others_call_is_named_at_once(comm: Intracomm, 
         assert strategy.reduce("SUM", 1.0) == comm.size
 
 
-def test_who_gives_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -> None:
+def test_giving_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -> None:
     """A rank may be at the end of a call still, when the others wait in the next one in vain."""
     own = comm.Dup()
     watch = CallWatchdog(own, StatusBoard(comm, range(comm.size)), ("here",) * comm.size)
@@ -230,7 +230,7 @@ def test_who_gives_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_ranks_that_wait_too_are_late_only_where_all_are_heard(comm: Intracomm, is_heard: bool) -> None:
+def test_stragglers_exclude_waiting_ranks_if_all_answer(comm: Intracomm, is_heard: bool) -> None:
     """A rank that has not found that all joined may wait for that word from a host that is silent."""
     own, last = comm.Dup(), comm.size - 1
     board = StatusBoard(comm, range(comm.size))
@@ -247,7 +247,7 @@ def test_ranks_that_wait_too_are_late_only_where_all_are_heard(comm: Intracomm, 
     comm.Barrier()
 
 
-def test_a_reset_with_calls_under_way_is_told(strategy: Strategy, comm: Intracomm) -> None:
+def test_reset_with_calls_under_way_raises_on_the_others(strategy: Strategy, comm: Intracomm) -> None:
     """Others may wait for this rank's part of a call that was started."""
     value = np.ones(500_000)
 
@@ -268,7 +268,7 @@ def test_a_reset_with_calls_under_way_is_told(strategy: Strategy, comm: Intracom
     assert (all_reduce(strategy, "SUM", value) == comm.size).all()
 
 
-def test_a_strategy_with_late_notes_closes_and_resets(
+def test_reset_and_close_receive_late_notes(
     comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MPI frees no communicator with messages left in it: those of long waits that ended well are taken before."""
@@ -284,7 +284,7 @@ def test_a_strategy_with_late_notes_closes_and_resets(
 
 
 @pytest.mark.parametrize("end", [Strategy.reset, Strategy.close])
-def test_who_wonders_while_notes_are_counted_writes_none(
+def test_reset_and_close_send_no_notes_while_counting_them(
     comm: Intracomm, placement: object, end: Callable[[Strategy], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others would not know of it, and wait for the wrong number, all of them, for ever."""

@@ -124,7 +124,7 @@ def are_same(arrays: list[Any], others: list[Any]) -> bool:
     return all(same(one, other) for one, other in zip(arrays, others, strict=True))
 
 
-def test_a_list_is_packed_and_unpacked_in_one_launch_each(gpus: cuda.Cuda) -> None:
+def test_pack_and_unpack_take_one_launch_of_a_list(gpus: cuda.Cuda) -> None:
     """Rounded to nearest even where it is cast; and finite numbers that become infinite float16 are counted."""
     for read, written in (*zip(ON_DEVICE, ON_DEVICE, strict=True), *CAST_PAIRS):
         kernels = DeviceKernels()
@@ -241,7 +241,7 @@ def test_copies_of_several_dtypes_and_divisions_in_place(kernels: DeviceKernels)
     )
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_launched_for_nothing(kernels: DeviceKernels) -> None:
+def test_kernels_refuse_wrong_arrays_and_skip_empty_ones(kernels: DeviceKernels) -> None:
     ints, floats, nothing = up(np.arange(4)), up(np.ones(4, F32)), empty(0, F32)
     unaligned = up(np.zeros(17, np.uint8))[1:].view(F32)  # which would end CUDA's context
     pack, unpack, copy, combine = kernels.pack, kernels.unpack, kernels.copy, kernels.combine
@@ -359,7 +359,7 @@ def test_arrays_serve_again_when_a_program_has_let_go_of_all(gpus: cuda.Cuda, ke
         assert (down(kept[0]) == 7).all()
 
 
-def test_what_serves_again_is_bounded_and_of_the_allocator_of_the_time(gpus: cuda.Cuda) -> None:
+def test_new_arrays_reused_memory_is_bounded_and_of_the_allocator(gpus: cuda.Cuda) -> None:
     pool, own = gpus.cupy.get_default_memory_pool(), gpus.cupy.cuda.MemoryPool()
     gc.collect()
     before = pool.used_bytes()  # perhaps some of it kept by other lists, which go first
@@ -375,7 +375,7 @@ def test_what_serves_again_is_bounded_and_of_the_allocator_of_the_time(gpus: cud
     assert pool.used_bytes() <= before
 
 
-def test_what_is_kept_is_given_back_where_memory_is_short(gpus: cuda.Cuda) -> None:
+def test_new_arrays_release_memory_to_a_full_pool(gpus: cuda.Cuda) -> None:
     """And is a part of what CuPy's pool may take."""
     pool = gpus.cupy.get_default_memory_pool()
     gc.collect()
@@ -394,7 +394,7 @@ def test_what_is_kept_is_given_back_where_memory_is_short(gpus: cuda.Cuda) -> No
         pool.set_limit(size=0)
 
 
-def test_what_another_thread_refers_to_is_not_kept(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_arrays_do_not_reuse_memory_held_by_a_thread(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a monitor does that goes through all objects, while they are counted: nothing tells these references later."""
     held: list[Any] = []
     really = _Kept.of.__func__  # type: ignore[attr-defined]
@@ -408,7 +408,7 @@ def test_what_another_thread_refers_to_is_not_kept(gpus: cuda.Cuda, monkeypatch:
 # Calls that come again.
 
 
-def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(kernels: DeviceKernels) -> None:
+def test_pack_distinguishes_arrays_at_a_reused_address(kernels: DeviceKernels) -> None:
     """Even where it has the same id and address."""
     memory, numbers = up(np.arange(100, dtype=F32)), np.arange(100, dtype=F32)
     for size in (10, 20, 30, 10) * 5:
@@ -421,7 +421,7 @@ def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(kernels:
         assert bits(down(buffer)) == bits(numbers[:16])
 
 
-def test_arrays_that_come_again_are_known_and_not_kept(kernels: DeviceKernels) -> None:
+def test_pack_caches_repeated_arrays_without_keeping_them(kernels: DeviceKernels) -> None:
     """Until one of them is another one. Without the compiled part of the library they are asked each time."""
     memory, buffer = up(numbers_of(F32, 300)), empty(30, F32)
     arrays = [memory[at : at + 10] for at in (0, 50, 100)]

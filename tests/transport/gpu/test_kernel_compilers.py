@@ -99,7 +99,7 @@ def test_nvrtc_takes_the_kernels_and_the_options(arch: str) -> None:
 
 
 @pytest.mark.no_mpi
-def test_the_kernels_are_in_the_package() -> None:
+def test_kernel_source_is_in_the_package() -> None:
     """What setup.cfg leaves out is missed by those who install alone."""
     settings = configparser.ConfigParser()
     settings.read(Path(__file__).parents[3] / "setup.cfg")

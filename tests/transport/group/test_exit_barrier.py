@@ -27,7 +27,7 @@ class Losses:
 
 
 @pytest.mark.parametrize("is_in_round", [False, True], ids=["before", "in the round"])
-def test_a_rank_that_alone_knows_of_a_loss_does_not_go_silently(comm: Intracomm, is_in_round: bool) -> None:
+def test_exit_barrier_spreads_a_loss_seen_by_one_rank(comm: Intracomm, is_in_round: bool) -> None:
     """Else those of other nodes, which cannot see the process, would wait for ever; here they see it after that."""
     lost, knows, own = comm.size - 1, max(0, comm.size - 2), comm.Dup()
     text = None
@@ -63,7 +63,7 @@ class Clock:
         return self._now
 
 
-def test_the_lowest_rank_that_is_done_tells_once_whom_it_waits_for(
+def test_exit_barrier_logs_awaited_ranks_once_on_the_lowest_rank(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, lines = comm.Dup(), list[str]()

@@ -53,7 +53,7 @@ def test_raise_together_some_ranks_fail_all_raise_the_lowest_ranks_error(strateg
         assert strategy.reduce("SUM", 1.0) == 3
 
 
-def test_calls_inside_the_block_are_told_of_the_exception(strategy: Strategy) -> None:
+def test_raise_together_ends_calls_in_the_block(strategy: Strategy) -> None:
     """The others wait in another call: that is no hang either."""
 
     def train() -> None:
@@ -75,7 +75,7 @@ def test_blocks_of_different_names_are_refused(strategy: Strategy) -> None:
         pass
 
 
-def test_a_rank_that_stays_in_the_block_is_late(comm: Intracomm, clock: Clock) -> None:
+def test_raise_together_names_a_rank_late_in_the_block(comm: Intracomm, clock: Clock) -> None:
     strategy = Strategy(None, CommunicationOptions(timeout_seconds=600), comm=comm)
     if comm.rank == 0:
         let_time_pass(comm)
@@ -107,7 +107,7 @@ class Odd(Exception):
     """An exception that only one rank knows."""
 
 
-def test_strange_exceptions_are_told_too(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raise_together_reports_strange_exceptions(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is left waiting for a report that could not be made, or read."""
     rank = strategy.topology.rank
     for kind, pattern in ((Mute, ""), (Odd, ""), (Awkward, r"^rank 1: [\w.]*Awkward: this and that$")):
@@ -120,7 +120,7 @@ def test_strange_exceptions_are_told_too(strategy: Strategy, monkeypatch: pytest
     assert strategy.reduce("SUM", 1.0) == strategy.topology.size
 
 
-def test_an_error_that_all_ranks_of_a_part_have_is_not_everybodys(comm: Intracomm) -> None:
+def test_raise_together_shares_an_error_of_a_part_of_ranks(comm: Intracomm) -> None:
     part = comm.Split(comm.rank < 2, comm.rank)
     with Strategy(comm=comm) as strategy, Strategy(comm=part) as of_part:  # type: ignore[arg-type]
 
@@ -134,7 +134,7 @@ def test_an_error_that_all_ranks_of_a_part_have_is_not_everybodys(comm: Intracom
     part.Free()
 
 
-def test_a_strategy_that_is_closed_in_the_block_keeps_the_exception(comm: Intracomm) -> None:
+def test_raise_together_closed_strategy_keeps_the_exception(comm: Intracomm) -> None:
     strategy = Strategy(comm=comm)
 
     def work() -> None:

@@ -67,7 +67,7 @@ def reduced(levels: Levels, tree: ReplicaTree, op: str, numbers: list[Any], in_p
     return out
 
 
-def test_every_tree_gives_its_bits(levels: Levels, topology: Topology) -> None:
+def test_row_reduction_has_the_bits_of_its_tree(levels: Levels, topology: Topology) -> None:
     """Of lists of no number, fewer than ranks, and several chunks with a shorter last one."""
     for tree in trees(topology):
         for count in sorted({0, 1, topology.size - 1, topology.size, topology.size + 1, 130, 1000}):

@@ -80,7 +80,7 @@ def test_thread_that_waits_lends_its_calls(comm: Intracomm) -> None:
 
 
 @several
-def test_a_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> None:
+def test_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> None:
     """The builder may hand it on, once."""
     with Strategy(comm=comm) as strategy:
         assert strategy.reduce("SUM", 1.0) == comm.size

@@ -35,7 +35,7 @@ def faults() -> int:
 
 
 @one_and_two_nodes
-def test_steps_that_are_kept_stay_what_they_were(placement: object, strategy: Strategy) -> None:
+def test_results_of_kept_steps_stay_unchanged(placement: object, strategy: Strategy) -> None:
     """All of them, or those of the last few steps; results may be written by the program."""
     size = strategy.num_replicas_in_sync
     history = [all_reduce(strategy, "SUM", gradients(step)) for step in range(7)]
@@ -69,7 +69,7 @@ def test_results_as_arguments_and_as_outs(placement: object, strategy: Strategy)
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_training_step_takes_no_page_of_the_system(comm: Intracomm) -> None:
+def test_results_of_a_repeated_step_take_no_pages(comm: Intracomm) -> None:
     """Once it has been made a few times: the results of the step before are let go."""
     with Strategy(comm=comm) as strategy:
         value = gradients(1) | {"large": np.ones(1 << 20, np.float32)}

@@ -32,7 +32,7 @@ def repeated(memory: ResultMemory, shapes: list[tuple[int, ...]], dtypes: list[A
     return results
 
 
-def test_a_call_that_is_made_once_leaves_nothing_behind(memory: ResultMemory) -> None:
+def test_result_memory_keeps_nothing_of_a_single_call(memory: ResultMemory) -> None:
     memory.results([LARGE], [FLOAT]).take()
     memory.empty(LARGE, FLOAT, device=False)
     assert memory.nbytes == 0
@@ -60,7 +60,7 @@ VIEWS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def test_nothing_lies_where_the_program_still_looks() -> None:
+def test_result_memory_is_not_reused_while_a_view_lives() -> None:
     for view in VIEWS:
         results = repeated(ResultMemory(1 << 30), [LARGE], [FLOAT])
         (array,) = results.take()
@@ -93,7 +93,7 @@ def test_small_results_are_kept_apart(memory: ResultMemory) -> None:
     assert len(addresses) == 2
 
 
-def test_no_more_is_kept_than_the_limit() -> None:
+def test_result_memory_stays_within_its_limit() -> None:
     """What was not used for the longest time goes first; a list that is larger than the limit is not kept."""
     memory = ResultMemory(3 * NBYTES + 1024)
     lists = [repeated(memory, [(64 + at, 1000)], [FLOAT]) for at in range(8)]
@@ -106,7 +106,7 @@ def test_no_more_is_kept_than_the_limit() -> None:
     assert NBYTES <= memory.nbytes <= 3 * NBYTES + 1024
 
 
-def test_what_is_not_used_for_long_is_given_back(memory: ResultMemory) -> None:
+def test_result_memory_releases_unused_results(memory: ResultMemory) -> None:
     once = repeated(memory, [(1000, 1000)], [FLOAT])
     once.take()
     often = repeated(memory, [LARGE], [FLOAT])

@@ -37,7 +37,7 @@ def test_all_reduce_in_place(strategy: Strategy, memory: Any, implementation: st
     assert is_filled(memory, 2, [1, 3, 5, 7, 9, 11])
 
 
-def test_every_other_call(strategy: Strategy, memory: Any) -> None:
+def test_large_arrays_are_right_in_other_calls(strategy: Strategy, memory: Any) -> None:
     """On the transport itself, which works in place."""
     world, rank = parts_of(strategy).group.levels.world, strategy.topology.rank
     memory[...] = rank

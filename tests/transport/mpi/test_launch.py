@@ -106,7 +106,7 @@ def test_singletons_are_refused_with_the_command_that_starts_one_world() -> None
             assert [one for one in texts if one not in text] == [], text
 
 
-def test_error_says_how_to_run_separate_programs() -> None:
+def test_launch_error_has_command_for_separate_programs() -> None:
     text = error_of({**STEP, **HYDRA}, OPEN_MPI)
     unset = "-u SLURM_STEP_NUM_TASKS -u PMI_SIZE -u MPI_LOCALNRANKS -u PMI_FD"
     assert f"(If separate programs are meant: `env {unset} python ...`.)" in text
@@ -172,7 +172,7 @@ def test_forgotten_srun_is_a_warning_with_the_line(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_one_rank_that_was_asked_for_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_launch_of_one_rank_on_purpose_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
     alone = {**HYDRA, "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}
     with caplog.at_level(logging.DEBUG, "mpidist"):
@@ -286,7 +286,7 @@ for found, programs in ((None, ()), ("libmpich.so.12", ("mpicc.mpich", "mpicc"))
 """
 
 
-def test_absent_mpi_says_how_to_use_what_is_installed() -> None:
+def test_absent_mpi_error_has_commands_for_installed_mpis() -> None:
     _, output = output_of(NO_MPI)
     pattern = r"""
 .*none could be loaded: .*names a library that mpi4py does not find

@@ -48,5 +48,5 @@ def test_rank_and_size_are_those_of_the_innermost_launcher(
         ({"PMI_RANK": "0"}, "a launcher with PMI"),
     ],
 )
-def test_launchers_are_told_apart(environ: dict[str, str], expected: str) -> None:
+def test_launcher_is_named_from_its_variables(environ: dict[str, str], expected: str) -> None:
     assert launcher_text(environ) == expected

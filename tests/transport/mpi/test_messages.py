@@ -70,7 +70,7 @@ def test_eager_limit_is_of_open_mpi_alone_and_asking_leaves_mpi_as_it_is(comm: I
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("file", ["/no/such/library.so", None])
-def test_a_library_that_hides_its_settings_says_nothing(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_limit_of_a_library_without_settings_is_none(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     mpi = SimpleNamespace(get_vendor=lambda: (IS_OPEN_MPI, (5, 0, 11)), __file__=file, Query_thread=lambda: 3)
     monkeypatch.setattr(open_mpi, "load_mpi", lambda: mpi)
     assert eager_limit_bytes() is None
@@ -86,7 +86,7 @@ def test_a_library_that_hides_its_settings_says_nothing(file: str | None, monkey
         ({"pml_ucx_priority": 51, "btl_tcp_eager_limit": 65536}, None),  # UCX carries the messages
     ],
 )
-def test_the_limit_counts_only_where_tcp_carries_messages(
+def test_eager_limit_holds_only_for_messages_by_tcp(
     settings: dict[str, int], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mpi = SimpleNamespace(get_vendor=lambda: (IS_OPEN_MPI, (5, 0, 11)), __file__="mpi.so", Query_thread=lambda: 3)
@@ -139,7 +139,7 @@ def test_error_of_mpi_becomes_the_loss_of_a_rank(
 
 
 @pytest.mark.ranks(2)
-def test_the_only_other_rank_is_named(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_rank_is_named_if_it_is_the_only_other(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where one of two nodes has a single rank, and that is killed."""
     monkeypatch.setattr(module, "NEWS_SECONDS", 0.01)
     communicator = MpiCommunicator(comm.Dup(), "across_nodes")

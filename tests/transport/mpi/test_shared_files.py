@@ -68,13 +68,13 @@ def test_shared_files_of_a_job_are_gone_after_its_end(run: Run, end: str) -> Non
     assert [path for path in files if os.path.exists(path)] == []
 
 
-def test_shared_files_without_names_serve_what_mpi_makes_later(run: Run) -> None:
+def test_shared_files_without_names_serve_later_communicators(run: Run) -> None:
     ended, files = run(LATER, MPIDIST_PRETEND_NODES="0,1,1")
     assert (ended.status, ended.err) == (0, "")
     assert [path for path in files if os.path.exists(path)] == []
 
 
-def test_shared_files_keep_their_names_where_a_variable_says_so_and_doctor_removes_them(run: Run) -> None:
+def test_shared_files_keep_names_by_variable_until_doctor_removes_them(run: Run) -> None:
     _, files = run(ENDS["kill of the launcher"], MPIDIST_UNLINK_MPI_FILES="0")
     assert [path for path in files if os.path.exists(path)] == files
     while len(left := [one for one in find_leftovers() if str(one.path) in files]) < len(files):

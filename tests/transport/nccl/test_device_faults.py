@@ -51,9 +51,7 @@ os._exit({code})
 
 @on(TWO, THREE)
 @pytest.mark.parametrize("death", ["SIGKILL", "SIGSTOP"])
-def test_a_rank_is_killed_or_stopped_before_it_launches_what_it_agreed_to(
-    job: Job, placement: Placement, death: str
-) -> None:
+def test_rank_killed_or_stopped_before_its_launch_is_named(job: Job, placement: Placement, death: str) -> None:
     """Those of its node see that it is gone, and at the deadline that it is stopped: their GPUs have begun."""
     is_dead, faulty = death == "SIGKILL", rf"rank {placement.faulty} of {placement.size} ranks is"
     options, code = "None" if is_dead else "DEADLINE", job_abort.EXIT_CODE_AFTER_FAILURE
@@ -108,7 +106,7 @@ handles.abort_all("of a test")
     [("", []), (UNDER_WAY, []), (ABORTING, []), (HANGING, ["mpidist the abort of communicators"])],
     ids=["nothing is under way", "a call is under way", "an abort ends late", "an abort hangs"],
 )
-def test_a_process_ends_and_destroys_no_communicator(program: str, left: list[str]) -> None:
+def test_exit_of_a_process_destroys_no_communicator(program: str, left: list[str]) -> None:
     """For which NCCL might wait without end. What aborts them is waited for, for a while."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", BEGIN + program]

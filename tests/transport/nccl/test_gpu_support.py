@@ -62,7 +62,7 @@ def found(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Cuda:
         (modules(), "^$"),
     ],
 )
-def test_what_is_missing_is_said_with_its_remedy(cupy: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_support_names_missing_parts_and_remedy(cupy: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     if "hides" not in reason:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -72,7 +72,7 @@ def test_what_is_missing_is_said_with_its_remedy(cupy: Any, reason: str, monkeyp
     assert its.support is its.support, "looking is done once"
 
 
-def test_a_cupy_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_support_gives_the_import_error_of_cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     error = "libcudart.so.12: cannot open shared object file"
     (tmp_path / "cupy.py").write_text(f"import warnings; warnings.warn('no'); raise ImportError({error!r} + '\\nmore')")
     monkeypatch.delitem(sys.modules, "cupy", raising=False)

@@ -95,7 +95,7 @@ def test_all_kernels_of_sums_are_compiled_before(
     assert compiler.compiled == set()
 
 
-def test_nccl_connects_at_the_start_unless_the_user_says_otherwise(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_connects_at_the_start_without_the_variable(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first calls it would wait without a deadline."""
     monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
     make(2)
@@ -160,7 +160,7 @@ def test_error_of_nccl_ends_the_communicators(
         (KeyboardInterrupt, None, 600.0),
     ],
 )
-def test_start_that_hangs_is_given_up_and_what_it_makes_later_is_aborted(
+def test_hanging_start_is_given_up_and_aborted_later(
     emulated: Emulated, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], text: str | None, seconds: float
 ) -> None:
     monkeypatch.setattr(nccl_handles, "START_SECONDS", seconds)
@@ -175,7 +175,7 @@ def test_start_that_hangs_is_given_up_and_what_it_makes_later_is_aborted(
     assert emulated.ended() == [("abort", 2)]
 
 
-def test_start_that_fails_leaves_what_it_has_made_alone(emulated: Emulated) -> None:
+def test_failed_start_destroys_no_communicator(emulated: Emulated) -> None:
     """NCCL may wait without end for communicators of which it has made some, when they are destroyed."""
     emulated.wish("ncclGroupEnd", 2)
     with pytest.raises(UnavailableError, match="could not be started on GPUs 0, 1 of one process: NCCL_ERROR"):
@@ -185,7 +185,7 @@ def test_start_that_fails_leaves_what_it_has_made_alone(emulated: Emulated) -> N
 
 
 @pytest.mark.parametrize(("stall", "timeout"), [(0.0, 0.2), (0.1, 0.0), (0.1, 0.4)])
-def test_gpus_that_do_not_end_are_told_and_given_up(
+def test_hanging_broadcast_over_gpus_warns_and_is_given_up(
     emulated: Emulated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall: float, timeout: float
 ) -> None:
     its = GpusOfProcess([0, 1], Patience(stall, timeout))

@@ -76,7 +76,7 @@ def communicator(provider: cuda.Cuda, comm: Intracomm) -> Iterator[NcclCommunica
 
 
 @pytest.mark.ranks(1, 3)
-def test_what_every_communicator_of_device_memory_must_do(communicator: NcclCommunicator) -> None:
+def test_nccl_passes_checks_of_device_communicators(communicator: NcclCommunicator) -> None:
     for check in CHECKS.values():
         check(communicator)
 
@@ -131,7 +131,7 @@ def test_nccl_alone_reaches_all_nodes_and_else_its_own(comm: Intracomm, placemen
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("setting", ["MPIDIST_NCCL=0", "NCCL_COMM_BLOCKING=0"])
-def test_without_nccl_arrays_are_staged_and_the_reason_is_said(
+def test_disabled_nccl_stages_arrays_and_logs_the_reason(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str
 ) -> None:
     monkeypatch.setenv(*setting.split("="))
@@ -196,7 +196,7 @@ def test_kernels_and_copies_go_before_the_users(
 
 
 @pytest.mark.ranks(3)
-def test_an_interrupt_while_ranks_connect_ends_in_one_abort(emulated: Emulated, comm: Intracomm) -> None:
+def test_interrupt_while_ranks_connect_ends_in_one_abort(emulated: Emulated, comm: Intracomm) -> None:
     """All communicators of the process go together, and later calls name it. No other array gets the memory."""
     first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
     start, buffer, into = time.monotonic(), up(np.ones(comm.size, np.float16)), up(np.ones(1, np.float16))
@@ -226,7 +226,7 @@ def test_an_interrupt_while_ranks_connect_ends_in_one_abort(emulated: Emulated, 
 
 
 @pytest.mark.ranks(3)
-def test_an_abort_that_hangs_holds_nobody_up(
+def test_hanging_abort_is_logged_and_blocks_no_rank(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 1.0)
@@ -241,7 +241,7 @@ def test_an_abort_that_hangs_holds_nobody_up(
 
 
 @pytest.mark.ranks(3)
-def test_who_frees_a_communicator_waits_until_it_is_gone(emulated: Emulated, comm: Intracomm) -> None:
+def test_free_of_a_communicator_waits_until_it_is_gone(emulated: Emulated, comm: Intracomm) -> None:
     its = connect(cuda.current(), comm)
     emulated.wish("destroy", HANGS)
     threading.Timer(0.5, emulated.be_normal).start()
@@ -251,7 +251,7 @@ def test_who_frees_a_communicator_waits_until_it_is_gone(emulated: Emulated, com
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_a_start_of_nccl_that_is_given_up_and_what_it_makes_later_is_aborted(
+def test_hanging_start_of_nccl_is_given_up_and_aborted_later(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
 ) -> None:
     """By an interrupt on rank 0, or as it takes too long."""
@@ -302,7 +302,7 @@ def test_errors_of_nccl_become_ours(
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("what", ["ncclGetUniqueId", "ncclCommInitRank"])
-def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
+def test_failed_start_on_one_rank_raises_on_all_and_can_be_repeated(
     emulated: Emulated, comm: Intracomm, what: str
 ) -> None:
     failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
@@ -317,7 +317,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
 
 
 @pytest.mark.ranks(3)
-def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulated: Emulated, comm: Intracomm) -> None:
+def test_error_check_and_abort_of_a_communicator_exclude_each_other(emulated: Emulated, comm: Intracomm) -> None:
     """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
     handle, order = make_handle(cuda.current(), comm), []
     real, look = handle.comm, handle.comm.check_async_error

@@ -15,7 +15,7 @@ from mpidist.transport.node_memory.window import LINE_BYTES
 pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 
-def test_all_ranks_reach_what_each_takes(comm: Intracomm) -> None:
+def test_arena_memory_is_reached_by_all_ranks(comm: Intracomm) -> None:
     """Zeros at first; also what is taken long after the ranks have mapped the memory."""
     arena = SharedArena(comm, 1000 * comm.rank)
     places = []
@@ -80,7 +80,7 @@ def test_too_little_memory_later_is_no_error(comm: Intracomm, monkeypatch: pytes
     arena.free()
 
 
-def test_a_part_holds_what_is_taken_at_once(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arena_part_has_memory_for_the_first_take(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the system says that the file system is smaller, or cannot say how large it is."""
 
     def unknown() -> tuple[int, int]:

@@ -68,7 +68,7 @@ def l1_hash(address: int) -> int:
 
 
 @pytest.mark.no_mpi
-def test_the_same_places_of_large_parts_are_apart_in_the_first_cache() -> None:
+def test_part_stride_separates_parts_in_the_first_cache() -> None:
     for mebibytes in (2, 15, 128, 255, 320, 4096):
         for nbytes in (mebibytes << 20, (mebibytes << 20) + 128, (mebibytes << 20) + 5000):
             stride = part_stride(nbytes)
@@ -80,7 +80,7 @@ def test_the_same_places_of_large_parts_are_apart_in_the_first_cache() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_file_has_no_name_even_while_memory_is_reserved(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_file_has_no_name_while_memory_is_reserved(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is killed leaves nothing behind. To reserve takes long where there is much."""
     links, really = [], os.posix_fallocate
 
@@ -260,7 +260,7 @@ def wait(barrier: NodeBarrier) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Sync | None) -> None:
+def test_node_barrier_passes_after_all_have_arrived(comm: Intracomm, fence: Sync | None) -> None:
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
     assert barrier.count == 0
     for late in range(comm.size):
@@ -280,7 +280,7 @@ def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Sync | No
         comm.Barrier()
 
 
-def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Sync | None) -> None:
+def test_node_barrier_orders_writes_before_reads(comm: Intracomm, fence: Sync | None) -> None:
     """A few thousand times, at any pace: what each rank wrote for a round, all read after its barrier."""
     window = SharedWindow(comm, 4 * LINE_BYTES)
     barrier = NodeBarrier(window, comm.rank, fence)
@@ -316,7 +316,7 @@ def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fe
 
 
 @pytest.mark.ranks(2)
-def test_the_fence_is_before_the_arrival_and_after_the_passing(comm: Intracomm) -> None:
+def test_node_barrier_fences_before_arrival_and_after_passing(comm: Intracomm) -> None:
     """What cannot be seen on a processor that needs none."""
     window = SharedWindow(comm, LINE_BYTES)
     arrivals = window.parts[comm.rank][:8].view(np.int64)

@@ -139,7 +139,7 @@ def test_memory_of_reduced_arrays_is_given_back_with_them(strategy: Strategy) ->
 
 
 @one_and_two_nodes
-def test_a_per_node_array_takes_its_memory_once(placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_empty_per_node_is_reserved_once(placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
     really = os.posix_fallocate
 

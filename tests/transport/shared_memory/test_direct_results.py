@@ -39,7 +39,7 @@ def is_shared(array: np.ndarray[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 512 << 10])
-def test_the_sums_have_the_same_bits_as_ever(
+def test_direct_results_have_the_bits_of_other_results(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     """Whether they lie in shared memory, or in other memory as those of the first call."""
@@ -103,7 +103,7 @@ def test_outs_of_some_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, de
 
 
 @pytest.mark.ranks(3)
-def test_a_list_that_cannot_be_shared_beside_one_that_can(comm: Intracomm) -> None:
+def test_direct_results_are_chosen_separately_for_dtypes(comm: Intracomm) -> None:
     """Each dtype for itself: the one is shared no longer after a while, the other always is."""
     with Strategy(comm=comm) as strategy:
         for step in range(12):
@@ -129,7 +129,7 @@ def test_ranks_that_keep_unlike_numbers_of_results(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_published_word_is_there_until_all_have_read_it(comm: Intracomm) -> None:
+def test_published_word_stays_until_all_have_read_it(comm: Intracomm) -> None:
     """Also if a rank has passed another barrier since then, and tells the next word."""
     window = SharedWindow(comm, LINE_BYTES)
     both = [native.Barrier(window.parts, comm.rank, 100), NodeBarrier(window, comm.rank)]
@@ -169,7 +169,7 @@ def test_failures_and_resets_leave_no_memory_behind(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_no_memory_is_shared_where_none_is_kept(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_results_need_a_limit_above_zero(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_RESULT_BYTES", "0")
     with Strategy(comm=comm) as strategy:
         for _ in range(4):
@@ -179,7 +179,7 @@ def test_no_memory_is_shared_where_none_is_kept(comm: Intracomm, monkeypatch: py
 
 
 @pytest.mark.ranks(2)
-def test_a_forked_process_has_results_of_its_own(comm: Intracomm) -> None:
+def test_direct_results_of_a_forked_process_are_its_own(comm: Intracomm) -> None:
     """As of the fork: what this process does with the memory later does not show there, nor the other way round."""
     with Strategy(comm=comm) as strategy:
         mine = np.full(100_000, 1.0)

@@ -97,7 +97,7 @@ def test_copies_of_arrays_side_by_side() -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_numpy_reduces_and_gathers_is_written_in_either_way(comm: Intracomm, ranks_with_it: str) -> None:
+def test_native_copies_write_results_of_numpy_in_both_modes(comm: Intracomm, ranks_with_it: str) -> None:
     with Strategy(comm=comm) as strategy:
         for way, dtype in product(WAYS_TO_WRITE, ("f", "e", "D", "i")):
             force_way_to_write(strategy, way)

@@ -53,7 +53,7 @@ def check_shards(schedule: Schedule, lanes: int, lengths: Sequence[int]) -> None
 @example([4, 4, 4, 2], 1, 10)  # a run that the end of a chunk cuts
 @example([1], 4, 1)
 @example([1000], 4, 700)
-def test_every_element_is_in_one_place_of_the_list(lengths: list[int], lanes: int, chunk_count: int) -> None:
+def test_fused_schedule_has_elements_once(lengths: list[int], lanes: int, chunk_count: int) -> None:
     schedule = fused_schedule(lengths, lanes, chunk_count)
     check_shards(schedule, lanes, lengths)
     total = sum(lengths)
@@ -89,7 +89,7 @@ def test_shards_of_a_chunk_are_fair_and_begin_at_whole_lines(count: int, lanes: 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=6), chunk_of)
 @example([0, 0, 0], 4)
 @example([5, 0, 1], 1)  # less than an element a lane
-def test_given_shards_stay_what_they_are(sizes: list[int], chunk_count: int) -> None:
+def test_scatter_schedule_keeps_given_shards(sizes: list[int], chunk_count: int) -> None:
     """Every chunk holds a slice of each that has some left."""
     bounds = [0, *accumulate(sizes)]
     schedule, lanes = scatter_schedule(bounds, chunk_count), len(sizes)
@@ -108,9 +108,7 @@ def test_given_shards_stay_what_they_are(sizes: list[int], chunk_count: int) -> 
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=4), lanes_of, st.integers(1, 1 << 20), st.randoms())
-def test_a_schedule_computes_no_chunk_before_it_is_asked_for(
-    lengths: list[int], lanes: int, chunk_count: int, random: Random
-) -> None:
+def test_schedule_computes_chunks_on_access(lengths: list[int], lanes: int, chunk_count: int, random: Random) -> None:
     """However many there are: a call of these arrays may be refused."""
     total = sum(lengths)
     chunks = fused_schedule(lengths, lanes, chunk_count).chunks

@@ -425,7 +425,7 @@ HIDDEN: tuple[Callable[[Any], Any], ...] = (
 
 
 @pytest.mark.ranks(3)
-def test_views_that_hide_what_they_are_of_are_kept_apart(on_one_node: Strategy) -> None:
+def test_hidden_views_of_symmetric_arrays_are_reduced_right(on_one_node: Strategy) -> None:
     """The out overlaps a value that does not look like a symmetric array: other ranks write it early."""
     whole, together = (
         on_one_node.symmetric_empty(LARGE + 7, np.float64, per_node=per_node) for per_node in (False, True)
@@ -454,7 +454,7 @@ def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_views_of_other_libraries_are_known_by_their_place(on_one_node: Strategy) -> None:
+def test_views_of_other_libraries_are_recognised_by_address(on_one_node: Strategy) -> None:
     """What they share memory with, they do not tell; so they are known by their addresses."""
     for count in (SMALL, LARGE):
         shared = parts_of(on_one_node).group.shared

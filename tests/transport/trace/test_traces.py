@@ -61,7 +61,7 @@ def merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[Event
 
 @one_and_two_nodes
 @pytest.mark.core
-def test_every_call_is_recorded(comm: Intracomm, placement: tuple[int, ...], folder: Path) -> None:
+def test_trace_records_all_calls(comm: Intracomm, placement: tuple[int, ...], folder: Path) -> None:
     num_steps = 300  # more than a piece has
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         with strategy.trace(folder):
@@ -231,7 +231,7 @@ def test_two_strategies_are_traced_at_once(
 
 
 @pytest.mark.ranks(2)
-def test_nothing_is_recorded_after_the_block(comm: Intracomm, folder: Path) -> None:
+def test_trace_records_no_calls_after_the_block(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         for _ in range(2):
             with strategy.trace(folder):
