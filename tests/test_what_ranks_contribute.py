@@ -35,7 +35,7 @@ REDUCING = ACROSS | IN_RUN
 
 
 @pytest.mark.parametrize("aggregation", ["SUM", "NONE"])
-def test_a_metric_counts_with_this_ranks_copy(strategy: Strategy, comm: Intracomm, aggregation: str) -> None:
+def test_on_read_metric_contributes_this_ranks_copy(strategy: Strategy, comm: Intracomm, aggregation: str) -> None:
     """With aggregation NONE it could not be read across replicas, so nothing reads it in secret."""
     rank, size = comm.rank, comm.size
     metric = make_variable(strategy, np.zeros(1), synchronization="ON_READ", aggregation=aggregation)
@@ -53,7 +53,7 @@ def test_a_metric_counts_with_this_ranks_copy(strategy: Strategy, comm: Intracom
     assert metric.local_value().tolist() == [rank]
 
 
-def test_what_is_mirrored_has_a_mean_and_no_sum(strategy: Strategy, comm: Intracomm) -> None:
+def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy, comm: Intracomm) -> None:
     """Of three times 0.1, added and divided, the mean would be another number."""
     held = make_variable(strategy, np.full(1, 0.1), aggregation="SUM")
     mirrored = Mirrored((np.full(1, 0.1),))
@@ -85,7 +85,7 @@ def test_in_a_replica_a_variable_is_the_replicas(strategy: Strategy, comm: Intra
     assert merged == 2
 
 
-def test_a_variable_is_mirrored_over_its_own_strategys_ranks_alone(strategy: Strategy, comm: Intracomm) -> None:
+def test_mirrored_variable_of_another_strategy_is_summed(strategy: Strategy, comm: Intracomm) -> None:
     with OneDeviceStrategy() as alone:
         own = make_variable(alone, comm.rank + 1.0)
         assert strategy.reduce("SUM", own) == sum(range(comm.size + 1))
@@ -96,7 +96,7 @@ def test_a_variable_is_mirrored_over_its_own_strategys_ranks_alone(strategy: Str
 
 
 @pytest.mark.ranks(3)
-def test_what_is_mirrored_on_one_rank_alone_is_refused_on_all(strategy: Strategy, comm: Intracomm) -> None:
+def test_mirrored_value_on_one_rank_alone_is_refused_on_all(strategy: Strategy, comm: Intracomm) -> None:
     value = Mirrored((1.0,)) if comm.rank == 0 else 1.0
     for reduced in (REDUCING["all_reduce"], REDUCING["reduce"]):
         with raises_everywhere(comm, InvalidArgumentError, "rank 0.*Mirrored value"):
@@ -107,12 +107,12 @@ def test_what_is_mirrored_on_one_rank_alone_is_refused_on_all(strategy: Strategy
 
 
 @pytest.mark.ranks(3)
-def test_what_is_mirrored_has_no_out(strategy: Strategy, comm: Intracomm) -> None:
+def test_mirrored_value_takes_no_out(strategy: Strategy, comm: Intracomm) -> None:
     with raises_everywhere(comm, InvalidArgumentError, "mirrored values are not: leave them out"):
         inside(strategy, "all_reduce", "MEAN", Mirrored((np.ones(2),)), out=np.zeros(2))
 
 
-def test_a_metric_assigned_across_replicas_is_read(strategy: Strategy, comm: Intracomm) -> None:
+def test_on_read_metric_assigned_to_a_variable_is_read(strategy: Strategy, comm: Intracomm) -> None:
     """Every copy then holds the same."""
     metric = make_variable(strategy, 0.0, synchronization="ON_READ", aggregation="SUM")
     strategy.run(lambda: metric.assign(float(comm.rank)))

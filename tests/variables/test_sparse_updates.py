@@ -96,7 +96,7 @@ def test_replicas_change_rows_together(
         assert same_everywhere(comm, variable.local_value())
 
 
-def test_a_replica_changes_its_own_rows_where_nothing_is_aggregated(comm: Intracomm) -> None:
+def test_scatter_without_aggregation_changes_rows_of_the_replica(comm: Intracomm) -> None:
     with Strategy(comm=comm) as strategy, strategy.scope():
         variable = Variable([4.0])
         expected = {"sub": 2, "add": 4, "max": 4, "min": 2, "mul": 4, "div": 2, "update": 2}

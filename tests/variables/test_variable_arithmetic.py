@@ -26,7 +26,7 @@ def _in_scope() -> Iterator[None]:
         yield
 
 
-def test_dtype_is_the_values_or_the_one_asked_for() -> None:
+def test_dtype_is_that_of_the_value_or_the_argument() -> None:
     for initial, dtype, expected in (
         (1, None, np.int64),
         (1.0, None, np.float64),
@@ -218,7 +218,7 @@ def test_operators_read_the_memory_itself_and_cannot_write_it() -> None:
 
 
 @every_synchronization
-def test_what_is_read_is_nobody_elses(synchronization: str) -> None:
+def test_read_result_is_independent_of_the_variable(synchronization: str) -> None:
     """It does not change when the variable does, and writing it does not change the variable."""
     variable = Variable(A, synchronization=synchronization, aggregation="MEAN")
     reads: list[Callable[[], Any]] = [
@@ -238,7 +238,7 @@ def test_what_is_read_is_nobody_elses(synchronization: str) -> None:
         assert variable.local_value().tolist() == A.tolist()
 
 
-def test_no_array_without_a_copy() -> None:
+def test_array_without_a_copy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot become an array without a copy; its local_value\(\)"):
         Variable(A).__array__(copy=False)
 
@@ -251,7 +251,7 @@ def test_power_with_a_modulus_is_refused_by_name() -> None:
     assert (pow(variable, 2), pow(2, variable), pow(int(variable), 2, 5)) == (9, 8, 4)
 
 
-def test_variables_are_told_apart_by_identity_where_they_are_keys() -> None:
+def test_variable_keys_are_compared_by_identity() -> None:
     one, two = Variable([1.0, 2.0]), Variable([1.0, 2.0])
     assert {one: 1, two: 2} == {one: 1, two: 2}
     assert len({one, two}) == 2

@@ -166,7 +166,7 @@ def test_names_are_given_alike_on_all_ranks() -> None:
 
 
 @in_scope
-def test_what_is_read_together_is_not_trained() -> None:
+def test_on_read_variable_is_not_trainable_by_default() -> None:
     assert Variable(1.0).trainable
     assert Variable(1.0, synchronization="ON_WRITE").trainable
     assert not Variable(1.0, synchronization="ON_READ").trainable

@@ -137,7 +137,7 @@ def test_values_assigned_in_run_take_the_dtype_of_the_variable(strategy: Strateg
 
 @pytest.mark.core
 @every_combining
-def test_metric_has_a_copy_of_each_replica_and_is_aggregated_when_read(strategy: Strategy, aggregation: str) -> None:
+def test_on_read_metric_has_a_copy_of_each_replica_and_is_aggregated(strategy: Strategy, aggregation: str) -> None:
     ids, total = ids_here(strategy), strategy.num_replicas_in_sync
     metric = make(strategy, [2.0], aggregation, "ON_READ")
     seen = strategy.run(lambda: (metric.assign_add(np.array([float(replica_id())])), metric[0])[1])
@@ -155,7 +155,7 @@ def test_metric_has_a_copy_of_each_replica_and_is_aggregated_when_read(strategy:
     assert local(strategy, largest) == [[total + 1]] * len(ids)
 
 
-def test_metric_with_aggregation_none_is_read_by_replicas_alone(strategy: Strategy) -> None:
+def test_on_read_metric_with_aggregation_none_is_read_in_replicas_alone(strategy: Strategy) -> None:
     metric = make(strategy, 0.0, "NONE", "ON_READ")
     strategy.run(lambda: metric.assign(replica_id()))
     assert [float(value) for value in metric.values] == list(ids_here(strategy))
@@ -165,7 +165,7 @@ def test_metric_with_aggregation_none_is_read_by_replicas_alone(strategy: Strate
 
 
 @pytest.mark.ranks(3)
-def test_metric_of_unlike_numbers_of_steps_is_read_once(comm: Intracomm) -> None:
+def test_on_read_metric_after_unlike_numbers_of_steps_is_aggregated(comm: Intracomm) -> None:
     """A counter: nothing is sent until it is read."""
     with Strategy(comm=comm) as strategy:
         for aggregation, expected in (("SUM", 10.0), ("MEAN", 10 / 3)):
@@ -200,7 +200,7 @@ def test_assignment_across_replicas_changes_every_copy(strategy: Strategy) -> No
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "bool"])
-def test_sum_that_was_assigned_is_read_again(strategy: Strategy, dtype: str) -> None:
+def test_on_read_sum_divides_on_assign(strategy: Strategy, dtype: str) -> None:
     """What does not divide by the number of replicas is the first one's."""
     metric = make(strategy, np.zeros(2, dtype), "SUM", "ON_READ")
     if dtype == "bool":
@@ -275,7 +275,7 @@ def test_per_replica_value_must_be_reduced_before_it_is_assigned(
 
 @pytest.mark.ranks(3)
 @every_combining
-def test_what_a_replica_cannot_assign_is_everyones_error(comm: Intracomm, strategy: Strategy, aggregation: str) -> None:
+def test_assign_failed_in_one_replica_raises_everywhere(comm: Intracomm, strategy: Strategy, aggregation: str) -> None:
     variable, total = make(strategy, np.zeros(2), aggregation), strategy.num_replicas_in_sync
     with raises_everywhere(comm, (ValueError, InvalidArgumentError), "shape"):
         strategy.run(lambda: variable.assign(np.ones(3 if replica_id() == total - 1 else 2)))
@@ -421,7 +421,7 @@ def test_other_strategys_variable_is_read_and_not_assigned(strategy: Strategy, m
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_what_one_rank_cannot_assign_to_the_memory_of_its_node_is_everyones_error(comm: Intracomm) -> None:
+def test_assign_per_node_failed_on_one_rank_raises_everywhere(comm: Intracomm) -> None:
     """In `run`, across replicas and in updates, where all ranks write one memory and wait for each other."""
     with Strategy(comm=comm, per_node_variables=True) as strategy:
         count = make(strategy, np.zeros(2, np.int64), "SUM")

@@ -102,7 +102,7 @@ def test_replica_that_assigns_nothing_differs(strategy: Strategy) -> None:
 
 
 @shared_ranks
-def test_replica_sees_what_it_assigned_itself(strategy: Strategy) -> None:
+def test_replica_reads_its_own_assignments_before_others(strategy: Strategy) -> None:
     """And no other replica does; also where it assigns twice, and others in two steps what one did at once."""
 
     def step() -> Any:
@@ -125,7 +125,7 @@ def test_replica_sees_what_it_assigned_itself(strategy: Strategy) -> None:
 
 
 @shared_ranks
-def test_bits_decide_what_is_the_same(strategy: Strategy) -> None:
+def test_assign_compares_replicas_by_bits(strategy: Strategy) -> None:
     """A NaN is the same as itself, 0.0 is not the same as -0.0; any dtype and shape."""
     for value in (np.array([np.nan, 1]), np.arange(3, dtype=np.int8), np.zeros((0, 2)), np.full((2, 3), 1j), True):
         variable = make(strategy, np.zeros_like(value))
@@ -173,7 +173,7 @@ def test_difference_may_be_caught_in_run(strategy: Strategy, replicas: int | Non
     assert float(weight) == found[0]
 
 
-def test_what_all_replicas_wrote_stays_if_some_raise(strategy: Strategy) -> None:
+def test_assign_of_all_replicas_stays_if_some_raise(strategy: Strategy) -> None:
     """As on a rank of one replica, so that it does not depend on the number of ranks."""
 
     def step() -> None:
@@ -271,7 +271,7 @@ def test_mirrored_variable_is_a_value_of_all_replicas(strategy: Strategy) -> Non
 
 
 @shared_ranks
-def test_a_refused_write_waits_for_the_call_in_which_replicas_meet(strategy: Strategy) -> None:
+def test_assign_unlike_in_replicas_is_not_refused_before_they_meet(strategy: Strategy) -> None:
     """A started call is none: the ranks may agree on it later."""
 
     def step() -> list[float]:
@@ -288,7 +288,7 @@ def test_a_refused_write_waits_for_the_call_in_which_replicas_meet(strategy: Str
 
 
 @pytest.mark.ranks(3)
-def test_a_variable_made_in_run_is_one_for_all_replicas(comm: Intracomm, strategy: Strategy) -> None:
+def test_variable_created_in_run_is_shared_by_replicas(comm: Intracomm, strategy: Strategy) -> None:
     """With the value of replica 0, and a name that all have."""
     made = []
 

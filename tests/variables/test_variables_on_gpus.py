@@ -77,7 +77,7 @@ def test_named_gpus_hold_variables_and_symmetric_arrays(strategy: Any) -> None:
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("kind", [MirroredStrategy, MultiWorkerMirroredStrategy])
-def test_gpus_that_were_found_hold_what_was_given_there(kind: Any, gpus: Any, comm: Intracomm) -> None:
+def test_found_gpus_hold_only_values_given_there(kind: Any, gpus: Any, comm: Intracomm) -> None:
     with kind(comm=comm) as strategy:
         assert parts_of(strategy).replicas.devices[0].is_gpu
         assert not is_on_gpu(make(strategy, np.arange(3.0)))
