@@ -78,7 +78,7 @@ def test_tf_config_in_which_not_all_ranks_have_a_role_or_none_trains_is_refused(
         MultiWorkerMirroredStrategy(comm=comm)
 
 
-def test_tf_config_whose_ps_has_no_rank_is_no_hindrance(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_with_a_ps_without_rank_is_accepted(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = ["worker"] * comm.size
     set_tasks(monkeypatch, comm, tasks, [*tasks, "ps"])
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:

@@ -64,7 +64,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.core
-def test_nothing_entered_is_the_default_strategy_of_one_replica() -> None:
+def test_default_strategy_has_one_replica() -> None:
     strategy, context, in_cross, has = state()
     assert (in_cross, has) == (False, False)
     assert context is not None
@@ -252,7 +252,7 @@ def test_merge_call_of_the_default_context_is_cross_replica_context() -> None:
     assert default.run(lambda: mpidist.get_replica_context().merge_call(merged)) == (default, None, True, False)
 
 
-def test_an_exception_of_a_signal_handler_leaves_nothing_current(strategy: Strategy) -> None:
+def test_run_interrupted_by_a_signal_handler_leaves_no_context(strategy: Strategy) -> None:
     """Wherever it comes: between entering the context and the function, or after it."""
 
     def forever(delay: float) -> None:
@@ -402,7 +402,7 @@ def test_calls_of_a_replica_outside_of_run_are_refused(strategy: Strategy) -> No
     assert strategy.reduce("sum", 1.0) == 3
 
 
-def test_calls_of_all_replicas_in_run_name_what_to_do(strategy: Strategy) -> None:
+def test_run_refuses_calls_of_all_replicas_with_advice(strategy: Strategy) -> None:
     for call, arguments, text in (
         ("gather_object", (1.0,), "outside.*merge_call"),
         ("run", (int,), "call the function itself"),
@@ -412,7 +412,7 @@ def test_calls_of_all_replicas_in_run_name_what_to_do(strategy: Strategy) -> Non
 
 
 @pytest.mark.no_mpi
-def test_run_with_bare_arguments_says_how_to_pass_them() -> None:
+def test_run_with_bare_arguments_raises_with_advice() -> None:
     strategy = mpidist.OneDeviceStrategy()
     for arguments in ((1.0,), (1.0, 2.0), ((), 2.0)):
         with pytest.raises(ValueError, match=r"write args=\(x,( y)?\)"):

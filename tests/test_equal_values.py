@@ -31,7 +31,7 @@ def state(own: Any = None) -> dict[str, Any]:
 
 
 @pytest.mark.no_mpi
-def test_checksum_copies_what_it_reads() -> None:
+def test_checksum_copies_its_bytes() -> None:
     """Any bytes of an array of any length, to any address."""
     draw = np.random.default_rng(0)
     for length in (0, 1, 63, 64, 65, 200, 65536, 65600, 200000):
@@ -167,7 +167,7 @@ def test_check_values_finds_a_variable_that_differs_after_the_run(
 
 
 @pytest.mark.ranks(3)
-def test_check_values_chief_that_runs_alone_is_told(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_values_run_of_the_chief_alone_is_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_CHECK_VALUES", "1")
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         pattern = "rank 0: comparison of variables .*; ranks? [-0-9]+: barrier.*all ranks call run equally often"

@@ -116,7 +116,7 @@ print(json.dumps(said))
     [("", {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}), ("sys.modules['mpi4py'] = None  # not installed", {})],
     ids=["no MPI library", "no mpi4py"],
 )
-def test_first_strategy_says_what_to_install(before: str, variables: dict[str, str]) -> None:
+def test_strategy_without_mpi_names_the_package(before: str, variables: dict[str, str]) -> None:
     said = python(UNAVAILABLE.format(before=before), **variables)
     assert len(said) == 3
     for text in said:
@@ -189,7 +189,7 @@ ABSENT = {
 }
 
 
-def test_names_that_are_not_there_say_why() -> None:
+def test_absent_names_raise_with_advice() -> None:
     """To `hasattr` they are not there, and nobody lists them."""
     for path, text in ABSENT.items():
         parent, _, last = path.rpartition(".")
@@ -200,7 +200,7 @@ def test_names_that_are_not_there_say_why() -> None:
         assert last not in dir(module)
 
 
-def test_members_that_are_not_there_say_why() -> None:
+def test_absent_members_raise_with_advice() -> None:
     strategy = mpidist.OneDeviceStrategy()
     for owner, name, text in (
         (strategy, "unwrap", "its name is experimental_local_results; see the page 'From tf.distribute'"),
@@ -217,7 +217,7 @@ def test_members_that_are_not_there_say_why() -> None:
         assert not hasattr(owner, name)
 
 
-def test_old_arguments_of_collective_all_reduce_say_why() -> None:
+def test_collective_all_reduce_refuses_old_arguments_with_advice() -> None:
     for name in ("num_workers", "num_gpus_per_worker", "all_reduce_merge_scope", "group_size", "communication"):
         with pytest.raises(TypeError, match=f"CollectiveAllReduce has no argument {name}: .*From tf.distribute"):
             mpidist.CollectiveAllReduce(**{name: 1})

@@ -151,7 +151,7 @@ def test_error_of_some_ranks_reaches_the_others_of_a_larger_group_at_once(comm: 
 
 @pytest.mark.core
 @pytest.mark.parametrize("timeout", [None, 600.0])
-def test_reset_says_at_once_that_a_rank_has_left_for_good(comm: Intracomm, timeout: float | None) -> None:
+def test_reset_names_a_rank_that_has_left(comm: Intracomm, timeout: float | None) -> None:
     """And nothing advises to reset: a new strategy works."""
     strategy = MultiWorker(comm=comm, communication_options=CommunicationOptions(timeout_seconds=timeout))
 
@@ -172,7 +172,7 @@ def test_reset_says_at_once_that_a_rank_has_left_for_good(comm: Intracomm, timeo
 
 
 @pytest.mark.parametrize("is_left", [True, False], ids=["left", "closed"])
-def test_reset_says_at_once_that_a_rank_has_closed_after_a_failed_call(comm: Intracomm, is_left: bool) -> None:
+def test_reset_names_a_rank_closed_after_a_failed_call(comm: Intracomm, is_left: bool) -> None:
     strategy = MultiWorker(comm=comm)
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError):
@@ -212,7 +212,7 @@ def test_exception_that_was_handled_during_a_call_is_not_the_end_of_a_strategy(c
     assert result == comm.size + 1
 
 
-def test_ranks_that_leave_say_why_where_one_rank_handles_what_all_have(comm: Intracomm) -> None:
+def test_leaving_ranks_give_their_error_to_the_one_that_handled_it(comm: Intracomm) -> None:
     def work() -> None:
         with MultiWorker(comm=comm) as strategy:
             try:

@@ -356,7 +356,7 @@ def meet(own, other):
 """
 
 
-def test_what_needs_no_ranks_runs_beside_the_ranks(tmp_path):
+def test_no_mpi_tests_run_beside_the_ranks(tmp_path):
     source = """
 def test_ranks(comm):
     meet(f"rank{comm.rank}", "alone")

@@ -45,7 +45,7 @@ def test_values_without_meaning_are_refused(kind: type[Exception], wrong: dict[s
     assert name in str(caught.value) or repr(value) in str(caught.value)
 
 
-def test_options_keep_what_they_are_given() -> None:
+def test_options_keep_their_arguments() -> None:
     """A timeout of 0 or None is no deadline."""
     assert fields(CommunicationOptions()) == (0, None, "AUTO", False)
     for timeout in (None, 0, 2.5, np.float32(1), np.int64(3), math.inf):
@@ -110,7 +110,7 @@ def test_hints_are_options_with_a_warning() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_hints_take_what_they_always_took() -> None:
+def test_collective_hints_take_two_arguments_alone() -> None:
     assert fields(CollectiveHints()) == (0, None, "AUTO", False)
     with pytest.raises(ValueError, match="bytes_per_pack"):
         CollectiveHints(-1)

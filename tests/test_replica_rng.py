@@ -59,7 +59,7 @@ def test_numbers_are_those_of_numpys_seed_sequence(comm: Intracomm, strategy: Mu
 
 
 @pytest.mark.no_mpi
-def test_each_call_makes_a_new_generator_of_its_key_alone() -> None:
+def test_replica_rng_depends_on_its_key_alone() -> None:
     with OneDeviceStrategy() as strategy:
         keys = [(7,), (8,), (7, 0), (7, 1), (7, 0, 0), (7, 0, 1), (2**64, 5), (0,), (0, 2**40)]
         numbers = [strategy.run(first, key) for key in keys]

@@ -72,7 +72,7 @@ def test_arguments_of_run_that_cannot_be_are_refused(strategy: Strategy) -> None
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_run_of_a_function_whose_body_does_not_run_is_refused(replicas: int | None) -> None:
+def test_run_of_a_generator_or_coroutine_is_refused(replicas: int | None) -> None:
     def generate(x: float) -> Any:
         yield context().all_reduce("SUM", x)
 
@@ -139,7 +139,7 @@ class Momentum:
 
 @pytest.mark.core
 @pytest.mark.parametrize("make", [OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, None])
-def test_an_optimizer_may_be_written_as_in_tensorflow(make: Callable[[], Strategy] | None) -> None:
+def test_merge_call_optimizer_of_tensorflow_updates_variables(make: Callable[[], Strategy] | None) -> None:
     """Also with the default strategy, and in whole numbers and halves, which are exact."""
     strategy = mpidist.get_strategy() if make is None else make()
     size, rank = strategy.num_replicas_in_sync, strategy.topology.rank
@@ -168,7 +168,7 @@ def merged_two(strategy: Strategy) -> int:
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_whose_merge_calls_differ_get_errors(strategy: Strategy) -> None:
+def test_merge_call_unlike_on_ranks_raises(strategy: Strategy) -> None:
     """Another function, results of another form at their next use across replicas, and none."""
     with pytest.raises(InvalidArgumentError, match="merged_one"):
         merge(strategy, merged_one if RANK == 0 else merged_two)
@@ -248,7 +248,7 @@ def test_objects_are_reduced_field_by_field(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_values_from_a_function_know_their_replica_and_may_be_run_and_gathered(strategy: Strategy) -> None:
+def test_distribute_values_from_function_gets_contexts_of_replicas(strategy: Strategy) -> None:
     make = strategy.experimental_distribute_values_from_function
     (array,) = strategy.experimental_local_results(make(lambda context: np.array([1, 2, 3])))
     assert array.tolist() == [1, 2, 3]

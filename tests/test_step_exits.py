@@ -101,7 +101,7 @@ def test_step_that_all_ranks_leave_goes_on(comm: Intracomm, strategy: MultiWorke
 
 
 @pytest.mark.ranks(3)
-def test_step_whose_exception_is_caught_or_told_goes_on(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_step_continues_after_a_caught_or_shared_exception(comm: Intracomm, strategy: MultiWorker) -> None:
     def step(how: str) -> Any:
         with strategy.raise_together("a step") if how == "told" else pytest.raises(KeyError):
             if comm.rank == 0 or how != "told":
@@ -128,7 +128,7 @@ def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm: Intracomm, 
 
 
 @pytest.mark.ranks(2, 3)
-def test_close_after_a_step_that_one_rank_left_says_so(comm: Intracomm) -> None:
+def test_close_after_a_step_left_by_one_rank_names_it(comm: Intracomm) -> None:
     strategy = MultiWorker(comm=comm)
     leave_step(strategy, comm.rank == 1)
     text = "rank 1 closed the strategy, after an exception was caught that had left step 1 by FloatingPointError"

@@ -103,7 +103,7 @@ def test_variables_are_distributed_values() -> None:
     assert contributions(nest)[0].tolist() == [1, 1]
 
 
-def test_slices_are_what_was_given() -> None:
+def test_indexed_slices_keep_their_arguments() -> None:
     values, indices = np.ones((2, 3)), [4, 0]
     slices = IndexedSlices(values, indices, [5, 3])
     assert slices.values is values

@@ -114,7 +114,7 @@ def test_ranks_are_asleep_between_turns() -> None:
         group.close()
 
 
-def test_group_that_fails_says_why_and_ends() -> None:
+def test_failed_group_gives_its_error_and_ends() -> None:
     group = Group(PEERS[0], Path(sys.executable), 2)
     try:
         group.join()
@@ -197,13 +197,13 @@ def test_way_is_held_against_its_own_mpi_or_the_faster_one() -> None:
     assert lines_of(rows)[-1].split("|")[2].strip() == "0.50 (0.50 to 1.00), raw in place (openmpi)"
 
 
-def test_what_hosts_send_is_held_against_the_least() -> None:
+def test_bytes_sent_by_hosts_are_compared_with_the_least() -> None:
     link = Link(hosts=2, bits_per_second=8192.0)
     row = row_of(timing("mpich", "mpidist", "", [2.0], (1024 + 660.0, 10.0)), [], link)
     assert (row["bound_us"], row["share_of_bound"], row["net_sent_to_least"]) == ("1000000.00", "0.500", "1.0000")
 
 
-def test_every_library_has_a_place_to_be_looked_for() -> None:
+def test_libraries_have_a_folder_to_search() -> None:
     assert {peer.environment for peer in PEERS} <= set(FOLDERS)
 
 

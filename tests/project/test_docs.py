@@ -150,7 +150,7 @@ def problem_of(block: Block, ended: list[Ran]) -> str:
 
 @pytest.mark.timeout(5 * HANG_SECONDS)
 @pytest.mark.parametrize("block", RUN, ids=place)
-def test_block_prints_what_it_shows(block: Block, jobs: Mapping[Block, Future[list[Ran]]]) -> None:
+def test_block_prints_the_output_on_its_page(block: Block, jobs: Mapping[Block, Future[list[Ran]]]) -> None:
     problem = problem_of(block, jobs[block].result())
     assert problem == "", problem
 
@@ -252,7 +252,7 @@ def test_reference_names_everything_public() -> None:
     assert not [name for name in public if name not in documented]
 
 
-def test_no_page_is_too_long() -> None:
+def test_pages_stay_short() -> None:
     """A number here may fall; a commit that raises it gives the reason."""
     words = {page: len(page.read_text().split()) for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst"))}
     assert max(words.values()) <= 5_500

@@ -107,7 +107,7 @@ YES, LATE, NOT_MEASURED = ("yes", ""), "not done within 15 s", "not measured"
          {"is it there": (NOT_MEASURED, "RuntimeError: no luck"), "is it fast": ("no", "")}, REST),
     ],
 )  # fmt: skip
-def test_part_that_ends_badly_says_why_and_its_answers_stay(
+def test_failed_part_gives_its_reason_and_keeps_its_answers(
     environment: Environment, tmp_path: Path, name: str, why: str, answers: dict[str, tuple[str, str]], last: str
 ) -> None:
     """With all that it started; a question that fails does not stop the next one."""
@@ -172,7 +172,7 @@ def test_parts_that_measure_leave_time_to_the_others() -> None:
 
 
 @pytest.mark.no_mpi
-def test_check_that_is_stopped_writes_what_it_has(environment: Environment, tmp_path: Path) -> None:
+def test_stopped_check_writes_its_answers(environment: Environment, tmp_path: Path) -> None:
     check = gpu_check.Check([Part(name, f"{name}:ask", name, 600) for name in ("hangs", "answers")], tmp_path, 600)
 
     def stop() -> None:
@@ -188,7 +188,7 @@ def test_check_that_is_stopped_writes_what_it_has(environment: Environment, tmp_
 
 
 @pytest.mark.no_mpi
-def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path: Path) -> None:
+def test_command_without_a_gpu_exits_with_3_and_writes_nothing(tmp_path: Path) -> None:
     program = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--out", str(tmp_path), "--wheels", str(tmp_path)]
     hidden = {**clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(program, env=hidden, capture_output=True, text=True, check=False)

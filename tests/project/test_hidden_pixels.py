@@ -30,7 +30,7 @@ def run(folder: Path, ranks: int, *arguments: str, **variables: str) -> subproce
 
 @pytest.mark.core
 @pytest.mark.parametrize(("ranks", "workers", "servers"), [(4, 2, 2), (0, 1, 1), (3, 1, 2)])
-def test_each_way_learns(tmp_path: Path, ranks: int, workers: int, servers: int) -> None:
+def test_hidden_pixels_reaches_the_error_in_all_modes(tmp_path: Path, ranks: int, workers: int, servers: int) -> None:
     """0 ranks: without mpiexec."""
     plot = ["--plot", "curves.png"] if find_spec("matplotlib") else []
     done = run(tmp_path, ranks, "--steps", "300", "--pause", "0.002", *plot)
@@ -44,7 +44,7 @@ def test_each_way_learns(tmp_path: Path, ranks: int, workers: int, servers: int)
     assert not plot or (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_number_of_servers_is_an_option_or_a_variable(tmp_path: Path) -> None:
+def test_hidden_pixels_servers_are_set_by_option_or_variable(tmp_path: Path) -> None:
     few = "--steps", "5", "--pause", "0"
     assert "workers: 2, servers: 1;" in run(tmp_path, 3, "--servers", "1", *few).stdout
     assert "workers: 2, servers: 1;" in run(tmp_path, 3, *few, NUM_PS="1").stdout

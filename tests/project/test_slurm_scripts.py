@@ -53,7 +53,7 @@ def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, st
         (0, 1, "0", False),
     ],
 )
-def test_requeue_when_the_program_says_try_again_or_a_node_is_lost(
+def test_requeue_after_exit_code_75_or_a_lost_node(
     tmp_path: Path, code: int, answer: int, attempt: str, is_requeued: bool
 ) -> None:
     srun = f'case "$*" in *python*) exit {code};; *"--nodes=2 --ntasks=2"*true) exit {answer};; esac'
@@ -105,7 +105,7 @@ def requeue(
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sbatch")), ids=lambda script: script.name)
-def test_scripts_that_are_not_submitted_say_so(tmp_path: Path, script: Path) -> None:
+def test_scripts_outside_a_job_exit_with_2(tmp_path: Path, script: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "JOB_ENV": JOB["JOB_ENV"], "IMAGE": "image.sif"}
     command = ["bash", str(script), "train.py"]
     done = ran(command, env=environment, cwd=tmp_path)

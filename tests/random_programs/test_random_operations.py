@@ -383,13 +383,13 @@ def make_variables(strategy: ParameterServerStrategy, kinds: list[Kind], cut: Fi
 
 
 @pytest.mark.core
-def test_an_order_explains_what_workers_read(comm: Intracomm) -> None:
+def test_reads_of_workers_are_explained_by_an_order(comm: Intracomm) -> None:
     for number in range(NUM_PROGRAMS):
         run_program(comm, SEED + number)
 
 
 @pytest.mark.no_mpi
-def test_the_search_finds_no_order_where_there_is_none() -> None:
+def test_search_of_an_order_fails_where_there_is_none() -> None:
     """Else the test above could not fail."""
 
     def event(worker: int, method: str, number: float, begun: float, ended: float = np.inf) -> Event:

@@ -72,7 +72,7 @@ def kinds_of_requests(strategy: ParameterServerStrategy) -> list[tuple[int, Call
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.timeout(5 * HANG_SECONDS)
-def test_a_hundred_thousand_requests_leave_nothing_behind(comm: Intracomm) -> None:
+def test_soak_of_servers_grows_no_resource(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> list[Used]:
         weights, calls = zip(*kinds_of_requests(strategy), strict=True)
         with strategy.scope():

@@ -257,7 +257,7 @@ def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated: 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("rows", "is_started"), [("a row", True), ("two rows", False), ("a GPU each", True)])
-def test_the_time_that_kernels_of_sums_take_to_compile_is_no_deadlines(
+def test_deadline_excludes_compilation_of_sum_kernels(
     gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rows: str, is_started: bool
 ) -> None:
     """It is seconds, on the ranks of a node that has never done it."""

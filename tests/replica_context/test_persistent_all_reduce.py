@@ -62,7 +62,7 @@ VALUES: dict[str, Callable[[Strategy], Any]] = {
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_persistent_all_reduce_sums_what_arrays_hold_now(strategy: Strategy, comm: Intracomm) -> None:
+def test_persistent_all_reduce_sums_current_values(strategy: Strategy, comm: Intracomm) -> None:
     """Into new arrays, in place, and into others; called and started, in `run` and outside, in turn."""
     ways: list[Callable[[Any], Any]] = [
         lambda call: call(),
@@ -93,7 +93,7 @@ def test_persistent_all_reduce_sums_what_arrays_hold_now(strategy: Strategy, com
 
 
 @pytest.mark.ranks(1, 3)
-def test_persistent_all_reduce_takes_what_all_reduce_takes(strategy: Strategy, comm: Intracomm) -> None:
+def test_persistent_all_reduce_takes_arguments_of_all_reduce(strategy: Strategy, comm: Intracomm) -> None:
     number, mean = strategy.all_reduce_init([2.5, np.float32(1)]), strategy.all_reduce_init(np.full(3, 4), "mean")
     options = Options(timeout_seconds=600, bytes_per_pack=100, reproducible=True)
     largest = strategy.all_reduce_init({"a": np.full(300, comm.rank)}, mpidist.ReduceOp.MAX, options)

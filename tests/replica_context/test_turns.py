@@ -142,7 +142,7 @@ def test_interrupt_ends_all_replicas_at_once() -> None:
     assert (log.calls, ended) == ([], [True])
 
 
-def test_each_replica_has_contexts_of_its_own() -> None:
+def test_turns_keep_contexts_of_replicas_separate() -> None:
     turns, log, strategy = turns_of(0, 1), Log(), OneDeviceStrategy("/cpu:0")
 
     def body(entry: Entry) -> list[bool]:

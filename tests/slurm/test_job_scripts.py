@@ -253,7 +253,7 @@ def test_script_without_a_program(cluster: EmulatedCluster, tmp_path: Path, scri
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_command_submits_what_runs(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
+def test_sbatch_command_submits_jobs_that_complete(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
     """`mpidist sbatch` asks the library, and Slurm, how ranks are started."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "serve.py").write_text(SERVE)
@@ -287,7 +287,7 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy:
 """
 
 
-def test_each_rank_has_a_gpu(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_train_script_gives_ranks_a_gpu(cluster: EmulatedCluster, tmp_path: Path) -> None:
     program = "import os; print(os.environ['SLURM_LOCALID'], 'of', os.environ['CUDA_VISIBLE_DEVICES'])"
     ended = submit(cluster, tmp_path, MPICH, "train.sbatch", program, "--gpus-per-node=2", **NO_MPI).end()
     assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)

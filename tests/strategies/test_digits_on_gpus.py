@@ -28,7 +28,7 @@ def share_learnt(
 
 
 @pytest.mark.ranks(1, 4)
-def test_digits_are_learnt_on_the_cpu(
+def test_digits_on_the_cpu_reach_accuracy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], comm: Intracomm
 ) -> None:
     assert share_learnt("cpu", comm, monkeypatch, capsys) > 0.5
@@ -36,7 +36,7 @@ def test_digits_are_learnt_on_the_cpu(
 
 @pytest.mark.ranks(1, 4)
 @pytest.mark.usefixtures("gpus")
-def test_digits_are_learnt_as_on_the_cpu(
+def test_digits_on_a_gpu_reach_the_accuracy_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], comm: Intracomm
 ) -> None:
     if are_emulated():

@@ -209,7 +209,7 @@ def test_group_of_one_gives_every_value_back() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_two_strategies_do_not_hear_each_other(comm: MPI.Intracomm) -> None:
+def test_strategies_on_one_communicator_are_separate(comm: MPI.Intracomm) -> None:
     """Nor do they hear the messages of the program on the very communicator."""
     backwards = comm.Split(0, -comm.rank)
     with MultiWorkerMirroredStrategy(comm=comm) as one, MultiWorkerMirroredStrategy(comm=backwards) as two:
