@@ -128,7 +128,7 @@ def require_no_import(is_wrong: Callable[[Module, Import], bool]) -> None:
     ] == []
 
 
-def test_transport_knows_only_itself_and_errors() -> None:
+def test_transport_imports_only_itself_and_errors() -> None:
     require_no_import(
         lambda module, found: (
             is_in(module.name, "mpidist.transport")
@@ -178,11 +178,6 @@ def test_folders_make_no_cycle() -> None:
                 graph.setdefault(one, set()).add(other)
     assert len(graph) > 15
     require_no_cycle(graph)
-
-
-def test_folders_stay_small() -> None:
-    counts = Counter(module.folder for module in MODULES.values() if not module.is_package)
-    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
 # Tables of contents of what users import. Every other name has one home.
@@ -253,7 +248,9 @@ def test_variables_of_launchers_are_named_in_one_module() -> None:
     }
 
 
-def test_modules_stay_small() -> None:
+def test_folders_and_modules_stay_small() -> None:
+    counts = Counter(module.folder for module in MODULES.values() if not module.is_package)
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
     lengths = {module.at(1): len(module.path.read_text().splitlines()) for module in MODULES.values()}
     assert {name: length for name, length in lengths.items() if length > MAX_MODULE_LINES} == {}
 
@@ -309,7 +306,7 @@ def test_private_names_stay_in_their_files() -> None:
     assert wrong == []
 
 
-def test_modules_say_what_they_are_for() -> None:
+def test_modules_have_docstrings() -> None:
     for module in MODULES.values():
         first = (ast.get_docstring(module.tree) or "").splitlines()[:1]
         assert first, f"{module.at(1)} has no docstring"
@@ -368,6 +365,17 @@ def test_folders_of_tests_mirror_those_of_the_package() -> None:
     assert {folder for folder in mirrors if not (PACKAGE / folder / "__init__.py").exists()} == set()
     counts = Counter(str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("*.py") if path.name != "__init__.py")
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+def test_names_of_tests_begin_with_their_feature() -> None:
+    """With no article or clause; and programs in them report and match, they do not tell and know."""
+    refused = re.compile(
+        r"test_((an?|the|what|that|whatever|each|every)_|(\w+_)?(ask(ed)?|heard?|known?|learn|say|said|tell|told)s?(_|$))"
+    )
+    nodes = ((path, node) for path, _, tree in modules_of_tests() for node in ast.walk(tree))
+    assert [
+        f"{path} {node.name}" for path, node in nodes if isinstance(node, Function) and refused.match(node.name)
+    ] == []
 
 
 # Tests that touch what is private to another file: nothing public shows it, or makes it happen.
