@@ -84,8 +84,8 @@ FAULTS = [
     ),
     Fault(
         "replica_context.py",
-        "        if entry is None or entry.replica_context is not self:",
-        "        if False:",
+        '        if not context_stack.is_innermost(self):\n            self._require_default("all_reduce")',
+        "        if False:\n            pass",
         "a context of another run is accepted",
     ),
     Fault(
