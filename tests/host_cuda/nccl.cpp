@@ -76,6 +76,15 @@ struct Group {  // what the current thread has begun
 };
 thread_local Group group;
 
+char last_warning[1024];  // of all communicators, as NCCL has it
+
+Status failing(int status, const std::string& what) {
+    if (status) snprintf(last_warning, sizeof last_warning, "%s\nfails with status %d.\n", what.c_str(), status);
+    return (Status)status;
+}
+
+Status met(const char* call, long number = 0) { return failing(host_cuda::met(call, number), call); }
+
 // ---- Files: each appears at once, and whole.
 
 void put(Communicator* its, const std::string& name, const std::string& content) {
@@ -314,7 +323,7 @@ Status meet(Communicator* its) {
     }
     const char* may_share = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     const bool is_shared = (int)places.size() < its->size && !(may_share && !strcmp(may_share, "1"));
-    return is_shared ? INVALID_USAGE : SUCCESS;  // as NCCL's "Duplicate GPU detected"
+    return failing(is_shared ? INVALID_USAGE : SUCCESS, "Duplicate GPU detected");
 }
 
 bool is_at_work(Communicator* its) {
@@ -354,8 +363,8 @@ Status add(const Call& call) {
     if (!call.its || call.dtype < 0 || call.dtype >= NUM_DTYPES || call.op < 0 || call.op >= NUM_OPS) return INVALID_ARGUMENT;
     if (call.peer < 0 || call.peer >= call.its->size) return INVALID_ARGUMENT;
     const std::string of_rank = std::string(NAMES[call.kind]) + " of rank " + std::to_string(call.its->rank);
-    if (int status = host_cuda::met(NAMES[call.kind], call.nbytes())) return (Status)status;
-    if (int status = host_cuda::wished(of_rank.c_str())) return (Status)status;
+    if (Status status = met(NAMES[call.kind], call.nbytes())) return status;
+    if (Status status = failing(host_cuda::wished(of_rank.c_str()), of_rank)) return status;
     if (call.its->num_threads++) problem("two threads are in one communicator at once");
     if (call.count && !is_on_device(call)) problem("NCCL gets memory or a stream that is not its device's");
     call.its->num_threads--;
@@ -374,6 +383,8 @@ struct UniqueId { char internal[128]; };
 
 extern "C" const char* ncclGetErrorString(int) { return "of the emulated NCCL"; }
 
+extern "C" const char* ncclGetLastError(Communicator*) { return last_warning; }
+
 NCCL ncclGetVersion(int* version) {
     const long wished = host_cuda::wished("NCCL's version");
     *version = wished ? (int)wished : 23003;  // the first that lets ranks share a GPU
@@ -381,7 +392,7 @@ NCCL ncclGetVersion(int* version) {
 }
 
 NCCL ncclGetUniqueId(UniqueId* id) {
-    if (int status = host_cuda::met("ncclGetUniqueId")) return status;
+    if (Status status = met("ncclGetUniqueId")) return status;
     static std::set<std::string>& folders = *new std::set<std::string>;
     static const bool is_first = !atexit([] { for (auto& folder : folders) if (!access(folder.c_str(), F_OK)) remove_folder(folder); });
     memset(id, 0, sizeof *id);
@@ -392,7 +403,7 @@ NCCL ncclGetUniqueId(UniqueId* id) {
 }
 
 NCCL ncclCommInitRankConfig(Communicator** made, int size, UniqueId id, int rank, void*) {
-    if (int status = host_cuda::met("ncclCommInitRank")) return status;
+    if (Status status = met("ncclCommInitRank")) return status;
     auto its = new Communicator;
     its->folder = id.internal;
     its->size = size;
@@ -408,7 +419,7 @@ NCCL ncclCommInitRankConfig(Communicator** made, int size, UniqueId id, int rank
 
 NCCL ncclCommGetAsyncError(Communicator* its, int* error) {
     if (!its) return INVALID_ARGUMENT;
-    const int wished = host_cuda::wished("an error of NCCL");
+    const int wished = failing(host_cuda::wished("an error of NCCL"), "what is found later");
     *error = wished ? wished : its->error.load();
     return SUCCESS;
 }
@@ -437,7 +448,7 @@ NCCL ncclGroupStart() {
 
 NCCL ncclGroupEnd() {
     if (!group.depth) return INVALID_USAGE;
-    if (int status = host_cuda::met("ncclGroupEnd")) return group = {}, status;
+    if (Status status = met("ncclGroupEnd")) return group = {}, status;
     if (group.depth == 1) return end_group();
     group.depth--;
     return SUCCESS;

@@ -21,6 +21,7 @@ from typing import Any, Final, final
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import arrays, cuda
 from mpidist.transport.gpu.background import Background
+from mpidist.transport.nccl.bindings import error_text
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
 
@@ -132,7 +133,7 @@ def _end(what: str, end: Callable[[Handle], None], handles: Iterable[Handle] | N
                     arrays.use_gpu(handle.device)
                     end(handle)
         except Exception as error:
-            logger.warning("NCCL: %s failed: %s", what, error)
+            logger.warning("NCCL: %s failed: %s", what, error_text(error))
 
     thread = threading.Thread(target=run, name=f"mpidist {what}", daemon=True)
     with _lock:
@@ -153,7 +154,7 @@ def translated(what: str) -> Iterator[None]:
     try:
         yield
     except cuda.nccl().NcclError as error:
-        head = f"{what} failed: {first_line(error)}. "
+        head = f"{what} failed: {error_text(error)}. "
         if error.status in _REMOTE:
             raise PeerFailedError(
                 f"{head}Look for the first error of another rank, and at the network; NCCL_DEBUG=WARN says more. "
@@ -162,10 +163,10 @@ def translated(what: str) -> Iterator[None]:
         raise UnavailableError(
             f"{head}NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
         ) from error
-    except KeyError as status:  # CuPy has no word for NCCL's newer ones: 7 in progress, 8 timeout
+    except KeyError as status:
         kind = DeadlineExceededError if status.args == (8,) else UnavailableError
         raise kind(
-            f"{what} failed with NCCL's status {status}; unset NCCL_COMM_BLOCKING, and see what NCCL_DEBUG=WARN says"
+            f"{what} failed with {error_text(status)}; unset NCCL_COMM_BLOCKING, and see what NCCL_DEBUG=WARN says"
         ) from status
 
 
@@ -202,9 +203,7 @@ def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -
                         comms.append(nccl.NcclCommunicator(size, shared, rank))
         except BaseException as error:
             never_free(tuple(comms))
-            if isinstance(error, KeyError):  # CuPy has no word for NCCL's newer ones
-                raise UnavailableError(f"NCCL's status {error}") from error
-            raise
+            raise UnavailableError(error_text(error)) from error
         return [Handle(comm, device) for comm, device in zip(comms, devices.values(), strict=True)]
 
     late = "it came too late, or not all ranks could make it"

@@ -279,11 +279,17 @@ def test_hanging_start_of_nccl_is_given_up_and_aborted_later(
 @pytest.mark.parametrize(
     ("call", "status", "kind", "text"),
     [
-        ("an error of NCCL", 2, PeerFailedError, ": NCCL_ERROR.*NCCL_DEBUG"),
-        ("an error of NCCL", 6, PeerFailedError, ": NCCL_ERROR.*NCCL_DEBUG"),
-        ("an error of NCCL", 3, UnavailableError, ": NCCL_ERROR.*NCCL_DEBUG"),
-        ("ncclGroupEnd", 7, UnavailableError, "'s status 7; unset NCCL_COMM_BLOCKING"),  # for which CuPy has no word
-        ("ncclGroupEnd", 8, DeadlineExceededError, "'s status 8; unset NCCL_COMM_BLOCKING"),
+        ("an error of NCCL", 2, PeerFailedError, ": NCCL_ERROR.*; NCCL's last warning.*fails with status 2. Look"),
+        ("an error of NCCL", 6, PeerFailedError, ": NCCL_ERROR.*; NCCL's last warning.*fails with status 6. Look"),
+        (
+            "an error of NCCL",
+            3,
+            UnavailableError,
+            ": NCCL_ERROR.*; NCCL's last warning.*fails with status 3. NCCL_D",
+        ),
+        # For which CuPy has no word:
+        ("ncclGroupEnd", 7, UnavailableError, "'s status 7; .*: ncclGroupEnd fails .* 7; unset NCCL_COMM"),
+        ("ncclGroupEnd", 8, DeadlineExceededError, "'s status 8; .*: ncclGroupEnd fails .* 8; unset NCCL_COMM"),
     ],
 )
 def test_errors_of_nccl_become_ours(
@@ -308,7 +314,8 @@ def test_failed_start_on_one_rank_raises_on_all_and_can_be_repeated(
     failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
     if comm.rank == failing:
         emulated.wish(what, 2)
-    pattern = rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
+    warning = f"NCCL's last warning here: {what} fails with status 2"
+    pattern = rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR.*; {warning}. NCCL_DEBUG"
     for group in opened(comm):
         with raises_everywhere(comm, UnavailableError, pattern):
             is_working(group)
