@@ -244,9 +244,12 @@ def innermost() -> Entry | None:
     return _stack.entries[-1] if _stack.entries else None
 
 
-def innermost_of_all_threads() -> Entry | None:
-    """Return the innermost entry of the one thread that has any; `None` if no thread has, or several have."""
-    found = [entries[-1] for entries in list(_entries_of_threads.values()) if entries]
+def innermost_of_all_threads(counts: Callable[[int], bool] = bool) -> Entry | None:
+    """Return the innermost entry of the one thread that has any; `None` if no thread has, or several have.
+
+    `counts`: whether a thread counts, by its ident.
+    """
+    found = [entries[-1] for ident, entries in list(_entries_of_threads.items()) if entries and counts(ident)]
     return found[0] if len(found) == 1 else None
 
 

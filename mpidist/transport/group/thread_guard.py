@@ -10,7 +10,7 @@ from typing import Final, final
 
 from mpidist.transport.mpi.library import load_mpi
 
-__all__ = ["IN_A_FORK", "OtherThreadError", "ThreadGuard", "forbid_calls_here"]
+__all__ = ["IN_A_FORK", "OtherThreadError", "ThreadGuard", "forbid_calls_here", "waits_for_autograd"]
 
 IN_A_FORK: Final = (  # behind the name of a call
     "in a forked process: a strategy belongs to the process that made it; make its calls in the parent alone, or start "
@@ -37,7 +37,8 @@ class ThreadGuard:
     """Refuses calls of a second thread while the first thread is alive.
 
     The thread that builds a strategy may hand its calls over to a second thread, and take them back when that one has
-    ended. If MPI does not allow calls from several threads at a time, one thread makes the calls of all groups.
+    ended. Hooks of PyTorch make calls in threads of autograd, for which the thread waits in `backward()`. If MPI does
+    not allow calls from several threads at a time, one thread makes the calls of all groups.
     """
 
     _of_process: ThreadGuard | None = None
@@ -46,6 +47,7 @@ class ThreadGuard:
         self._owner = threading.current_thread()
         self.ident = threading.get_ident()
         self._may_be_taken_over = True
+        self._waiting: threading.Thread | None = None  # in `backward()`, while a thread of autograd makes the calls
         self._is_lent = self._is_in_fork = False
         # Of two threads that check at once, both would be let in. A signal handler may make a call meanwhile.
         self._change = threading.RLock()
@@ -70,7 +72,11 @@ class ThreadGuard:
             raise RuntimeError(f"{call} {why}")
         with self._change:
             self._require_free(call)
-            self._may_be_taken_over = not self._owner.is_alive()
+            if self._is_of_autograd():
+                is_back = self._waiting is threading.current_thread()
+                self._waiting = None if is_back else self._waiting or self._owner
+            else:
+                self._may_be_taken_over, self._waiting = not self._owner.is_alive(), None
             self._owner, self.ident = threading.current_thread(), threading.get_ident()
 
     def disown(self) -> None:
@@ -96,7 +102,8 @@ class ThreadGuard:
                 f"{call} in thread {new.name!r}: MPI was started with THREAD_{level}, so only the main thread may make "
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
-        may_come = lends or (self._may_be_taken_over and not _is_in_a_call(self._owner))
+        may_be = self._may_be_taken_over and self._waiting is None and not _is_in_a_call(self._owner)
+        may_come = lends or may_be or self._is_of_autograd()
         if self._is_lent or (self._owner is not new and self._owner.is_alive() and not may_come):
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
             jax = "; only one thread may run functions that call mpidist.jax" if "mpidist.jax" in sys.modules else ""
@@ -105,6 +112,21 @@ class ThreadGuard:
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
                 f"Build one strategy for each thread, in the same order on all ranks{jax}"
             )
+
+    def _is_of_autograd(self) -> bool:
+        """Whether this is a thread of autograd that another one waits for, or that one again; and no hook calls now."""
+        new, waiting = threading.current_thread(), self._waiting
+        if waiting is not None and self._owner is not new and self._owner.ident in sys._current_frames():
+            return False
+        return new is waiting or (
+            isinstance(new, threading._DummyThread) and waits_for_autograd((waiting or self._owner).ident)
+        )
+
+
+def waits_for_autograd(ident: int | None) -> bool:
+    """Whether a thread is in `backward()` of PyTorch, whose threads do the work of GPUs, and call hooks."""
+    frame = sys._current_frames().get(ident or 0)
+    return frame is not None and frame.f_globals.get("__name__") == "torch.autograd.graph"
 
 
 def _is_in_a_call(thread: threading.Thread) -> bool:

@@ -1,0 +1,98 @@
+"""Calls in hooks of PyTorch: autograd calls them in threads of its own for GPUs, and here for graphs that are deep."""
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import Intracomm
+from support.replicas import context
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.group.thread_guard import OtherThreadError
+
+DEPTH = 62  # from 60 on, autograd takes a thread of its own for a backward pass inside of a backward pass
+
+pytestmark = pytest.mark.ranks(2)
+
+
+class Nested(torch.autograd.Function):
+    """The identity, whose backward pass makes another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, depth: int, hook: Callable[[], None]) -> Any:
+        ctx.depth, ctx.hook = depth, hook
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None, None]:
+        with torch.enable_grad():
+            x = torch.ones(1, requires_grad=True)
+            (Nested.apply(x, ctx.depth - 1, ctx.hook) if ctx.depth else x * 2).backward()
+        if not ctx.depth:
+            ctx.hook()
+        return gradient, None, None
+
+
+def call_in_backward(hook: Callable[[], None]) -> None:
+    """Call a hook in a thread of autograd, which this one waits for."""
+    threads = []
+
+    def noting() -> None:
+        threads.append(threading.current_thread())
+        hook()
+
+    x = torch.ones(1, requires_grad=True)
+    Nested.apply(x, DEPTH, noting).backward()
+    assert threads != [threading.current_thread()]
+
+
+def test_calls_go_to_the_thread_of_a_hook_and_back(comm: Intracomm) -> None:
+    """In each step: started ones, too, which the program then waits for."""
+    started: list[Any] = []
+
+    def step() -> None:
+        ctx, gradient = context(), torch.full((3,), float(comm.rank))
+
+        def reduce() -> None:
+            assert ctx.all_reduce("sum", gradient).tolist() == [1.0] * 3
+            started.append(ctx.start_all_reduce("sum", gradient, out=gradient))
+
+        call_in_backward(reduce)
+        assert started.pop().wait() is gradient
+        assert gradient.tolist() == [1.0] * 3
+        assert ctx.all_reduce("max", comm.rank) == 1
+
+    with Strategy(comm=comm) as strategy:
+        for _ in range(3):
+            strategy.run(step)
+            assert strategy.reduce("sum", 1.0) == 2
+            call_in_backward(lambda: started.append(strategy.reduce("sum", 1.0)))
+            assert started.pop() == 2
+
+
+def test_other_threads_are_refused_in_the_hook_and_after_it(comm: Intracomm) -> None:
+    refused: list[str] = []
+
+    def call() -> None:
+        with pytest.raises(OtherThreadError) as raised:
+            strategy.reduce("sum", 1.0)
+        refused.append(str(raised.value))
+
+    def call_in_another() -> None:
+        thread = threading.Thread(target=call, name="loader")
+        thread.start()
+        thread.join()
+
+    def hook() -> None:
+        assert strategy.reduce("sum", 1.0) == 2
+        call_in_another()
+
+    with Strategy(comm=comm) as strategy:
+        call_in_backward(hook)
+        call_in_another()
+        assert strategy.reduce("sum", 1.0) == 2
+    pattern = r"reduce in thread 'loader', but thread 'Dummy-\d+' makes this strategy's calls"
+    assert [bool(re.match(pattern, text)) for text in refused] == [True, True], refused
