@@ -171,6 +171,7 @@ class _ArrayLeaf(Leaf):
         if target is None or not (is_device or target.flags.writeable):
             return self._library.from_native(state, self._value)
         target[...] = state
+        arrays.wait_for_writes([target])
         return self._value
 
 

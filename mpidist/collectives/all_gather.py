@@ -202,6 +202,7 @@ def all_gather(
             _gather(group, array, at, lengths[:, index], own)
         if out is not None:
             write_outs(opened.outs, [own.result for own in memory], group.shared)
+            arrays.wait_for_writes(opened.outs)
             return out
     return nest.rebuild(opened.value, opened.operands.restore([own.result for own in memory]))
 

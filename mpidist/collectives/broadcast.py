@@ -106,6 +106,7 @@ def broadcast(
             _send(group, array, result, opened.root, opened.ranks)
         if outs is not None:
             write_outs(outs, results, group.shared)
+            arrays.wait_for_writes(outs)
             return out
     return nest.rebuild(tensor, opened.operands.restore(results)) if group.topology.rank in opened.ranks else None
 

@@ -129,6 +129,7 @@ def reduce_scatter(
             scatter = on_host or _Scatter(group, group.levels_of(True), opened.op, array, at, options, own)
             results.append(scatter.run())
     if out is not None:
+        arrays.wait_for_writes(opened.outs)
         return out
     return nest.rebuild(opened.value, opened.operands.restore(results))
 

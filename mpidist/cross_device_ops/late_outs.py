@@ -10,6 +10,7 @@ from mpidist.collectives.arguments.out_arrays import result_outs, write_outs
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.nest.structure import Structure
 from mpidist.transport.agreement.agreement import Call
+from mpidist.transport.arrays import wait_for_writes
 
 __all__ = ["LateOuts"]
 
@@ -33,7 +34,8 @@ class LateOuts:
         """Write results. Local; collective if an array is a per-node one, which one rank of the node writes."""
         if not any(map(self._group.shared.is_per_node, self._outs)):
             write_outs(self._outs, results, self._group.shared)
-            return
-        what = f"writing of per-node arrays, of {call}"
-        with self._group.call(Call(what, self._group.agreement.fingerprint(what, (), dict))):
-            write_outs(self._outs, results, self._group.shared)
+        else:
+            what = f"writing of per-node arrays, of {call}"
+            with self._group.call(Call(what, self._group.agreement.fingerprint(what, (), dict))):
+                write_outs(self._outs, results, self._group.shared)
+        wait_for_writes(self._outs)

@@ -272,7 +272,7 @@ class JointCalls:
         """
         if outs is None:
             return self._share_new(_read_only(result))
-        first, *others = (nest.flatten(out)[0] for out in outs.nests)
+        first, *others = ([library_of(one).to_target(one) for one in nest.flatten(out)[0]] for out in outs.nests)
         if broadcast_to_gpus(self._group.devices, self._replicas, first, others):
             return list(outs.nests)
         for at, other in enumerate(others, 1):
@@ -280,6 +280,7 @@ class JointCalls:
                 for source, target in zip(first, other, strict=True):
                     if target is not source:
                         arrays.write(target, arrays.on_current_device(source))
+                arrays.wait_for_writes(other)
         return list(outs.nests)
 
     def _share_new(self, result: Any) -> list[Any]:

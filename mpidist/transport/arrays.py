@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Iterable, Sequence
+from functools import cache, reduce
 from operator import attrgetter, or_
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist.transport import cuda
+from mpidist.transport.half import is_of_numpy
 from mpidist.transport.native.known_lists import KnownLists
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "current_gpu",
     "empty",
     "is_aligned",
+    "is_computed_on_gpus",
     "is_cupy",
     "is_device",
     "memory_bounds",
@@ -41,6 +43,7 @@ __all__ = [
     "to_host",
     "use_gpu",
     "wait_for_stream",
+    "wait_for_writes",
     "without_padding",
     "write",
 ]
@@ -81,7 +84,7 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
     if isinstance(values, list) and (known := _NATIVE_OF_GPU.find(values)) is not None:
         return known == current_gpu()
     dtypes = set(map(_dtype_of, values))
-    if set(map(_gpu_of, values)) != {current_gpu()} or not all(dtype.isnative for dtype in dtypes):
+    if set(map(_gpu_of, values)) != {current_gpu()} or not all(map(is_computed_on_gpus, dtypes)):
         return False
     odd = reduce(or_, map(address_of, values)) & (max(dtype.itemsize for dtype in dtypes) - 1)
     if (odd or not all(map(_is_contiguous, values))) and not all(
@@ -91,6 +94,11 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
     if isinstance(values, list):
         _NATIVE_OF_GPU.note(values, current_gpu())
     return True
+
+
+def is_computed_on_gpus(dtype: np.dtype[Any]) -> bool:
+    """Whether CuPy can compute with a dtype: not with float8, and not in another byte order."""
+    return dtype.isnative and (dtype.itemsize > 1 or is_of_numpy(dtype))
 
 
 def is_aligned(array: NativeArray) -> bool:
@@ -214,6 +222,13 @@ def wait_for_stream() -> None:
     cuda.cupy().cuda.get_current_stream().synchronize()
 
 
+def wait_for_writes(arrays: Iterable[NativeArray]) -> None:
+    """Wait for what the current stream writes to memory of other libraries than CuPy: no stream of theirs does."""
+    on_gpu = [array for array in arrays if not isinstance(array, np.ndarray)]
+    if on_gpu and not _own_memory().issuperset(map(type, map(_allocation_of, on_gpu))):
+        wait_for_stream()
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeArray:
     """Allocate an uninitialised array in host memory, or on the current device."""
     return cuda.cupy().empty(shape, dtype) if device else np.empty(shape, dtype)
@@ -226,12 +241,19 @@ def allocations_of_gpu(values: Sequence[Any]) -> set[int] | None:
     if set(map(type, values)) != {cuda.cupy().ndarray}:
         return None
     allocations = list(map(_allocation_of, values))
-    if cuda.cupy().cuda.UnownedMemory in set(map(type, allocations)):
+    if not _own_memory().issuperset(map(type, allocations)):
         return None
     found = set(map(id, allocations))
     if isinstance(values, list):
         _ALLOCATIONS.note(values, found)
     return found
+
+
+@cache
+def _own_memory() -> frozenset[type]:
+    """Return the types of memory that CuPy allocates. Others may be parts of what another object owns."""
+    its = cuda.cupy().cuda.memory
+    return frozenset((its.PooledMemory, its.Memory, its.MemoryAsync, its.ManagedMemory))
 
 
 def memory_bounds(array: NativeArray) -> tuple[int, int]:

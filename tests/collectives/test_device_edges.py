@@ -1,18 +1,33 @@
 """Where the parts for GPUs meet each other, and what other libraries and odd arrays bring to them."""
 
+import threading
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import Compiler, capturing, compiler, down, emulated, gpus, group, require_gpus, up
+from host_cuda.gpus import (
+    Compiler,
+    capturing,
+    compiler,
+    down,
+    emulated,
+    gpus,
+    group,
+    require_gpus,
+    up,
+    use_own_settings,
+)
 from support.everywhere import raises_everywhere
 from support.ranks import Intracomm
 
-from mpidist import MultiWorkerMirroredStrategy, get_replica_context
+from mpidist import MultiWorkerMirroredStrategy, get_replica_context, get_strategy
+from mpidist.checkpoint.leaves import leaf_of
 from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
@@ -23,6 +38,12 @@ from mpidist.transport import arrays, cuda
 from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["compiler", "emulated", "gpus", "group"]  # fixtures
+
+
+def real_torch() -> Any:
+    if are_emulated():
+        pytest.skip("needs a real GPU: emulated ones have no torch")
+    return pytest.importorskip("torch")
 
 
 class Tensor:
@@ -37,12 +58,13 @@ class Tensor:
             return cls(up(numbers), stream)
 
     __cuda_array_interface__ = property(lambda self: {"version": 2})
+    shape = property(lambda self: self.array.shape)
 
     def __dlpack_device__(self) -> Any:
         return self.array.__dlpack_device__()
 
     def __dlpack__(self, **how: Any) -> Any:
-        with self.stream:
+        with self.stream or nullcontext():
             return self.array.__dlpack__(**how)
 
     def __array_namespace__(self) -> Any:
@@ -62,10 +84,58 @@ def test_all_reduce_waits_for_streams_of_other_libraries(group: SyncGroup, comm:
 
 
 @pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("per_rank", [None, 2])
+@pytest.mark.parametrize("nccl", ["1", "0"])
+def test_results_in_arrays_of_a_library_with_its_own_stream(
+    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, per_rank: int | None, nccl: str
+) -> None:
+    """They are there when a call returns, also where they were copied, whatever its stream does then."""
+    use_own_settings(monkeypatch)
+    monkeypatch.setenv("MPIDIST_NCCL", nccl)
+
+    def step() -> None:
+        ctx = get_replica_context()
+        n, own = ctx.num_replicas_in_sync, ctx.replica_id_in_sync_group
+        strided = Tensor.of(np.zeros((60, 2)))
+        strided.array = strided.array[:, 0]
+        for out in (Tensor.of(np.zeros(60)), strided):
+            value = Tensor.of(np.full(60, own + 1.0))
+            holds(ctx.all_reduce("sum", value, out=out), out, n * (n + 1) / 2)
+            holds(ctx.start_all_reduce("max", value, out=out).wait(), out, n)
+            holds(ctx.all_reduce("mean", value, weight=2.0, out=out), out, (n + 1) / 2)
+            holds(ctx.all_reduce("mean", value, out=value), value, (n + 1) / 2)
+            holds(ctx.all_gather(Tensor.of(np.full(60 // n, 5.0)), 0, out=out), out, 5)
+            holds(ctx.reduce_scatter("sum", Tensor.of(np.ones(60 * n)), out=out), out, n)
+
+    def holds(result: Any, out: Tensor, number: float) -> None:
+        assert result is out
+        with out.stream:
+            assert (down(out.array) == number).all()
+
+    with MultiWorkerMirroredStrategy(comm=comm, replicas=per_rank and per_rank * comm.size) as strategy:
+        for _ in range(2):
+            strategy.run(step)
+        value, out = Tensor.of(np.full((60, 2), float(comm.rank))), Tensor.of(np.zeros((60, 2)))
+        holds(strategy.broadcast(value, root=comm.size - 1, out=out), out, comm.size - 1)
+        if per_rank is None:
+            mean = Tensor.of(np.zeros(60))
+            holds(strategy.reduce("mean", value, axis=1, out=mean), mean, (comm.size - 1) / 2)
+    leaf = leaf_of("x", out, get_strategy())
+    holds(leaf.restore(np.full((60, 2), 7.0)), out, 7)
+
+
+@pytest.mark.ranks(3)
+def test_results_go_to_no_library_without_streams(group: SyncGroup, comm: Intracomm) -> None:
+    """Without DLPack: its interface of CUDA's arrays tells the stream of the past alone."""
+    value = up(np.ones(5))
+    out = SimpleNamespace(__cuda_array_interface__=value.__cuda_array_interface__)
+    with raises_everywhere(comm, InvalidArgumentError, "out 0 cannot be written: its library has no DLPack"):
+        BoundOps(NcclAllReduce(), group).all_reduce("SUM", value, out=out)
+
+
+@pytest.mark.ranks(1, 3)
 def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup, comm: Intracomm) -> None:
-    if are_emulated():
-        pytest.skip("needs a real GPU: emulated ones have no torch")
-    torch = pytest.importorskip("torch")
+    torch = real_torch()
     ops, work = BoundOps(NcclAllReduce(), group), torch.ones(4096, 4096, device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         tensor = torch.zeros(1 << 18, dtype=dtype, device="cuda")
@@ -74,10 +144,37 @@ def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup,
             for _ in range(10):  # the stream is busy for some milliseconds
                 work = work @ work / len(work)
             tensor += comm.rank + 1
-            total = ops.all_reduce("SUM", tensor)
+            total, out = ops.all_reduce("SUM", tensor), torch.zeros_like(tensor)
+            assert ops.all_reduce("SUM", tensor, out=out) is out
+            doubled = out + out
         torch.cuda.synchronize()
         assert total.dtype == dtype
         assert (total == comm.size * (comm.size + 1) // 2).all()
+        assert (doubled == comm.size * (comm.size + 1)).all()
+
+
+@pytest.mark.ranks(1, 3)
+def test_hooks_of_torch_make_calls_in_the_thread_of_a_gpu(gpus: cuda.Cuda, comm: Intracomm) -> None:
+    torch, threads = real_torch(), set()
+    weight = torch.ones(1 << 18, device="cuda", requires_grad=True)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+
+        def step() -> None:
+            context, weight.grad = get_replica_context(), None
+
+            def average(parameter: Any) -> None:
+                threads.add(threading.get_ident())
+                context.all_reduce("mean", parameter.grad, out=parameter.grad)
+
+            hook = weight.register_post_accumulate_grad_hook(average)
+            (weight * (comm.rank + 1)).sum().backward()
+            hook.remove()
+            assert (weight.grad == (comm.size + 1) / 2).all()
+            assert context.all_reduce("sum", 1.0) == comm.size
+
+        for _ in range(3):
+            strategy.run(step)
+    assert threads - {threading.get_ident()}
 
 
 @pytest.mark.ranks(3)
@@ -108,9 +205,16 @@ def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda,
 
 
 @pytest.mark.ranks(3)
-def test_another_byte_order_on_one_gpu_is_everybodys_error(group: SyncGroup, comm: Intracomm) -> None:
-    value = up(np.ones(5, np.float32)).view(">f4" if comm.rank else "=f4")
-    with raises_everywhere(comm, InvalidArgumentError, "native byte order, got '>f4'"):
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [(">f4", "native byte order, got '>f4'"), (ml_dtypes.float8_e5m2, "add or copy float8_e5m2: send a view of uint8")],
+    ids=["another byte order", "float8"],
+)
+def test_a_dtype_that_one_gpu_lacks_is_everybodys_error(
+    group: SyncGroup, comm: Intracomm, dtype: Any, text: str
+) -> None:
+    value = up(np.ones(5, np.float32)).view(dtype if comm.rank else "=f4")
+    with raises_everywhere(comm, InvalidArgumentError, text):
         BoundOps(NcclAllReduce(), group).all_reduce("SUM", value)
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -186,8 +187,8 @@ def test_other_calls_have_the_results_of_host_memory(gpus: Any, comm: Intracomm,
         assert wanted is None or are_same("", down(got), wanted), (name, dtype, shape)
 
 
-@pytest.mark.ranks(max=2)
-@pytest.mark.parametrize("memory", ["one allocation", "an allocation each", "another library's"])
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("memory", ["one allocation", "an allocation each", "another library's", "of DLPack"])
 def test_outs_may_overlap_the_arguments_of_others(gpus: Any, comm: Intracomm, memory: str) -> None:
     """Another library's memory does not say whether it is that of another array."""
     cupy, numbers = gpus.cupy, np.arange(400, dtype=np.float32)
@@ -197,6 +198,9 @@ def test_outs_may_overlap_the_arguments_of_others(gpus: Any, comm: Intracomm, me
     elif memory == "another library's":
         foreign = cupy.cuda.UnownedMemory(whole.data.ptr, whole.nbytes, whole)
         second = cupy.ndarray(whole.shape, whole.dtype, cupy.cuda.MemoryPointer(foreign, 0))
+    elif memory == "of DLPack":
+        kind = {"__dlpack__": whole.__dlpack__, "__dlpack_device__": whole.__dlpack_device__}
+        second = cupy.from_dlpack(SimpleNamespace(**kind))
     values, outs = [whole[:100], whole[200:300]], [second[250:350], second[:100]]
     with Strategy(comm=comm) as strategy:
         strategy.run(lambda: context().all_reduce("sum", values, out=outs))

@@ -160,6 +160,12 @@ def test_tensors_of_any_layout_take_results(comm: Intracomm, strategy: Strategy)
     assert target.tolist() == [comm.size] * 3
 
 
+def test_tensors_of_each_replica_take_results(comm: Intracomm) -> None:
+    with Strategy(comm=comm, replicas=2 * comm.size) as strategy:
+        outs = strategy.run(lambda: context().all_reduce("sum", torch.ones(3), out=torch.zeros(3)))
+        assert [out.tolist() for out in strategy.experimental_local_results(outs)] == [[2.0 * comm.size] * 3] * 2
+
+
 ones = torch.ones
 MODEL = torch.nn.Linear(1, 1)
 

@@ -20,6 +20,7 @@ from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.plan import Message, Piece
 from mpidist.collectives.plans.reduce_algorithm import Reduce, ReduceToRoot
 from mpidist.options import CommunicationImplementation
+from mpidist.transport.arrays import wait_for_writes
 from mpidist.transport.gpu.events import Launched, record_event
 from mpidist.transport.group.compression import narrow, widen
 from mpidist.transport.group.levels import Levels
@@ -87,7 +88,9 @@ class PackedExecution(Execution):
         layout: _Layout = call.state
         queue = self._ready_levels().queue if self._uses_device else None
         if queue is None:
-            return self._reduce(call, layout, None)
+            reduced = self._reduce(call, layout, None)
+            wait_for_writes(call.outs or ())
+            return reduced
         launched = queue.launch(call.name, partial(self._reduce, call, layout, queue), layout)
         queue.wait(launched)
         results: list[Any] = launched.result

@@ -79,7 +79,10 @@ class RowsExecution(Execution):
                     results[index][...] = part if row_list.divide_by == 1 else part / row_list.divide_by
                     at += count
         if call.outs is not None:
-            return write_outs(call.outs, results, shared)
+            write_outs(call.outs, results, shared)
+            if self._uses_device:
+                arrays.wait_for_writes(call.outs)
+            return list(call.outs)
         return [result if wanted else None for result, wanted in zip(results, self._is_wanted, strict=True)]
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:

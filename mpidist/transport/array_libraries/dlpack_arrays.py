@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.transport import cuda
 from mpidist.transport.array_libraries.library import ArrayLibrary, kind_of
-from mpidist.transport.arrays import NativeArray, on_current_device
+from mpidist.transport.arrays import NativeArray, is_computed_on_gpus, on_current_device
 
 __all__ = ["CuPyArrays", "DLPackArrays"]
 
@@ -20,31 +20,34 @@ class CuPyArrays(ArrayLibrary):
 
     Other libraries have streams of their own. Through DLPack, they let CuPy's current stream wait for the work on
     theirs, which `__cuda_array_interface__` leaves to the user. An array of another device is copied to the current
-    device.
+    device. For what is written to theirs, the host waits: `arrays.wait_for_writes`.
     """
 
-    why_no_target = "the streams of other libraries than CuPy would not wait for a result: take the new result"
+    why_no_target = "its library has no DLPack, by which streams wait for each other: take the new result"
 
     def owns(self, value: Any) -> bool:
         return hasattr(value, "__cuda_array_interface__")
 
     def to_native(self, value: Any) -> NativeArray:
-        cupy = cuda.cupy()
-        if hasattr(value, "__dlpack__") and not isinstance(value, cupy.ndarray):
-            value = cupy.from_dlpack(value)
-        array = cupy.asarray(on_current_device(value))
+        viewed = self.to_target(value)
+        array = cuda.cupy().asarray(value if viewed is None else on_current_device(viewed))
         if not array.dtype.isnative:
             raise TypeError(
                 f"CuPy needs native byte order, got {array.dtype.str!r}; convert with "
                 "x.astype(x.dtype.newbyteorder('='))"
             )
+        if not is_computed_on_gpus(array.dtype):
+            raise TypeError(f"CuPy cannot add or copy {array.dtype.name}: send a view of uint8, or reduce bfloat16")
         return array
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         return array if isinstance(like, cuda.cupy().ndarray) else _through_dlpack(array, like)
 
     def to_target(self, value: Any) -> NativeArray | None:
-        return value if isinstance(value, cuda.cupy().ndarray) else None
+        cupy = cuda.cupy()
+        if isinstance(value, cupy.ndarray):
+            return value
+        return cupy.from_dlpack(value) if hasattr(value, "__dlpack__") else None
 
 
 @final

@@ -33,7 +33,6 @@ class TorchTensors(ArrayLibrary):
 
     goes_by_type = True
     knows_lists = True
-    why_no_target = f"on a GPU, {_CUPY.why_no_target}"
 
     def owns(self, value: Any) -> bool:
         torch = sys.modules.get("torch")
@@ -48,7 +47,7 @@ class TorchTensors(ArrayLibrary):
         if value.is_cpu:
             return _VIEWS.of(value)
         _VIEWS.forget(value)  # `module.to("cuda")` leaves the parameters their names, and takes their memory away
-        return _view(value.detach())
+        return _CUPY.to_native(_view(value.detach()))
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         torch = sys.modules["torch"]
@@ -65,7 +64,7 @@ class TorchTensors(ArrayLibrary):
     def to_target(self, value: Any) -> NativeArray | None:
         if value.is_conj() or value.is_neg():
             raise TypeError("the tensor is a view whose numbers are conjugated or negated as they are read: clone it")
-        return None if value.is_cuda else self.to_native(value)
+        return _view(value.detach()) if value.is_cuda else self.to_native(value)
 
     def is_target(self, value: Any, array: NativeArray) -> bool:
         return _VIEWS.has(value, array)
@@ -192,7 +191,7 @@ _LISTS: Final = _Lists()
 
 
 def _view(tensor: Any) -> NativeArray:
-    """View a tensor as a native array."""
+    """View a tensor as a native array, on whichever GPU it lies."""
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise TypeError(f"the tensor's layout is {tensor.layout}, and a dense one is needed: pass tensor.to_dense()")
@@ -200,11 +199,9 @@ def _view(tensor: Any) -> NativeArray:
         raise TypeError(f"the tensor is on device {tensor.device}, and the CPU or CUDA is needed: pass tensor.cpu()")
     dtype = _missing_in_numpy(tensor.dtype)
     if dtype is not None:
-        if tensor.is_cuda and dtype.itemsize == 1:
-            raise TypeError(f"CuPy has no {dtype.name}: pass tensor.cpu(), or a tensor of bfloat16")
         return _view(tensor.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)).view(dtype)
     if tensor.is_cuda:
-        return _CUPY.to_native(tensor)
+        return _CUPY.to_target(tensor)
     try:
         return tensor.numpy()
     except (RuntimeError, TypeError) as error:

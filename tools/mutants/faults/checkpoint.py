@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "leaves.py",
-        "target[...] = state\n        return self._value",
+        "target[...] = state\n        arrays.wait_for_writes([target])\n        return self._value",
         "return self._library.from_native(state, self._value)",
         "an array is replaced, and not written",
     ),
