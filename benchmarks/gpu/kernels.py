@@ -16,7 +16,7 @@ from gpu.bench import Bench, Call, compare, torch_of_gpus
 from gpu.report import Report, text_of
 from mpidist.cli.rank_facts import gpus_text
 from mpidist.transport.cuda import nccl_version_text
-from mpidist.transport.gpu.copy_table import PackLayout
+from mpidist.transport.gpu.copy_table import ArrayList, PackLayout
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
@@ -39,10 +39,10 @@ class Lists:
         self.buffers = [bench.cupy.empty(self.layout.size, self.dtype) for _ in self.host]
         self.targets = [[bench.cupy.empty(size, np.float32) for size in self.sizes] for _ in self.host]
         kernels = DeviceKernels()
-        pack = partial(kernels.pack, layout=self.layout)
-        unpack = partial(kernels.unpack, layout=self.layout)
-        self.packs: list[Call] = [partial(pack, *its) for its in zip(self.tensors, self.buffers, strict=True)]
-        self.unpacks: list[Call] = [partial(unpack, *its) for its in zip(self.buffers, self.targets, strict=True)]
+        pack, unpack = (partial(its, layout=self.layout) for its in (kernels.pack, kernels.unpack))
+        given, taken = (list(map(ArrayList.of, its)) for its in (self.tensors, self.targets))  # as in a repeated call
+        self.packs: list[Call] = [partial(pack, *its) for its in zip(given, self.buffers, strict=True)]
+        self.unpacks: list[Call] = [partial(unpack, *its) for its in zip(self.buffers, taken, strict=True)]
         self._require_right(bench)
 
     def cut(self, buffer: Any) -> list[Any]:

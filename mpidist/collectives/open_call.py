@@ -48,11 +48,16 @@ def open_all_reduce(
     outs, other_outs = None, []
     op = ReduceOp.SUM
     group, replicas = reductions.group, reductions.replicas
-    merged = merge(None)
+    merged, key = merge(None), None
     try:
         op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             merged = merge(options)
+        if error is None and replicas.are_bare:
+            key, call = reductions.device_calls.find(name, op, value, options, out)
+            if call is not None:
+                call.timeout_seconds = merged.timeout_seconds
+                return call, mirrored
         if type(value) is np.ndarray and replicas.are_bare:  # the most common argument, with less work
             leaves = [value]
         else:
@@ -65,7 +70,7 @@ def open_all_reduce(
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or name_call(problem, name)
     call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), outs=outs, error=error, others=others)
-    call.other_outs = other_outs
+    call.other_outs, call.device_key = other_outs, key
     return call, mirrored
 
 

@@ -13,6 +13,7 @@ from mpidist.collectives.arguments.destinations import group_by_destinations
 from mpidist.collectives.arguments.operands import Operands, Spec, host_sizes, require_memory
 from mpidist.collectives.arguments.out_arrays import check_outs, native_outs, write_outs
 from mpidist.collectives.arguments.signature import name_call, specs_text
+from mpidist.collectives.device_calls import DeviceCalls
 from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, result_dtypes
 from mpidist.collectives.plans.call import Execution, Plan, ReductionCall
 from mpidist.collectives.plans.carried_execution import CarriedExecution
@@ -65,6 +66,7 @@ class Reductions:
         self._uncompiled: dict[int, LocalSums | None] = {}
         self._planned_for: Levels | None = None
         self.repeated = RepeatedCalls(group, self._sum_memory)
+        self.device_calls = DeviceCalls(group)
 
     def compare(self, call: ReductionCall) -> None:
         """Check the arguments of a call on all ranks, and reduce nothing. Collective."""
@@ -142,11 +144,14 @@ class Reductions:
         A call that `is_started` begins later: when the calls before it are done.
         """
         try:
-            self._describe(call)
+            if call.programs is None:  # else an equal call was described
+                self._describe(call)
             if call.plan.fingerprint in self._uncompiled:  # `_compile_and_add` does the rest
                 self.group.devices.require_usable(call.name)
                 return
             self._add_replicas(call, is_started)
+            if call.device_key is not None and self.replicas.tree is None:
+                self.device_calls.add(call)
             if not is_started:
                 call.plan.execution.begin(call)
         except Exception as problem:  # whatever it is, the other ranks must learn of it

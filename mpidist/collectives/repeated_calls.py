@@ -23,7 +23,7 @@ from mpidist.collectives.plans.fused_execution import FusedExecution
 from mpidist.collectives.plans.repeated_reductions import ListIntoOthers, RepeatedReduction
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
 from mpidist.transport.agreement.agreement import Progress
-from mpidist.transport.agreement.fingerprint import name_digest
+from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
 from mpidist.transport.array_libraries.libraries import known_library_of, library_of
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.started_calls import Pending, Steps
@@ -106,6 +106,8 @@ def key_of_repeated(
             return None
         return (name, reduce_op, value.shape, value.dtype, overrides, out is not None), value, out, likes
     if native is None or not (type(value) in _NESTS or hasattr(type(value), "_fields")) or not value:
+        return None
+    if type(value) is list and isinstance(known_library_of(value[0]), CuPyArrays):  # of `DeviceCalls`
         return None
     try:
         leaves, structure = _flatten(value)
@@ -406,13 +408,13 @@ class RepeatedCalls:
         if checked is not None and not (checked.are_private or is_per_node):
             in_place = execution.of_symmetric(call)
             if in_place is not None:
-                cached = _CachedCall(_call_like(call), execution, in_place)
+                cached = _CachedCall(call.like(), execution, in_place)
                 self._know(key, outs, cached, checked.are_unchanged, None, call.variant, outs)
             return
         reduction = execution.of_list(call, self._group.agreement.flight)
         if reduction is None or not reduction.fits(arrays):
             return
-        cached = _CachedCall(_call_like(call), execution, reduction)
+        cached = _CachedCall(call.like(), execution, reduction)
         if isinstance(reduction, ListIntoOthers):
             if reduction.can_write(arrays, outs):
                 self._know(key, outs, cached, reduction.fits, reduction.can_write)
@@ -447,7 +449,7 @@ class RepeatedCalls:
         if not (isinstance(execution, FusedExecution) and _is_plain(call) and is_native):
             return None
         reduction = execution.of_one_array(self._group.agreement.flight)
-        return None if reduction is None else _CachedCall(_call_like(call), execution, reduction)
+        return None if reduction is None else _CachedCall(call.like(), execution, reduction)
 
     def _add_symmetric(self, key: CallKey, call: ReductionCall) -> None:
         """Add a call of an array that lies in shared memory. Local."""
@@ -476,22 +478,10 @@ def _note_natives(values: list[Any], natives: list[Any]) -> bool:
         return False
 
 
-def _call_like(call: ReductionCall) -> ReductionCall:
-    """Return the same call, without arrays."""
-    like = ReductionCall(call.name, call.op, call.options, (), call.structure, call.mirrored)
-    like.plan, like.details = call.plan, call.plan.details
-    like.fingerprint = call.plan.fingerprint ^ name_digest(call.name)
-    if call.checked_outs is not None:
-        like.fingerprint ^= call.checked_outs.per_node_digest
-    like.per_node_indices, like.is_started = call.per_node_indices, call.is_started
-    return like
-
-
 def _call_with(call: ReductionCall, error: Exception) -> ReductionCall:
     """Return the same call, with what is wrong on this rank."""
-    like = _call_like(call)
-    like.fingerprint, like.timeout_seconds = call.fingerprint, call.timeout_seconds
-    like.error = error
+    like = call.like()
+    like.timeout_seconds, like.error = call.timeout_seconds, error
     return like
 
 
@@ -502,7 +492,7 @@ def _is_plain(call: ReductionCall) -> bool:
 def _unlike_call(cached: _CachedCall, value: Any, out: Any) -> ReductionCall:
     """Return a call with its arrays, where another rank's lie in shared memory: nobody reads what this one staged."""
     cached.reduction.forget()
-    call = _call_like(cached.call)
+    call = cached.call.like()
     is_list = type(value) is list
     call.operands = Operands(value if is_list else [value])
     call.outs = None if out is None else out if is_list else [out]

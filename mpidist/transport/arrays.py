@@ -14,18 +14,18 @@ import numpy as np
 
 from mpidist.transport import cuda
 from mpidist.transport.half import is_of_numpy
-from mpidist.transport.native.known_lists import KnownLists
+from mpidist.transport.native.loading import native
 
 __all__ = [
     "NativeArray",
     "address_of",
     "aligned",
-    "allocations_of_gpu",
     "are_native_of_gpu",
     "are_on_one_device",
     "bytes_of",
     "copied_here",
     "current_gpu",
+    "described_on_gpu",
     "empty",
     "is_aligned",
     "is_computed_on_gpus",
@@ -55,8 +55,6 @@ _gpu_of: Final = attrgetter("data.device_id")  # faster than `device.id`, which 
 address_of: Final = attrgetter("data.ptr")  # of a device array
 _is_contiguous: Final = attrgetter("_c_contiguous")
 _allocation_of: Final = attrgetter("data.mem")
-_NATIVE_OF_GPU: Final[KnownLists[int]] = KnownLists()  # lists of native arrays, and their GPU
-_ALLOCATIONS: Final[KnownLists[set[int]]] = KnownLists()  # lists of arrays of CuPy, and what they lie in
 _MAX_WORK: Final[Any] = 10_000  # the limit of `np.shares_memory`: some 10 ms
 
 
@@ -81,19 +79,20 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
     """Whether all values are native arrays on the current GPU already: of CuPy, aligned, in native byte order."""
     if len(types) != 1 or not is_cupy(values[0]) or types != {cuda.cupy().ndarray}:
         return False
-    if isinstance(values, list) and (known := _NATIVE_OF_GPU.find(values)) is not None:
-        return known == current_gpu()
     dtypes = set(map(_dtype_of, values))
     if set(map(_gpu_of, values)) != {current_gpu()} or not all(map(is_computed_on_gpus, dtypes)):
         return False
     odd = reduce(or_, map(address_of, values)) & (max(dtype.itemsize for dtype in dtypes) - 1)
-    if (odd or not all(map(_is_contiguous, values))) and not all(
-        map(is_aligned, values)
-    ):  # which takes ten times as long
-        return False
-    if isinstance(values, list):
-        _NATIVE_OF_GPU.note(values, current_gpu())
-    return True
+    is_plain = not odd and all(map(_is_contiguous, values))
+    return is_plain or all(map(is_aligned, values))  # which takes ten times as long
+
+
+def described_on_gpu(values: list[Any]) -> bytes | None:
+    """Describe contiguous arrays of CuPy by their addresses, dtypes and shapes; `None` for other lists. Quick."""
+    if native is None or not cuda.current().is_loaded:
+        return None
+    described: bytes | None = native.described(values, cuda.cupy().ndarray)
+    return described
 
 
 def is_computed_on_gpus(dtype: np.dtype[Any]) -> bool:
@@ -232,21 +231,6 @@ def wait_for_writes(arrays: Iterable[NativeArray]) -> None:
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeArray:
     """Allocate an uninitialised array in host memory, or on the current device."""
     return cuda.cupy().empty(shape, dtype) if device else np.empty(shape, dtype)
-
-
-def allocations_of_gpu(values: Sequence[Any]) -> set[int] | None:
-    """Return the allocations, by `id`, in which arrays of CuPy lie; `None` if one may not be CuPy's own."""
-    if isinstance(values, list) and (known := _ALLOCATIONS.find(values)) is not None:
-        return known
-    if set(map(type, values)) != {cuda.cupy().ndarray}:
-        return None
-    allocations = list(map(_allocation_of, values))
-    if not _own_memory().issuperset(map(type, allocations)):
-        return None
-    found = set(map(id, allocations))
-    if isinstance(values, list):
-        _ALLOCATIONS.note(values, found)
-    return found
 
 
 @cache

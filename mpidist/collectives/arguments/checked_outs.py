@@ -11,7 +11,6 @@ import numpy as np
 from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.arguments.out_arrays import check_outs, flatten_out, is_target, native_outs, owners_of
-from mpidist.transport import arrays as native_arrays
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.symmetric import SharedArrays, places_digest
@@ -30,6 +29,7 @@ class CheckedOuts:
         places: The places of the arrays in shared memory; `None` if some array is private.
         are_targets: Whether results can be made in all of the arrays: see `target_arrays`.
         are_private: Whether surely no array lies in shared memory.
+        are_of_numpy: Whether all are arrays of NumPy.
         owners: What owns the host memory of the arrays: see `owners_of`.
     """
 
@@ -43,11 +43,9 @@ class CheckedOuts:
         on_gone: Callable[[], None] | None = None,
     ) -> None:
         check_outs(outs, arrays, specs, dtypes)
-        are_known = all(
-            type(out) is np.ndarray or native_arrays.is_cupy(out) for out in outs
-        )  # `native_outs` returns these
         forget = None if on_gone is None else lambda _: on_gone()
-        self._outs: list[Callable[[], Any]] = [weakref.ref(out, forget) for out in outs] if are_known else []
+        self.are_of_numpy = {*map(type, outs)} <= {np.ndarray}  # others are known as `DeviceCalls`, or not at all
+        self._outs: list[Callable[[], Any]] = [weakref.ref(out, forget) for out in outs] if self.are_of_numpy else []
         self._forms = [(out.shape, out.dtype, out.flags.c_contiguous) for out in outs]
         self._nothing = [None] * len(outs)
         self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
@@ -65,7 +63,7 @@ class CheckedOuts:
         if native is not None and native.are_known(list(outs), list(arrays), self._outs, self._forms):
             return True
         for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
-            if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no `writeable`
+            if ref() is not out or not out.flags.writeable:
                 return False
             if out.flags.c_contiguous != form[2] or (out is not array and (out.shape, out.dtype) != form[:2]):
                 return False
@@ -102,8 +100,10 @@ class KnownOuts:
 
         if len(self._checked) >= _MAX_OUTS:
             self._checked.clear()
-        # What is known refers to shared memory, which is given back when its arrays are gone.
-        checked = self._checked[key] = CheckedOuts(outs, arrays, self._specs, self._dtypes, shared, forget)
+        checked = CheckedOuts(outs, arrays, self._specs, self._dtypes, shared, forget)
+        if checked.are_of_numpy:
+            # What is known refers to shared memory, which is given back when its arrays are gone.
+            self._checked[key] = checked
         return checked
 
 

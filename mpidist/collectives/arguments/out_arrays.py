@@ -210,8 +210,6 @@ def target_arrays(
 
 def owners_of(arrays: Sequence[Any]) -> set[int] | None:
     """Return what owns the memory of arrays, by `id`; `None` if something else may own some of it. Local."""
-    if arrays and native_arrays.is_device(arrays[0]):
-        return native_arrays.allocations_of_gpu(arrays)
     if set(map(type, arrays)) == {np.ndarray} and all(map(_owns_data, arrays)):
         return set(map(id, arrays))
     owners = set(map(_owner, arrays))
@@ -264,7 +262,7 @@ def write_outs(outs: Sequence[Any], results: Sequence[Any], shared: SharedArrays
 
     Collective over the node, if an out is per node.
     """
-    if all(map(is_, outs, results)):
+    if results is outs or all(map(is_, outs, results)):
         return list(outs)
     for out, result in zip(outs, results, strict=True):
         if out is result:

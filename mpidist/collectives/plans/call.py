@@ -12,6 +12,7 @@ import numpy as np
 from mpidist.collectives.arguments.checked_outs import CheckedOuts, KnownOuts
 from mpidist.collectives.arguments.operands import NO_OPERANDS, Operands, Spec
 from mpidist.collectives.arguments.signature import names_of
+from mpidist.collectives.plans.device_program import DeviceProgram
 from mpidist.collectives.plans.local_sums import LocalSums
 from mpidist.nest.text import form_text
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -38,6 +39,10 @@ class Execution(ABC):
 
         `is_started`: calls before this one may not be done.
         """
+
+    def can_repeat(self, call: ReductionCall) -> bool:
+        """Whether calls like one that is prepared, with arrays at the same addresses of GPUs, are carried out alike."""
+        return False
 
     def begin(self, call: ReductionCall) -> None:  # noqa: B027  some do nothing
         """Begin before the ranks agree: nothing needs other ranks, or has to be undone if they do not agree.
@@ -103,6 +108,9 @@ class ReductionCall(CallRecord):
         per_node_indices: The indices of outs that are per-node arrays.
         other_outs: The outs of each other replica of this rank. They are checked; the caller copies the results there.
         state: Whatever the execution stores in the call between `begin` and `finish`.
+        device_key: The call's key in `DeviceCalls`; `None` for no key.
+        programs: Of a call that is described by its key already, the programs of calls with that key: by a description
+            of new results, `None` for others.
     """
 
     name: str
@@ -122,9 +130,18 @@ class ReductionCall(CallRecord):
     per_node_indices: Sequence[int] = field(default=(), init=False)
     other_outs: Sequence[Sequence[Any]] = field(default=(), init=False)
     state: Any = field(default=None, init=False)
+    device_key: Any = field(default=None, init=False)
+    programs: dict[Any, DeviceProgram] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.timeout_seconds = self.options.timeout_seconds
+
+    def like(self) -> ReductionCall:
+        """Return the same call, without arrays."""
+        like = ReductionCall(self.name, self.op, self.options, (), self.structure, self.mirrored)
+        like.plan, like.details, like.fingerprint = self.plan, self.plan.details, self.fingerprint
+        like.per_node_indices, like.is_started = self.per_node_indices, self.is_started
+        return like
 
     def describe(self) -> Mapping[str, str]:
         options, per_node = self.options, self.per_node_indices

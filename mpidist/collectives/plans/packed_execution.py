@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
-from operator import is_not
-from typing import Any, NamedTuple, final
+from operator import is_
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 
@@ -17,10 +16,11 @@ from mpidist.collectives.arguments.destinations import send_to
 from mpidist.collectives.arguments.operands import NewResults, Spec
 from mpidist.collectives.arguments.out_arrays import copy_overwritten, target_arrays, write_outs
 from mpidist.collectives.plans.call import Execution, ReductionCall
-from mpidist.collectives.plans.plan import Message, Piece
+from mpidist.collectives.plans.device_program import DeviceMessages, DeviceProgram
+from mpidist.collectives.plans.plan import Message
 from mpidist.collectives.plans.reduce_algorithm import Reduce, ReduceToRoot
 from mpidist.options import CommunicationImplementation
-from mpidist.transport.arrays import wait_for_writes
+from mpidist.transport.arrays import described_on_gpu, wait_for_writes
 from mpidist.transport.gpu.events import Launched, record_event
 from mpidist.transport.group.compression import narrow, widen
 from mpidist.transport.group.levels import Levels
@@ -29,7 +29,9 @@ from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl.launch_queue import DeviceQueue
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["DeviceMessages", "PackedExecution", "PackedPart", "reduce_to_ranks"]
+__all__ = ["PackedExecution", "PackedPart", "reduce_to_ranks"]
+
+_MOST_PROGRAMS: Final = 4  # of a call with new results, which lie in few places in turn
 
 
 @final
@@ -49,7 +51,8 @@ class PackedPart:
 class _Layout(NamedTuple):
     """The arrays of one call."""
 
-    parts: list[tuple[list[Any], list[Any]]]  # for each part of the call, the arrays of its values and of its results
+    parts: list[tuple[Any, Any, DeviceProgram]]  # for each part of the call: its values, and its results
+    are_apart: bool  # no value had to be copied because the result of another one overwrites it
     after: Any  # the event after which a GPU may start; `None` for the work that the current stream holds
 
 
@@ -64,7 +67,8 @@ class PackedExecution(Execution):
         self._uses_device = any(spec.device for part in parts for spec in part.specs)
         self._is_all_device = all(spec.device for part in parts for spec in part.specs)
         self._new_results = [NewResults(part.specs, part.result_dtypes, group.result_memory) for part in parts]
-        self._on_device = [DeviceMessages(part) for part in parts]
+        self._on_device = [DeviceMessages(part.messages, part.specs, part.result_dtypes, part.reduce) for part in parts]
+        self._on_host = [[message for message in part.messages if not message.device] for part in parts]
         self._num_values = sum(len(part.indices) for part in parts)
         self._needs_nccl = implementation is CommunicationImplementation.NCCL
         self._is_ring = implementation is CommunicationImplementation.RING
@@ -127,37 +131,65 @@ class PackedExecution(Execution):
 
     def _lay_out(self, call: ReductionCall, is_started: bool) -> _Layout:
         """Find or allocate the arrays of a call's results. Local."""
-        laid = []
+        laid: list[tuple[Any, Any, DeviceProgram]] = []
+        are_apart = True
         for part, new_results in zip(self._parts, self._new_results, strict=True):
-            arrays = [call.operands.arrays[index] for index in part.indices]
+            arrays = self._of_part(part, call.operands.arrays)
             if call.outs is None:
                 targets = new_results.take()
             else:
-                outs = [call.outs[index] for index in part.indices]
+                outs = self._of_part(part, call.outs)
                 if call.checked_outs is not None and call.checked_outs.are_targets:
                     targets = outs
                 else:
                     targets = target_arrays(outs, part.specs, part.result_dtypes, self._group.shared)
-                arrays = copy_overwritten(arrays, targets)
-            laid.append((arrays, targets))
-        return _Layout(laid, record_event() if is_started else None)
+                if call.programs is None:
+                    given = arrays
+                    arrays = copy_overwritten(arrays, targets)
+                    are_apart = are_apart and all(map(is_, arrays, given))
+            laid.append((arrays, targets, self._program(call, targets)))
+        return _Layout(laid, are_apart, record_event() if is_started else None)
+
+    def _of_part(self, part: PackedPart, arrays: Any) -> Any:
+        return arrays if len(self._parts) == 1 else [arrays[index] for index in part.indices]
+
+    def _program(self, call: ReductionCall, targets: list[Any]) -> DeviceProgram:
+        """Return the program of a repeated call for these results, or a new one."""
+        programs = call.programs
+        if programs is None:
+            return DeviceProgram()
+        key = described_on_gpu(targets) if call.outs is None else None  # else the call's own key has the outs
+        if key not in programs:
+            if len(programs) >= _MOST_PROGRAMS:
+                programs.clear()
+            programs[key] = DeviceProgram(is_repeated=True)
+        return programs[key]
+
+    def can_repeat(self, call: ReductionCall) -> bool:
+        outs = call.checked_outs
+        return self._is_all_device and call.state.are_apart and (outs is None or outs.are_targets)
 
     def _reduce(self, call: ReductionCall, layout: _Layout, queue: DeviceQueue | None) -> list[Any]:
         """Reduce every message. Fills outs in device memory here, on the stream of the reductions."""
-        results: list[Any] = [None] * self._num_values
-        for part, on_device, (arrays, targets) in zip(self._parts, self._on_device, layout.parts, strict=True):
+        results: Any = [None] * self._num_values
+        messages = zip(self._on_device, self._on_host, strict=True)
+        for part, (on_device, on_host), laid in zip(self._parts, messages, layout.parts, strict=True):
+            arrays, targets, program = laid
             if on_device.messages:
-                on_device.reduce(arrays, targets, self._levels_of(True), part.reduce)
-            on_host = [message for message in part.messages if not message.device]
+                on_device.reduce(arrays, targets, self._levels_of(True), program)
             if on_host:
                 _run_on_host(on_host, arrays, targets, self._levels_of(False), part.reduce)
-            if part.ranks is None or self._group.topology.rank in part.ranks:
-                for index, target in zip(part.indices, targets, strict=True):
-                    results[index] = target
-        if self._uses_device and call.outs is not None:
+            if part.ranks is not None and self._group.topology.rank not in part.ranks:
+                continue
+            if len(self._parts) == 1:
+                results = targets
+                continue
+            for index, target in zip(part.indices, targets, strict=True):
+                results[index] = target
+        if self._uses_device and call.outs is not None and results is not call.outs:
             with nullcontext() if queue is None else queue.unpacking():
                 return write_outs(call.outs, results, self._group.shared)
-        return results
+        return cast("list[Any]", results)
 
     def _kernels(self, levels: Levels) -> set[str]:
         if self._needed is None:
@@ -257,78 +289,3 @@ def _run_packed(
         else:
             into[...] = part if message.divide_by == 1 else part / message.divide_by
         at += piece.count
-
-
-@final
-class DeviceMessages:
-    """The messages of device memory of one plan. What is the same in all calls is found out once."""
-
-    def __init__(self, part: PackedPart) -> None:
-        self.messages = [message for message in part.messages if message.device]
-        self._specs, self._result_dtypes = part.specs, part.result_dtypes
-        self._direct = [message for message in self.messages if message.is_direct]
-        self._packed = [(its, _Pieces(its.pieces, part.specs)) for its in self.messages if not its.is_direct]
-        self._pieces = _Pieces([message.pieces[0] for message in self._direct], part.specs)
-        self._divisors = dict.fromkeys(message.divide_by for message in self._direct if message.divide_by != 1)
-
-    def kernels(self, levels: Levels) -> set[str]:
-        """Return the kernels that the messages may need on some rank. Local, equal on all ranks."""
-        needed: set[str] = set()
-        for message in self.messages:
-            wire, divides = message.wire, message.divide_by != 1
-            copies = [(wire, wire, False), (wire, wire, divides)]
-            if not message.is_direct:
-                copies = [(self._specs[piece.index].dtype, wire, False) for piece in message.pieces]
-                copies += [(wire, self._result_dtypes[piece.index], divides) for piece in message.pieces]
-            num = len(self._direct if message.is_direct else message.pieces)
-            needed |= levels.kernels_for(wire, message.half, message.reduction, copies, num)
-        return needed
-
-    def reduce(self, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
-        """Reduce the messages. Launches work, and waits for nothing.
-
-        Besides the reductions it launches one copy of all direct pieces of a dtype to their results, a pack and an
-        unpack for each message with several pieces, and one division of all direct pieces of a dtype.
-        """
-        kernels, parts = levels.kernels, self._pieces.of(results)
-        assert kernels is not None, "the levels for device memory have kernels"
-        is_moved = list(map(is_not, self._pieces.whole(arrays), self._pieces.whole(results)))
-        if any(is_moved):
-            with levels.packing():  # a piece of an array that is not contiguous is copied here, too
-                given = self._pieces.of(arrays)
-                kernels.copy(list(compress(given, is_moved)), list(compress(parts, is_moved)))
-        if levels.world.size > 1:
-            for message, part in zip(self._direct, parts, strict=True):
-                reduce(levels.compressed(message.half), part.reshape(-1), message.reduction)
-        for message, pieces in self._packed:
-            with levels.packing():
-                buffer = levels.pack_buffer(message.count, message.wire)
-                kernels.pack(pieces.of(arrays), buffer, message.is_compressed, message.layout)
-            reduce(levels.compressed(message.half), buffer, message.reduction)
-            with levels.unpacking():
-                kernels.unpack(buffer, pieces.of(results), message.divide_by, message.layout)
-        for divide_by in self._divisors:
-            mine = [its for message, its in zip(self._direct, parts, strict=True) if message.divide_by == divide_by]
-            with levels.unpacking():
-                kernels.copy(mine, mine, divide_by)
-
-
-@final
-class _Pieces:
-    """Pieces of arrays. Most are whole arrays, of which no view is made."""
-
-    def __init__(self, pieces: Sequence[Piece], specs: Sequence[Spec]) -> None:
-        self._indices = [piece.index for piece in pieces]
-        is_cut = [piece.count != specs[piece.index].num_elements for piece in pieces]
-        self._cuts = [(at, piece.start, piece.stop) for at, piece in enumerate(pieces) if is_cut[at]]
-
-    def whole(self, arrays: Sequence[Any]) -> list[Any]:
-        """Take the arrays of which these are pieces."""
-        return [arrays[index] for index in self._indices]
-
-    def of(self, arrays: Sequence[Any]) -> list[Any]:
-        """Take the pieces. Those of an array that is not contiguous are copied on the current stream."""
-        parts = self.whole(arrays)
-        for at, start, stop in self._cuts:
-            parts[at] = parts[at].reshape(-1)[start:stop]
-        return parts

@@ -15,12 +15,13 @@ from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
 from mpidist.transport.array_libraries.library import ArrayLibrary
 from mpidist.transport.arrays import NativeArray
 from mpidist.transport.half import dtype_named, is_of_numpy
-from mpidist.transport.native.known_lists import KnownLists
+from mpidist.transport.native.loading import native
 
 __all__ = ["TorchTensors"]
 
 _CUPY: Final = CuPyArrays()
 _dtype_of: Final = attrgetter("dtype")
+_MOST_LISTS: Final = 256
 
 
 @final
@@ -157,34 +158,48 @@ def _answers_of(tensors: list[Any]) -> list[list[Any]]:
 
 @final
 class _Lists:
-    """Lists of tensors in host memory that come again, with their native arrays. Keeps no memory of a tensor alive."""
+    """Lists of tensors in host memory that repeat, with their native arrays. Keeps no memory of a tensor alive.
+
+    It has none without the compiled part of the library.
+    """
 
     def __init__(self) -> None:
-        # What was asked of the tensors, and weak references to their arrays, which `_VIEWS` keeps.
-        self._known: KnownLists[tuple[list[list[Any]], list[Any]]] = KnownLists()
+        # By the first tensor, and their number: weak references to the tensors, what was asked of them, and weak
+        # references to their arrays, which `_VIEWS` keeps.
+        self._known: dict[tuple[int, int], tuple[list[Any], list[list[Any]], list[Any]]] = {}
 
     def find(self, tensors: list[Any]) -> list[NativeArray] | None:
         """Return the arrays of a list that was noted, if they are still right."""
-        found = self._known.find(tensors)
-        if found is None:
+        refs, answers, references = self._of(tensors)
+        if not refs or len(refs) != len(tensors) or not native.are_known(tensors, tensors, refs, refs):
             return None
-        answers, references = found
         arrays = [reference() for reference in references]
         are_alive = set(map(type, arrays)) == {np.ndarray}
         return arrays if are_alive and answers == _answers_of(tensors) else None
 
     def note(self, tensors: list[Any], arrays: Sequence[NativeArray]) -> bool:
-        """Note the arrays of a list, when its first tensor comes again; whether that was so."""
-        if not self._known.has_first_of(tensors):
-            self._known.note(tensors, ([], []))
+        """Note the arrays of a list, when its first tensor repeats; whether that was so."""
+        if native is None or not tensors:
+            return False
+        refs, _, _ = self._of(tensors)
+        if not (refs and refs[0]() is tensors[0]):  # most lists never repeat
+            self._keep(tensors, tensors[:1], [], [])
             return False
         if not all(map(_VIEWS.has, tensors, arrays)):  # as where some are of another kind, or were copied
             return False
         # A complex tensor may be a conjugated view at any time, and one with a history is refused now and then.
         if any(its.is_complex() or (its.requires_grad and not its.is_leaf) for its in tensors):
             return False
-        self._known.note(tensors, (_answers_of(tensors), list(map(weakref.ref, arrays))))
+        self._keep(tensors, tensors, _answers_of(tensors), list(map(weakref.ref, arrays)))
         return True
+
+    def _of(self, tensors: list[Any]) -> tuple[list[Any], list[list[Any]], list[Any]]:
+        return self._known.get((id(tensors[0]), len(tensors)), ([], [], [])) if tensors else ([], [], [])
+
+    def _keep(self, tensors: list[Any], noted: list[Any], answers: list[list[Any]], references: list[Any]) -> None:
+        if len(self._known) >= _MOST_LISTS:
+            self._known.clear()
+        self._known[id(tensors[0]), len(tensors)] = list(map(weakref.ref, noted)), answers, references
 
 
 _LISTS: Final = _Lists()

@@ -12,7 +12,6 @@ import numpy as np
 from mpidist.transport import cuda
 from mpidist.transport.arrays import address_of
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, copier, longest_table
-from mpidist.transport.native.known_lists import KnownLists
 
 __all__ = ["BLOCK", "ArrayList", "CopyTable", "CopyTables", "Numbers", "PackLayout", "by_value", "is_plain"]
 
@@ -43,24 +42,17 @@ class ArrayList(NamedTuple):
     are_plain: bool  # contiguous, and aligned to their numbers' size: no context of a GPU survives what is not
 
     @classmethod
-    def of(cls, arrays: list[Array]) -> ArrayList:
-        """Inspect arrays; of a repeated list whose arrays all live, return the same object."""
-        known = _KNOWN.find(arrays)
-        if known is not None:
-            return known
+    def of(cls, arrays: list[Array] | ArrayList) -> ArrayList:
+        """Inspect arrays, unless that was done before."""
+        if isinstance(arrays, ArrayList):
+            return arrays
         dtypes = tuple(map(_dtype_of, arrays))
         if dtypes and dtypes.count(dtypes[0]) == len(dtypes):
             dtypes = dtypes[:1]
         places = np.fromiter(map(address_of, arrays), np.uint64, len(arrays))
         widths = np.array([dtype.itemsize for dtype in dtypes], np.uint64)
         are_plain = all(map(_is_contiguous, arrays)) and not (places % widths).any()
-        made = cls(dtypes, tuple(map(_size_of, arrays)), places, are_plain)
-        if are_plain:  # and stay so
-            _KNOWN.note(arrays, made)
-        return made
-
-
-_KNOWN: Final[KnownLists[ArrayList]] = KnownLists()
+        return cls(dtypes, tuple(map(_size_of, arrays)), places, are_plain)
 
 
 def is_plain(array: Array) -> bool:

@@ -29,6 +29,7 @@ _MAX_ALIKE: Final = 16  # lists of copies whose tables are kept
 _size_of: Final = attrgetter("size")
 
 Array = Any
+Arrays: TypeAlias = Any  # a list of arrays, or its `ArrayList`, if kernels can read and cast all of them
 # What is read, what is written, and whether it is divided.
 DeviceCopy: TypeAlias = tuple[np.dtype[Any], np.dtype[Any], bool]
 
@@ -59,7 +60,7 @@ class DeviceKernels:
                 self._kernel(kernel)
 
     def pack(
-        self, sources: list[Array], buffer: Array, counts_overflow: bool = False, layout: PackLayout | None = None
+        self, sources: Arrays, buffer: Array, counts_overflow: bool = False, layout: PackLayout | None = None
     ) -> None:
         """Copy arrays one after another into a buffer, with its dtype.
 
@@ -79,7 +80,7 @@ class DeviceKernels:
         counter = self._counter_for(written, counts_overflow)
         self._copy(tables, given.places, address_of(buffer) + layout.offsets, 1, counter)
 
-    def unpack(self, buffer: Array, targets: list[Array], divide_by: int = 1, layout: PackLayout | None = None) -> None:
+    def unpack(self, buffer: Array, targets: Arrays, divide_by: int = 1, layout: PackLayout | None = None) -> None:
         """Copy a buffer to contiguous arrays one after another, with their dtypes, and divide as NumPy does."""
         targets, layout = self._laid_out("unpack", targets, buffer, layout)
         divides, taken = divide_by != 1, self._writable(targets)
@@ -91,7 +92,7 @@ class DeviceKernels:
             piece = buffer[start : start + target.size].reshape(target.shape)
             target[...] = piece / divide_by if divides else piece
 
-    def copy(self, sources: list[Array], targets: list[Array], divide_by: int = 1) -> None:
+    def copy(self, sources: Arrays, targets: Arrays, divide_by: int = 1) -> None:
         """Copy arrays, none empty, to contiguous ones of the same sizes and dtypes, or in place, and divide.
 
         Numbers of half precision cannot be divided. Of sources that are not contiguous, copies are made before.
@@ -186,7 +187,7 @@ class DeviceKernels:
         for table in tables.fill(sources, targets, divide_by, counter):
             self._launch(*table)
 
-    def _writable(self, arrays: list[Array]) -> ArrayList:
+    def _writable(self, arrays: Arrays) -> ArrayList:
         """Ask arrays that are to be written."""
         taken = ArrayList.of(arrays)
         if not taken.are_plain:
@@ -195,8 +196,8 @@ class DeviceKernels:
         return taken
 
     def _laid_out(
-        self, what: str, arrays: list[Array], buffer: Array, layout: PackLayout | None
-    ) -> tuple[list[Array], PackLayout]:
+        self, what: str, arrays: Arrays, buffer: Array, layout: PackLayout | None
+    ) -> tuple[Arrays, PackLayout]:
         """Find a layout of arrays that has none, and look whether the buffer fits to it."""
         if layout is None:
             arrays = [array for array in arrays if array.size]

@@ -1,6 +1,8 @@
 /* Whether a program passes the arrays again that it passed before. */
 #include "native.h"
 
+#define MOST_WORDS 10 /* that describe an array */
+
 /* Whether a weak reference is to an object: never to `None`, which stands for an object that is gone. */
 static int refers_to(PyObject *ref, PyObject *array)
 {
@@ -24,29 +26,9 @@ static int has_form(PyArrayObject *array, PyObject *form)
     return PyArray_DESCR(array) == (PyArray_Descr *)dtype || PyArray_EquivTypes(PyArray_DESCR(array), (PyArray_Descr *)dtype);
 }
 
-/* Whether an attribute of an array is, or equals, what it was. Without the attribute, not. */
-static int has_still(PyObject *array, PyObject *name, PyObject *was)
-{
-    PyObject *now = name == NULL ? NULL : PyObject_GetAttr(array, name);
-    const int is_same = now != NULL && (now == was || PyObject_RichCompareBool(now, was, Py_EQ) == 1);
-    Py_XDECREF(now);
-    if (!is_same) PyErr_Clear();
-    return is_same;
-}
-
-/* Of an array of CuPy. Its dtype cannot be changed, and its `flags` take long. */
-static int has_form_on_gpu(PyObject *array, PyObject *form)
-{
-    static PyObject *shape = NULL, *is_contiguous = NULL;
-    if (shape == NULL) shape = PyUnicode_InternFromString("shape");
-    if (is_contiguous == NULL) is_contiguous = PyUnicode_InternFromString("_c_contiguous");
-    return PyTuple_Check(form) && PyTuple_GET_SIZE(form) == 3 && has_still(array, shape, PyTuple_GET_ITEM(form, 0)) &&
-           has_still(array, is_contiguous, PyTuple_GET_ITEM(form, 2));
-}
-
 PyDoc_STRVAR(are_known_doc,
              "are_known(outs, arrays, refs, forms)\n--\n\n"
-             "Whether arrays are those of weak references, and are `arrays`, or have the form (shape, dtype, is "
+             "Whether arrays are those of weak references, and are `arrays`, or NumPy's of the form (shape, dtype, is "
              "C-contiguous).\n"
              "NumPy's can be written, and have that layout.");
 
@@ -70,7 +52,7 @@ static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, 
         }
         if (!PyWeakref_CheckRef(ref) || !refers_to(ref, out)) Py_RETURN_FALSE;
         if (out == PyList_GET_ITEM(given[1], at)) continue;
-        if (!(is_of_numpy ? has_form((PyArrayObject *)out, form) : has_form_on_gpu(out, form))) Py_RETURN_FALSE;
+        if (!is_of_numpy || !has_form((PyArrayObject *)out, form)) Py_RETURN_FALSE;
     }
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_TRUE;
@@ -97,6 +79,65 @@ static PyObject *have_forms(PyObject *Py_UNUSED(module), PyObject *const *given,
         if (!PyTuple_Check(form) || PyTuple_GET_SIZE(form) < 2 || !has_form((PyArrayObject *)array, form)) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
+}
+
+/* Describes an array of CuPy in up to `MOST_WORDS` words: its address, dtype and shape. Returns their number; 0 for an array
+ * that is not contiguous, not in native byte order or has too many axes, and on an error. */
+static Py_ssize_t describe(PyObject *array, npy_int64 *words)
+{
+    enum { IS_CONTIGUOUS, DTYPE, SHAPE, DATA, POINTER, NUM };
+    static const char *const names[NUM] = {"_c_contiguous", "dtype", "shape", "data", "ptr"};
+    static PyObject *getters[NUM], *kinds[NUM]; /* the descriptors of the names in the classes: they are not looked up again */
+    PyObject *its[NUM] = {NULL};
+    Py_ssize_t num = 0;
+    for (int at = 0; at < NUM; at++) {
+        PyObject *owner = at == POINTER ? its[DATA] : array, *kind = (PyObject *)Py_TYPE(owner);
+        if (kinds[at] != kind) {
+            Py_XSETREF(getters[at], PyObject_GetAttrString(kind, names[at]));
+            Py_XSETREF(kinds[at], Py_NewRef(kind));
+        }
+        if (getters[at] == NULL || Py_TYPE(getters[at])->tp_descr_get == NULL) goto end;
+        if ((its[at] = Py_TYPE(getters[at])->tp_descr_get(getters[at], owner, kind)) == NULL) goto end;
+    }
+    if (its[IS_CONTIGUOUS] != Py_True || !PyArray_DescrCheck(its[DTYPE]) || !PyTuple_Check(its[SHAPE])) goto end;
+    const PyArray_Descr *dtype = (const PyArray_Descr *)its[DTYPE];
+    const Py_ssize_t num_axes = PyTuple_GET_SIZE(its[SHAPE]);
+    if (!PyArray_ISNBO(dtype->byteorder) || num_axes + 2 > MOST_WORDS) goto end;
+    words[num++] = (npy_int64)PyLong_AsUnsignedLongLongMask(its[POINTER]);
+    words[num++] = (npy_int64)num_axes << 32 | dtype->type_num;
+    for (Py_ssize_t axis = 0; axis < num_axes; axis++) words[num++] = PyLong_AsLongLong(PyTuple_GET_ITEM(its[SHAPE], axis));
+end:
+    for (int at = 0; at < NUM; at++) Py_XDECREF(its[at]);
+    return PyErr_Occurred() ? 0 : num;
+}
+
+PyDoc_STRVAR(described_doc,
+             "described(arrays, kind)\n--\n\n"
+             "Return the addresses, dtypes and shapes of a list of CuPy's contiguous arrays, all exactly of class `kind`, as\n"
+             "bytes; `None` for other lists.");
+
+static PyObject *described(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
+{
+    if (num_given != 2 || !PyList_Check(given[0])) {
+        PyErr_SetString(PyExc_TypeError, "described: needed are a list and a class");
+        return NULL;
+    }
+    const Py_ssize_t num = PyList_GET_SIZE(given[0]);
+    npy_int64 *words = PyMem_Malloc(num * MOST_WORDS * sizeof(*words));
+    if (words == NULL) return PyErr_NoMemory();
+    Py_ssize_t used = 0;
+    int is_plain = 1;
+    for (Py_ssize_t at = 0; is_plain && at < num; at++) {
+        PyObject *array = PyList_GET_ITEM(given[0], at);
+        const Py_ssize_t more = (PyObject *)Py_TYPE(array) == given[1] ? describe(array, words + used) : 0;
+        is_plain = more > 0;
+        used += more;
+    }
+    PyObject *text = NULL;
+    if (!PyErr_Occurred())
+        text = is_plain ? PyBytes_FromStringAndSize((const char *)words, used * sizeof(*words)) : Py_NewRef(Py_None);
+    PyMem_Free(words);
+    return text;
 }
 
 PyDoc_STRVAR(split_doc,
@@ -138,6 +179,7 @@ static PyObject *split(PyObject *Py_UNUSED(module), PyObject *const *given, Py_s
 PyMethodDef known_arrays_functions[] = {
     {"are_known", (PyCFunction)(void (*)(void))are_known, METH_FASTCALL, are_known_doc},
     {"have_forms", (PyCFunction)(void (*)(void))have_forms, METH_FASTCALL, have_forms_doc},
+    {"described", (PyCFunction)(void (*)(void))described, METH_FASTCALL, described_doc},
     {"split", (PyCFunction)(void (*)(void))split, METH_FASTCALL, split_doc},
     {NULL},
 };

@@ -4,7 +4,6 @@ They pack arrays into one and bring them back, as they are, cast and divided; an
 """
 
 import gc
-import weakref
 from itertools import product
 from typing import Any
 
@@ -17,10 +16,9 @@ from support.contributions import COMPLEX, HALVES, INTEGERS, UFUNCS, bits, in_ra
 
 from mpidist.transport import cuda
 from mpidist.transport.gpu.compiled import CASTS, COMBINED, QUOTIENTS, compile_kernel
-from mpidist.transport.gpu.copy_table import ArrayList, CopyTables, PackLayout
+from mpidist.transport.gpu.copy_table import CopyTables, PackLayout
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.gpu.new_arrays import NewArrays, _Kept
-from mpidist.transport.native.loading import native
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.tree import Fold
 
@@ -419,28 +417,6 @@ def test_pack_distinguishes_arrays_at_a_reused_address(kernels: DeviceKernels) -
     for dtype in (F32, np.int32, F32):
         kernels.pack([memory[:8].view(dtype), memory[8:16].view(dtype)], buffer := empty(16, dtype))
         assert bits(down(buffer)) == bits(numbers[:16])
-
-
-def test_pack_caches_repeated_arrays_without_keeping_them(kernels: DeviceKernels) -> None:
-    """Until one of them is another one. Without the compiled part of the library they are asked each time."""
-    memory, buffer = up(numbers_of(F32, 300)), empty(30, F32)
-    arrays = [memory[at : at + 10] for at in (0, 50, 100)]
-    for change in ("none", "numbers", "an array"):
-        if change == "numbers":
-            memory += 1
-        elif change == "an array":
-            arrays[1] = memory[200:210]
-        for _ in range(3):
-            kernels.pack(arrays, buffer)
-            answered = ArrayList.of(arrays)
-            assert bits(down(buffer)) == b"".join(bits(down(its)) for its in arrays), change
-        assert (answered is ArrayList.of(list(arrays))) == (native is not None)
-    for number in range(300):  # lists, of which not all are noted
-        ArrayList.of([memory] * (4 + number))
-    assert ArrayList.of(arrays) is not answered
-    gone = weakref.ref(arrays[2])
-    del arrays
-    assert gone() is None
 
 
 # Sums.

@@ -137,8 +137,8 @@ FAULTS = [
         "repeated calls after a reset use what it has freed",
     ),
     Fault(
-        "repeated_calls.py",
-        "        like.fingerprint ^= call.checked_outs.per_node_digest",
+        "reductions.py",
+        "        call.fingerprint ^= checked.per_node_digest",
         "        pass",
         "a per-node out on some ranks alone is not found",
     ),
