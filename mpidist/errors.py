@@ -42,7 +42,7 @@ class CancelledError(RuntimeError):
 
 
 class DeadlineExceededError(TimeoutError):
-    """Not all ranks joined a call, or it did not complete, within its `timeout_seconds`; or GPUs did not."""
+    """Not all ranks joined a call, or it did not complete, within its `timeout_seconds`; or a GPU did not finish."""
 
 
 class DataLossError(OSError):
@@ -62,4 +62,4 @@ class UnavailableError(RuntimeError):
 
 
 class TopologyError(RuntimeError):
-    """The ranks are not started, or not placed, as the call needs them."""
+    """The launcher's start or placement of the ranks does not fit the call."""

@@ -113,7 +113,7 @@ class Compression(CaseInsensitiveEnum):
 
 @final
 class _Unset:
-    """What an argument holds that was not given."""
+    """Sentinel of an omitted argument."""
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -256,7 +256,7 @@ def options_or_hints(
 ) -> CommunicationOptions | Any:
     """Return the options of a call from `options=` or `experimental_hints=`, its name before TensorFlow 2.4.
 
-    If both were given, a `TypeError`, which `CommunicationOptions.merge` raises later: there all ranks learn of it.
+    If both were given, a `TypeError`, which `CommunicationOptions.merge` raises later, on all ranks.
     """
     if experimental_hints is None:
         return options

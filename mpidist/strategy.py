@@ -46,13 +46,13 @@ _T = TypeVar("_T", bound="Strategy")
 
 @explain_absent_members
 class Strategy(ABC):
-    """How the ranks of a job train together. One rank is one replica.
+    """Policy by which the ranks of a job train together. One rank is one replica.
 
     Each concrete strategy is a subclass that only chooses parts. Methods that reduce are collective: every rank
     calls them, in the same order.
 
     Args:
-        parts: What the strategy consists of.
+        parts: Parts of the strategy.
         cluster_resolver: The tasks of the cluster, for strategies that have one.
     """
 
@@ -110,7 +110,7 @@ class Strategy(ABC):
 
     @property
     def restarts(self) -> int:
-        """How often this job was started again, by `mpidist run --max-restarts` and by Slurm."""
+        """Number of restarts of this job, by `mpidist run --max-restarts` and by Slurm."""
         return self._parts.group.settings.restarts
 
     @property
@@ -120,7 +120,7 @@ class Strategy(ABC):
 
     @property
     def num_overflowed(self) -> int:
-        """How many finite numbers became infinite when this rank compressed them to float16, since the last `reset`.
+        """Number of finite values that became infinite as this rank compressed them to float16, since the last `reset`.
 
         Each rank counts what it rounds itself. The results are infinite on all ranks.
         """
@@ -223,7 +223,7 @@ class Strategy(ABC):
         return tuple(nest.rebuild(value, components) for components in zip(*parts, strict=True))
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Make a distributed value from what a function returns for each replica. Local.
+        """Make a distributed value from the results of a function, one for each replica. Local.
 
         Args:
             value_fn: Called for each replica of this rank with a `ValueContext`; returns nests of one form.
@@ -348,9 +348,9 @@ class Strategy(ABC):
         *,
         out: Any = None,
     ) -> PersistentAllReduce:
-        """Check an all-reduce of given arrays once, to make it many times. Collective.
+        """Prepare an all-reduce that is repeated, as MPI's persistent calls. Collective.
 
-        Small arrays of NumPy take less time so, without `replicas=`.
+        Calls with small NumPy arrays are then faster, unless `replicas=` is given.
 
         Args:
             nest: This rank's arrays. Each call reduces the numbers that they hold then.
@@ -519,12 +519,12 @@ class Strategy(ABC):
         self._parts.require_cross_replica(call)
         if not self._parts.peers.is_in_lock_step:
             raise RuntimeError(
-                f"{call} of a {type(self).__name__}: its workers are not in step, and make no call together but "
-                "barrier(); let them share what they need in variables"
+                f"{call} of a {type(self).__name__}: its workers are asynchronous; the only joint call is barrier(): "
+                "share values in variables"
             )
 
     def trace(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Record what calls in a block wait for: `python -m mpidist trace merge` reads it. Collective at both ends.
+        """Trace the waits of the calls in a block, for `python -m mpidist trace merge`. Collective at both ends.
 
         Raises:
             UnavailableError: If a rank cannot write to the folder. On every rank.
@@ -540,15 +540,15 @@ class Strategy(ABC):
 
         Raises:
             DeadlineExceededError: If not all ranks call it, within `MPIDIST_TIMEOUT_SECONDS`.
-            PeerFailedError: If the process of a rank is gone. Then the job has to be started again.
-            UnavailableError: If a parameter server is lost. Then as well.
+            PeerFailedError: If the process of a rank is gone. Start the job again.
+            UnavailableError: If a parameter server is lost. Start the job again.
         """
         self._parts.peers.reset()
         self._parts.group.reset()
         self._parts.group.devices.work_on(self._parts.replicas.devices[0])
 
     def shrink(self: _T) -> _T:
-        """Make the same strategy over the ranks that live, after a call raised `PeerFailedError`. Collective over them.
+        """Rebuild the strategy on the surviving ranks, after a call raised `PeerFailedError`. Collective over them.
 
         Call it outside of `scope()` and `run()`. This strategy is closed; `numpy()` still reads its variables. Ranks
         may be one step apart: make variables again, which takes the values of the lowest rank, and broadcast the number
@@ -561,9 +561,7 @@ class Strategy(ABC):
         """
         self._parts.require_cross_replica("shrink()")
         if context_stack.innermost() is not None:
-            raise RuntimeError(
-                "shrink() in `with strategy.scope():`: call it behind the scope, as it closes the strategy"
-            )
+            raise RuntimeError("shrink() in `with strategy.scope():` would close the strategy: call it after the scope")
         comm = self._parts.group.shrink()
         self._parts.release()
         strategy: _T = self._remake(comm=comm)

@@ -45,14 +45,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
         per_node_variables: Keep one copy of each mirrored variable for all ranks of a node, in shared memory, instead
             of one copy per rank. Then assigning is collective, in every context.
-        on_rank_lost: What may follow the loss of a rank: `"end"` of the job, or `"shrink"`, after which `shrink` makes
-            the same strategy over the ranks that live. That needs Open MPI, started with `mpirun --with-ft ulfm`.
+        on_rank_lost: Policy after the loss of a rank: `"end"` ends the job; with `"shrink"`, `shrink` makes the same
+            strategy over the surviving ranks. That needs Open MPI, started with `mpirun --with-ft ulfm`.
 
     Raises:
         TopologyError: If the resolver or TF_CONFIG contradicts MPI, or TF_CONFIG is set on some ranks only. On every
             rank.
-        UnavailableError: If there is no MPI, or what the options ask for is missing, NCCL for example; or MPI does not
-            go on without a lost rank.
+        UnavailableError: If there is no MPI; if a library that the options require is missing, such as NCCL; or if MPI
+            cannot continue without a lost rank.
         ValueError: If there are fewer replicas than ranks, or `on_rank_lost` is something else.
         TypeError: If the resolver, the options, `cross_device_ops` or `per_node_variables` are of another type.
     """

@@ -57,18 +57,18 @@ class ParameterServerStrategy(Strategy):
     Args:
         cluster_resolver: The tasks of the cluster: "chief", "worker", "ps" and "evaluator". By default a
             `TFConfigClusterResolver`, if TF_CONFIG is set and the strategy is over all ranks of the job.
-        variable_partitioner: Says into how many shards a variable is cut, `experimental.partitioners`; by default one.
-        num_ps: The last so many ranks are servers; by default one.
-        ps_ranks: These ranks are servers.
+        variable_partitioner: Sets the number of shards of a variable, `experimental.partitioners`; by default one.
+        num_ps: Number of servers, the last ranks; by default one.
+        ps_ranks: Ranks of the servers.
         staleness: How many steps a worker may be ahead of the slowest one when it reads a variable; a step ends with
             `step_done()`. 0 keeps workers in step; `None` lets them run freely. A worker that pushes and never calls
             `step_done()` is warned, and `barrier()` and `close()` raise a `RuntimeError`.
-        on_worker_lost: What becomes of the others when a worker's program fails, or its process is killed: `"abort"`
-            ends the job; `"ignore"` goes on without the worker, and the job's exit status tells of it at the end. Most
-            launchers end a job of which a process is killed; Open MPI's does not with `mpirun --with-ft ulfm`.
+        on_worker_lost: Policy after a worker's program fails, or its process is killed: `"abort"` ends the job;
+            `"ignore"` continues without the worker, and the job's exit status is not 0. Most launchers end a job of
+            which a process is killed; Open MPI's does not with `mpirun --with-ft ulfm`.
         placement: `"round_robin"` puts variables on servers in turn, `"bytes"` on the server with the fewest bytes.
-        communication_options: Their `timeout_seconds` say how long a worker waits for the answer to a request, and for
-            other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields must have their defaults.
+        communication_options: `timeout_seconds` limits a worker's waits for the reply to a request, and for other
+            workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields must have their defaults.
         replicas: Number of replicas of each worker. `run` then calls its function for each of them, and distributed
             values are `PerReplica` values of a worker's replicas. In `run`, what they assign is aggregated as the
             variable says, and what they push is summed, before it goes to the servers.
@@ -139,7 +139,7 @@ class ParameterServerStrategy(Strategy):
         return max(1, len(self._role.roles.servers))
 
     def serve(self) -> None:
-        """Answer the workers until all of them have closed the strategy, or ended. This ends the server's part.
+        """Serve requests until all workers have closed the strategy, or ended. This ends the server's part.
 
         On servers.
 
@@ -150,11 +150,11 @@ class ParameterServerStrategy(Strategy):
         self._role.serve()
 
     def flush(self) -> None:
-        """Wait until all changes that this worker has sent are made. On workers."""
+        """Wait until the servers have applied all changes of this worker. On workers."""
         self._servers("flush()").flush()
 
     def step_done(self) -> None:
-        """Say that this worker has done a step: what `staleness` counts. On workers."""
+        """Mark the end of a step of this worker, for `staleness`. On workers."""
         self._servers("step_done()").step_done()
 
     def read(self, variables: Any, out: Any = None) -> Any:
@@ -249,12 +249,12 @@ class ParameterServerStrategy(Strategy):
 @final
 @explain_absent_members
 class Server:
-    """What a script of TensorFlow makes on each task of a cluster. `join` serves, on parameter servers.
+    """Server object of one task of a cluster, as in TensorFlow scripts. `join` serves, on parameter servers.
 
-    With a strategy also on workers other than the chief: there it is `serve` of the `ClusterCoordinator`.
+    With a strategy, `join` also serves on workers other than the chief, as `serve` of the `ClusterCoordinator`.
 
     Args:
-        cluster_or_strategy: A `ClusterSpec`, or what makes one, or a `ParameterServerStrategy`.
+        cluster_or_strategy: A `ClusterSpec`, or its argument, or a `ParameterServerStrategy`.
         job_name: The job of this rank, with a cluster.
         task_index: The number of this rank within the job, with a cluster.
         protocol: Must be `None`: ranks send messages of MPI.
@@ -287,7 +287,7 @@ class Server:
         self._resolver: SimpleClusterResolver | None = None
         if isinstance(cluster_or_strategy, ParameterServerStrategy):
             if job_name is not None or task_index is not None:
-                raise ValueError("Server(strategy) takes no job_name and no task_index: the strategy knows them")
+                raise ValueError("Server(strategy) takes no job_name and no task_index: the strategy defines them")
             self._strategy = cluster_or_strategy
             return
         if job_name is None or task_index is None:

@@ -94,8 +94,8 @@ class FailingResolver(SimpleClusterResolver):
 def test_resolver_that_is_wrong_is_refused_on_all_ranks() -> None:
     """Of another size; and a wrong task, or a file that is missing, on one rank alone."""
     for its, text in (
-        (resolver(3, WORLD.rank), "^rank 0: SimpleClusterResolver says 3 tasks .* MPI has 2 rank"),
-        (resolver(2, 0), "rank 1: .*worker 0.*MPI says rank 1"),
+        (resolver(3, WORLD.rank), "^rank 0: SimpleClusterResolver has 3 tasks .* MPI has 2 rank"),
+        (resolver(2, 0), "rank 1: .*worker 0.*in MPI it is rank 1"),
         (FailingResolver(ClusterSpec({"worker": ["n:1"] * 2})), "rank 1.*no such file"),
     ):
         kind = (TopologyError, OSError) if isinstance(its, FailingResolver) else TopologyError
@@ -105,7 +105,7 @@ def test_resolver_that_is_wrong_is_refused_on_all_ranks() -> None:
 
 @pytest.mark.ranks(1)
 def test_resolver_of_another_size_is_refused_on_one_rank() -> None:
-    with pytest.raises(TopologyError, match=r"SimpleClusterResolver says 2 tasks .* MPI has 1 rank"):
+    with pytest.raises(TopologyError, match=r"SimpleClusterResolver has 2 tasks .* MPI has 1 rank"):
         MultiWorkerMirroredStrategy(resolver(2, 0))
 
 
@@ -147,7 +147,7 @@ def test_mpi_is_the_resolver_where_nothing_else_speaks_of_these_ranks(monkeypatc
 @pytest.mark.ranks(2)
 def test_tf_config_that_is_wrong_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest: one that a launcher has handed to all ranks alike."""
-    right, contradicts = tf_config(2, WORLD.rank), "TFConfigClusterResolver says .* or unset TF_CONFIG: MPI is enough"
+    right, contradicts = tf_config(2, WORLD.rank), "TFConfigClusterResolver .* or unset TF_CONFIG: MPI is enough"
     for configs, text in (
         ([tf_config(3, 0)] * 2, contradicts),
         ([tf_config(2, 0)] * 2, contradicts),

@@ -66,7 +66,7 @@ if HAS_ULFM:
         for rank in lossy:
             assert "follows a call that raised PeerFailedError" in ended.of("too early")[rank].text
             assert ended.of("shrunk")[rank].kind == str(placement.size - len(losses))
-            assert "the ranks that live can go on with strategy.shrink()" in ended.of("shrunk")[rank].text
+            assert "the surviving ranks can continue with strategy.shrink()" in ended.of("shrunk")[rank].text
             assert "on a closed strategy" in ended.of("again")[rank].text
 
     @pytest.mark.no_mpi
