@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a program in files, which it goes on from with other ranks, too."""
+"""Checkpoints: the state of a program in files, from which it can continue on other ranks, too."""
 
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.manager import CheckpointManager

@@ -106,7 +106,7 @@ _under_way: Final[set[BackgroundWriting]] = set()  # writings that not all ranks
 
 
 def _finish_before_abort() -> None:
-    """Let threads write what `save` has returned, and leave no lock to the next job."""
+    """Wait until threads have written the saves, and leave no lock to the next job."""
     for writing in tuple(_under_way):
         writing.wait_before_abort()
     release_all()
@@ -133,6 +133,6 @@ def _wait_for_parts(save: Save) -> None:
 
 
 def _tell_failure(save: Save, error: Exception) -> None:
-    """Let rank 0 know, which waits for this rank's files."""
+    """Report the failure to rank 0, which waits for this rank's files."""
     with suppress(OSError):  # then rank 0 waits until its deadline
         (save.folder / f"{part_of_rank(save.rank)}{_FAILED}").write_text(text_of(error))

@@ -1,4 +1,4 @@
-"""What a program saves and restores: named nests of variables, arrays, numbers and random number generators."""
+"""Named nests, saved and restored as one: nests of variables, arrays, numbers and random number generators."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _strategy_of(items: dict[str, Any]) -> CurrentStrategy:
         return spread[0] if spread else context_stack.current_strategy()
     if not found and open_groups.num_open(or_alone=True):
         raise ValueError(
-            "Checkpoint() without a variable, and outside of strategy.scope(): it cannot be told which ranks save "
-            "together; make it inside of `with strategy.scope():`"
+            "Checkpoint() without a variable needs the strategy whose ranks save together: create it in "
+            "`with strategy.scope():`"
         )
     return (spread or found or [context_stack.current_strategy()])[0]

@@ -1,4 +1,4 @@
-"""The folders of checkpoints: their manifests, how they come to their places, and which of them stay.
+"""Folders of checkpoints: their manifests, atomic replacement, and retention.
 
 A checkpoint is a folder. `manifest.json` lists its parts, one of each rank that has written: what the rank alone has,
 and its share of what is equal on all ranks. A part is `rank-3.safetensors` and `rank-3.json`. The folder is written
@@ -101,7 +101,7 @@ class CheckpointFolder:
         return self.directory / (self._name if number is None else f"{self._name}-{number}")
 
     def hold_lock(self) -> FolderLock:
-        """Hold the lock of the folder, which is made if there is none. An `OSError` says that another job holds it."""
+        """Hold the lock of the folder, which is made if there is none. Raises `OSError` if another job holds it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         return FolderLock.hold(self.directory / f".{self._name}.lock")
 
@@ -119,7 +119,7 @@ class CheckpointFolder:
         lock.is_new = False
 
     def orders(self) -> dict[int, int]:
-        """Return which save each checkpoint was, by number, that which was saved last at the end. Local.
+        """Return the order of the saves, by number of the checkpoint; the last save stands at the end. Local.
 
         The manifest says it. One that cannot be read stands behind that of the number before it; those of the first
         format, which do not say it, stand before all others, by their numbers.
@@ -135,10 +135,10 @@ class CheckpointFolder:
         return {number: order for order, number in sorted(keys)}
 
     def choose(self, given: int | None, lock: FolderLock) -> dict[str, int]:
-        """Choose the number of the next checkpoint, and which save it is. Warns once of larger numbers of other runs.
+        """Choose number and order of the next checkpoint. Warns once of larger numbers of other runs.
 
         `given` is the number that the program has chosen, and `lock` the folder's lock, which this process holds.
-        Raises `ValueError` if there is no larger number. Returns what the manifest says: nothing without numbers.
+        Raises `ValueError` if there is no larger number. Returns the fields of the manifest: none without numbers.
         """
         if self._retention is None:
             return {}
@@ -152,8 +152,8 @@ class CheckpointFolder:
         if larger and not lock.has_warned:
             lock.has_warned = True
             logger.warning(
-                "mpidist: %s is saved below %s, which this run has not saved: from now on the one that was saved last "
-                "is the newest, whatever its number",
+                "mpidist: %s has a lower number than %s of another run: the last one saved is the newest, whatever its "
+                "number",
                 self.place(number),
                 self.place(max(larger)).name,
             )
@@ -219,7 +219,7 @@ def make_unfinished(place: Path) -> Path:
     others = _others_in(place)
     if others:
         raise FileExistsError(
-            f"{str(place)!r} holds what is no checkpoint, such as {others[0]!r}, and would be replaced: choose another "
+            f"{str(place)!r} contains other files that would be replaced, such as {others[0]!r}: choose another "
             "path, such as a new folder in it"
         )
     folder = _hidden(place, "new")
@@ -247,7 +247,7 @@ def _number_of(place: Path) -> int:
 
 
 def _try_remove(folder: Path) -> None:
-    """Remove a folder, if it is there and may be removed: what was saved is whole in both cases."""
+    """Remove a folder, if it exists and may be removed: the checkpoint is whole in both cases."""
     try:
         remove(folder)
     except OSError as error:
@@ -255,14 +255,14 @@ def _try_remove(folder: Path) -> None:
 
 
 def _others_in(place: Path) -> list[str]:
-    """List what is in a folder, and is no file of a checkpoint; a file is none itself."""
+    """List the entries of a folder that are no files of a checkpoint; none for a file."""
     if not place.is_dir():
         return [place.name] if place.exists() else []
     return sorted(name for name in _names_in(place) if not _FILES.fullmatch(name))
 
 
 def _names_in(directory: Path) -> list[str]:
-    """List what is in a folder; nothing if there is none. `Path.glob` would not tell of one that may not be read."""
+    """List the names in a folder; none if it is missing. `Path.glob` would hide that it may not be read."""
     try:
         return os.listdir(directory)
     except FileNotFoundError:
@@ -270,7 +270,7 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def manifest_text(place: Path) -> bytes:
-    """Return what this rank sees of the manifest of a checkpoint; nothing if it sees none."""
+    """Return the manifest of a checkpoint as this rank reads it; empty if it finds none."""
     try:
         return (existing(place) / MANIFEST).read_bytes()
     except OSError:
@@ -278,7 +278,7 @@ def manifest_text(place: Path) -> bytes:
 
 
 def read_manifest(place: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint; a `DataLossError` says what is missing or damaged."""
+    """Read the manifest of a checkpoint; raises `DataLossError` if a part is missing or damaged."""
     path = place / MANIFEST
     if not place.exists():
         raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}")
@@ -290,10 +290,10 @@ def read_manifest(place: Path) -> dict[str, Any]:
     if found not in (_FORMAT, _SECOND_FORMAT, _FIRST_FORMAT):
         raise DataLossError(f"{str(place)!r} is of another format: needed {_FORMAT}, got {found}")
     if found != _FIRST_FORMAT and text != _with_checksum(text.rpartition(_CHECKSUM)[0]):
-        raise DataLossError(f"{str(path)!r} is damaged: it has another checksum than it says")
+        raise DataLossError(f"{str(path)!r} is damaged: its checksum does not match")
     lacking = [name for name, kind in _ABOUT.items() if not isinstance(manifest.get(name), kind)]
     if lacking:
-        raise DataLossError(f"{str(path)!r} is damaged: it does not say {', '.join(lacking)}")
+        raise DataLossError(f"{str(path)!r} is damaged: these fields are missing: {', '.join(lacking)}")
     return manifest
 
 
@@ -303,7 +303,7 @@ def _hidden(place: Path, ending: str) -> Path:
 
 
 def _find_hidden(directory: Path, names: str, ending: str) -> list[tuple[Path, Path]]:
-    """Find what `_hidden` has named, each with its place. Earlier versions used no random part."""
+    """Find the folders named by `_hidden`, each with its place. Earlier versions used no random part."""
     pattern = re.compile(rf"\.(?P<name>{names})(\.[0-9a-f]{{16}})?\.{ending}")
     found = [(name, pattern.fullmatch(name)) for name in sorted(_names_in(directory))]
     return [(directory / name, directory / match["name"]) for name, match in found if match is not None]
@@ -331,13 +331,13 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_json(path: Path, text: bytes) -> dict[str, Any]:
-    """Understand the text of a file of a checkpoint."""
+    """Parse the text of a file of a checkpoint."""
     try:
         found = json.loads(text)
     except ValueError as error:
         raise DataLossError(f"{str(path)!r} is damaged: {error}") from None
     if not isinstance(found, dict):
-        raise DataLossError(f"{str(path)!r} is damaged: it holds no table")
+        raise DataLossError(f"{str(path)!r} is damaged: it is not a JSON object")
     return found
 
 
@@ -359,7 +359,7 @@ def _saved_seconds(place: Path) -> float:
 
 
 def _order_of(place: Path) -> int | None:
-    """Return which save a checkpoint was; 0 if its format does not say it; `None` if it cannot be read."""
+    """Return the order of a checkpoint's save; 0 if its format has none; `None` if it cannot be read."""
     try:
         about = (place / MANIFEST).stat()
         return _read_order(place, about.st_ino, about.st_mtime_ns)

@@ -94,7 +94,7 @@ class FolderLock:
 
     @classmethod
     def hold(cls, path: Path) -> FolderLock:
-        """Hold a lock until `release`, perhaps several times. An `OSError` says that another process holds it."""
+        """Hold a lock until `release`, perhaps several times. Raises `OSError` if another process holds it."""
         with _mutex:
             lock = _held.setdefault(path, cls(path)).held_again()
         try:
@@ -182,7 +182,7 @@ _Found = tuple[_Owner | None, int]
 
 
 def _look(path: Path) -> _Found | None:
-    """Read the file of a lock; `None` if there is none. To open it lets network file systems ask their server."""
+    """Read the file of a lock; `None` if there is none. Opening it makes network file systems query their server."""
     try:
         with path.open("rb") as file:
             return _Owner.parse(file.read()), os.fstat(file.fileno()).st_mtime_ns

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the kinds of leaves of its nests, how the state of each is read, and put back."""
+"""Kinds of leaves of a checkpoint's nests: how the state of each is read and restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Owner(Enum):
 
 
 class Leaf(ABC):
-    """One leaf of what a checkpoint holds.
+    """One leaf of a checkpoint.
 
     `name` is the leaf's in the checkpoint, `weights['kernel']`, and `label` the one for people. A state must be like
     `form`, `float32[3, 2]`; `dtype` and `shape` are those of an array. `states` copies the state to other memory if
@@ -209,8 +209,8 @@ class _PositionLeaf(Leaf):
     def __init__(self, name: str, dataset: DistributedDataset | DistributedIterator, strategy: CurrentStrategy) -> None:
         if not parts_of(strategy).peers.is_in_lock_step:
             raise ValueError(
-                f"{name} is a data set of {strategy}, whose workers do not step together, so that one position does "
-                "not tell what all of them have had: save what each worker has had by itself"
+                f"{name} is a data set of {strategy}, whose workers have no common position in it: save each "
+                "worker's own"
             )
         super().__init__(name, dataset, dataset.state_dict())
 
@@ -240,7 +240,7 @@ def is_alone(strategy: CurrentStrategy) -> bool:
 
 
 def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
-    """Find the kind of a leaf; refuse what a checkpoint cannot hold, and variables of another strategy."""
+    """Find the kind of a leaf; refuse unsupported values, and variables of another strategy."""
     own, is_variable = strategy_of(value), isinstance(value, _VARIABLES)
     if own is not None and own is not strategy:
         if is_variable and is_alone(own):
@@ -267,7 +267,7 @@ def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
 
 
 def form_of(value: Any) -> str:
-    """Say what a state must be like: dtype and shape of an array, the kind of a generator; a position in data."""
+    """Describe the form of a state: dtype and shape of an array, the kind of a generator; a position in data."""
     if hasattr(value, "shape") and not _is_plain(value):
         return f"{np.dtype(value.dtype).name}{list(value.shape)}"
     if isinstance(value, dict):

@@ -43,7 +43,7 @@ logger = logging.getLogger("mpidist.checkpoint")
 
 @final
 class CheckpointManager:
-    """Keeps the last checkpoints in a folder. A program that goes on where it was::
+    """Keeps the last checkpoints in a folder. A program that continues from the last one::
 
         manager = mpidist.checkpoint.CheckpointManager(checkpoint, "checkpoints", max_to_keep=3)
         manager.restore_or_initialize()
@@ -141,7 +141,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The checkpoints that this rank sees in the folder, that which was saved last at the end. Local."""
+        """The checkpoints that this rank finds in the folder, the last one saved at the end. Local."""
         return [str(self._place(number)) for number in self._folder().orders()]
 
     @property
@@ -153,14 +153,14 @@ class CheckpointManager:
 
     @property
     def last_save(self) -> SaveRecord | None:
-        """What the last save that this rank has written has cost; `None` before. Local. Rank 0 logs it, too (INFO)."""
+        """Record of this rank's last save; `None` before the first. Local. Rank 0 logs it, too (INFO)."""
         writing = self._writing
         return self._last_save if writing is None or writing.record is None else writing.record
 
     def save(self, checkpoint_number: int | None = None) -> str:
-        """Save a checkpoint, and remove what is too old. Collective; of parameter servers, local to the chief.
+        """Save a checkpoint, and remove old ones. Collective; of parameter servers, local to the chief.
 
-        All ranks call it, and write. A warning tells once of checkpoints with
+        All ranks call it, and write. A warning reports once any checkpoints with
         larger numbers that another run has saved: they are older from now on.
 
         Args:
@@ -216,7 +216,7 @@ class CheckpointManager:
             if not self._warns:
                 raise
             if self._parts.group.topology.rank == 0:
-                logger.warning("mpidist: a checkpoint is not saved, and the program goes on: %s", text_of(error))
+                logger.warning("mpidist: a checkpoint is not saved; the program continues: %s", text_of(error))
 
     def wait(self) -> None:
         """Wait until this rank's files of the last `save` are written. Collective if `background` is true.
@@ -261,7 +261,7 @@ class CheckpointManager:
 
         Raises:
             DataLossError: If files are missing or damaged. On every rank.
-            FileNotFoundError: If a rank does not see what rank 0 sees. On every rank.
+            FileNotFoundError: If a rank does not find the files that rank 0 finds. On every rank.
             ValueError: As `Checkpoint.restore` does.
         """
         self.wait()

@@ -88,7 +88,7 @@ class NodeCopies:
             self.remove()
 
     def complete(self, place: Path) -> Path | None:
-        """Let each node have copies of all parts of a checkpoint. Collective: some small rounds, and the parts.
+        """Complete each node's copies of all parts of a checkpoint. Collective: some small rounds, and the parts.
 
         Returns the folder of the copies, a checkpoint of its own; `None` if a part is on no node, or there is no room.
         """
@@ -146,7 +146,7 @@ class NodeCopies:
                     into.write(data.data)
 
     def _make(self, folder: Path, nbytes: int = 0) -> None:
-        """Make a folder of copies; refuse to take more than half of what is free.
+        """Make a folder of copies; refuse to take more than half of the free memory.
 
         This memory is also that of MPI, and of other programs.
         """

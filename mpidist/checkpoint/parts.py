@@ -63,7 +63,7 @@ _KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are w
 
 @final
 class Part(NamedTuple):
-    """What one rank writes: arrays, whole or flat pieces, and what JSON can hold, by name.
+    """One rank's part of a checkpoint: arrays, whole or flat pieces, and JSON values, by name.
 
     Of each piece `pieces` has the shape of the whole, its first element, and the one behind its last.
     """
@@ -111,7 +111,7 @@ def write_part(folder: Path, name: str, part: Part) -> None:
 
 
 def _header(arrays: Mapping[str, Array]) -> bytes:
-    """Return how a safetensors file begins: the length of a text of JSON, and the text, which says where arrays are."""
+    """Return the header of a safetensors file: the length of a JSON text, and the text, with the places of arrays."""
     head, end = {}, 0
     for key, array in arrays.items():
         begin, end, kind = end, end + array.nbytes, array.dtype.kind
@@ -124,7 +124,7 @@ def _header(arrays: Mapping[str, Array]) -> bytes:
 
 
 def require_writers(writers: Any) -> None:
-    """Refuse what says nothing of writers."""
+    """Refuse an invalid `writers`."""
     if isinstance(writers, str):
         if writers not in (_ALL, _PER_NODE):
             raise ValueError(f"writers must be 'all', 'per node' or a number of ranks, got {writers!r}")
@@ -133,7 +133,7 @@ def require_writers(writers: Any) -> None:
 
 
 def writing_ranks(writers: int | str, topology: Topology) -> list[int]:
-    """Return the ranks that write what is equal, rank 0 first; a number of them is spread over the nodes."""
+    """Return the ranks that write the equal arrays, rank 0 first; a number of them is spread over the nodes."""
     if writers == _ALL:
         return list(range(topology.size))
     leaders_first = sorted(range(topology.size), key=lambda rank: (topology.local_ranks[rank], rank))
@@ -141,7 +141,7 @@ def writing_ranks(writers: int | str, topology: Topology) -> list[int]:
 
 
 def deal(sizes: Mapping[str, tuple[int, int]], ranks: Sequence[int]) -> Pieces:
-    """Return which ranks write what of each array. Equal on all ranks.
+    """Assign pieces of each array to the ranks that write them. Equal on all ranks.
 
     `sizes` has the number of elements, and the bytes of one, by name. Arrays are cut where both pieces are large; the
     first of `ranks` writes what is too small to be dealt.
@@ -214,13 +214,13 @@ class SavedCheckpoint:
 
     Attributes:
         place: The folder, or the one beside it that was to be replaced when its job was killed.
-        manifest: What the manifest says.
+        manifest: The content of the manifest.
         owners: Whose state each leaf is, by name.
 
     Raises:
         FileNotFoundError: If there is no such folder.
         DataLossError: If the folder is no checkpoint, or its manifest is damaged. From methods, if another file is
-            missing or damaged, or none of the parts has what is asked for.
+            missing or damaged, or none of the parts has the requested state.
     """
 
     def __init__(self, place: Path) -> None:
@@ -240,7 +240,7 @@ class SavedCheckpoint:
 
     @property
     def shared_parts(self) -> list[str]:
-        """The parts that have what is equal on all ranks."""
+        """Parts that hold the state that is equal on all ranks."""
         return list(self.manifest.get("shared", [COMMON]))
 
     @cached_property
@@ -254,7 +254,7 @@ class SavedCheckpoint:
         return found
 
     def form(self, key: str, parts: Sequence[str]) -> str:
-        """Return what a state is like: `float32[3, 2]`."""
+        """Return the form of a state: `float32[3, 2]`."""
         file = self._files_with(key, parts)[0]
         return form_of(file.values[key]) if key in file.values else f"{file.arrays[key][0]}{file.arrays[key][1]}"
 
@@ -276,17 +276,17 @@ class SavedCheckpoint:
         found = [(part, *(one[3:] or (0, size))) for part, one in about.items() if one is not None]
         found.sort(key=lambda piece: piece[1:])
         if [begin for _, begin, _ in found] + [size] != [0] + [end for _, _, end in found]:
-            raise DataLossError(f"{str(self.place)!r} is damaged: it has not all of {key}")
+            raise DataLossError(f"{str(self.place)!r} is damaged: pieces of {key} are missing")
         return found
 
     def _files_with(self, key: str, parts: Sequence[str]) -> list[PartFile]:
         files = [file for file in map(self.part, parts) if key in file.arrays or key in file.values]
         if not files:
-            raise DataLossError(f"{str(self.place)!r} is damaged: it does not have {key}")
+            raise DataLossError(f"{str(self.place)!r} is damaged: {key} is missing")
         return files
 
     def require_whole(self, reads: bool) -> None:
-        """Require that all files are there, and none is cut; with `reads`, that every array is what was written."""
+        """Require that all files are there, and none is cut; with `reads`, that every array has its checksum."""
         for key, parts in self.keys.values():
             for file in self._files_with(key, parts):
                 if reads and key in file.arrays:

@@ -1,7 +1,7 @@
 """How ranks restore a checkpoint together: all of it is read and compared before anything is changed.
 
-Rank 0 reads what the files hold. Of arrays that are equal on all ranks each rank of a node reads some pieces, and sends
-them to the others of its node. If other ranks do not see the files, rank 0 reads for all.
+Rank 0 reads the files. Of arrays that are equal on all ranks each rank of a node reads some pieces, and sends
+them to the others of its node. If other ranks do not find the files, rank 0 reads for all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ADVICE: Final = "all ranks call restore, and each reads a share"
 
 @final
 class _Common(NamedTuple):
-    """What is the same on all ranks: whose state each leaf is that is restored, and how many ranks and replicas saved.
+    """Common part of a restore: the owner of each restored leaf, and the numbers of ranks and replicas that saved.
 
     `states` are numbers and texts that rank 0 has read, and states that it has combined from those of all replicas.
     `manifest` is the checksum of the manifest that rank 0 has read. `pieces` says which parts have which elements of
@@ -113,7 +113,7 @@ def _read_common(strategy: Any, place: Path, source: Path, leaves: Mapping[str, 
     """Read the states that rank 0 sends to all ranks."""
     num_ranks, num_replicas = parts_of(strategy).group.topology.size, parts_of(strategy).replicas.total
     if not source.exists() and num_ranks > 1:
-        raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}: rank 0, which reads it, sees none")
+        raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}: rank 0, which reads it, finds none")
     saved = SavedCheckpoint(source)
     owners = {name: owner for name, owner in saved.owners.items() if name in leaves}
     if not partial:
@@ -154,14 +154,14 @@ def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _C
     place, rank = existing(place), extended.group.topology.rank
     if rank and not place.exists():
         raise FileNotFoundError(
-            f"rank {rank} does not see the checkpoint {str(place.absolute())!r}, which rank 0 sees: what ranks or "
-            "replicas have for themselves must be on a file system that all ranks share, and a relative path begins at "
-            "the current folder of each rank"
+            f"rank {rank} does not find the checkpoint {str(place.absolute())!r}, which rank 0 finds: state that "
+            "differs between ranks or replicas must be on a file system that all ranks share, and a relative path "
+            "begins at the current folder of each rank"
         )
     if zlib.crc32(manifest_text(place)) != common.manifest:
         raise DataLossError(
-            f"rank {rank} sees another checkpoint in {str(place.absolute())!r} than rank 0: what ranks or replicas "
-            "have for themselves must be on a file system that all ranks share"
+            f"rank {rank} finds another checkpoint in {str(place.absolute())!r} than rank 0: state that differs "
+            "between ranks or replicas must be on a file system that all ranks share"
         )
     saved = SavedCheckpoint(place)
     own = {}
@@ -232,7 +232,7 @@ def _deal(
 
 
 def _read_shares(place: Path, shares: Sequence[_Share], rank: int) -> list[Array]:
-    """Read what this rank sends to others, in order."""
+    """Read the pieces that this rank sends to others, in order."""
     mine = [share for share in shares if share.reader == rank]
     if not mine:
         return []

@@ -1,4 +1,4 @@
-"""How ranks save a checkpoint together: what each writes, who puts the folder in its place, and what it has cost."""
+"""Collective save of a checkpoint: the part of each rank, the publication of the folder, and the record."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _Span = tuple[tuple[int, ...], int, int]  # the shape of an array, the first ele
 @final
 @dataclass(frozen=True)
 class SaveRecord:
-    """What a save has cost this rank.
+    """Record of one save of this rank: its times and sizes.
 
     Attributes:
         path: The checkpoint.
@@ -92,7 +92,7 @@ class Save(AbstractContextManager["Save"]):
     """One save of a checkpoint. A block removes what was written, and frees the folder, if it raises an exception.
 
     Rank 0 locks `target`, where it saves `number`, or one more than the largest, and moves `folder`, where ranks write,
-    to `place`; ranks compare `path_text`. `part` is what this rank writes, `None` for nothing; `all_parts` names the
+    to `place`; ranks compare `path_text`. `part` is the part of this rank, `None` for no part; `all_parts` names the
     parts of all ranks, `about` is what the manifest says, and `extra_bytes` is the memory of copies of states.
     `io_timeout_seconds` is MPIDIST_IO_TIMEOUT, if it is set.
     """
@@ -113,7 +113,7 @@ class Save(AbstractContextManager["Save"]):
     def begin(self) -> tuple[str, dict[str, Any]]:
         """Lock the place, and make the folder that is written. On rank 0.
 
-        Returns the name of the folder, and what the manifest says of the save. An `OSError` says that another job
+        Returns the name of the folder, and the manifest's fields of the save. An `OSError` reports that another job
         writes there, or why the folder cannot be made.
         """
         self.lock = self._target.hold_lock()
@@ -138,7 +138,7 @@ class Save(AbstractContextManager["Save"]):
             return
         if not self.folder.is_dir():
             raise FileNotFoundError(
-                f"rank {self.rank} does not see {str(self.folder)!r}, which rank 0 has made: a checkpoint must be on a "
+                f"rank {self.rank} does not find {str(self.folder)!r}, which rank 0 made: a checkpoint must be on a "
                 "file system that all ranks share; only with writers=1, and where no states differ by rank, does rank "
                 "0 alone write"
             )
@@ -240,7 +240,7 @@ def replica_key(name: str, replica_id: int) -> str:
 
 
 def require_on_difference(on_difference: Any) -> None:
-    """Refuse what says nothing of copies that differ."""
+    """Refuse an invalid `on_difference`."""
     if on_difference not in _ON_DIFFERENCE:
         raise ValueError(f"on_difference must be 'raise' or 'rank 0', got {on_difference!r}")
 
@@ -310,7 +310,7 @@ def _checksums(leaves: Iterable[Leaf], memory: CopyMemory) -> dict[str, int]:
 def _part(
     leaves: Mapping[str, Leaf], owners: Mapping[str, Owner], pieces: Pieces, replica_ids: Sequence[int], rank: int
 ) -> Part:
-    """Lay out what this rank writes."""
+    """Lay out this rank's part."""
     part = Part({}, {}, {})
     for name, owner in owners.items():
         own = [(begin, end) for writer, begin, end in pieces.get(name, ()) if writer == rank]

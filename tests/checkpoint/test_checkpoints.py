@@ -208,7 +208,7 @@ def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(
         manager = CheckpointManager(Checkpoint(own=np.array([comm.rank])), "saved")
     manager.save()
     monkeypatch.chdir(folder / f"{comm.rank}")
-    with raises_everywhere(comm, FileNotFoundError, f"rank 1 does not see .*'{folder}/1/saved/ckpt-1', which rank 0"):
+    with raises_everywhere(comm, FileNotFoundError, f"rank 1 does not find .*'{folder}/1/saved/ckpt-1', which rank 0"):
         manager.checkpoint.restore("saved/ckpt-1")
     monkeypatch.chdir(folder / "1")
     with raises_everywhere(comm, FileNotFoundError, f"there is no checkpoint '{folder}/1/absent'"):
@@ -318,7 +318,7 @@ def test_other_forms_are_refused_and_nothing_is_changed(comm: Intracomm, folder:
 
 def test_wrong_use(comm: Intracomm, folder: Path) -> None:
     with Strategy(comm=comm) as strategy, Strategy(comm=comm) as other:
-        with pytest.raises(ValueError, match="it cannot be told which ranks save together; make it inside of"):
+        with pytest.raises(ValueError, match="needs the strategy whose ranks save together: create it in"):
             Checkpoint(a=np.zeros(3))
         with pytest.raises(ValueError, match="got the name 'write', which is one of its own"):
             Checkpoint(write=1)
@@ -390,9 +390,9 @@ def test_write_replaces_only_checkpoints(comm: Intracomm, folder: Path, monkeypa
             (folder / "link").symlink_to("real")
         comm.Barrier()
         for place, pattern in (
-            ("mine", "holds what is no checkpoint, such as 'notes.txt'"),
+            ("mine", "contains other files that would be replaced, such as 'notes.txt'"),
             ("mine/notes.txt", "is a file: a checkpoint is a folder"),
-            ("mine/..", "holds what is no checkpoint, such as 'link'"),
+            ("mine/..", "contains other files that would be replaced, such as 'link'"),
             ("mine/notes.txt/x", "Not a directory|File exists"),
         ):
             with raises_everywhere(comm, OSError, pattern):

@@ -315,7 +315,7 @@ def test_program_goes_on_when_the_disk_is_full_if_it_wants(
         with limited_files(4096):
             assert bool(manager.save()) == background  # the thread has not failed yet
             manager.wait()
-        assert len([one for one in caplog.messages if "the program goes on" in one]) == (comm.rank == 0)
+        assert len([one for one in caplog.messages if "the program continues" in one]) == (comm.rank == 0)
         assert manager.latest_checkpoint == first == manager.restore_or_initialize()
         comm.Barrier()
         assert manager.save() == str(folder / "ckpt-2")

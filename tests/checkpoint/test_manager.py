@@ -208,7 +208,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "manifest flipped": ("manifest.json", flip, "manifest.json.* is damaged"),
     "manifest gone": ("manifest.json", Path.unlink, "is no checkpoint of mpidist: it has no manifest.json"),
     "manifest of others": ("manifest.json", lambda path: path.write_text('{"format": "x"}') and None, "another format"),
-    "manifest without owners": ("manifest.json", without_owners, "manifest.json' is damaged: it has another checksum"),
+    "manifest without owners": ("manifest.json", without_owners, "json' is damaged: its checksum does not match"),
     "own arrays": ("rank-{last}.safetensors", flip, "damaged"),
 }
 

@@ -257,16 +257,16 @@ def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracom
         with raises_everywhere(comm, ValueError, "data: the position is .* batch_size 4, .* batch_size 5"):
             Checkpoint(data=larger).restore(of_whole)
         own = strategy.distribute_datasets_from_function(lambda _: listed(4))
-        with raises_everywhere(comm, ValueError, "data: a position in this data set tells epoch and steps"):
+        with raises_everywhere(comm, ValueError, "data: a position in this data set has the fields epoch and steps"):
             Checkpoint(data=own, step=0).restore(path)
         with raises_everywhere(comm, ValueError, r"data is number or text, and data in .* is position in data"):
             Checkpoint(data=5, step=0).restore(path)
         with raises_everywhere(comm, ValueError, r"step is position in data, and step in .* is number or text"):
             Checkpoint(step=dataset).restore(path, partial=True)
         for state in ({"epoch": -1, "samples": 0}, {"epoch": 0, "samples": 1.5}, {"epoch": True, "samples": 0}, {}):
-            with pytest.raises(ValueError, match="tells epoch and samples, as whole numbers"):
+            with pytest.raises(ValueError, match="the fields epoch and samples, as whole numbers"):
                 dataset.load_state_dict(state)
-        with pytest.raises(TypeError, match="tells epoch and samples, as whole numbers, and this is 5"):
+        with pytest.raises(TypeError, match="the fields epoch and samples, as whole numbers, and this is 5"):
             dataset.load_state_dict(5)  # type: ignore[arg-type]
 
 
@@ -284,7 +284,7 @@ def test_dataset_gives_its_strategy_to_the_checkpoint(comm: Intracomm, folder: P
 def test_data_of_workers_that_do_not_step_together_is_refused(tmp_path: Path) -> None:
     with ParameterServerStrategy() as strategy:
         dataset = strategy.experimental_distribute_dataset(listed(4))
-        with pytest.raises(ValueError, match="workers do not step together"):
+        with pytest.raises(ValueError, match="workers have no common position"):
             Checkpoint(data=dataset).write(tmp_path / "none")
 
 
