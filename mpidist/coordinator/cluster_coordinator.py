@@ -1,4 +1,4 @@
-"""What a program holds of a coordinator: the chief schedules functions, and the workers call them."""
+"""Public object of a coordinator: the chief schedules functions, and the workers call them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ClusterCoordinator:
     def schedule(
         self, fn: Callable[..., Any] | str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
-        """Let a worker call a function. On the chief; returns at once.
+        """Schedule a function on a worker. On the chief; returns at once.
 
         Args:
             fn: A function that all ranks have registered, or its name: see `register`.
@@ -170,9 +170,9 @@ class ClusterCoordinator:
         return self._crew is None or self._crew.is_idle
 
     def fetch(self, val: Any) -> Any:
-        """Wait for the values of a nest, and return the nest with what the functions have returned. On the chief.
+        """Wait for the values of a nest, and return the nest with the results of the functions. On the chief.
 
-        What is here already can be fetched even after `close`.
+        Results that have arrived can be fetched even after `close`.
 
         Args:
             val: A nest of `RemoteValue` objects and anything else.
@@ -184,7 +184,7 @@ class ClusterCoordinator:
         return nest.rebuild(val, [leaf.fetch() if isinstance(leaf, RemoteValue) else leaf for leaf in leaves])
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Let each worker have a data set of its own. Called by all workers, in the same order. Local.
+        """Create a data set for each worker. Called by all workers, in the same order. Local.
 
         Args:
             dataset_fn: A data set, or a function that returns one: called by each worker when a function first asks for
@@ -263,7 +263,7 @@ class ClusterCoordinator:
         if crew is not None:
             crew.end()
         if self._error is not None:
-            logger.warning("mpidist: a function has failed, and no join() has told of it: %s", self._error)
+            logger.warning("mpidist: a function failed, and no join() reported it: %s", self._error)
 
 
 def _role_of(strategy: Any) -> Role:

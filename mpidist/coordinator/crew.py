@@ -32,7 +32,7 @@ _NOTHING: Final = object()
 
 @final
 class RemoteValue:
-    """What call `number`, from 1 on, of the function `name` will return. `fetch` waits for it.
+    """Future result of call `number`, from 1 on, of the function `name`. `fetch` waits for it.
 
     `message` is what a worker of `crew` is sent, until there is a result.
     """
@@ -49,7 +49,7 @@ class RemoteValue:
         return self._value is not _NOTHING
 
     def set(self, value: Any, error: Exception | None) -> None:
-        """Note what the function has returned, or why there is no value."""
+        """Store the result of the function, or the reason why there is none."""
         self._value, self._error, self.message = value, error, np.empty(0, np.uint8)
 
     def cancel(self, why: str) -> None:
@@ -57,7 +57,7 @@ class RemoteValue:
         self.set(None, CancelledError(f"{self.name!r} was not called: {why}"))
 
     def fetch(self) -> Any:
-        """Wait for the function, and return what it has returned. On the chief.
+        """Wait for the function, and return its result. On the chief.
 
         Raises:
             CancelledError: If the function was not called, because another one had failed.
@@ -70,7 +70,7 @@ class RemoteValue:
         return self._value
 
     def get(self) -> Any:
-        """Wait for the function, and return what it has returned: `fetch`."""
+        """Wait for the function, and return its result, as `fetch`."""
         return self.fetch()
 
     def __repr__(self) -> str:
@@ -147,7 +147,7 @@ class Crew:
             return True
 
     def look(self, what: str) -> None:
-        """Receive what has come, give functions to workers, and raise if a worker is lost. Does not wait."""
+        """Receive results, send functions to workers, and raise if a worker is lost. Does not wait."""
         self._advance_far()
         if not self.is_idle:
             self._require_whole()
@@ -174,7 +174,7 @@ class Crew:
             self._queue.popleft().cancel(why)
 
     def end(self) -> None:
-        """Tell the workers that no function follows, and wait until they know it, however long they take."""
+        """Notify the workers that no function follows, and wait until they have received it, without a deadline."""
         self._is_ending = True
         self.cancel("the coordinator was closed")
         self._tell_end("")
@@ -183,7 +183,7 @@ class Crew:
             channel.close()
 
     def leave(self, reason: str) -> None:
-        """End without the workers, because of an error; tell those that no note of the watchdog's tells. Local.
+        """End without the workers, because of an error; notify those that no watchdog's note reaches. Local.
 
         `reason`: of an exception that the others do not have; "" if this rank has caught why it cannot wait any more.
         """
@@ -211,7 +211,7 @@ class Crew:
             raise repeat_of(self._group.watchdog.broken)
 
     def _await_workers(self, what: str) -> None:
-        """Let the watchdog ask those that call functions; if none does, all."""
+        """Let the watchdog check the workers that call functions; if none does, all."""
         awaited = self._awaited
         awaited.ranks = tuple(self._calls) or tuple(one.rank for one in self._channels if one.rank not in self._left)
         calls = ", ".join(f"{call.name!r} on rank {rank}" for rank, call in self._calls.items())
@@ -246,7 +246,7 @@ class Crew:
         self.cancel(why)
 
     def _does_watchdog_raise(self) -> bool:
-        """Whether a worker has left because of an error of which a note of its watchdog tells, with more, or will."""
+        """Whether a worker has left because of an error that a note of its watchdog reports in more detail, or will."""
         return not self._group.may_miss_ranks and any(self._left.values())
 
     def _reasons(self) -> str:

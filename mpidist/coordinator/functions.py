@@ -1,4 +1,4 @@
-"""What a chief may schedule: functions that all ranks have registered, and what each worker has its own of.
+"""Arguments of `schedule`: functions that all ranks have registered, and data sets of each worker.
 
 No code goes from rank to rank. So a function is registered on all ranks, before workers serve::
 
@@ -72,7 +72,7 @@ def function_named(name: str) -> Callable[..., Any]:
     """Return a function, on the rank that calls it."""
     if name not in _registered:
         known = ", ".join(sorted(_registered)) or "none"
-        raise LookupError(f"no function {name!r} is registered here (known: {known}); register it on all ranks")
+        raise LookupError(f"no function {name!r} is registered here (registered: {known}); register it on all ranks")
     return _registered[name]
 
 
@@ -111,7 +111,7 @@ class PerWorkerIterator:
 
 @final
 class PerWorkerDatasets:
-    """The data sets of one worker, which are made when a function first asks for them."""
+    """Data sets of one worker, each made at its first use by a function."""
 
     def __init__(self, context: InputContext) -> None:
         self._context = context
@@ -120,7 +120,7 @@ class PerWorkerDatasets:
         self._iterators: dict[Handle, Iterator[Any]] = {}
 
     def add(self, source: Any) -> PerWorkerDataset:
-        """Note where a data set comes from. All workers do so in the same order."""
+        """Add the source of a data set. All workers add the same in the same order."""
         if not callable(source):
             _require_dataset("create_per_worker_dataset() takes a data set, or a function that returns one", source)
         self._sources.append(source)
@@ -131,7 +131,7 @@ class PerWorkerDatasets:
         number, iterator = handle
         if number >= len(self._sources):
             raise LookupError(
-                f"this worker has {len(self._sources)} data sets, and number {number} is asked for: call "
+                f"this worker has {len(self._sources)} data sets, and a function needs number {number}: call "
                 "create_per_worker_dataset(...) on all workers, before they serve"
             )
         if number not in self._made:
@@ -157,5 +157,5 @@ def _require_dataset(needed: str, dataset: Any) -> None:
 
 
 def handle_of(item: Any) -> Handle | None:
-    """Return the handle of what each worker has its own of; `None` for anything else."""
+    """Return the handle of a per-worker data set or iterator; `None` for anything else."""
     return item.handle if isinstance(item, (PerWorkerDataset, PerWorkerIterator)) else None

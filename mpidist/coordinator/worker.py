@@ -1,4 +1,4 @@
-"""What a worker does for the chief: it calls functions, and sends their results or errors, until the chief ends."""
+"""Worker's loop: it calls functions for the chief, and sends their results or errors, until the chief ends."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Caller:
 
 @final
 class Work:
-    """What a worker does for the chief: it answers its requests, each for a call, until the chief ends.
+    """Worker's loop: it answers the chief's requests, each for a call, until the chief ends.
 
-    A worker that leaves says so in place of a result, also before it is asked for one.
+    A worker that leaves reports it in place of a result, also before a request for one.
     """
 
     def __init__(self, group: ServiceGroup, chief: int, caller: Caller) -> None:
@@ -110,7 +110,7 @@ class Work:
             self._caller.servers.begin_call(0, 0)  # no call follows
 
     def close(self, reason: str | None) -> None:
-        """Tell the chief that this worker calls no function any more; if there was no error, wait until the chief ends.
+        """Notify the chief that this worker calls no more functions; without an error, wait until the chief ends.
 
         `reason`: of an exception that the others do not have.
         """
@@ -168,7 +168,7 @@ class Work:
 
 
 def result_of(message: Array) -> tuple[Any, Exception | None]:
-    """Return what a function has returned, or the error that it has raised.
+    """Return the result of a function, or the error that it has raised.
 
     The error is of the same kind, if this rank has imported it, and it can be made from a text; else of its next base.
     A `StopIteration` becomes an `OutOfRangeError`.

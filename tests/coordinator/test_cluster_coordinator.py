@@ -421,4 +421,4 @@ def test_error_without_a_join_is_logged(comm: Intracomm, caplog: pytest.LogCaptu
 
     coordinate(comm, work)
     if comm.rank == 0:
-        assert "a function has failed, and no join() has told of it: 'test: fail' failed on rank" in caplog.text
+        assert "a function failed, and no join() reported it: 'test: fail' failed on rank" in caplog.text
