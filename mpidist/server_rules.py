@@ -1,4 +1,4 @@
-"""How a parameter server changes a variable when a gradient arrives."""
+"""Rules by which a parameter server updates a variable when a gradient arrives."""
 
 from mpidist.parameter_server import rules as _rules
 

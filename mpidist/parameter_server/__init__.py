@@ -1,4 +1,4 @@
-"""Parameter servers: variables live on some ranks, and the others read and change them when they like.
+"""Parameter servers: variables live on some ranks, and the others read and change them at any time.
 
 cluster          one rank's part, and which rank is a worker, which one a server
 client           the requests of a worker; `messages/` carries them, unless the rank is alone

@@ -1,4 +1,4 @@
-"""Client of the parameter servers: what a worker requests of them, or a rank that is alone of itself."""
+"""Client of the parameter servers, for a worker, or for a rank that is worker and server in one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def require_unused(call: str, ranks: frozenset[int]) -> None:
 @final
 @dataclass(frozen=True)
 class Location:
-    """Where an array lives: on which server, and under which key, a number among all arrays of all servers."""
+    """Location of an array: its server, and its key, a number among all arrays of all servers."""
 
     server: int
     key: int
@@ -65,18 +65,18 @@ class Location:
 
     @cached_property
     def read_call(self) -> str:
-        """What reading it is called, for people."""
+        """Name of its reads, for messages."""
         return f"read of {self.name!r}"
 
     @cached_property
     def change_call(self) -> str:
-        """What changing it is called, for people."""
+        """Name of its changes, for messages."""
         return f"change of {self.name!r}"
 
 
 @final
 class RowsChange(NamedTuple):
-    """What changes some rows of an array."""
+    """Change of some rows of an array."""
 
     location: Location
     indices: Array  # [k] int64, the numbers of the rows, which exist
@@ -96,7 +96,7 @@ class RowsChange(NamedTuple):
 
 @final
 class Push(NamedTuple):
-    """What a worker pushes at once."""
+    """Changes that a worker pushes at once."""
 
     locations: Sequence[Location]  # of the arrays that are changed as a whole
     values: Sequence[Array]  # contiguous, of the same shapes and dtypes
@@ -111,7 +111,7 @@ class Push(NamedTuple):
 
     @classmethod
     def sum_of(cls, pushes: Sequence[Push]) -> Push:
-        """Add what the replicas of a worker push, to the same arrays, and join their rows, in their order."""
+        """Add the pushes of a worker's replicas, to the same arrays, and join their rows, in their order."""
         first = pushes[0]
         if not all(push.has_form_of(first) for push in pushes):
             raise InvalidArgumentError("push(): the replicas of a worker differ in the variables, or in the update")
@@ -174,7 +174,7 @@ class LocalChannel:
         """Do nothing: all requests are carried out."""
 
     def finish(self, more_seconds: float = 0.0, arrays: Sequence[Array] = (), places: tuple[int, ...] = ()) -> None:
-        """Put what was read into arrays."""
+        """Copy the values into arrays."""
         if not arrays:
             return
         values, self._read.values = self._read.values, []  # else they would keep memory
@@ -344,20 +344,20 @@ class ParameterClient:
             self._tell_others(call, how_it_ends)
 
     def missing_steps(self, call: str) -> Exception | None:
-        """Return an error if `staleness` was given, and this worker never says where its steps end. Local."""
+        """Return an error if `staleness` was given, and this worker never calls `step_done()`. Local."""
         return RuntimeError(f"{call}: {self._step_error}") if self._step_error else None
 
     def step_done(self) -> None:
-        """Tell the servers that this worker has done a step."""
+        """Report the end of a step to the servers."""
         self._pushes, self._step_error = None, ""
         self._make_room(range(self.num_servers))
         for channel in self._channels:
             channel.start("step_done()", Op.STEP)
 
     def begin_call(self, number: int, oldest: int) -> None:
-        """Say that the changes that follow belong to a call of a coordinator's, which another worker may make again.
+        """Assign the changes that follow to a call of a coordinator, which another worker may repeat.
 
-        `number` 0 is no call; those with lower numbers than `oldest` will not be made again.
+        `number` 0 is no call; calls with lower numbers than `oldest` are not repeated.
         """
         if self._goes_on:  # else no worker makes a call again
             self._make_room(range(self.num_servers))
@@ -365,7 +365,7 @@ class ParameterClient:
                 channel.start("the beginning of a call", Op.CALL, number, rows=oldest)
 
     def flush(self) -> None:
-        """Wait until all changes of this worker are made."""
+        """Wait until the servers have applied all changes of this worker."""
         error = self._first_failure()  # a change that fails on several servers is one error, not one of each call
         if error is not None:
             raise error
@@ -426,12 +426,12 @@ class ParameterClient:
         return one_error(errors) if errors else None
 
     def _make_room(self, servers: Iterable[int]) -> None:
-        """Raise the known errors of some servers before any of them is sent anything."""
+        """Raise the errors that have arrived from some servers, before any request to these."""
         for server in servers:
             self._channels[server].make_room()
 
     def _tell_others(self, call: str, step: int) -> None:
-        """Tell the servers where workers do not meet, and wait until they know it."""
+        """Report a step to the servers where workers do not meet, and wait for their replies."""
         others = [other for other in self._channels[1:] if self._has_bound and other.broken is None]
         for other in others:
             other.start(call, Op.STEP, rows=step)
@@ -462,9 +462,9 @@ class ParameterClient:
         }
 
     def _list_of(self, server: int, keys: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """Return the number by which a server knows a list, and where its variables lie in the server's shared memory.
+        """Return the number of a list on a server, and the places of its variables in the server's shared memory.
 
-        Of one variable the number is its key, and the server's answers tell where it lies.
+        Of one variable the number is its key, and the server's replies contain its place.
         """
         if len(keys) == 1:
             return keys[0], ()

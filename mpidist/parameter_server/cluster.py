@@ -50,7 +50,7 @@ Report = tuple[tuple[str, str] | None, Task | None, dict[str, Any] | None, str]
 
 @final
 class Wanted(NamedTuple):
-    """What a rank asks for."""
+    """Arguments of a rank for the strategy."""
 
     staleness: int | None
     on_worker_lost: str
@@ -62,7 +62,7 @@ class Wanted(NamedTuple):
     replicas: int | None = None
 
     def check(self) -> None:
-        """Raise what is wrong by itself."""
+        """Raise the error of an invalid argument."""
         if self.staleness is not None:
             whole_number("staleness", self.staleness, 0, "None for any")
         for name, given, known in (
@@ -112,11 +112,11 @@ class Wanted(NamedTuple):
 
 @final
 class Role(Peers):
-    """What this rank is. `meet` makes it.
+    """Role of this rank: worker or server. `meet` makes it.
 
     Attributes:
         worker_ranks: The workers, as `group` numbers them.
-        coordinator: What schedules functions on the workers, if there is one.
+        coordinator: The coordinator of this rank, if there is one.
         before_closing: Called before this rank's part ends; with the text of an exception that the others do not have.
     """
 
@@ -142,7 +142,7 @@ class Role(Peers):
 
     @classmethod
     def meet(cls, comm: Intracomm | None, resolver: ClusterResolver | None, wanted: Wanted | None) -> Role:
-        """Find the roles of all ranks, and connect them. Collective. `wanted`: `None` for what the workers ask for."""
+        """Find the roles of all ranks, and connect them. Collective. `wanted`: `None` for the workers' arguments."""
         require = partial(require_unused, "a new ParameterServerStrategy")
         comm, reports = meet_ranks(comm, _report_of(resolver, wanted), require)
         roles, fields = _agree(comm, reports)
@@ -196,13 +196,13 @@ class Role(Peers):
         self.servers.meet(call, {}, error)
 
     def reset(self) -> None:
-        """See `Strategy.reset`: an error of a deadline leaves nothing to repair, and what a server has lost is lost."""
+        """See `Strategy.reset`: a deadline leaves nothing to repair, and lost state of a server stays lost."""
         broken = None if self.group is None else self.group.watchdog.broken
         if broken is None and self.servers is not None:
             broken = self.servers.broken
         if broken is not None:
             raise UnavailableError(
-                f"reset() cannot bring back what parameter servers and their workers have lost ({first_line(broken)}); "
+                f"reset() cannot restore lost state of parameter servers and their workers ({first_line(broken)}); "
                 "close the strategy, end the job, and start it again, from a checkpoint"
             )
 
@@ -265,7 +265,7 @@ def _report_of(resolver: ClusterResolver | None, wanted: Wanted | None) -> Repor
 
 
 def _agree(comm: Intracomm, reports: Sequence[Report]) -> tuple[Roles, dict[str, Any]]:
-    """Find the roles from the reports of all ranks, and what was asked for. Raises the same on all ranks."""
+    """Find the roles and the common arguments from the reports of all ranks. Raises the same on all ranks."""
     try:
         for rank, (problem, _, _, _) in enumerate(reports):
             if problem is not None:
@@ -332,7 +332,7 @@ def _roles_of_tasks(tasks: Sequence[Task | None]) -> Roles | None:
     for rank, (_, task_type, task_id) in named.items():
         other = ranks.setdefault((task_type, task_id), rank)
         if other != rank:
-            raise TopologyError(f"ranks {other} and {rank} both say they are {task_type} {task_id}")
+            raise TopologyError(f"ranks {other} and {rank} are both {task_type} {task_id}")
     needed = sum(number for job, number in jobs.items() if job != "evaluator")
     found = sum(task_type != "evaluator" for task_type, _ in ranks)
     if needed != found:
@@ -345,7 +345,7 @@ def _roles_of_tasks(tasks: Sequence[Task | None]) -> Roles | None:
 
 
 def _roles_by_rank(size: int, num_ps: int | None, ps_ranks: Sequence[int] | None) -> Roles:
-    """Let the last `num_ps` ranks be servers, or those of `ps_ranks`. One rank alone is worker and server in one."""
+    """Make the last `num_ps` ranks servers, or `ps_ranks`. One rank alone is worker and server in one."""
     if size == 1:
         return Roles((0,), ())
     if ps_ranks is None:

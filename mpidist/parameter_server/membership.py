@@ -134,12 +134,12 @@ class Membership:
             yield False
 
     def _absent(self) -> tuple[str, list[int]]:
-        """Say which workers do not make the call of all workers, and list their ranks."""
+        """Name the workers that do not make the call of all workers, and list their ranks."""
         late = [self.ranks[other] for other in sorted(self.live) if other not in self._meeting.arrived]
         return f"{name_ranks(late)} did not make this call, which all workers make together", late
 
     def _slowest(self, worker: int) -> tuple[str, list[int]]:
-        """Say why a worker must not read yet, and list the ranks of the slowest workers."""
+        """Explain why a worker must not read yet, and list the ranks of the slowest workers."""
         busy = self._busy()
         slowest = min(self.steps[other] for other in busy)
         late = [self.ranks[other] for other in busy if self.steps[other] == slowest]
@@ -148,7 +148,7 @@ class Membership:
         return f"{text}, which is more than staleness={self._staleness} allows", late
 
     def _too_late(self, worker: int, text: str, late: list[int]) -> Answer:
-        """Answer that a worker has waited too long. Others that wait with it are told, too, and may have come later."""
+        """Reply that a worker has waited too long; others that wait with it, perhaps for less, get the same."""
         text = f"{name_ranks([self.ranks[worker]])} waited {self._timeout or 0:g} s, and {text}"
         return Outcome.TOO_LATE, "\n  ".join([text, *self._group.status_lines(late)])
 
@@ -173,9 +173,9 @@ class Membership:
         return [worker for worker in sorted(self.live) if worker not in waiting and worker not in self.resting]
 
     def _compare(self, meeting: _Meeting) -> Answer:
-        """Answer what workers did not pass alike, a line for each field: the value of each rank.
+        """Reply with the fields that differ between workers, a line for each field: the value of each rank.
 
-        If a worker passes an "error", that is what differs, and nothing else is said; nor if calls differ.
+        If a worker passes an "error", or if calls differ, the reply has this field alone.
         """
         everyone = {self.ranks[worker]: meeting.arrived[worker] for worker in sorted(meeting.arrived)}
         names = list(dict.fromkeys(name for fields in everyone.values() for name in fields))

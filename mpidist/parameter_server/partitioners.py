@@ -105,7 +105,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def num_shards_of(partitioner: Callable[..., Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Ask a partitioner for the number of shards of a variable, and check the answer."""
+    """Call a partitioner for the number of shards of a variable, and check the result."""
     if partitioner is None or not shape:
         return 1
     counts = partitioner(shape=shape, dtype=dtype)

@@ -31,13 +31,13 @@ _registered: Final[dict[str, OwnRule]] = {}
 
 
 class Rule(ABC):
-    """How a gradient changes a variable.
+    """Update of a variable by a gradient.
 
     Args:
-        numbers: What goes to the servers with each gradient. Also an attribute.
+        numbers: The numbers sent to the servers with each gradient. Also an attribute.
 
     Attributes:
-        name: The name, by which servers know the rule.
+        name: The name of the rule on the servers.
         slots: The names of the arrays that servers keep, each of the variable's shape; of half precision, in float32.
         is_elementwise: Whether each number changes by itself, so that parts of an array can be changed one by one.
         needs_fractions: Whether steps are fractions, which whole numbers would lose.

@@ -127,7 +127,7 @@ class ParameterServer:
         self._open = [connection for connection in self._open if not connection.has_ended]
 
     def _record(self, now: float) -> None:
-        """Tell the flight recorder, now and then, that the server looks around, and how many requests were answered."""
+        """Record now and then that the server polls, and the number of requests that it has answered."""
         if now < self._next_record:
             return
         self._next_record, recorder, last = now + _RECORD_SECONDS, self._group.recorder, self._last
@@ -310,7 +310,7 @@ class ParameterServer:
         connection.answer(Outcome.OK)
 
     def _end(self, connection: Connection, header: Header) -> Steps:
-        """End a worker's part; with `DONE`, tell it once all workers have ended theirs whether they have ended well."""
+        """End a worker's part; with `DONE`, reply once all workers have ended theirs, with the outcome."""
         data = yield from connection.receive_all()
         worker, workers = connection.worker, self.workers
         if header.op == Op.LEAVE:

@@ -89,7 +89,7 @@ class Store:
         self._rules: list[Rule] = []
 
     def allocate(self, key: int, value: Array, memory: Array | None = None, place: int = NO_PLACE) -> None:
-        """Make a variable with an initial value, which is copied: into `memory`, at `place` of what the node shares."""
+        """Make a variable with a copy of an initial value: into `memory`, at `place` of the node's shared memory."""
         if memory is None:
             self.variables[key] = Stored(np.array(value, order="C"))
             return

@@ -1,6 +1,6 @@
 """How a server sends variables and changes them, step by step, while other workers have their turns.
 
-What a worker of the node reads it copies from where it lies; all else goes in messages. A step ends after each message.
+A worker of the node copies variables from shared memory; all else goes in messages. A step ends after each message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VariableList:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where each variable lies in the server's part of the node's shared memory."""
+        """Place of each variable in the server's part of the node's shared memory."""
         return tuple(stored.place for stored in self.variables)
 
     def bytes_of(self, pieces: Sequence[Piece]) -> list[Any]:

@@ -71,12 +71,12 @@ class ServerVariable(DistributedValues, Assignable):
         return self.location.server
 
     def read_value(self) -> Any:
-        """Ask the server for the value: a new array."""
+        """Read the value from the server, as a new array."""
         self.require_current("read_value")
         return self.servers.read([self.location])[0]
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Ask the server for some rows, [k, ...].
+        """Read some rows from the server, [k, ...].
 
         Args:
             indices: [k] numbers of rows.
@@ -99,7 +99,7 @@ class ServerVariable(DistributedValues, Assignable):
         return self.changes_of_rows(*checked_rows(value, self._like, self._what))
 
     def changes_of_rows(self, indices: Array, values: Any) -> list[RowsChange]:
-        """Return the same for rows that are known to exist, and values of the variable's dtype."""
+        """Return the same for rows that exist for certain, and values of the variable's dtype."""
         return [RowsChange(self.location, indices, np.ascontiguousarray(values))] if indices.size else []
 
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
@@ -132,8 +132,8 @@ class ServerVariable(DistributedValues, Assignable):
     def _require_aggregation(self, call: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{call} of {self._what} with aggregation NONE by several replicas of a worker: say how their values "
-                "become one, by Variable(..., aggregation='sum'), 'mean' or 'only_first_replica'"
+                f"{call} of {self._what} with aggregation NONE by several replicas of a worker: choose how their "
+                "values are combined, by Variable(..., aggregation='sum'), 'mean' or 'only_first_replica'"
             )
 
     def _contribution(self, call: str, value: Any) -> Any:
@@ -147,7 +147,7 @@ class ServerVariable(DistributedValues, Assignable):
         return self.cast(value)
 
     def _aggregate(self, how: int, given: Sequence[Any]) -> None:
-        """Change the variable by what the replicas assign together."""
+        """Change the variable by the aggregate of the replicas' values."""
         value = given[0]
         if self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
             op, ops = ReduceOp[self.aggregation.name], parts_of(self._strategy).cross_device_ops
@@ -230,7 +230,7 @@ class ShardedVariable(Assignable):
         return list(self._variables)
 
     def read_value(self) -> Any:
-        """Ask the servers for all shards, and return them as one new array."""
+        """Read all shards from the servers, and return them as one new array."""
         self._variables[0].require_current("read_value")
         whole = np.empty(self.shape, self.dtype)
         read_together(self._variables, self.parts_of(whole))
@@ -245,7 +245,7 @@ class ShardedVariable(Assignable):
         return self.parts_of(_cast(self, value))
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Ask for some rows, [k, ...]: only of the servers that have some of them. As `ServerVariable.sparse_read`."""
+        """Read some rows, [k, ...], from the servers that have some of them. As `ServerVariable.sparse_read`."""
         require_no_effect("sparse_read", name=name)
         wanted = _row_numbers(self._what, indices, self.shape)
         rows = np.empty((wanted.size, *self.shape[1:]), self.dtype)
@@ -326,7 +326,7 @@ def read_together(variables: Sequence[ServerVariable], into: Sequence[Any]) -> N
 def change_together(
     replica: context_stack.CurrentReplica, call: str, make: Callable[[], Any], change: Callable[[Sequence[Any]], None]
 ) -> None:
-    """Let the replicas of this worker make one change, of what `make` returns on each of them."""
+    """Combine the results of `make` on this worker's replicas into one change."""
     argument, error = None, None
     try:
         argument = make()
@@ -361,7 +361,7 @@ def _cast(variable: ServerVariable | ShardedVariable, value: Any) -> Array:
 
 
 def _row_numbers(what: str, indices: Any, shape: Sequence[int]) -> Array:
-    """Return the rows of a variable that a user asks for, int64[k]. Local."""
+    """Return the requested rows of a variable, int64[k]. Local."""
     wanted = np.atleast_1d(host_indices(indices))
     is_whole = wanted.dtype.kind in "iu" or not wanted.size  # NumPy makes floats of an empty list
     if not is_whole or wanted.ndim != 1 or not shape:

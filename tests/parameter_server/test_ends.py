@@ -161,7 +161,7 @@ def test_killed_server_raises_on_its_workers(job: Job) -> None:
         assert first.text.startswith("parameter server 0 (rank 2) is lost, with the variables on it: ")
         reset = ended.of("reset")[rank]
         assert reset.kind == "UnavailableError", reset
-        assert re.match(r"reset\(\) cannot bring back .* start it again, from a checkpoint", reset.text)
+        assert re.match(r"reset\(\) cannot restore .* start it again, from a checkpoint", reset.text)
         assert ended.of("close")[rank].kind == "value"
 
 

@@ -151,7 +151,7 @@ REFUSED: list[tuple[Callable[[int], dict[str, Any]], type[Exception], str]] = [
     (cluster(TWO, WORKER, (None, None), PS), ValueError, "rank 1: .*must also specify `task_type` and `task_id`"),
     (cluster(TWO, WORKER, ("cook", 0), PS), ValueError, "rank 1: .*Unrecognized"),
     (cluster(TWO, WORKER, ("ps", 3), PS), ValueError, "rank 1: .*no such"),
-    (cluster({"worker": ["a", "c"], "ps": ["b"]}, PS), TopologyError, "ranks 0 and 1 both say they are ps 0"),
+    (cluster({"worker": ["a", "c"], "ps": ["b"]}, PS), TopologyError, "ranks 0 and 1 are both ps 0"),
     (of_last(num_ps=0), ValueError, "the number of servers, must be a whole number >= 1, got 0"),
     (of_last(num_ps=True), TypeError, "whole number"),
     (of_last(num_ps=1, ps_ranks=[0]), ValueError, "leave one of the two out"),

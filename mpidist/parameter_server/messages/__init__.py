@@ -1,1 +1,1 @@
-"""Requests and answers: what is in a message, and the two ends of the messages between a worker and a server."""
+"""Requests and replies: the content of messages, and the two ends of the messages between a worker and a server."""

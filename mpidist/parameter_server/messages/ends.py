@@ -146,7 +146,7 @@ class Channel:
             raise
 
     def make_room(self) -> None:
-        """Make sure that two more requests can be sent, as of a push, and raise the errors that are known by now."""
+        """Make room for two more requests, as of a push, and raise the errors that have arrived."""
         self.finish(most=WINDOW - 2)
 
     def finish(
@@ -221,7 +221,7 @@ class Channel:
         return self._calls[min(self._answered + 1, self._sequence) % _SLOTS]
 
     def leave(self, why: str) -> bool:
-        """Tell the server that this worker makes no request any more; nobody answers. Returns whether it could."""
+        """Notify the server that this worker sends no more requests; no reply comes. Returns whether it could."""
         if self.broken is None:
             text = why[:1000].encode(errors="backslashreplace")  # of a file's name, perhaps
             self.start("leave", Op.LEAVE, data=[np.frombuffer(text[:INLINE_BYTES], np.uint8)])
@@ -241,7 +241,7 @@ class Channel:
             never_free((self._sends, self._requests, self._call_sends))
 
     def abandon(self, why: Exception | None = None) -> None:
-        """Leave to MPI what is under way. `why`: what has broken it. Local."""
+        """Leave pending messages to MPI. `why`: the cause of the failure. Local."""
         self.broken, self._answered = why or RuntimeError(f"a request to {self.name}, which was left"), self._sequence
         never_free((self._sends, self._requests, self._answer, self._incoming, self._arriving, self._call_sends))
 
@@ -489,7 +489,7 @@ class Connection:
         return memory
 
     def drain(self) -> Generator[bool, None, None]:
-        """Receive what is left of the data of the request, and drop the data."""
+        """Receive the rest of the request's data, and drop it."""
         for data in self._data:
             yield data is not None
 
@@ -500,7 +500,7 @@ class Connection:
         return self._whole[:nbytes]
 
     def abandon(self) -> None:
-        """Give up a worker that is lost: drop its request, and leave to MPI what is under way. Local."""
+        """Give up a worker that is lost: drop its request, and leave pending messages to MPI. Local."""
         if self.steps is not None:
             self.steps.close()
             self.steps, self._data = None, iter(())
@@ -562,7 +562,7 @@ def _chunks(data: Array) -> list[Array]:
 
 
 def _send_chunks(comm: Intracomm, rank: int, data: Array, earlier: Sequence[Any]) -> Sequence[Any]:
-    """Send data, and do not wait. `earlier`: what was sent to this rank so, and has been received."""
+    """Send data, and do not wait. `earlier`: chunks already sent to this rank, and received."""
     if not all(sent.Test() for sent in earlier):
         never_free(tuple(earlier))
     return [comm.Isend([one, load_mpi().BYTE], rank, DATA) for one in _chunks(data)]
@@ -582,7 +582,7 @@ def _messages(count: int) -> list[tuple[Array, memoryview]]:
 
 
 def one_error(errors: Sequence[Exception]) -> Exception:
-    """Return the first of some errors, whose text then tells of the others."""
+    """Return the first of some errors, with the others added to its text."""
     first, *others = errors
     if others:
         first.args = (f"{first}\n  so did {len(others)} more, the last one: {others[-1]}",)

@@ -49,7 +49,7 @@ class Lane:
         return self._slots[self._sent % NUM_SLOTS]
 
     def send(self, nbytes: int) -> int:
-        """Send the slot, with so many bytes. Returns its number among all that this end has sent."""
+        """Send the first bytes of the slot. Returns its number among all slots that this end has sent."""
         self._own[_LENGTHS + self._sent % NUM_SLOTS] = nbytes
         if self._fence is not None:
             self._fence()
@@ -58,7 +58,7 @@ class Lane:
         return self._sent
 
     def num_taken(self) -> int:
-        """How much of what this end has sent the other end does not need any more."""
+        """Number of this end's slots that the other end has released."""
         return self._other[_TAKEN]
 
     def can_take(self) -> bool:
@@ -70,7 +70,7 @@ class Lane:
         return True
 
     def sent_slot(self) -> Array:
-        """Return what the other end has sent."""
+        """Return the slot that the other end has sent."""
         at = self._taken % NUM_SLOTS
         return self._slots[at][: self._other[_LENGTHS + at]]
 

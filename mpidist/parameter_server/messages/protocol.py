@@ -1,7 +1,7 @@
-"""What workers and servers write in their messages: headers, small data beside them, large data in chunks.
+"""Message format of workers and servers: headers, small data beside them, large data in chunks.
 
 A request is a header with up to `INLINE_BYTES` of data behind it, in one message. More data follows in messages of at
-most `CHUNK_BYTES`: `plan_messages` says which, from the sizes of the items alone, so that both sides find the same.
+most `CHUNK_BYTES`: `plan_messages` computes them from the sizes of the items alone, so that both sides find the same.
 The answer to a request has the same form. No message holds code or pickled objects.
 """
 
@@ -53,7 +53,7 @@ Bytes = np.ndarray[Any, Any]
 
 @final
 class Op:
-    """What a worker asks for. Numbers, and no enumeration, which is slow to look up."""
+    """Operations of requests. Numbers, and no enumeration, which is slow to look up."""
 
     READ: Final = 0  # the values of a list of variables
     CHANGE: Final = 1  # add to a list of variables, assign them, ...
@@ -72,7 +72,7 @@ class Op:
 
 @final
 class Step:
-    """What a worker says of its steps, in `rows` of a header."""
+    """Step reports of a worker, in `rows` of a header."""
 
     DONE: Final = 0  # it has done one
     WAITS: Final = 1  # it waits in a call of all workers, and does none
@@ -82,7 +82,7 @@ class Step:
 
 @final
 class Outcome:
-    """How an answer begins."""
+    """Outcomes, at the beginning of a reply."""
 
     OK: Final = 0
     FAILED: Final = 1  # the data is the text of an error
@@ -92,7 +92,7 @@ class Outcome:
 
 @final
 class Change:
-    """How numbers change a variable. Larger numbers are those of rules."""
+    """Kinds of changes of a variable. Larger numbers are those of rules."""
 
     ASSIGN: Final = 0
     ADD: Final = 1
