@@ -53,10 +53,10 @@ _SAME_CONTENT: Final = (
 
 @final
 class Step(NamedTuple):
-    """What this rank reads at a step.
+    """Batches of this rank at a step.
 
     `parts` are those of this rank's replicas: `MISSING` for a replica whose own batches have ended. `num_seen` is how
-    much of the pass the step is, on all ranks, and `common_fields` are what must be equal on all ranks, by name.
+    much of the pass the step is, on all ranks, and `common_fields` must be equal on all ranks; by name.
     """
 
     parts: Sequence[Any]
@@ -67,8 +67,8 @@ class Step(NamedTuple):
 class BatchSource(ABC):
     """The batches of a data set, and which parts of them are those of this rank's replicas.
 
-    Each of this rank's pipelines is a re-iterable of batches. `order_fields` is what their order depends on, by name,
-    besides the epoch, as JSON can hold it. `unit` tells how much of a pass the program has had: `"samples"`, `"steps"`
+    Each of this rank's pipelines is a re-iterable of batches. `order_fields` determine their order, by name,
+    besides the epoch, as JSON can hold it. `unit` is the unit of the position in a pass: `"samples"`, `"steps"`
     or `"batches"`. `end` is the step of a rank that has no batch left, while others have.
     """
 
@@ -174,20 +174,20 @@ class WholeBatches(BatchSource):
 
 
 def advice_for(everyone: Sequence[Mapping[str, str]]) -> str:
-    """Say what users can do if ranks differ at a step in their `common_fields`, which global batches have."""
+    """Return advice for users if ranks differ at a step in their `common_fields`, which global batches have."""
     if len({fields.get("global batch") for fields in everyone}) > 1:
         return _SAME_SIZES
     return _SAME_CONTENT if len({fields.get(_FORM) for fields in everyone}) == 1 else _SAME_FORM
 
 
 def order_fields_of(batches: Iterable[Any], *others: str) -> dict[str, int]:
-    """Return what an iterable of batches tells about their order."""
+    """Return the fields of an iterable of batches that determine their order."""
     told = {name: getattr(batches, name, None) for name in ("seed", "num_samples", "num_files", *others)}
     return {name: int(it) for name, it in told.items() if isinstance(it, numbers.Integral)}
 
 
 def require_batches(batches: Any, may_be_used_up: bool = False) -> None:
-    """Refuse what is no re-iterable of batches. `may_be_used_up`: one pass will do, as that of a generator."""
+    """Require a re-iterable of batches. `may_be_used_up`: one pass will do, as that of a generator."""
     kind = type(batches).__name__
     if isinstance(batches, Mapping):
         raise TypeError(f"a data set is an iterable of batches, and this {kind} is one batch; {_PUT_IN_A_LIST}")
@@ -225,7 +225,7 @@ def _num_batches(batches: Any) -> int:
 
 
 def _rest_of_pipeline(pipeline: Any, epoch: int, num_batches: int) -> Iterator[Any]:
-    """Iterate over an epoch of a pipeline without its first batches, unread if it tells how many samples they are."""
+    """Iterate over an epoch of a pipeline without its first batches, unread if it has their number of samples."""
     if not callable(getattr(pipeline, "iter_from", None)):
         return islice(pipeline, num_batches, None) if num_batches else iter(pipeline)
     batch_size = getattr(pipeline, "batch_size", None)
@@ -295,7 +295,7 @@ def _checksum(leaves: list[Any]) -> int:
 
 
 def _unmasked(leaf: Any) -> list[Any]:
-    """Return a masked array as its mask and the rest: what is masked may differ where the others are equal."""
+    """Return a masked array as its mask and the rest: masked elements may differ where the others are equal."""
     return [np.ma.getmaskarray(leaf), leaf.filled()] if isinstance(leaf, np.ma.MaskedArray) else [leaf]
 
 

@@ -26,7 +26,7 @@ _DEPENDS_ON_RANKS: Final = (
 )
 _SAME_FILES: Final = (
     "Give all ranks the same files in the same order, and the same options: glob and os.listdir find files in any "
-    "order, so sort what they have found"
+    "order, so sort the names"
 )
 
 
@@ -84,7 +84,7 @@ class DistributedDataset:
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None,
     ) -> DistributedDataset:
-        """Let every rank, or every replica, make batches of its own; or deal out what one pipeline makes. Collective.
+        """Make a data set of every rank's or replica's own batches; or deal out those of one pipeline. Collective.
 
         Raises what `Strategy.distribute_datasets_from_function` does.
         """
@@ -125,7 +125,7 @@ class DistributedDataset:
 
     @property
     def epoch(self) -> int:
-        """The number of the pass, from 0: of the one that goes on, or of the next one when that is over. Local.
+        """The number of the pass, from 0: of the current one, or of the next one once that is over. Local.
 
         A pass that the program has left, by `break` or because of an error, goes on until the next one begins. A pass
         inside another one does not count once it is over, or its iterator is dropped, as by `next(iter(dataset))`.
@@ -155,7 +155,7 @@ class DistributedDataset:
         return state
 
     def require_fitting(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state from which `load_state_dict` could not go on. Local.
+        """Refuse a state from which `load_state_dict` could not continue. Local.
 
         Raises:
             ValueError: If it is no position in such a data set. If it is in the middle of a pass, and the batches have
@@ -165,7 +165,7 @@ class DistributedDataset:
         self._progress.require_fitting(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin at a position that `state_dict` returned, equal on all ranks. Local.
+        """Start the next pass at a position that `state_dict` returned, equal on all ranks. Local.
 
         Batches are skipped when the pass begins: by `iter_from(epoch, num_samples)`, if the iterable of batches has
         this method, as `Batches` has; else they are read, and not used.
@@ -189,7 +189,7 @@ class DistributedDataset:
 
 
 def _dealt_out(strategy_parts: StrategyParts, call: str, batches: Any, policy: AutoShardPolicy) -> BatchSource:
-    """Deal out batches, the same on every rank, to replicas as a policy says. Collective."""
+    """Deal out batches, the same on every rank, to replicas by a policy. Collective."""
     topology, replicas = strategy_parts.topology, strategy_parts.replicas
     ids_here, total = replicas.ids_here, replicas.total
     if not strategy_parts.peers.is_in_lock_step:  # each worker has as many replicas, numbered from 0
@@ -232,8 +232,8 @@ def _policy_of_files(files: Files, policy: AutoShardPolicy, num_replicas: int, i
 def _whole_files(batches: Any, ids_here: range, num_replicas: int) -> WholeBatches:
     if not isinstance(batches, Files):
         raise ValueError(
-            f"AutoShardPolicy.FILE deals out files, and this data set, a {type(batches).__name__}, does not tell which "
-            "it reads; make it a mpidist.Files(names, read), or take AutoShardPolicy.DATA"
+            f"AutoShardPolicy.FILE deals out files, and this data set, a {type(batches).__name__}, does not list "
+            "its files; make it a mpidist.Files(names, read), or take AutoShardPolicy.DATA"
         )
     if batches.num_files < num_replicas:
         raise ValueError(

@@ -47,7 +47,7 @@ class OptionalBatch:
             OutOfRangeError: If there is no batch.
         """
         if not self._batches:
-            raise OutOfRangeError("there is no batch: the data set is at its end; ask has_value() first")
+            raise OutOfRangeError("there is no batch: the data set is at its end; call has_value() first")
         return self._batches[0]
 
 
@@ -127,7 +127,7 @@ class DistributedIterator(Iterator[Any]):
         return self._progress.state_at(self._progress.next_pass() if self._position is None else self._position)
 
     def require_fitting(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state from which `load_state_dict` could not go on. Local.
+        """Refuse a state from which `load_state_dict` could not continue. Local.
 
         Raises:
             ValueError: As `DistributedDataset.require_fitting` does.

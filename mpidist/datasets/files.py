@@ -63,7 +63,7 @@ class Files:
         return self.iter_from(0, 0)
 
     def iter_from(self, epoch: int, num_samples: int) -> Iterator[Any]:
-        """Iterate over what is left of an epoch. Local.
+        """Iterate over the rest of an epoch. Local.
 
         Args:
             epoch: The number of the epoch, from 0.

@@ -13,7 +13,7 @@ __all__ = ["AutoShardPolicy", "InputContext", "InputOptions", "InputReplicationM
 
 @final
 class InputReplicationMode(CaseInsensitiveEnum):
-    """How many input pipelines there are: one on every rank, or one for every replica.
+    """Number of input pipelines: one on every rank, or one for every replica.
 
     Both mean the same, unless the number of replicas was chosen.
     """
@@ -24,7 +24,7 @@ class InputReplicationMode(CaseInsensitiveEnum):
 
 @final
 class AutoShardPolicy(CaseInsensitiveEnum):
-    """How batches are dealt out to replicas: to ranks, unless the number of replicas was chosen.
+    """Policy of dealing batches to replicas: to ranks, unless the number of replicas was chosen.
 
     `OFF`: every replica gets all batches. `FILE`: it gets those of whole files. `DATA`: every rank reads all, and
     replicas take batches in turn. `AUTO`: of `Files`, `FILE` if there are as many files as replicas, else `DATA`; of

@@ -15,10 +15,10 @@ _UNITS: Final = ("samples", "steps", "batches")
 
 @final
 class Position:
-    """How far a program is in one pass, in what its source counts. Equal on all ranks, which step together.
+    """Position of a program in one pass, in the unit of its source. Equal on all ranks, which step together.
 
-    `is_begun` once ranks have made a step of the pass in this process, `is_over` at its end. `iterator` refers to what
-    makes the steps. `outer` is the pass that was open when this one began, and had made the last step.
+    `is_begun` once ranks have made a step of the pass in this process, `is_over` at its end. `iterator` refers to the
+    object that makes the steps. `outer` is the pass that was open when this one began, and had made the last step.
     """
 
     def __init__(self, epoch: int = 0, num_seen: int = 0) -> None:
@@ -60,7 +60,7 @@ class Progress:
         return self.position is not self._last
 
     def next_pass(self) -> Position:
-        """Return where the next pass begins: what was restored, or the pass after the last one. Begins nothing."""
+        """Return the start of the next pass: the restored position, or the pass after the last one. Begins nothing."""
         return Position(self._last.epoch + 1) if self._last.is_begun else self._last
 
     def note_step(self, position: Position, iterator: object) -> bool:
@@ -78,9 +78,9 @@ class Progress:
         return {"epoch": epoch, self.source.unit: num_seen, **self.source.order_fields}
 
     def require_fitting(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state from which the rest of the pass would not be what was left."""
+        """Refuse a state from which the rest of the pass would be another one."""
         unit = self.source.unit
-        needed = f"a position in this data set tells epoch and {unit}, as whole numbers, and this is"
+        needed = f"a position in this data set has the fields epoch and {unit}, as whole numbers, and this is"
         if not isinstance(state, Mapping):
             raise TypeError(f"{needed} {state!r}")
         numbers = [state.get("epoch"), _num_seen(unit, state)]
@@ -99,7 +99,7 @@ class Progress:
                 )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin at a state; refuse it, and change nothing, if it does not fit."""
+        """Start the next pass at a state; refuse it, and change nothing, if it does not fit."""
         self.require_fitting(state)
         self._last = self._restored = Position(state["epoch"], _num_seen(self.source.unit, state))
 

@@ -134,7 +134,7 @@ def test_policies_of_files_are_not_for_global_batches(strategy: MultiWorker) -> 
 def test_files_unlike_on_ranks_raise_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
     """As where one has not sorted what `glob` has found; else batches would be lost, and others read twice."""
     names = NAMES[::-1] if comm.rank == 1 else NAMES
-    with raises_everywhere(comm, InvalidArgumentError, "part0 to part8; rank 1: 9: part8 to part0.*sort what they"):
+    with raises_everywhere(comm, InvalidArgumentError, "part0 to part8; rank 1: 9: part8 to part0.*sort the names"):
         strategy.experimental_distribute_dataset(Files(names, read))
     names = [NAMES[0], *NAMES[1:8][:: -1 if comm.rank == 1 else 1], NAMES[8]]
     with raises_everywhere(comm, InvalidArgumentError, "checksum of their names"):
@@ -234,7 +234,7 @@ def test_position_in_whole_files_needs_as_many_ranks(comm: Intracomm, strategy: 
     with pytest.raises(ValueError, match=f"pipelines {comm.size + 1}, .* has pipelines {comm.size}"):
         dataset.load_state_dict(state | {"pipelines": comm.size + 1})
     in_turn = strategy.experimental_distribute_dataset(Files(NAMES, read, seed=5), options("DATA"))
-    with pytest.raises(ValueError, match="a position in this data set tells epoch and batches"):
+    with pytest.raises(ValueError, match="a position in this data set has the fields epoch and batches"):
         in_turn.load_state_dict(state)
     in_turn.load_state_dict(state | {"epoch": 4, "steps": 0})  # between epochs AUTO may choose otherwise
     assert in_turn.state_dict() == {"epoch": 4, "batches": 0, "seed": 5, "num_files": len(NAMES)}
@@ -254,7 +254,7 @@ def test_functions_make_the_same_batches_on_all_ranks(comm: Intracomm, policy: s
         assert len(dataset) == len(range(comm.rank, len(ALL), comm.size))
     found = of_all(comm, dataset)
     assert sorted(row for of_rank in found for row in of_rank) == ALL
-    with raises_everywhere(comm, ValueError, "FILE deals out files, and this data set, a list, does not tell"):
+    with raises_everywhere(comm, ValueError, "FILE deals out files, and this data set, a list, does not list its"):
         strategy.distribute_datasets_from_function(lambda _: [np.ones(1)], options("FILE"))
     own = strategy.distribute_datasets_from_function(
         lambda context: Files(NAMES, read).shard(context.num_input_pipelines, context.input_pipeline_id)
