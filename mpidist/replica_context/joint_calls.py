@@ -40,7 +40,7 @@ WriteTogether = Callable[[Sequence[Any], "Exception | None"], None]
 
 @final
 class _Arguments(NamedTuple):
-    """What one replica passes to a collective call; `None` for what the call does not take."""
+    """Arguments of one replica for a collective call; `None` for those that the call does not take."""
 
     op: Any
     value: Any
@@ -89,7 +89,7 @@ class JointCalls:
     def _body(
         self, at: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Callable[[], Any]:
-        """Return what a replica runs."""
+        """Return the function that a replica runs."""
         replicas = self._replicas
         own_args = local_components(list(args), at, replicas.num_here) if args else ()
         own_kwargs = local_components(dict(kwargs), at, replicas.num_here) if kwargs else {}
@@ -130,7 +130,7 @@ class JointCalls:
     def write_together(self, call: str, write: WriteTogether, argument: Any, error: Exception | None) -> None:
         """Write an array that the replicas of this rank share, once for all of them. Collective.
 
-        `write` is collective, too, and takes the argument of each replica, and what is wrong with one.
+        `write` is collective, too, and takes the argument of each replica, and the error of one.
         """
         self._turns.meet(call, partial(self._write_together, write), (argument, error))
 
@@ -334,18 +334,18 @@ def _read_only(result: Any) -> Any:
 
 
 def _traits_text(kwargs: Mapping[str, Any]) -> str:
-    """Write what all replicas of a rank must say alike of a variable that they make: all but its initial value."""
+    """Describe a new variable's arguments that all replicas of a rank must pass alike: all but its initial value."""
     traits = sorted((name, value) for name, value in kwargs.items() if name != "initial_value")
     return ", ".join(f"{name}={value}" for name, value in traits) or "no traits"
 
 
 def _identities(arguments: _Arguments) -> tuple[int, int, bool, bool]:
-    """Return what is alike in most programs, where `_describe_common` need not be compared."""
+    """Return identities that are equal in most programs, where `_describe_common` need not be compared."""
     return id(arguments.op), id(arguments.options), arguments.out is None, arguments.weight is None
 
 
 def _describe_common(arguments: _Arguments) -> dict[str, str]:
-    """Describe what all replicas of a rank must pass alike, by name."""
+    """Describe the arguments that all replicas of a rank must pass alike, by name."""
     op = arguments.op
     with suppress(ValueError, TypeError):  # what is no operation is refused by the call
         op = ReduceOp.of(op)

@@ -2,7 +2,7 @@
 
 At a call in which the replicas meet, a rank first checks the writes of its replicas, then the ranks compare the call,
 of which a conflict of one rank is a part, and only then each rank commits: a write is kept on all ranks, or on none.
-At the end of `run` the ranks compare nothing, so what one rank refuses then, others keep: the error says what to do.
+At the end of `run` the ranks compare nothing, so others keep a write that one rank refuses: the error has the remedy.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class PendingWrites:
         self.written: dict[int, _WrittenArray] = {}
 
     def read(self, replica_id: int, shared: Any) -> Any:
-        """Return a shared array as a replica sees it: with what the replica wrote. Local."""
+        """Return a shared array as a replica sees it: with the replica's own writes. Local."""
         written = self.written.get(id(shared))
         return shared if written is None else written.seen_by(replica_id)
 
     def change(
         self, replica_id: int, name: str, shared: Any, change: Callable[[Any], None], on_commit: Callable[[], None]
     ) -> None:
-        """Let `change` write into this replica's copy of an array. `on_commit` follows the write itself. Local."""
+        """Call `change` on this replica's copy of an array. `on_commit` follows the write itself. Local."""
         written = self.written.get(id(shared)) or _WrittenArray(name, shared, on_commit)
         written.change(replica_id, change)
         self.written[id(shared)] = written
 
     def conflict(self) -> Exception | None:
-        """Return a `ValueError`, which other ranks must learn of, if replicas wrote different bits. Local."""
+        """Return a `ValueError`, to be raised on all ranks, if replicas wrote different bits. Local."""
         try:
             for written in self.written.values():
                 written.require_equal(self._ids)

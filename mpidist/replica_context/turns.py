@@ -49,7 +49,7 @@ class _Replica:
     """One replica: its stack, its contexts, and where it stands. The stack is kept from run to run.
 
     `meeting`: the call in which the replica waits; `None` before its first turn and after its end. `error`: what ended
-    the replica. `result`: what the function of the run returned.
+    the replica. `result`: that of the run's function.
     """
 
     def __init__(self, replica_id: int) -> None:
@@ -70,7 +70,7 @@ class _Replica:
         self._refusal: BaseException | None = None
 
     def answer(self, outcome: Any) -> None:
-        """Store the result of the replica's call, with which the replica goes on at its next turn."""
+        """Store the result of the replica's call, for its next turn."""
         self._outcome = outcome
 
     def refuse(self, error: BaseException) -> None:
@@ -78,7 +78,7 @@ class _Replica:
         self._refusal = error
 
     def take_result(self) -> Any:
-        """Return what the function of the run returned, and forget it, and the values of its context variables."""
+        """Return the result of the run's function, and drop it, and the values of its context variables."""
         result, self.result, self._stack.gr_context = self.result, None, None
         return result
 
@@ -100,7 +100,7 @@ class _Replica:
                 arrays.wait_for_stream()
 
     def describe(self) -> str:
-        """Say what the replica did, for errors."""
+        """Describe the replica's state, for errors."""
         if self.error is not None:
             return f"replica {self.replica_id} raised {type(self.error).__name__}: {self.error}"
         did = "returned from the function" if self.meeting is None else f"called {self.meeting.call}"
@@ -118,7 +118,7 @@ class _Replica:
 
 
 def _run_each() -> None:
-    """Run what the stack of a replica is given in each run; between runs it refers to no replica, which may go."""
+    """Run the functions given to a replica's stack, one in each run; between runs it refers to no replica."""
     rank_stack: Any = getcurrent().parent
     while True:
         run = rank_stack.switch()
@@ -128,9 +128,9 @@ def _run_each() -> None:
 
 @final
 class Turns:
-    """Runs the replicas of this rank by turns, and lets them meet in calls. For one `Strategy.run` at a time.
+    """Runs the replicas of this rank by turns, which meet in calls. For one `Strategy.run` at a time.
 
-    `pending`: what the replicas have written to arrays that they share: checked when all replicas have met, committed
+    `pending`: the writes of the replicas to arrays that they share: checked when all replicas have met, committed
     when the ranks have agreed on the call, and when all replicas have returned.
     """
 
@@ -208,7 +208,7 @@ class Turns:
             return self._rank_stack.switch()
 
     def _take_turns(self, replicas: Sequence[_Replica]) -> bool:
-        """Let every replica run to its next meeting or to its end. Returns whether all have returned."""
+        """Run every replica to its next meeting or to its end. Returns whether all have returned."""
         for replica in replicas:
             if not replica.has_ended:
                 self._resume(replica)
@@ -248,7 +248,7 @@ class Turns:
             replica.answer(outcome)
 
     def _make(self, meeting: _Meeting, arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
-        """Make a call; then commit what the replicas have written, or drop it if the call is refused."""
+        """Make a call; then commit the replicas' writes, or drop them if the call is refused."""
         if not (meeting.is_settled and self.pending.written):
             return meeting.carry_out(arguments, error)
         try:
@@ -268,14 +268,14 @@ class Turns:
 
 
 def _raise_first(replicas: Sequence[_Replica]) -> None:
-    """Raise what the lowest replica raised, if one did."""
+    """Raise the exception of the lowest replica that has one."""
     for replica in replicas:
         if replica.error is not None:
             raise replica.error
 
 
 def _mismatch(replicas: Sequence[_Replica]) -> InvalidArgumentError | None:
-    """Return an error that says how the calls of replicas differ; `None` if they do not."""
+    """Return an error with the differences between the calls of replicas; `None` if there are none."""
     if len({replica.meeting and replica.meeting.call for replica in replicas}) == 1:
         return None
     waiting = next(replica for replica in replicas if replica.meeting is not None)
