@@ -1,4 +1,4 @@
-"""Which jobs a cluster has, and the address of each of their tasks."""
+"""Jobs of a cluster, and the address of each of their tasks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ClusterSpec:
         return {job: dict(tasks) if self.is_sparse(job) else list(tasks.values()) for job, tasks in self._jobs.items()}
 
     def is_sparse(self, job_name: str) -> bool:
-        """Tell whether not all tasks of a job are known: whether the indices have gaps.
+        """Whether not all tasks of a job are known: whether the indices have gaps.
 
         Raises:
             ValueError: If there is no such job.

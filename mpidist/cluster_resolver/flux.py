@@ -27,10 +27,10 @@ class FluxClusterResolver(ClusterResolver):
         super().__init__(environ=environ)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Give a worker for each task, on the hosts that `flux job taskmap` names. Local; asks Flux once.
+        """Give a worker for each task, on the hosts that `flux job taskmap` names. Local; queries Flux once.
 
         Raises:
-            TopologyError: If this is no job of Flux, or Flux does not know it.
+            TopologyError: If this is no job of Flux, or Flux has no such job.
         """
         return self._cluster_spec
 

@@ -1,4 +1,4 @@
-"""Which GPUs the environment gives this process, without asking a driver."""
+"""GPUs that the environment gives this process, without a query of a driver."""
 
 from __future__ import annotations
 

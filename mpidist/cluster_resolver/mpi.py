@@ -34,7 +34,7 @@ class MPIClusterResolver(ClusterResolver):
 
     @classmethod
     def of(cls, topology: Topology) -> MPIClusterResolver:
-        """Make the resolver of a strategy's ranks, whose hosts are known: no question is collective."""
+        """Make the resolver of a strategy's ranks, whose hosts are known: no method is collective."""
         resolver = cls()
         resolver._topology = topology
         resolver._cluster_spec = ClusterSpec({"worker": number_ports(topology.hostnames)})

@@ -1,4 +1,4 @@
-"""What every cluster resolver answers, whatever its source."""
+"""Base class of all cluster resolvers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_STEP: Final = ("chief", "worker")  # jobs of synchronous training, in the or
 
 
 class OwnTask(NamedTuple):
-    """What a resolver's source says about the calling process; None where the source says nothing."""
+    """Task of the calling process in a resolver's source; None where the source has none."""
 
     task_type: str | None = None
     task_id: int | None = None
@@ -92,7 +92,7 @@ class ClusterResolver(ABC):
     @final
     @property
     def environment(self) -> str:
-        """Where the cluster runs, as free text."""
+        """Environment in which the cluster runs, as free text."""
         return self._environment
 
     @property
@@ -124,7 +124,7 @@ class ClusterResolver(ABC):
 
     @property
     def num_tasks(self) -> int | None:
-        """Number of tasks in synchronous training, chief and workers; None where the cluster does not say all."""
+        """Number of tasks in synchronous training, chief and workers; None where the cluster does not define all."""
         spec = self.cluster_spec()
         jobs = [job for job in _IN_STEP if job in spec.jobs]
         return None if any(map(spec.is_sparse, jobs)) else sum(map(spec.num_tasks, jobs)) or None
@@ -159,7 +159,7 @@ class ClusterResolver(ABC):
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             raise ValueError(
-                f"{type(self).__name__} does not know which task this process is (type {task_type!r}, "
+                f"{type(self).__name__} has no task for this process (type {task_type!r}, "
                 f"id {task_id!r}); pass task_type and task_id"
             )
         address = self.cluster_spec().task_address(task_type, task_id)
@@ -167,9 +167,9 @@ class ClusterResolver(ABC):
 
     @final
     def check(self, size: int, rank: int, hostnames: Sequence[str] | None = None) -> None:
-        """Compare what the resolver says with what MPI says, once, before any training.
+        """Compare the resolver's tasks with MPI's ranks, once, before any training.
 
-        Where the resolver knows nothing, nothing is compared. A wrong size is an error on every rank, a wrong order
+        Where the resolver defines nothing, nothing is compared. A wrong size is an error on every rank, a wrong order
         perhaps on some only: ranks that call this together should agree on the outcome.
 
         Args:
@@ -185,7 +185,7 @@ class ClusterResolver(ABC):
         who, task_type, task_id = type(self).__name__, self.task_type, self.task_id
         if self.num_tasks is not None and self.num_tasks != size:
             raise TopologyError(
-                f"{who} says {self.num_tasks} tasks (chief and workers), but MPI has {size} rank(s); start "
+                f"{who} has {self.num_tasks} tasks (chief and workers), but MPI has {size} rank(s); start "
                 f"with `mpiexec -n {self.num_tasks}` of the MPI that mpi4py was built with, or under Slurm "
                 f"with `srun --mpi=pmi2 -n {self.num_tasks}` (MPICH, Intel MPI) or "
                 f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or {self._remedy}: MPI is enough"
@@ -194,8 +194,8 @@ class ClusterResolver(ABC):
             require_task(self.cluster_spec(), task_type, task_id)  # `rank` is None for a task of an unknown kind
         if self.rank is not None and self.rank != rank:
             raise TopologyError(
-                f"{who} says this process is {self.task_type} {self.task_id}, index {self.rank} of chief and "
-                f"workers, but MPI says rank {rank} of {size}; start the ranks in the order of the cluster's "
+                f"by {who} this process is {self.task_type} {self.task_id}, index {self.rank} of chief and "
+                f"workers, but in MPI it is rank {rank} of {size}; start the ranks in the order of the cluster's "
                 f"tasks (one `srun` or one `mpiexec -n {size}`), or {self._remedy}: MPI is enough"
             )
         assumed = self.assumed_hosts
@@ -203,8 +203,8 @@ class ClusterResolver(ABC):
             pairs = set(zip(assumed, hostnames, strict=True))
             if not len(pairs) == len(set(assumed)) == len(set(hostnames)):
                 raise TopologyError(
-                    f"{who} took the tasks to be on {list(assumed)}, as nothing in the environment says how they are "
-                    f"dealt to nodes, but MPI has the ranks on {list(hostnames)}; say it (`srun -m block`), or "
+                    f"{who} assumed the tasks to be on {list(assumed)}, as the environment does not give their "
+                    f"distribution, but MPI has the ranks on {list(hostnames)}; set it (`srun -m block`), or "
                     f"{self._remedy}: MPI is enough"
                 )
 

@@ -17,7 +17,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: The cluster.
-        master: What `master()` returns when no task is asked for.
+        master: The result of `master()` without a task.
         task_type: Job of this process.
         task_id: Index of this process within its job.
         environment: Free text on where the cluster runs.
@@ -55,7 +55,7 @@ class SimpleClusterResolver(ClusterResolver):
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Give the address of the task asked for, or the `master` given if none is.
+        """Give the address of the requested task, or the `master` given if none is.
 
         Raises:
             ValueError: If the cluster has no such task.
@@ -69,5 +69,5 @@ class SimpleClusterResolver(ClusterResolver):
         return dict(self._num_accelerators)
 
     def find_own_task(self) -> OwnTask:
-        """Find nothing: only the program knows."""
+        """Find nothing: only the program defines the task."""
         return OwnTask()

@@ -34,7 +34,7 @@ class _Step(NamedTuple):
 class SlurmClusterResolver(ClusterResolver):
     """The tasks of the Slurm step that this process is in; task r of `srun` is rank r.
 
-    The resolver reads the environment at the first question, and keeps what it has read. The order of ranks is that of
+    The resolver reads the environment once, at the first use. The order of ranks is that of
     Slurm for the distributions block, cyclic and plane, on nodes with equal or unequal numbers of tasks. Where the
     environment does not name the distribution, the resolver assumes block, Slurm's default, unless this task's own
     place contradicts block; a strategy then compares the assumption with MPI. Variables that contradict each other, and
@@ -125,7 +125,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     @property
     def assumed_hosts(self) -> list[str] | None:
-        """Host of each task of chief and workers, where the environment does not say how tasks are dealt to nodes."""
+        """Host of each task of chief and workers, where the environment does not give their distribution."""
         if not self._step.is_assumed:
             return None
         spec = self._step.cluster_spec
@@ -293,8 +293,8 @@ def _tasks_per_turn(hosts: Sequence[str], environ: Mapping[str, str]) -> list[in
     if word in ("", "*", "unknown"):
         return [sys.maxsize, 1]
     raise TopologyError(
-        f"SlurmClusterResolver cannot tell which task is on which of {len(hosts)} nodes: it got "
-        f"SLURM_DISTRIBUTION={environ['SLURM_DISTRIBUTION']!r} and knows block, cyclic and plane; {_ADVICE}"
+        f"SlurmClusterResolver cannot map the tasks to {len(hosts)} nodes: it got "
+        f"SLURM_DISTRIBUTION={environ['SLURM_DISTRIBUTION']!r} and supports block, cyclic and plane; {_ADVICE}"
     )
 
 

@@ -12,10 +12,10 @@ __all__ = ["UnionResolver"]
 
 @final
 class UnionResolver(ClusterResolver):
-    """The jobs of several resolvers; the first one says which task this process is, and what accelerators it has.
+    """The jobs of several resolvers; the first one defines the task and the accelerators of this process.
 
     Where several resolvers have one job, its tasks follow each other and get new indices. Where one of these resolvers
-    knows only some tasks of the job, by their indices, all indices stay.
+    has only some tasks of the job, by their indices, all indices stay.
 
     Args:
         resolvers: The resolvers.
@@ -55,7 +55,7 @@ class UnionResolver(ClusterResolver):
         )
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Give the address of the task asked for, or what the first resolver says if none is.
+        """Give the address of the requested task, or the `master` of the first resolver if none is.
 
         Raises:
             ValueError: If the cluster has no such task.

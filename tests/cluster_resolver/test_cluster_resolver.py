@@ -209,11 +209,11 @@ def test_malformed_tf_config_is_refused_with_its_text() -> None:
 def test_check_names_resolver_numbers_and_remedy() -> None:
     resolver = SimpleClusterResolver(ClusterSpec({"worker": ["w"] * 8}), task_type="worker", task_id=2)
     resolver.check(8, 2)
-    with pytest.raises(TopologyError, match=r"^SimpleClusterResolver says 8 tasks .* but MPI has 4 rank") as error:
+    with pytest.raises(TopologyError, match=r"^SimpleClusterResolver has 8 tasks .* but MPI has 4 rank") as error:
         resolver.check(4, 2)
     assert "`mpiexec -n 8`" in str(error.value)
     assert "`srun --mpi=pmi2 -n 8`" in str(error.value)
-    with pytest.raises(TopologyError, match=r"this process is worker 2, index 2 .* but MPI says rank 3 of 8"):
+    with pytest.raises(TopologyError, match=r"this process is worker 2, index 2 .* but in MPI it is rank 3 of 8"):
         resolver.check(8, 3)
     resolver.task_type = "trainer"
     with pytest.raises(ValueError, match="Unrecognized task_type 'trainer'"):

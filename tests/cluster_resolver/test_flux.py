@@ -23,7 +23,7 @@ def test_flux_resolver_in_a_job_gives_a_worker_for_each_task(tmp_path: Path) -> 
     assert (own.task_type, own.task_id, own.rank, own.master()) == ("worker", 4, 4, "n2:8890")
     assert own.num_accelerators() == {"GPU": 1}
     own.check(size=5, rank=4)
-    with pytest.raises(TopologyError, match="says 5 tasks"):
+    with pytest.raises(TopologyError, match="has 5 tasks"):
         own.check(size=8, rank=4)
 
 

@@ -30,7 +30,7 @@ def test_tasks_are_the_ranks_of_the_communicator_in_its_order(comm: Intracomm) -
             assert resolver.master("worker", 0, "grpc") == f"grpc://{spec.task_address('worker', 0)}"
     assert backwards.allgather(resolver.master()) == spec.job_tasks("worker")
     backwards.Free()
-    with pytest.raises(TopologyError, match=f"MPIClusterResolver says {comm.size} tasks"):
+    with pytest.raises(TopologyError, match=f"MPIClusterResolver has {comm.size} tasks"):
         MPIClusterResolver(comm).check(comm.size + 1, comm.rank)
     assert comm.allreduce(1) == comm.size  # it asked on a duplicate, which is freed
     assert MPIClusterResolver(comm, environ={}).num_accelerators() == {"GPU": 0}

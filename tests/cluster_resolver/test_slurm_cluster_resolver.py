@@ -150,7 +150,7 @@ def test_slurm_recorded_tasks_refuse_a_wrong_world() -> None:
             text = rf"SlurmClusterResolver .*{len(tasks)} tasks.* 1 rank.*`mpiexec -n {len(tasks)}`.*srun"
             with pytest.raises(TopologyError, match=text):
                 resolver.check(1, 0)
-            with pytest.raises(TopologyError, match=f"index {rank} of chief and workers, but MPI says rank"):
+            with pytest.raises(TopologyError, match=f"index {rank} of chief and workers, but in MPI it is rank"):
                 resolver.check(len(tasks), (rank + 1) % len(tasks))
 
 
@@ -253,7 +253,7 @@ def test_slurm_recorded_tasks_without_layout_agree_with_mpi(shape: str) -> None:
             resolver.check(len(tasks), rank, hostnames)
         else:
             assert shape == "2nodes-4tasks-cyclic"
-            with pytest.raises(TopologyError, match=r"took the tasks to be on .*, but MPI has the ranks on"):
+            with pytest.raises(TopologyError, match=r"assumed the tasks to be on .*, but MPI has the ranks on"):
                 resolver.check(len(tasks), rank, hostnames)
         with pytest.raises(TopologyError, match=f"{len(tasks)} tasks"):
             resolver.check(len(tasks) + 1, rank, [*hostnames, "n1"])
