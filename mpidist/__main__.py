@@ -25,11 +25,11 @@ __all__ = ["main", "run_command"]
 # By the name of a command its module, of which a job of many ranks reads only the chosen one, and a line of help.
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "run": ("run", "run a program on several ranks, with the launcher of the MPI that mpi4py loads"),
-    "doctor": ("doctor", "say what mpidist sees here, and what is wrong"),
+    "doctor": ("doctor", "check MPI, launcher, memory and GPUs, and report problems"),
     "tune": ("tune", "measure this machine, so that reductions take the fastest way"),
     "stacks": ("stacks", "print where the ranks of a running job are in their programs"),
-    "flight": ("flight.command", "merge the flight recorders of a job, and say where its ranks diverged"),
-    "trace": ("trace.command", "merge the traces of all ranks for Perfetto, and say who waited for whom"),
+    "flight": ("flight.command", "merge the flight recorders of a job, and find where its ranks diverged"),
+    "trace": ("trace.command", "merge the traces of all ranks for Perfetto, and find which ranks waited for which"),
     "checkpoint": ("checkpoint", "list checkpoints, or name the leaves in which two differ"),
     "sbatch": ("batch_job", "submit a training to Slurm, with the job script that fits"),
 }

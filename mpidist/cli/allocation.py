@@ -27,7 +27,7 @@ _MPICH_YIELDS: Final = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "MPIR_CVAR_ENABLE_
 
 @final
 class Start(NamedTuple):
-    """Which ranks are started, with how many threads, if the user says it; `is_tagged`, with it before each line."""
+    """Ranks to start, and their number of threads, if the user gives it; `is_tagged`, with it before each line."""
 
     library: MpiLibrary
     ranks: int

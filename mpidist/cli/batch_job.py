@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-A", "--account", metavar="NAME", help="the account that pays")
     parser.add_argument("--qos", metavar="NAME", help="the quality of service")
     parser.add_argument("--ps", type=count, metavar="P", help="parameter servers, on a node of their own")
-    parser.add_argument("--requeue", action="store_true", help="go on after exit code 75, in the same job")
+    parser.add_argument("--requeue", action="store_true", help="continue after exit code 75, in the same job")
     parser.add_argument("--dry-run", action="store_true", help="print the command, and submit nothing")
     parser.add_argument("--write-scripts", metavar="FOLDER", help="write all job scripts there, and submit nothing")
     parser.add_argument("script", nargs="?", help="the program of all ranks")
@@ -104,7 +104,7 @@ def _options(**values: object) -> list[str]:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the job script cannot know: which environment this is, and how srun starts its MPI."""
+    """Return the variables of the job script: this environment, and the type of MPI for srun."""
     variables = {}
     if sys.prefix != sys.base_prefix:
         variables["VIRTUAL_ENV"] = sys.prefix
@@ -117,7 +117,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _launcher(library: str) -> str:
-    """Return what `srun --mpi=` should say; "" where the job script must find out, as there is no MPI here."""
+    """Return the value of `srun --mpi=`; "" where the job script must find it, as there is no MPI here."""
     if not library:
         return ""
     wanted = "pmix" if "Open MPI" in library else "cray_shasta" if "CRAY" in library else "pmi2"
@@ -128,12 +128,12 @@ def _launcher(library: str) -> str:
         return max(versions)
     raise RefusedError(
         f"the MPI library here needs `srun --mpi={wanted}`, which `srun --mpi=list` does not list: ask the site "
-        "for it, take another MPI library, or say what to take: MPI_TYPE=... mpidist sbatch ..."
+        "for it, take another MPI library, or choose one: MPI_TYPE=... mpidist sbatch ..."
     )
 
 
 def _answer(*command: str) -> str:
-    """Return what a command says; "" if there is no such command, or it fails."""
+    """Return the output of a command; "" if there is no such command, or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -123,7 +123,7 @@ def _compare(one: str, other: str) -> int:
 
 
 def _difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
-    """Say how two states differ; "" if they are equal, bit by bit."""
+    """Describe how two states differ; "" if they are equal, bit by bit."""
     (form, state), (other_form, other_state) = one, other
     if form != other_form:
         return f"{form} and {other_form}"

@@ -1,4 +1,4 @@
-"""Whether MPI takes device memory: by what MPI says, and by the proof of a child process.
+"""Whether MPI takes device memory: by MPI's own report, and by the proof of a child process.
 
 An MPI that cannot take device memory reads it as host memory, and crashes: so this process never tries. The child does:
 
@@ -43,12 +43,12 @@ class Answer(NamedTuple):
 
 
 def hint() -> Answer:
-    """Ask MPI itself, in the two ways that there are. A yes is no proof; no answer is a no."""
+    """Query MPI itself, in the two possible ways. A yes is no proof; no answer is a no."""
     mpi = load_mpi()
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
     if query is not None and query() == 1:
-        return Answer(True, "MPIX_Query_cuda_support says yes")
-    said = "it has no MPIX_Query_cuda_support" if query is None else "MPIX_Query_cuda_support says no"
+        return Answer(True, "MPIX_Query_cuda_support returns yes")
+    said = "it has no MPIX_Query_cuda_support" if query is None else "MPIX_Query_cuda_support returns no"
     info = mpi.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds")
     info.Free()
@@ -70,7 +70,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
-    """Let a child process pass device memory to MPI, and wait for the child. How the child ends is the answer.
+    """Start a child process that passes device memory to MPI. Its output and exit status are the answer.
 
     `command` prints "right" and exits with 0 if MPI can.
     """
@@ -98,12 +98,12 @@ def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
     if child.returncode:
         return Answer(False, f"a child process failed with exit status {child.returncode}: {last}")
     if last != _RIGHT:
-        return Answer(False, f"a child process got wrong numbers; it said {last}")
+        return Answer(False, f"a child process got wrong numbers; its output: {last}")
     return Answer(True, "a child process sent device memory and got the right numbers")
 
 
 def takes_device_memory(cupy: Any) -> bool:
-    """Let MPI send arrays of the current device to this rank itself, and compare. MPI that cannot may crash. Local."""
+    """Send arrays of the current device to this rank by MPI, and compare. MPI that cannot may crash. Local."""
     mpi = load_mpi()
     comm, view = mpi.COMM_SELF, mpi.buffer.fromaddress
     for nbytes in _SIZES:

@@ -1,4 +1,4 @@
-"""Say what mpidist sees here, and what is wrong: MPI, launcher, cores, shared memory, GPUs, and a sum over all ranks.
+"""Check MPI, launcher, cores, shared memory, GPUs, and a sum over all ranks, and report problems.
 
 Start it as you start your jobs, with as many ranks on as many nodes, or alone:
 
@@ -6,7 +6,7 @@ Start it as you start your jobs, with as many ranks on as many nodes, or alone:
 
 It changes nothing, but for `--clean`, which removes what ended jobs of yours have left in /dev/shm and /tmp, and never
 what a process uses. The exit status is 0, and 1 if jobs cannot run: without MPI, with a launcher that does not belong
-to it, with sums that are wrong, and where ranks see something else than `--expect` says.
+to it, with sums that are wrong, and where ranks see something else than `--expect` lists.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Texts = dict[str, Any]  # what ranks of a node see, by title: a text, or texts b
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument("--clean", action="store_true", help="remove what ended jobs of yours have left on the nodes")
+    parser.add_argument("--clean", action="store_true", help="remove leftovers of your ended jobs on the nodes")
     parser.add_argument(
         "--expect",
         metavar="FILE",
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Gather what each rank sees, and let the first rank print it. Collective."""
+    """Gather the facts of each rank, and print them on the first rank. Collective."""
     try:
         load_mpi()
     except UnavailableError as error:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _expected(path: str) -> Mapping[str, str]:
-    """Read what the first node of a file sees."""
+    """Read the facts of the first node of a file."""
     try:
         with open(path, encoding="utf-8") as file:
             facts = json.load(file)["nodes"][0]["facts"]
@@ -103,12 +103,12 @@ def _within_nodes(group: SyncGroup) -> str:
     if max(group.topology.node_sizes) == 1:
         return "one rank"
     if group.levels.fused is None:
-        return "messages of MPI; the warning above says what is wrong with shared memory"
+        return "messages of MPI; the warning above has the error of shared memory"
     return "shared memory"
 
 
 def _print_page(topology: Topology, facts: Sequence[RankFacts], within: str, found: Sequence[Finding]) -> None:
-    """Print what the ranks see, and what was found. `within`: how the ranks of a node reach each other."""
+    """Print the facts of the ranks, and the findings. `within`: how the ranks of a node reach each other."""
     console = Console(highlight=False)
     if not console.is_terminal or not _is_launcher_in_terminal():
         console = Console(highlight=False, width=_LOG_WIDTH, force_terminal=False)

@@ -1,4 +1,4 @@
-"""What `doctor` finds right and wrong in what the ranks see, and in an all-reduce that they make."""
+"""Findings of `doctor`, right and wrong, in the facts of the ranks, and in an all-reduce."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Finding(NamedTuple):
 
 
 def find(group: SyncGroup, facts: Sequence[RankFacts], is_clean: bool = False) -> list[Finding]:
-    """Check what the ranks see, and make an all-reduce. Collective; the result is for the first rank.
+    """Check the facts of the ranks, and make an all-reduce. Collective; the result is for the first rank.
 
-    `is_clean`: whether what ended jobs had left has been removed.
+    `is_clean`: whether leftovers of ended jobs were removed.
     """
     packages = sorted({one.mpi_packages for one in facts if len(one.mpi_packages) > 1})
     several = "several MPI libraries in one environment: {}. Which mpiexec is found is luck"
@@ -58,7 +58,7 @@ def find(group: SyncGroup, facts: Sequence[RankFacts], is_clean: bool = False) -
 
 
 def compare_nodes(topology: Topology, facts: Sequence[RankFacts], wanted: Mapping[str, str]) -> list[Finding]:
-    """Compare what the ranks see with what each rank should see, by title."""
+    """Compare the facts of the ranks with the expected ones, by title."""
     firsts = {ranks[0] for ranks in topology.nodes}  # which alone have some facts
     found = []
     for title, text in wanted.items():
@@ -67,7 +67,7 @@ def compare_nodes(topology: Topology, facts: Sequence[RankFacts], wanted: Mappin
         for got, ranks in group_ranks(others).items():
             where = f"{name_ranks(ranks)} ({', '.join(dict.fromkeys(topology.hostnames[rank] for rank in ranks))})"
             found.append(Finding(FAIL, f"{title} on {where} is {got or 'nothing'}; expected is {text}"))
-    return found or [Finding(OK, "all ranks see what is expected")]
+    return found or [Finding(OK, "all ranks see the expected values")]
 
 
 def _all_reduces(group: SyncGroup) -> Finding:
@@ -118,7 +118,7 @@ def _of_node(node: int, facts: Sequence[RankFacts], is_clean: bool) -> Iterator[
     if facts[0].leftovers:
         text = leftovers_text(facts[0].leftovers)
         if is_clean:
-            yield Finding(OK, f"removed what ended jobs had left: {text}")
+            yield Finding(OK, f"removed leftovers of ended jobs: {text}")
         else:
             yield Finding(WARN, f"ended jobs have left {text}; `mpidist doctor --clean` removes them")
 

@@ -1,4 +1,4 @@
-"""What commands have in common."""
+"""Common parts of the commands that start programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class RefusedError(Exception):
-    """Why a command cannot do what it was told, and what to do."""
+    """Reason why a command refuses its arguments, and what to do."""
 
 
 def command_text(command: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What ended jobs of this user have left on this machine: shared memory, and folders of Open MPI's launcher."""
+"""Leftovers of this user's ended jobs on this machine: shared memory, and folders of Open MPI's launcher."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _files_of(path: Path) -> list[Path]:
 def _unused(path: Path) -> Iterator[bool]:
     """Yield whether no other process has a file open or mapped; none opens it during the body.
 
-    The kernel says so, by a lease, for processes of all users and containers. Where it grants no leases, as on network
+    A lease of the kernel proves it, for processes of all users and containers. Where it grants no leases, as on network
     file systems, files count as used.
     """
     try:

@@ -1,4 +1,4 @@
-"""Measure what the parts of a reduction cost on this machine."""
+"""Measure the costs of a reduction's parts on this machine."""
 
 from __future__ import annotations
 

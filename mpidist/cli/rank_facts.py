@@ -1,4 +1,4 @@
-"""What one rank sees: versions, launcher, cores, memory, network, GPUs."""
+"""Facts of one rank: versions, launcher, cores, memory, network, GPUs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _MOST_NAMES: Final = 8  # network interfaces that are named; a node of a cloud m
 @final
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank sees: `texts` for people, by title, each left out where there is nothing to say.
+    """Facts of one rank: `texts` for people, by title, without empty ones.
 
     `threads` is how many NumPy's libraries may start, 0 if nothing limits them; `shared_bytes` the size of the node's
-    shared memory. `leftovers` is what ended jobs have left on the node, on its first rank.
+    shared memory. `leftovers` are those of ended jobs on the node, on its first rank.
     """
 
     texts: Mapping[str, str]
@@ -54,7 +54,7 @@ class RankFacts:
 
     @classmethod
     def here(cls, group: SyncGroup) -> RankFacts:
-        """Look around. Local; one rank of a node starts a child process, where MPI says it takes device memory."""
+        """Collect the facts. Local; one rank of a node starts a child process, where MPI reports CUDA support."""
         topology, provider = group.topology, cuda.current()
         gpu = GpuFacts.here(provider, os.environ, topology.hostnames[topology.rank])
         cores, shared_bytes = frozenset(os.sched_getaffinity(0)), _shared_bytes()
@@ -89,7 +89,7 @@ class RankFacts:
 
 
 def gpus_text(provider: cuda.Cuda) -> str:
-    """Say which GPUs this process may use; or why there are none."""
+    """Name the GPUs that this process may use; or the reason why there are none."""
     count = provider.support.num_devices
     if not count:
         return f"none: {provider.support.reason}"
@@ -128,18 +128,18 @@ def _cluster(environ: Mapping[str, str]) -> str:
             resolver = TFConfigClusterResolver(environ=environ)
             spec = resolver.cluster_spec()
             jobs = ", ".join(count_text(spec.num_tasks(job), f"{job} task") for job in spec.jobs)
-            return f"{resolver.task_type} {resolver.task_id} of {jobs}, says TF_CONFIG"
+            return f"{resolver.task_type} {resolver.task_id} of {jobs}, by TF_CONFIG"
         except (TypeError, ValueError) as error:  # the error of a job
             return f"refused: {error}"
     components = environ.get("SLURM_HET_SIZE")
     if not components:
         return ""
-    advice = "SlurmClusterResolver(component_jobs=[...]) says what their tasks are"
+    advice = "SlurmClusterResolver(component_jobs=[...]) assigns their tasks"
     return f"a heterogeneous job of Slurm with {components} components; {advice}"
 
 
 def _tuned(placement: Placement) -> str:
-    """Say where the numbers of `tune` for this placement are, or are looked for."""
+    """Name the file of `tune`'s numbers for this placement, or its expected path."""
     try:
         path = tuning_path(TuningKey.here(placement))
     except RuntimeError as error:  # no home
@@ -156,7 +156,7 @@ def _gpu_name(runtime: Any, index: int) -> str:
 
 
 def _device_mpi(provider: cuda.Cuda, is_allowed: bool) -> str:
-    """Say whether MPI takes device memory. Starts a child process, where MPI says yes."""
+    """Describe whether MPI takes device memory. Starts a child process, where MPI reports that it does."""
     answer = hint()
     if answer.works and provider.support.num_devices:
         answer = prove(child_command(int(provider.cupy.cuda.runtime.getDevice())))
@@ -164,6 +164,6 @@ def _device_mpi(provider: cuda.Cuda, is_allowed: bool) -> str:
         return f"perhaps: {answer.reason}, but there is no GPU to try"
     if answer.works:
         use = "MPIDIST_DEVICE_MPI=1 on all ranks uses that between nodes"
-        return f"yes: {answer.reason}; {'used, as MPIDIST_DEVICE_MPI=1 says so' if is_allowed else use}"
+        return f"yes: {answer.reason}; {'used, as MPIDIST_DEVICE_MPI=1 is set' if is_allowed else use}"
     way = "unset MPIDIST_DEVICE_MPI" if is_allowed else "device memory goes through the host"
     return f"no: {answer.reason}; {way}"

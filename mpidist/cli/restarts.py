@@ -30,7 +30,7 @@ _BY_THE_KERNEL: Final = 128  # `si_code` of Ctrl-C, which a terminal sends to th
 
 @final
 class _End(NamedTuple):
-    """How a start of the ranks ended: by which exit code, after which signals to this process, and how many seconds.
+    """End of a start of the ranks: by which exit code, after which signals to this process, and how many seconds.
 
     `was_killed`: whether a rank was killed from outside. `has_failed`: whether its code follows a call that failed.
     """

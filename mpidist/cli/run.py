@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", action="store_true", help="put its rank before each line that a rank prints")
     parser.add_argument("--max-restarts", type=count, metavar="N", help="start again after a failure, at most N times")
     parser.add_argument(
-        "--min-ranks", type=count, metavar="M", help="after a killed rank go on with one rank fewer, down to M"
+        "--min-ranks", type=count, metavar="M", help="after a killed rank continue with one rank fewer, down to M"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as of python -m")

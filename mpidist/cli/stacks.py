@@ -67,7 +67,7 @@ def _title(files: Sequence[StackFile]) -> str:
 
 
 def _choice(job: str | None, found: Sequence[Sequence[StackFile]]) -> str:
-    """Say why there is not one job."""
+    """Explain why there is not one job."""
     if found:
         return "\n".join(["several jobs run here, so name one:", *(f"  {_title(files)}" for files in found)])
     which = "no job" if job is None else f"no job {job}"

@@ -119,7 +119,7 @@ def _show(placement: Placement, as_json: bool) -> None:
 
 
 def _tell(text: str, as_json: bool) -> None:
-    """Print a text for people: where JSON is printed, beside it."""
+    """Print a text for people; to standard error where JSON is printed."""
     print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
@@ -142,7 +142,7 @@ def _print_numbers(
 
 
 def explain(model: CostModel, placement: Placement) -> str:
-    """Say in a table which algorithm is taken from which size on, and why."""
+    """Explain in a table which algorithm is taken from which size on, and why."""
     nodes, ranks = len(placement), sum(placement)
     if ranks == 1:
         return "1 rank: nothing to reduce."

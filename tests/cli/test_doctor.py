@@ -124,7 +124,7 @@ def test_doctor_proves_device_memory_support_claimed_by_mpi(
         tries.append(device)
         return [sys.executable, "-c", "print('right')" if works else "import os; os.abort()"]
 
-    monkeypatch.setattr(rank_facts, "hint", lambda: Answer(True, "MPIX_Query_cuda_support says yes"))
+    monkeypatch.setattr(rank_facts, "hint", lambda: Answer(True, "MPIX_Query_cuda_support returns yes"))
     monkeypatch.setattr(rank_facts, "child_command", command)
     text = said(capfd, comm)
     assert len(tries) == (comm.rank == 0), "once on a node"
@@ -156,8 +156,8 @@ def test_doctor_shows_tasks_of_a_cluster(
     task = {"type": "ps" if is_ps else "worker", "index": 0 if is_ps else comm.rank}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     text = said(capfd, comm)
-    assert "rank 0: worker 0 of 2 worker tasks, 1 ps task, says TF_CONFIG" in text
-    assert f"rank {comm.size - 1}: ps 0 of 2 worker tasks, 1 ps task, says TF_CONFIG" in text
+    assert "rank 0: worker 0 of 2 worker tasks, 1 ps task, by TF_CONFIG" in text
+    assert f"rank {comm.size - 1}: ps 0 of 2 worker tasks, 1 ps task, by TF_CONFIG" in text
 
 
 @pytest.mark.ranks(3)
@@ -226,7 +226,7 @@ def test_doctor_json_is_compared_by_later_runs(
         assert page["findings"][0]["mark"] == "ok"
         Path(path).write_text(text)
     comm.barrier()
-    assert "all ranks see what is expected" in said(capfd, comm, "--expect", path)
+    assert "all ranks see the expected values" in said(capfd, comm, "--expect", path)
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=12345 << 20))
     text = row(said(capfd, comm, "--expect", path, status=1), "fail")

@@ -217,7 +217,7 @@ CASES = {
         [*last_calls(WAITS, WAITS, WAITS), None, *last_calls(WAITS)], 1,
         [
             "4 files, 1 rank without one; written",
-            "=> no file tells of rank 3: gone, or stuck with nobody on the node to write one",
+            "=> no file of rank 3: gone, or stuck without a process on the node to write one",
         ],
     ),
     "gone": Case(
@@ -263,7 +263,7 @@ CASES = {
         [
             "rank 0 waits in read of 'w' (parameter server 0 (rank 2))",
             "rank 2 is in serve() (parameter server 0 (rank 2): 12 requests, the last one of worker 1, rank 1)",
-            "=> no rank is lost: workers ask servers at times of their own",
+            "=> no rank is lost: workers send requests to servers at any time",
         ],
     ),
     "a server that is stopped": Case(
@@ -437,7 +437,7 @@ BAD_TIME = group(0, 1, [[1, "reduce", "", "done", 1.0, "soon", 1.0]])
     [
         ({"version": 2}, "ValueError: it has version 2; this mpidist reads version 1"),
         ({"time": "noon"}, "ValueError: could not convert string to float: 'noon'"),
-        ({"world_rank": 3}, "ValueError: it says that it is of rank 3"),
+        ({"world_rank": 3}, "ValueError: it belongs to rank 3"),
         ({"groups": [7]}, "TypeError: "),
         ({"groups": [{"group": "a"}]}, "KeyError: 'rank'"),
         ({"groups": [group(2, 2, [])]}, "ValueError: rank 2 of 2 ranks"),

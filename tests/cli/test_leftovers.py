@@ -129,7 +129,7 @@ def test_doctor_warns_of_leftovers_and_clean_removes_them(place: Path, capfd: py
     assert f"  warn  {told}" in capfd.readouterr().out
     assert left.exists()
     assert run_command(["doctor", "--clean"]) == 0
-    assert f"removed what ended jobs had left: 1 file, 4 KiB ({left})" in capfd.readouterr().out
+    assert f"removed leftovers of ended jobs: 1 file, 4 KiB ({left})" in capfd.readouterr().out
     assert not left.exists()
     assert run_command(["doctor", "--clean"]) == 0
     assert "ended jobs" not in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Merge the flight recorders of a job, and say where its ranks diverged.
+"""Merge the flight recorders of a job, and find where its ranks diverged.
 
 Every rank keeps its last calls in memory, and writes them to a file when a call fails, when its program crashes, or
 when it is sent the signal SIGUSR1. Give the folder of a job, or the one that holds the folders of jobs:
@@ -111,7 +111,7 @@ def _title(strategy: StrategyFlight) -> str:
 def _reasons(job: JobFlight) -> list[str]:
     ranks = group_ranks({rank: re.sub(r" on rank \d+", "", file.reason) for rank, file in job.files.items()})
     often = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
-    texts = [f"{name_ranks(of_reason)}: {reason or 'not said'}" for reason, of_reason in often]
+    texts = [f"{name_ranks(of_reason)}: {reason or 'no reason given'}" for reason, of_reason in often]
     return [_wrap(text, "  ") for text in some_of(texts, _MOST_REASONS, "other reasons")]
 
 

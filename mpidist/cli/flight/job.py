@@ -24,7 +24,7 @@ _ADVICE: Final = (
 
 @final
 class Call(NamedTuple):
-    """One call of a rank. Times in seconds since 1970; 0 for what has not happened."""
+    """One call of a rank. Times in seconds since 1970; 0 for an event that has not happened."""
 
     sequence: int
     call: str
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 @final
 class FlightFile(NamedTuple):
-    """What a file says of its rank, beside the calls."""
+    """Content of a rank's file, without the calls."""
 
     world_rank: int
     written_by: int
@@ -97,7 +97,7 @@ def load_job(named: Path) -> JobFlight:
         try:
             content = parse(path.read_bytes(), FILE_VERSION)
             if content["world_rank"] != rank:
-                raise ValueError(f"it says that it is of rank {content['world_rank']}")
+                raise ValueError(f"it belongs to rank {content['world_rank']}")
             frames, problem = content["stack"]
             stack, written = Stack(tuple(Frame(*frame) for frame in frames), problem), float(content["time"])
             file = FlightFile(rank, content["written_by"], content["host"], written, content["reason"], stack)

@@ -1,4 +1,4 @@
-"""Where did the ranks of a strategy stand, and which of them are behind, or made another call?"""
+"""Places of a strategy's ranks, and the ranks that are behind, or made another call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Difference: TypeAlias = tuple[int, list[tuple[str, str, list[int]]]]  # a number
 class Place(NamedTuple):
     """Ranks that stood at the same place when their files were written, and for how long, the shortest and the longest.
 
-    `position` is (-1, 0) before the first call; `last` is the last call of one of them, and `process` what the
-    operating system said of them.
+    `position` is (-1, 0) before the first call; `last` is the last call of one of them, and `process` the
+    state of their processes.
     """
 
     ranks: list[int]
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     seconds: tuple[float, float]
 
     def __str__(self) -> str:
-        """Say where the ranks stood: `rank 5 is in call 1041, all_reduce (SUM of ...), for 12.0 s: moving data`."""
+        """Describe the place: `rank 5 is in call 1041, all_reduce (SUM of ...), for 12.0 s: moving data`."""
         who = name_ranks(self.ranks) + (f" ({self.process})" if self.process in _PROCESSES else "")
         is_one, last = len(self.ranks) == 1, self.last
         if last is None:
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 @final
 class Verdict(NamedTuple):
-    """What is to be said of a strategy: where its ranks stood, those behind first, and the first different call.
+    """Verdict on a strategy: where its ranks stood, those behind first, and the first different call.
 
     It has diverged if ranks are behind, lost, or made different calls. `lines` say which and when; if none, where all
     are.
@@ -73,17 +73,17 @@ class Verdict(NamedTuple):
 
 
 def judge(strategy: StrategyFlight) -> Verdict:
-    """Say of a strategy which ranks diverged."""
+    """Find the ranks of a strategy that diverged."""
     places, difference, lines = _places(strategy), _find_difference(strategy), []
     for process, meaning in _PROCESSES.items():
         if ranks := [rank for place in places if place.process == process for rank in place.ranks]:
             lines.append(f"{_are(ranks)} {meaning}")
     if missing := strategy.missing:
-        lines.append(f"no file tells of {name_ranks(missing)}: gone, or stuck with nobody on the node to write one")
+        lines.append(f"no file of {name_ranks(missing)}: gone, or stuck without a process on the node to write one")
     if difference is not None:
         sides = [f"{name_ranks(ranks)} called {_with(call, details)}" for call, details, ranks in difference[1]]
         lines.append(f"at call {difference[0]} {', '.join(some_of(sides, _MOST, 'other calls'))}")
-    rest = "no rank is lost: workers ask servers at times of their own"
+    rest = "no rank is lost: workers send requests to servers at any time"
     calls = [call for flight in strategy.ranks.values() for call in flight.calls]
     if not calls or any(call.sequence for call in calls):  # workers and parameter servers alone do not number theirs
         rest = _together(strategy.size, places)
@@ -97,7 +97,7 @@ def judge(strategy: StrategyFlight) -> Verdict:
 
 
 def some_of(texts: Sequence[str], most: int, others: str) -> list[str]:
-    """Leave out the last of too many texts, and say how many these were."""
+    """Leave out the last of too many texts, and count these."""
     return [*texts] if len(texts) <= most else [*texts[: most - 1], f"and {len(texts) - most + 1} {others}"]
 
 
@@ -126,7 +126,7 @@ def _places(strategy: StrategyFlight) -> list[Place]:
 
 
 def _position(flight: RankFlight, resumed: Sequence[int]) -> Position:
-    """Say how far a rank is. A reset stands before the calls after it, of any rank: their numbers are `resumed`."""
+    """Return a rank's position. A reset stands before the calls after it, of any rank: their numbers are `resumed`."""
     if flight.last is None:
         return -1, 0
     number: float = flight.number
@@ -173,7 +173,7 @@ def _behind(strategy: StrategyFlight, places: Sequence[Place]) -> list[str]:
 
 
 def _seconds_behind(strategy: StrategyFlight, place: Place, ahead: Sequence[int]) -> float:
-    """Say how long before the files were written the first of the ranks ahead went on; below zero if none did."""
+    """Return how long before the files were written the first of the ranks ahead continued; below zero if none did."""
     flight = strategy.ranks[place.ranks[0]]
     sequence = flight.last.sequence if flight.last else 0
     went_on = []

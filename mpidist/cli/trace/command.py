@@ -1,4 +1,4 @@
-"""Merge the traces of all ranks into one file for Perfetto, and say who waited for whom.
+"""Merge the traces of all ranks into one file for Perfetto, and find which ranks waited for which.
 
 Ranks record their calls while `strategy.trace(FOLDER)` is open, or from the beginning with the variable
 MPIDIST_TRACE=FOLDER. Then:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     merge.formatter_class = argparse.RawDescriptionHelpFormatter
     merge.add_argument("folder", metavar="FOLDER", help="the files of a trace, or the folders of traces")
     merge.add_argument(
-        "-o", dest="out", metavar="FILE", help="what to write (default: trace.json beside the files); packed, as .gz"
+        "-o", dest="out", metavar="FILE", help="output file (default: trace.json beside the files); packed, as .gz"
     )
 
 
@@ -189,7 +189,7 @@ def _verdict(waits: StrategyWaits) -> list[str]:
     if not waits.num_calls:
         return ["each rank makes its requests by itself: a server's answer is the exchange"]
     if waits.longest is None:
-        return ["nobody waited for another rank"]
+        return ["no rank waited for another"]
     sums = {rank: waits.waits_for(rank) for rank in waits.came_last}
     total, late = sum(sums.values()), max(sums, key=lambda rank: sums[rank])
     who = f"rank {late}, which came last to {waits.came_last[late]} of {count_text(waits.num_calls, 'call')}"

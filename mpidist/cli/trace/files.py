@@ -25,7 +25,7 @@ _ADVICE: Final = "ranks write traces with MPIDIST_TRACE=FOLDER, or strategy.trac
 
 @final
 class TracedCall(NamedTuple):
-    """One call of a rank. Times in nanoseconds; 0 for what has not happened.
+    """One call of a rank. Times in nanoseconds; 0 for an event that has not happened.
 
     `sequence` is 0 for calls that not all ranks make together. The rank staged arrays from `entered` on, joined the
     call at `begun`, and all ranks had at `agreed`. `end` is `"done"`, `"failed"` or `"not seen"`: then `ended` is when
@@ -47,7 +47,7 @@ class TracedCall(NamedTuple):
 class RankTrace(NamedTuple):
     """The calls of one rank in one strategy, in order, from when the trace begins until the rank was seen last.
 
-    `note` says for people what is missing in the file; "" if nothing is.
+    `note` describes for people the missing part of the file; "" if it is whole.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class JobTrace(NamedTuple):
 
 @final
 class _File(NamedTuple):
-    """What a file says, as far as it can be understood; `damage` says what cannot."""
+    """Content of a file, as far as it can be parsed; `damage` describes the rest."""
 
     path: Path
     header: Mapping[str, Any]
@@ -114,7 +114,7 @@ def load_trace(named: Path) -> JobTrace:
 
 
 def _read_all(folder: Path) -> tuple[list[_File], list[str]]:
-    """Read the files that can be read, and say of the others why not; refuse a folder if none can."""
+    """Read the readable files, and explain the failures of the others; refuse a folder if none can be read."""
     files, notes, problems = list[_File](), list[str](), list[str]()
     for _, path in list_files(folder, _FILES):
         try:
@@ -127,7 +127,7 @@ def _read_all(folder: Path) -> tuple[list[_File], list[str]]:
             continue
         files.append(file)
         if file.damage:
-            notes.append(f"{path.name}, {file.damage}; what follows is left out")
+            notes.append(f"{path.name}, {file.damage}; the rest is left out")
     if problems and not files:
         raise RefusedError(problems[0])
     return files, notes + [f"{problem}; it is left out" for problem in problems]
@@ -141,7 +141,7 @@ def _read(path: Path) -> _File | None:
         try:
             piece = json.loads(line) if pieces else parse(line, TRACE_VERSION)
             if not isinstance(piece, dict) or not (pieces or piece.keys() >= _HEADER):
-                raise ValueError("it is not what a rank writes")
+                raise ValueError("it is not a trace of a rank")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             damage = f"line {number}, cannot be understood: {error}"
             if not pieces:

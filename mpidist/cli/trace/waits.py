@@ -1,4 +1,4 @@
-"""What calls are made of: staging, waiting for ranks, exchange, adding; who waited, how long, and for whom."""
+"""Phases of calls: staging, waiting for ranks, exchange, adding; which ranks waited, how long, and for which."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Phase(NamedTuple):
 
 @final
 class RankTimes(NamedTuple):
-    """What one rank did, in nanoseconds: in calls, in all from the beginning to the end, and by phases of calls.
+    """Times of one rank, in nanoseconds: in calls, in all from the beginning to the end, and by phases of calls.
 
     `waited_for`: how long this rank waited until each other rank had joined a call, the last one of all.
     """
@@ -99,8 +99,8 @@ def phases_of(call: TracedCall) -> list[Phase]:
 def waits_of(strategy: StrategyTrace) -> StrategyWaits:
     """Compare when the ranks joined each call that they made together.
 
-    A rank waits for the one that joins last, from its own joining to that of the last. What passes afterwards, until
-    the rank has learnt of it, is nobody's fault.
+    A rank waits for the one that joins last, from its own joining to that of the last. The time from then until
+    the rank has noticed it is no rank's fault.
     """
     ranks = {rank: _times(trace.calls, trace.ended - trace.begun) for rank, trace in strategy.ranks.items()}
     together: dict[int, dict[int, TracedCall]] = {}
