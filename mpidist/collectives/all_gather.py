@@ -73,7 +73,7 @@ class _AllGather(Arguments):
         outs: The arrays that take the results, `None` for new ones.
         out_lengths: Their lengths along the axis; none for new ones.
         per_node_indices: The indices of outs that a node shares.
-        memory: For results of equal parts of all ranks, made before ranks agree, so that all learn if one lacks memory;
+        memory: For results of equal parts of all ranks, made before ranks agree, so that all raise if one lacks memory;
             `None` where there is too little.
     """
 
@@ -208,7 +208,7 @@ def all_gather(
 
 
 def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> Array:
-    """Tell all ranks the lengths, those of outs, and the room; return the lengths [ranks, arrays]. Collective.
+    """Exchange the lengths, those of outs, and the room; return the lengths [ranks, arrays]. Collective.
 
     Raises:
         InvalidArgumentError: If an out of a rank has another length than its result. On all ranks.

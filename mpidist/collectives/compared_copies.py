@@ -48,7 +48,7 @@ class ComparedCopies:
         return self._group.call(call)
 
     def tell(self, name: str, timeout_seconds: float, run: Callable[[], _T]) -> _T:
-        """Run a call; what is found wrong on this rank before ranks compare it, all raise: as that call's error."""
+        """Run a call; all ranks raise an error found on this rank before the comparison, as that call's error."""
         group = self._group
         group.enter(name)
         before = group.agreement.sequence

@@ -127,7 +127,7 @@ class _Rows:
         self._wire, self._dtype = wire_and_result_dtypes(op, self.values.dtype)
 
     def sent(self, adds: bool) -> dict[str, Any]:
-        """Return what this replica sends. `adds`: whether it may add rows with the same index before."""
+        """Return the rows that this replica sends. `adds`: whether it may add rows with the same index before."""
         indices, values = self.indices, self.values.astype(self._wire, copy=False)
         if adds and not is_low_precision(self._wire):
             with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`

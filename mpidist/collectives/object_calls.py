@@ -1,4 +1,4 @@
-"""Objects of Python, sent between ranks: nests of arrays, numbers and texts; others pickled, if a program says so."""
+"""Objects of Python, sent between ranks: nests of arrays, numbers and texts; others pickled, if a program allows it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpidist.transport.text import text_of
 
 __all__ = ["broadcast_object", "gather_object"]
 
-_ADVICE: Final = "pass pickle=True on all ranks, if each may run what another one sends"
+_ADVICE: Final = "pass pickle=True on all ranks, if each may run code that another one sends"
 
 Bytes = np.ndarray[Any, Any]
 
@@ -52,7 +52,7 @@ def gather_object(group: SyncGroup, item: Any, pickled: bool, options: Communica
 
 
 def _named(call: str, pickled: bool) -> str:
-    """Return the name of a call, which ranks compare: no rank unpickles what it has not asked for."""
+    """Return the name of a call, which ranks compare: so no rank unpickles without its program's consent."""
     return f"{call} with pickle" if pickled else call
 
 

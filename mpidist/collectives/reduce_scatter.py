@@ -38,7 +38,7 @@ __all__ = ["reduce_scatter"]
 class _ReduceScatter(Arguments):
     """The arguments of a reduce-scatter; `axes` is the axis of each array, counted from the front.
 
-    `on_host`: what is to be done with each array in host memory; `None` for one in device memory.
+    `on_host`: the work on each array in host memory; `None` for one in device memory.
     """
 
     def __init__(

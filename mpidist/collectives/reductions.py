@@ -158,7 +158,7 @@ class Reductions:
             call.error = name_call(problem, call.name)
 
     def _describe(self, call: ReductionCall) -> None:
-        """Check the arguments, and find or make the plan. Local; raises what is wrong with the arguments."""
+        """Check the arguments, and find or make the plan. Local; raises the error of the arguments."""
         call.operands = operands = Operands(call.values)
         if self.replicas.tree is not None:
             self._open_replicas(call)

@@ -55,7 +55,7 @@ NO_OTHERS: Final[Sequence[Any]] = ()
 
 
 def of_first_replica(value: Any, out: Any, num_here: int) -> tuple[Any, Sequence[Any], Any]:
-    """Return what the first replica of this rank contributes, what the others do, and what takes the first result.
+    """Return the contributions of this rank's first replica and of the others, and the out of the first result.
 
     A contribution of another kind than `key_of_repeated` takes is `None`.
     """
@@ -139,10 +139,10 @@ def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def _outs(out: Any, leaves: list[Any], structure: tuple[Any, ...]) -> tuple[list[Any], bool | str]:
-    """List the leaves of a nest of outs, `leaves` itself if these are the same; and say what `CallKey` has of that."""
+    """List the leaves of a nest of outs, `leaves` itself if these are the same, with their entry in `CallKey`."""
     outs, form = _flatten(out)
     if form != structure:
-        raise ValueError("another form, of which the call tells all ranks")
+        raise ValueError("another form, which the call reports to all ranks")
     return (leaves, True) if all(map(operator.is_, outs, leaves)) else (outs, _OTHERS)
 
 
@@ -222,8 +222,8 @@ class RepeatedCalls:
     ) -> Any:
         """Reduce as an earlier call did, if there was one. Collective, unless it returns `None`.
 
-        `None` means that there was no such call, or this one has to be checked. The arguments are what
-        `key_of_repeated` has returned: `value` is the array, or the list of a nest's leaves, and `None` for tensors
+        `None` means that there was no such call, or this one has to be checked. The arguments are those that
+        `key_of_repeated` returned: `value` is the array, or the list of a nest's leaves, and `None` for tensors
         whose arrays are not known; new results become like `likes`. `others` are what the other replicas of this rank
         pass.
         """
@@ -436,14 +436,14 @@ class RepeatedCalls:
         variant: int | None = None,
         kept: Sequence[Any] = (),
     ) -> None:
-        """Add a list until one of the arrays `kept` is gone: nothing here refers to memory that goes with them."""
+        """Cache a list until one of the arrays `kept` is gone: nothing here refers to memory that goes with them."""
         known, place = self._lists, _place_of_list(key, outs)
         references = [weakref.ref(its, lambda _: known.pop(place, None)) for its in kept]
         call = _ListCall(holds_for, outs_hold, cached, variant, references)
         known[place] = [call, *known.get(place, ())][:_MAX_ALIKE]
 
     def _cached_call(self, call: ReductionCall) -> _CachedCall | None:
-        """Return what carries out calls like one; `None` if they have to be checked each time."""
+        """Return the cached entry of a call; `None` if such calls have to be checked each time."""
         execution = call.plan.execution
         is_native = call.operands.arrays[0].dtype.isnative
         if not (isinstance(execution, FusedExecution) and _is_plain(call) and is_native):
@@ -466,7 +466,7 @@ class RepeatedCalls:
 
 
 def _place_of_list(key: CallKey, arrays: list[Any]) -> Any:
-    """Return the key of a list in the cache: what is reduced in place has been checked itself, of others the forms."""
+    """Return the cache key of a list: with the identity of its first array in place, else with that array's form."""
     first = arrays[0]
     return (key, id(first)) if key[-1] is True else (key, first.shape, first.dtype)
 
@@ -479,7 +479,7 @@ def _note_natives(values: list[Any], natives: list[Any]) -> bool:
 
 
 def _call_with(call: ReductionCall, error: Exception) -> ReductionCall:
-    """Return the same call, with what is wrong on this rank."""
+    """Return the same call, with the error of this rank."""
     like = call.like()
     like.timeout_seconds, like.error = call.timeout_seconds, error
     return like

@@ -119,7 +119,7 @@ class BoundOps:
     ) -> Any:
         """Reduce a nest of every rank's values, and give every rank the result, in `out` if given. Collective.
 
-        `call` is the name in errors and logs. `error` is what the caller found wrong on this rank; raised on all ranks.
+        `call` is the name in errors and logs. `error` is the caller's error on this rank; raised on all ranks.
         """
         reductions, first, others, into = self.reductions, value, NO_OTHERS, out
         if type(value) is Contributions or not self.replicas.are_bare:
@@ -166,7 +166,7 @@ class BoundOps:
         try:
             merged = self._merge(options)
             if out is not None:
-                raise ValueError("out takes no IndexedSlices, whose numbers of rows are not known before: leave it out")
+                raise ValueError("out takes no IndexedSlices, whose numbers of rows are unknown before: leave it out")
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or name_call(problem, call)
 
@@ -241,7 +241,7 @@ class BoundOps:
         return self.options.timeout_seconds if own is None else own
 
     def _merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Override this object's options by those of a call, and refuse what the algorithm cannot do."""
+        """Override this object's options by those of a call, and refuse options that the algorithm does not support."""
         if options is None:
             return self.options
         merged, algorithm = self.options.merge(options), self.algorithm

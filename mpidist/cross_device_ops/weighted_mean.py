@@ -56,7 +56,7 @@ def weighted_mean(
     try:
         op = ReduceOp.of(reduce_op)
         if op is not ReduceOp.MEAN:
-            raise ValueError(f"weight is for means, and the operation is {op}: multiply what is summed by yourself")
+            raise ValueError(f"weight is for means, and the operation is {op}: multiply the summands yourself")
         if has_axis:
             raise ValueError("weight and axis exclude each other: a mean along an axis weighs by the axis' length")
         flat = flatten_contributions(op, value, ops.group, replicas)

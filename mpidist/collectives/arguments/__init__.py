@@ -1,1 +1,1 @@
-"""What a rank passes to a call: values, destinations and outs, checked, and described for the other ranks."""
+"""Arguments of a call on one rank: values, destinations and outs, checked, and described for the other ranks."""

@@ -90,7 +90,7 @@ class KnownOuts:
         return checked if checked is not None and checked.matches(outs, arrays) else None
 
     def check(self, outs: Sequence[Any], arrays: Sequence[Any], shared: SharedArrays) -> CheckedOuts:
-        """Check outs that are not known, and remember them until one is gone."""
+        """Check new outs, and cache them until one is gone."""
         key, weak = id(outs[0]) if outs else 0, weakref.ref(self)
 
         def forget() -> None:

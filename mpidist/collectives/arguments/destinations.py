@@ -56,7 +56,7 @@ _KINDS: Final = (
 def ranks_of(destinations: Any, size: int, value: Any = None) -> tuple[int, ...]:
     """Return the ranks that a `destinations` argument stands for, in ascending order, or refuse it.
 
-    The same object as the value to reduce asks for an all-reduce, unless it is an `int`: of these Python has one object
+    The same object as the value to reduce means an all-reduce, unless it is an `int`: of these Python has one object
     for all that are equal.
     """
     if destinations is not None and destinations is value and type(value) is not int:
@@ -108,7 +108,7 @@ def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -
 
 @final
 class FlatContributions(NamedTuple):
-    """The leaves of what the replicas of this rank contribute to a reduction.
+    """Leaves of the contributions of this rank's replicas to a reduction.
 
     Attributes:
         leaves: The leaves that are sent for this rank's first replica: all but mirrored ones.
@@ -176,7 +176,7 @@ def _require_small_ints(op: ReduceOp, leaves: Sequence[Any], num_replicas: int) 
 
 
 def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: bool = False) -> tuple[Any, ...]:
-    """Return what each replica of this rank contributes; refuse a leaf of no replica if replicas were chosen.
+    """Return the contribution of each replica of this rank; refuse a leaf of no replica if replicas were chosen.
 
     `may_repeat`: it makes no difference how often a value counts, as in a minimum.
     """

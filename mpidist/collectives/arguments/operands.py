@@ -50,7 +50,7 @@ def _are_of_numpy(values: Sequence[Any]) -> bool:
 
 @final
 class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its arrays
-    """What all ranks must agree on about one array."""
+    """Form of one array, equal on all ranks."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -73,7 +73,7 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 class Operands:
     """The values of one call, as native arrays; of distributed values, this rank's component, or its own copy.
 
-    Refuses what is neither an array nor a number, and Python ints that do not fit in int64.
+    Refuses values that are neither array nor number, and Python ints that do not fit in int64.
 
     Attributes:
         arrays: The native arrays. They may be the caller's memory and are only read.

@@ -39,7 +39,7 @@ def flatten_out(structure: nest.Structure, has_mirrored: bool, out: Any) -> list
     outs, form = nest.flatten(out)
     if has_mirrored:
         raise InvalidArgumentError(
-            "out takes what is reduced, and mirrored values are not: leave them out of both nests"
+            "out takes reduced values, and mirrored values are not reduced: leave them out of both nests"
         )
     if form != structure:
         raise InvalidArgumentError(
@@ -230,7 +230,7 @@ def copy_overwritten(
     """Return the values, with a copy of each value that the result of another value may overwrite too early.
 
     That is `arrays` itself if surely no value is overwritten. `are_shared`: all targets lie in shared memory. `owners`:
-    those of the targets, if known, as `owners_of` says.
+    those of the targets, if known, from `owners_of`.
     """
     if all(map(is_, arrays, targets)):
         return arrays

@@ -1,4 +1,4 @@
-"""What all ranks must agree on about a call: the fields that ranks compare, and short texts for people."""
+"""Signature of a call, equal on all ranks: the fields that ranks compare, and short texts for people."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def agreed_call(
 
 
 def name_call(error: Exception, call: str) -> Exception:
-    """Let an error's text begin with the name of the call whose arguments are wrong. Returns the same error. Local."""
+    """Put the name of the call whose arguments are wrong before an error's text. Returns the same error. Local."""
     text = str(error)
     if error.args == (text,) and not text.startswith(call):
         error.args = (f"{call}: {text}",)

@@ -1,1 +1,1 @@
-"""What equal calls have in common: their arithmetic, how their arrays are cut, and how calls are carried out."""
+"""Plans of equal calls: their arithmetic, the cuts of their arrays, and the execution."""

@@ -62,10 +62,10 @@ def result_dtypes(
 
 @final
 class Arithmetic(NamedTuple):
-    """How the numbers of one call are reduced and compressed.
+    """Reduction and compression of the numbers of one call.
 
     Attributes:
-        num_replicas: What a mean divides by.
+        num_replicas: Divisor of a mean.
         in_rank_order: Whether contributions are added in rank order.
         half: The half precision that float32 numbers are sent in; `None` for no compression.
         rounds_everywhere: Whether every rank rounds its contribution; else only numbers that leave a node are rounded.

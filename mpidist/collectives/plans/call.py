@@ -65,10 +65,10 @@ class Execution(ABC):
 @final
 @dataclass(eq=False, repr=False)
 class Plan:
-    """Everything that is the same for all calls of one op, options, nest, shapes and dtypes.
+    """Plan of all calls with one signature: op, options, nest, shapes and dtypes.
 
     Args:
-        fingerprint: A digest of what all ranks must agree on, without the name of the call.
+        fingerprint: A digest of the signature, equal on all ranks, without the name of the call.
         configuration: The algorithm, its parameters and options.
         details: The calls in a few words, for the flight recorder.
         local_sums: Adds the replicas of this rank before `execution` begins; `None` if there is nothing to add.

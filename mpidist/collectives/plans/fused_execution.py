@@ -300,7 +300,7 @@ class FusedExecution(Execution):
         return self._two_shot(fused, given)
 
     def _shared_outs(self, places: Places) -> list[list[list[Any]]]:
-        """Return the outs of each rank, for each list; they are known if they were those of an earlier call."""
+        """Return the outs of each rank, for each list; those of an earlier call are cached."""
         outs = self._outs_by_rank.get(places)
         if outs is None:
             assert places.outs is not None

@@ -1,4 +1,4 @@
-"""Adds what the replicas of one rank contribute, before ranks exchange their sums."""
+"""Sums of the contributions of one rank's replicas, before ranks exchange them."""
 
 from __future__ import annotations
 

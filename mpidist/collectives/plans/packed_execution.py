@@ -84,7 +84,7 @@ class PackedExecution(Execution):
             call.state = self._lay_out(call, is_started)
 
     def begin(self, call: ReductionCall) -> None:
-        """Allocate the results: if a rank has no memory for them, all ranks learn of it before data moves."""
+        """Allocate the results: if a rank has no memory for them, all ranks raise before data moves."""
         if not self._uses_device:  # else `prepare` has done so
             call.state = self._lay_out(call, is_started=False)
 

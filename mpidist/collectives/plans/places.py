@@ -1,4 +1,4 @@
-"""Where the arguments of a call lie in the shared memory of a node."""
+"""Placement of a call's arguments in the shared memory of a node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Key = tuple[tuple[int, ...], int, bool]
 @final
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the arguments of a call lie in shared memory of the node.
+    """Placement of a call's arguments in shared memory of the node.
 
     Attributes:
         sources: The places of the values, if all are symmetric arrays, and none is a per-node array; else `None`.
@@ -86,7 +86,7 @@ class KnownPlaces:
         return Places(sources, outs, digest ^ (outs_digest << 1))
 
     def _references(self, key: _Key, objects: Sequence[Any]) -> list[weakref.ref[Any]]:
-        """Refer to objects so that what is known of them is forgotten once one is gone."""
+        """Refer to objects weakly, so that their cache entry is dropped once one is gone."""
         weak = weakref.ref(self)
 
         def forget(_: Any) -> None:

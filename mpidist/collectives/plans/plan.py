@@ -1,4 +1,4 @@
-"""Which arrays a call sends together, and in which messages. Plans hold indices of elements, and no memory.
+"""Packs and messages of a call's arrays. Plans hold indices of elements, and no memory.
 
 Packs are the user's grouping of arrays, messages what the transport sends at once. A message is *direct*, one large
 piece of an array that is reduced in the memory of its result, or has small pieces that share a pack buffer. A reducer
@@ -72,7 +72,7 @@ class Message:
 
     @cached_property
     def layout(self) -> PackLayout:
-        """Where the pieces lie in a pack buffer."""
+        """Places of the pieces in a pack buffer."""
         return PackLayout([piece.count for piece in self.pieces], self.wire, is_padded=self.device)
 
     @cached_property
@@ -137,7 +137,7 @@ class FusedList:
 @final
 @dataclass(frozen=True)
 class _Wire:
-    """What arrays have in common that may be sent together, in `dtype`.
+    """Common key of arrays that may be sent together, in `dtype`.
 
     `is_compressed`: the arrays are float32, and every rank rounds them to `dtype`.
     """

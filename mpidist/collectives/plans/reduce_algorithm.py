@@ -1,4 +1,4 @@
-"""What an all-reduce algorithm writes, and what plans need of it: the part of `CrossDeviceOps` that they may import."""
+"""Interface of an all-reduce algorithm to plans: the part of `CrossDeviceOps` that they may import."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class RepeatedReduction(ABC):
 class SmallArray(RepeatedReduction):
     """Reduces small arrays: every rank adds all numbers.
 
-    Where arrays have another dtype than what is sent, no call is compiled as a whole.
+    Where arrays have another dtype than the messages, no whole call is compiled.
     """
 
     def __init__(

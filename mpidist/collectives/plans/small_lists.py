@@ -43,7 +43,7 @@ class SmallLists:
         ]
 
     def add(self, staged: list[list[Any]], results: list[Any], are_new: bool) -> None:
-        """Add what all ranks have staged, to the results, or to new arrays if `are_new`. Local."""
+        """Add the staged data of all ranks, to the results, or to new arrays if `are_new`. Local."""
         for at, (fused, made) in enumerate(zip(self._lists, self._results, strict=True)):
             keeps = fused.wire == fused.result_dtype
             total = np.empty(fused.count, fused.wire)
