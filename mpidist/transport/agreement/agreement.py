@@ -29,7 +29,7 @@ _MAX_FINGERPRINTS: Final = 1024  # remembered
 
 @final
 class Progress:
-    """How far `Agreement.join_at_once` has carried a call out."""
+    """Progress of a call in `Agreement.join_at_once`."""
 
     NOT_JOINED: Final = -1  # the whole call is left
     JOINED: Final = 0  # `conclude` is left, the data and `end`
@@ -40,7 +40,7 @@ class Progress:
 
 @final
 class Posted(NamedTuple):
-    """What a rank compares in one call.
+    """Words that a rank compares in one call.
 
     Attributes:
         words: The fingerprint of the call and its place in the program.
@@ -54,12 +54,12 @@ class Posted(NamedTuple):
 
 
 class CallRecord(ABC):
-    """A call that a rank makes, and what it passes: what ranks compare before data moves.
+    """A call of a rank, with its arguments: ranks compare it before data moves.
 
     Attributes:
         fingerprint: A digest of everything that must be equal on all ranks.
         timeout_seconds: How long to wait; `None` is the group's own deadline, 0 for ever.
-        error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the other ranks
+        error: The error of this rank's own arguments. The rank takes part nevertheless, so that the other ranks
             raise the error, too.
         variant: Digest of what may differ between ranks without an error, for example where the arguments lie in shared
             memory. `join` returns whether the digest is equal on all ranks. It is 0 on all ranks, or on none.
@@ -87,7 +87,7 @@ class CallRecord(ABC):
 
     @abstractmethod
     def describe(self) -> Mapping[str, str]:
-        """List what the fingerprint was made of, as name and text. Local; called only when ranks differ."""
+        """List the fields of the fingerprint, as name and text. Local; called only when ranks differ."""
 
 
 @final
@@ -235,14 +235,14 @@ class Agreement(ABC):
 
     @abstractmethod
     def has_raised(self, error: BaseException) -> bool:
-        """Whether all ranks raise this error, or this rank cannot tell them of the error any more. Local."""
+        """Whether all ranks raise this error, or this rank cannot report the error to them any more. Local."""
 
     @abstractmethod
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
         """Measure the wait in `record`, by default the call joined last, from `since` or from now on. Local."""
 
     def has_notes(self) -> bool:
-        """Whether another rank has told this one that it gave up, has ended or goes on alone. Local."""
+        """Whether a note of another rank has arrived: it gave up, has ended or continues alone. Local."""
         return False
 
     def await_message(self, name: str) -> None:  # noqa: B027  a single rank gets no messages
@@ -251,7 +251,7 @@ class Agreement(ABC):
     @property
     @abstractmethod
     def broken(self) -> Exception | None:
-        """What made the group unusable, or `None`."""
+        """Failure that made the group unusable, or `None`."""
 
     def abandon(self) -> None:  # noqa: B027  a single rank has no messages
         """Keep the memory of comparisons that are under way, after a call that failed. Local."""

@@ -86,7 +86,7 @@ class MaximumRounds(MpiRounds):
 class CarryingRounds(MpiRounds):
     """Rounds of one all-gather, which carries `CARRIED_BYTES` of each rank to all ranks, too.
 
-    A rank may join rounds ahead, before the round that it awaits is complete. What a round has carried is there until
+    A rank may join rounds ahead, before the round that it awaits is complete. The data of a round remain until
     the next round is awaited.
 
     Attributes:
@@ -104,7 +104,7 @@ class CarryingRounds(MpiRounds):
 
     @property
     def next(self) -> int:
-        """Where the round that is joined next lies in `sent` and `received`."""
+        """Place of the next round in `sent` and `received`."""
         return (self._joined + 1) % _ROUNDS
 
     @property

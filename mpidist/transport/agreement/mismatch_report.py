@@ -29,10 +29,10 @@ _ALL_OR_NONE: Final = """\
 
 @final
 class CallReport(NamedTuple):
-    """What a rank reports of its call where calls differ.
+    """Report of a rank on its call where calls differ.
 
     Attributes:
-        fields: What the call passes, as name and text. All have a "call"; "advice" is what to do about a difference.
+        fields: The call's arguments, as name and text. All have a "call"; "advice" is what to do about a difference.
         posted: The fingerprint.
         notice: `StopNotice.own`.
     """
@@ -51,7 +51,7 @@ class CallReport(NamedTuple):
 
 
 def is_step_left_by_some(reports: Sequence[CallReport]) -> bool:
-    """Whether some ranks left a step by an exception of their own, and others left none, and go on."""
+    """Whether some ranks left a step by an exception of their own, and others left none, and continue."""
     has_own = any(report.step_exit is not None and report.step_exit.is_own for report in reports)
     return has_own and any(report.step_exit is None for report in reports) and not any(one.is_last for one in reports)
 
@@ -128,7 +128,7 @@ def mismatch_error(everyone: Sequence[Mapping[str, str]], sequence: int) -> Inva
 
 
 def _advice_if_chief_alone(everyone: Sequence[Mapping[str, str]]) -> str:
-    """Say what to do about a call that rank 0 alone makes; "" if another rank makes it, too."""
+    """Return advice on a call that rank 0 alone makes; "" if another rank makes it, too."""
     chief, *others = everyone
     if any(fields["call"] == chief["call"] for fields in others) or chief["call"] in (CLOSE, END):
         return ""

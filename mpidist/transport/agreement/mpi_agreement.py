@@ -115,7 +115,7 @@ class MpiAgreement(Agreement):
         record.posted = posted
 
     def _words_of(self, record: CallRecord) -> Posted:
-        """Return what this rank compares in a call that it joins now. Local."""
+        """Return the words that this rank compares in a call that it joins now. Local."""
         error, fingerprint, bit = record.error, record.fingerprint, 0
         if error is not None:
             fingerprint = fingerprint_of(("error", record.name, repr(error)))

@@ -1,4 +1,4 @@
-"""Which rank the others wait for: found from the waits of the last calls, and logged once a minute at most."""
+"""Rank that the others wait for: found from the waits of the last calls, and logged once a minute at most."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _now = time.monotonic_ns
 
 @final
 class WaitReport(NamedTuple):
-    """How long a rank waited for others in the last calls before the one in which ranks exchange their reports.
+    """Waits of a rank for others in the last calls before the one in which ranks exchange their reports.
 
     Attributes:
         seconds: From the begin of the first of these calls until now.
@@ -45,7 +45,7 @@ class WaitReport(NamedTuple):
 
     @property
     def is_of_account(self) -> bool:
-        """Whether the rank has waited so long that others should learn of it."""
+        """Whether the rank has waited so long that it should report the wait."""
         return bool(self.waits.sum() > _LEAST_SHARE * self.seconds and np.count_nonzero(self.waits) >= _LEAST_CALLS)
 
 
@@ -54,7 +54,7 @@ class SlowRanks:
     """One rank's memory of its waits, from which rank 0 finds out for which rank the others wait.
 
     A call in which a rank does not wait costs nothing. Once in an interval, a rank that waits adds up its waits; if
-    they are of account, it asks all ranks for reports, with a bit of the fingerprint of its next call: `StopNotice`.
+    they are of account, it requests all ranks' reports, with a bit of the fingerprint of its next call: `StopNotice`.
     """
 
     def __init__(self, recorder: FlightRecorder, topology: Topology, interval_seconds: float) -> None:
@@ -66,7 +66,7 @@ class SlowRanks:
         self._reads: deque[tuple[int, int]] = deque(maxlen=_MAX_CALLS)  # the number of a call, and nanoseconds
 
     def note_wait(self, sequence: int) -> bool:
-        """Note that this rank begins to wait in a call. Local. Returns whether to ask all ranks for reports."""
+        """Record that this rank begins to wait in a call. Local. Returns whether to request reports from all ranks."""
         if self._interval == math.inf:
             return False
         now = _now()
@@ -106,7 +106,7 @@ class SlowRanks:
                 logger.warning("mpidist: %s", text)
 
     def _found(self, reports: Sequence[WaitReport]) -> str:
-        """Say for which rank, or for the ranks of which node, the others wait; "" if there is none."""
+        """Name the rank, or the ranks of the node, for which the others wait; "" if there is none."""
         shortest = min(reports, key=lambda report: report.waits.size)
         num_calls, seconds, size = shortest.waits.size, shortest.seconds, len(reports)
         waits = np.array([report.waits[report.waits.size - num_calls :] for report in reports])

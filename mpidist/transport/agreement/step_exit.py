@@ -1,4 +1,4 @@
-"""How a rank left a step by an exception, which the rank's next call compares with the other ranks."""
+"""Exit of a rank from a step by an exception, which the rank's next call compares with the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepExit(NamedTuple):
 
     Attributes:
         step: The number of the rank's `Strategy.run`, counted from 1.
-        is_own: Whether the exception is this rank's own, of which the other ranks have not been told.
+        is_own: Whether the exception is this rank's own, which it has not reported to the other ranks.
     """
 
     step: int
