@@ -1,1 +1,1 @@
-"""Failures: find ranks that are late or lost, tell the other ranks, record calls, end the job."""
+"""Failures: find ranks that are late or lost, notify the other ranks, record calls, end the job."""

@@ -1,4 +1,4 @@
-"""What a rank awaits that is not in lock step: messages that certain ranks send at any time, without call numbers."""
+"""Waits outside of lock step: for messages that certain ranks send at any time, without call numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["AwaitedPeers"]
 
 @final
 class AwaitedPeers(Awaited):
-    """What a rank awaits that sends requests to other ranks, or answers them: `begin` says what a wait is for.
+    """Waits of a rank that sends requests to other ranks, or answers them: `begin` starts and describes one.
 
     Attributes:
         ends_if_any_leaves: Whether the wait also ends when a rank leaves that is not awaited.
-        dispensable: The ranks without which the group goes on when they are lost.
-        lost: Lost ranks, as far as this rank knows -> why each is lost. The owner adds to it as well.
+        dispensable: The ranks without which the group continues when they are lost.
+        lost: Ranks that this rank has found lost -> why each is lost. The owner adds to it as well.
         serving: What an awaited rank is in, by its flight recorder, while it waits for other ranks in its turn, and
             warns of them; `None` where it does not.
         busy_seconds: How long that rank may show no sign of life at least, as on a busy machine.

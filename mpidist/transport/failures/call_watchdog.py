@@ -75,7 +75,7 @@ class CallWatchdog(Awaited):
             self.watchdog.restart(since)
 
     def mark_joined(self) -> None:
-        """Note that all ranks have joined the call: if this rank waits on, its recorder soon says that data move."""
+        """Note that all ranks have joined the call: if this rank waits on, its recorder soon shows that data move."""
         self._agree_at = time.monotonic() + _LATE_NOTE_SECONDS
 
     def check_peers(self) -> None:

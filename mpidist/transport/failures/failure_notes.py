@@ -41,7 +41,7 @@ CLOSED: Final = 9  # closed the group after a call had failed: makes no reset an
 
 @final
 class FailureNote(NamedTuple):
-    """What a rank tells the other ranks.
+    """Note of a rank to the other ranks.
 
     Attributes:
         tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `LOST`, `FOLLOWS`, `STALLED`, `RESETS` or `CLOSED`.

@@ -1,4 +1,4 @@
-"""Flight recorders on disk: a file per rank, written when a call fails, a program crashes, or somebody asks."""
+"""Flight recorders on disk: a file per rank, written when a call fails, a program crashes, or on request."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _now = time.monotonic_ns
 
 @final
 class FlightEntry(NamedTuple):
-    """One call of a rank. Times in nanoseconds of the node's monotonic clock; 0 for what has not happened.
+    """One call of a rank. Times in nanoseconds of the node's monotonic clock; 0 for an event that has not happened.
 
     Attributes:
         sequence: The number of the call among those that all ranks make together; 0 for other calls.
@@ -93,7 +93,7 @@ class FlightRecorder:
 
     @property
     def count(self) -> int:
-        """How many calls there were."""
+        """Number of calls so far."""
         return int(self._words[0])
 
     def replace_details(self, details: str) -> None:
@@ -122,7 +122,7 @@ class FlightRecorder:
 
     @property
     def begun(self) -> float:
-        """When the last call began, in seconds of the monotonic clock."""
+        """Begin of the last call, in seconds of the monotonic clock."""
         return float(self._words[self._at + 2]) / 1e9
 
     @property
@@ -132,7 +132,7 @@ class FlightRecorder:
 
     @property
     def _at(self) -> int:
-        """Where the last call lies."""
+        """Place of the last call."""
         return _RING + (self.count - 1) % MAX_CALLS * _WORDS
 
     def last(self) -> FlightEntry | None:

@@ -1,4 +1,4 @@
-"""What a rank does when its program fails: print the error once, and end the job."""
+"""End of a job when the program of a rank fails: the error is printed once, and the job aborted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Job(NamedTuple):
         save_flights: Writes flight recorders to files. The arguments: why, and where this rank is in its program;
             `None` where it still is there.
         is_thread_of_a_group: Whether other ranks may wait for this thread.
-        may_lower_rank_have_ended: Whether a lower rank has told this rank that it fails, too, or cannot tell.
+        may_lower_rank_have_ended: Whether a lower rank has reported to this rank that it fails, too, or cannot.
         have_others_acknowledged: Whether all other ranks have answered that this one has failed.
         leave: Leaves all groups because of an exception, if the other ranks go on without this rank. Returns whether
             they do.
@@ -80,7 +80,7 @@ class Job(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What stands before every line of this rank."""
+        """Prefix of every line of this rank."""
         return rank_prefix(self.rank, self.hostname)
 
 
@@ -138,7 +138,7 @@ def install(
 
 
 def install_before_start(job: Job, can_end: Callable[[], bool]) -> None:
-    """Let an uncaught exception, or an exit with another code than 0, end the job before MPI is started.
+    """Make an uncaught exception, or an exit with another code than 0, end the job before MPI is started.
 
     `can_end`: whether `job` can still end it. The first strategy of several ranks replaces the callbacks.
     """
@@ -174,7 +174,7 @@ def release_signal(number: int) -> None:
 
 
 def end_job(reason: str) -> None:
-    """Abort the job, and say why: the other ranks do not finish. Returns only where no job is registered."""
+    """Abort the job, and report why: the other ranks do not finish. Returns only where no job is registered."""
     if _jobs:
         write_line(f"this job ends with exit code {EXIT_CODE_AFTER_FAILURE}: {reason}")
         mark_failure(os.environ)
@@ -196,7 +196,7 @@ def _fail(kind: type[BaseException], error: BaseException, _: TracebackType | No
     try:
         _report_failure(job, kind, error)
     except BaseException as problem:  # no memory, for example: the job must end nevertheless
-        write_lines(f"{kind.__name__}; to say more of it failed with {type(problem).__name__}\n", job.prefix)
+        write_lines(f"{kind.__name__}; its description failed with {type(problem).__name__}\n", job.prefix)
     finally:
         _abort(job, _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
 
@@ -267,7 +267,7 @@ def _end_with_code(error: SystemExit) -> None:
 
 
 def _text_of_exit(error: SystemExit) -> str:
-    """Name the exception with what it was raised with, else with the code that the program has set later."""
+    """Name the exception with its arguments, else with the code that the program has set later."""
     return f"SystemExit: {error.args[0] if error.args else status_of(error)}"
 
 
@@ -278,7 +278,7 @@ def _report_exit(job: Job, error: SystemExit) -> None:
 
 
 def _has_left(job: Job, error: BaseException) -> bool:
-    """Whether the job goes on without this rank, whose program ends by this exception."""
+    """Whether the job continues without this rank, whose program ends by this exception."""
     if has_left(error):
         return True
     is_own = following_of(error) is None and not getattr(error, "raised_on_all_ranks", False)

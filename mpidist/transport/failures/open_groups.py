@@ -87,12 +87,12 @@ class OpenGroup(ABC):
         """Return the group's watchdog; `None` if it can read no notes any more. Local."""
 
     def is_dispensable(self) -> bool:
-        """Whether the other ranks go on if this rank's program fails. Local."""
+        """Whether the other ranks continue if this rank's program fails. Local."""
         return False
 
     def leave(self, error: BaseException) -> None:
-        """Leave a group that goes on without this rank, because of an exception that ends the program. Local."""
-        raise RuntimeError("other ranks cannot go on without this one")
+        """Leave a group that continues without this rank, because of an exception that ends the program. Local."""
+        raise RuntimeError("other ranks cannot continue without this one")
 
     @abstractmethod
     def flights(self) -> Mapping[int, GroupFlight]:
@@ -174,7 +174,7 @@ def explain_failures(environ: Mapping[str, str]) -> None:
 
 
 def show_stack(environ: Mapping[str, str]) -> None:
-    """Let other processes read this thread's stack already before MPI is started, if it is a launched rank's. Local."""
+    """Publish this thread's stack already before MPI is started, if it is a launched rank's. Local."""
     rank = LaunchedRank.of(environ)
     if rank is not None and rank.launcher == os.getppid():  # no child of a rank
         with suppress(ValueError):  # building the strategy raises it, on all ranks
@@ -189,7 +189,7 @@ def release_signal(number: int) -> None:
 
 
 def _tell_of_immediate_exit(status: int) -> None:
-    """Write that `os._exit` ends this rank in the middle of its work, which launchers may take for the job's end."""
+    """Report that `os._exit` ends this rank in the middle of its work, which launchers may take for the job's end."""
     if _open:
         if code := status & 0xFF:  # launchers may return that of a rank that they have killed then
             store_code(os.environ, code)
@@ -284,13 +284,13 @@ def advance_others(group: OpenGroup) -> None:
 
 
 def tell_end(text: str) -> None:
-    """Tell the other ranks of all groups that this rank's program has failed. Local."""
+    """Notify the other ranks of all groups that this rank's program has failed. Local."""
     for watch in _watches(_open):
         watch.tell_end(text)
 
 
 def leave(error: BaseException) -> bool:
-    """Leave all groups because of an exception that ends the program; return whether they go on without it. Local."""
+    """Leave all groups as an exception ends the program; return whether they continue without it. Local."""
     groups = (*_open, *_failed)
     if not groups or not all(group.is_dispensable() for group in groups):
         return False
@@ -300,7 +300,7 @@ def leave(error: BaseException) -> bool:
 
 
 def may_lower_rank_have_ended() -> bool:
-    """Whether a lower rank has told in any group that its program ends, or there is no group to tell in. Local."""
+    """Whether a lower rank has reported in any group that its program ends, or there is no group. Local."""
     groups = (*_open, *_failed)
     return not groups or any(watch.has_lower_rank_ended() for watch in _watches(groups))
 
@@ -348,7 +348,7 @@ def save_flights(reason: str, own_stack: Stack | None = None) -> str:
         for rank, of_rank in flights.items():
             stack = stacks.get(pids.get(rank, 0), Stack())
             write_flight(folders[0], rank, reason.splitlines()[0], of_rank, stack, own)
-        return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
+        return f"last calls of the ranks: python -m mpidist flight {os.path.relpath(folders[0])}"
     except OSError as error:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"
 
@@ -363,7 +363,7 @@ def _save() -> list[str]:
 
 
 def _save_at_end() -> list[str]:
-    """Save, write how to read what was saved to standard error, and return that."""
+    """Save, write to standard error how to read the files, and return that text."""
     texts = [text for text in _save() if text]
     for text in texts:
         job_abort.write_line(text)
@@ -371,7 +371,7 @@ def _save_at_end() -> list[str]:
 
 
 def _leave_to_parent() -> None:
-    """Let a forked process use none of its parent's groups, and not end MPI either."""
+    """Leave the groups to the parent of a forked process, which does not end MPI either."""
     job_abort.uninstall()
     _failed.clear()
     _unbuilt.clear()

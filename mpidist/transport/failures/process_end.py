@@ -25,7 +25,7 @@ class _Process:
 
 
 def leave_mpi_to_parent() -> None:
-    """Let this process end without ending MPI, if it has just been forked from a rank."""
+    """Make this process end without ending MPI, if it has just been forked from a rank."""
     if is_forked_from_rank(os.environ):
         _Process.is_forked_from_rank, _Process.status = True, 0
         watch_exits(_note_exit)

@@ -1,4 +1,4 @@
-"""Whether another process of this machine is alive: read from /proc, because MPI does not tell."""
+"""Whether another process of this machine is alive: read from /proc, because MPI does not report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status board of a node: what each of its ranks is doing, in memory that all of them read."""
+"""Status board of a node: the state of each of its ranks, in memory that all of them read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Status(NamedTuple):
         last: The rank's last call; `None` if it made none.
         seconds: For how long that call has been in its state: waiting, moving data, started, done or failed.
         process: The state of the rank's process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
-        where: Where it is in its program, as a clause; "" where that was not asked for, or is not known.
+        where: Where it is in its program, as a clause; "" where that was not requested, or is unknown.
     """
 
     rank: int

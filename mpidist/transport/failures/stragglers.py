@@ -1,4 +1,4 @@
-"""Which ranks a wait is for, which of them are late, and what an error says of the late ones."""
+"""Awaited ranks of a wait, the late ones of them, and the text of an error about these."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stragglers(NamedTuple):
         return sorted({*self.ranks} - {*self.stopped, *self.gone})
 
     def sentence(self) -> str:
-        """Say which ranks are late, and how."""
+        """Name the ranks that are late, and how."""
         size = len(self.hostnames)
         if self.gone:
             what, is_ = ("process", "is") if len(self.gone) == 1 else ("processes", "are")
@@ -69,7 +69,7 @@ class Stragglers(NamedTuple):
         return ", and ".join(texts)
 
     def lines(self) -> list[str]:
-        """Say of each late rank what the rank did last; of many ranks, only the first ones."""
+        """Describe the last call of each late rank; of many ranks, only the first ones."""
         lines = [f"rank {rank}: {self.known[rank]}" for rank in sorted(self.known)[:_MAX_LINES]]
         if len(self.known) > _MAX_LINES:
             lines.append(f"... and {len(self.known) - _MAX_LINES} ranks more")
@@ -84,7 +84,7 @@ class Stragglers(NamedTuple):
 
 
 class Awaited(ABC):
-    """What a rank waits for: a `Watchdog` asks this object which ranks are awaited, and which of them are late.
+    """Wait of a rank: lists for a `Watchdog` the ranks that are awaited, and the late ones of them.
 
     Attributes:
         ranks: The awaited ranks: the wait fails when the process of one of them is gone.
@@ -109,22 +109,22 @@ class Awaited(ABC):
 
     @abstractmethod
     def is_late(self, status: Status) -> bool:
-        """Whether a rank of this node has not done yet what this rank waits for."""
+        """Whether a rank of this node has yet to do the awaited part."""
 
     @abstractmethod
     def is_shared_with(self, status: Status) -> bool:
-        """Whether a rank of this node waits for the same thing: then one of these ranks tells other nodes for all."""
+        """Whether a rank of this node waits for the same: then one of these ranks notifies other nodes for all."""
 
     @abstractmethod
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         """Whether a failure note of another rank ends this wait."""
 
     def go_on_without(self, gone: Collection[int]) -> list[int]:
-        """Stop waiting for gone ranks, where the group goes on without them; return those newly known as lost."""
+        """Stop waiting for gone ranks, where the group continues without them; return those newly found lost."""
         return []
 
     def is_warned_of(self, late: Stragglers, stall_seconds: float) -> bool:
-        """Whether another rank warns of this wait, because it knows better for whom both wait.
+        """Whether another rank warns of this wait, because it has better data on the awaited ranks.
 
         A rank that has shown no sign of life for `stall_seconds` warns of nothing.
         """

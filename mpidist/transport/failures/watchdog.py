@@ -1,9 +1,9 @@
-"""What a rank checks while it waits for other ranks: the clock, their failure notes, and their processes.
+"""Checks of a rank while it waits for other ranks: the clock, their failure notes, and their processes.
 
 Every wait calls `check_peers` now and then. It raises when waiting further cannot help: the deadline has passed,
 another rank has given up or ended, or its process is gone. MPI itself notices none of these.
 
-A `Watchdog` knows nothing of calls. It asks an `Awaited` which ranks are awaited, and which failures of others end the
+A `Watchdog` handles no calls. An `Awaited` lists the ranks that are awaited, and the failures of others that end the
 wait: `CallWatchdog` for calls in lock step, `AwaitedPeers` for messages at any time.
 """
 
@@ -67,7 +67,7 @@ class Watchdog:
         comm: The ranks. Messages from rank to rank in `comm` are this object's alone.
         stall_seconds: When to warn of a wait without a deadline; 0 for never.
         remedy: What people can do after a failure, as a sentence without its full stop. Also an attribute.
-        on_failure: Called with the text of a failure, to save what explains it; returns what to tell people.
+        on_failure: Called with the text of a failure, to save what explains it; returns a text for people.
 
     Attributes:
         broken: The failure that made the group unusable, or `None`.
@@ -148,7 +148,7 @@ class Watchdog:
             raise PeerFailedError(f"{call} on rank {self._rank} cannot complete: {reason}. {_CLOSE_AND_REBUILD}")
 
     def has_lower_rank_ended(self) -> bool:
-        """Whether a lower rank has told of the end of its program, or of an error that will end its program. Local."""
+        """Whether a lower rank has reported the end of its program, or an error that will end its program. Local."""
         for _ in range(PROBES):
             self._read()
         ends = (ENDED, LEFT, BROKE_OFF, GAVE_UP)  # not `FOLLOWS`: it may be this rank that the other follows
@@ -161,27 +161,27 @@ class Watchdog:
         return {number: self.broken is not None or rank in ranks for rank, number in enumerate(self._numbers)}
 
     def tell_end(self, text: str) -> None:
-        """Tell the other ranks that this rank's program has failed. Local."""
+        """Notify the other ranks that this rank's program has failed. Local."""
         if self.broken is None:
             self.tell(ENDED, text, is_lost=True)
 
     def tell_leaving(self, text: str, others_know: bool = True, done: int | None = None) -> None:
-        """Tell the other ranks that this rank leaves their group, because of an exception. Local.
+        """Notify the other ranks that this rank leaves their group, because of an exception. Local.
 
-        `others_know`: if a wait of this rank has failed, other ranks know of it, as in lock step. `done`: the last call
+        `others_know`: if a wait of this rank has failed, others have noticed it, as in lock step. `done`: the last call
         in which this rank has done its part; `None` for the last that it joined.
         """
         if self.broken is None or not others_know:
             self.tell(LEFT, text, is_lost=True, sequence=done)
 
     def tell_closed(self) -> None:
-        """Tell the other ranks, if a call has failed, that this rank makes no reset after it. Local."""
+        """Notify the other ranks, if a call has failed, that this rank makes no reset after it. Local."""
         if self.broken is not None:
             with suppress(load_mpi().Exception):  # of a rank whose host is gone
                 self._notes.send(self._note(CLOSED, self._awaited.name), range(self._size))
 
     def tell_reset(self) -> None:
-        """Tell the other ranks that this rank makes no call any more before a reset. Local."""
+        """Notify the other ranks that this rank makes no more calls before a reset. Local."""
         if self.broken is None:
             self.tell(RESETS, "")
 
@@ -200,7 +200,7 @@ class Watchdog:
     ) -> dict[int, Status]:
         """Send a note to other ranks, so that none waits for this one; return the statuses of its node. Local.
 
-        The statuses are of before: the question where a rank is may wake it from a sleep in C. `is_lost`: some rank
+        The statuses are of before: the query of a rank's place may wake it from a sleep in C. `is_lost`: some rank
         never takes part again, this one, for example; an awaited rank of this node whose process is gone is found
         anyway.
         """
@@ -224,7 +224,7 @@ class Watchdog:
         return {rank: late.get(rank, status) for rank, status in here.items()}
 
     def give_up(self, reason: str) -> NoReturn:
-        """Tell the other ranks that what this rank waits for cannot happen, and raise `PeerFailedError`."""
+        """Notify the other ranks that the wait of this rank cannot succeed, and raise `PeerFailedError`."""
         self.tell(GAVE_UP, reason, is_lost=True)
         self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), follows=False)
 
@@ -255,14 +255,14 @@ class Watchdog:
         return bool(gone) and now - self._gone_since >= _LAST_MESSAGE_SECONDS
 
     def go_on_without(self, gone: Collection[int]) -> None:
-        """Await processes that are gone no longer, where the group can, and tell the other nodes of them. Local."""
+        """Stop waiting for processes that are gone, where the group can, and notify the other nodes. Local."""
         ranks = self._awaited.go_on_without(gone)
         if not ranks:
             return
         self._notes.send(self._note(LOST, "", tuple(ranks)), range(self._size))
 
     def _note(self, tag: int, text: str, lost: tuple[int, ...] = ()) -> FailureNote:
-        """Make a note that says nothing of other ranks than which are lost. Local."""
+        """Make a note that lists of other ranks only the lost ones. Local."""
         own = self._board.status(self._rank)
         return FailureNote(tag, self._awaited.sequence, text, False, lost, self._board.ranks, (own,))
 
@@ -303,7 +303,7 @@ class Watchdog:
                 self._answers[rank] = note
 
     def _why_given_up(self) -> str:
-        """Repeat what notes say of the cause, if they say more than that a rank is late."""
+        """Repeat the cause that notes report, if it is more than a late rank."""
         texts = dict.fromkeys(note.text for note in self._received.values() if note.tag in (GAVE_UP, FOLLOWS))
         return "".join(f": {text}" for text in texts if text)
 
@@ -368,13 +368,13 @@ class Watchdog:
         return {rank for note in notes.values() for rank in note.seen} | {*self._board.ranks}
 
     def _known(self, notes: dict[int, FailureNote], here: Mapping[int, Status]) -> dict[int, Status]:
-        """Merge what this node's board and notes say of the ranks."""
+        """Merge the statuses of ranks on this node's board and in notes."""
         known = {status.rank: status for note in notes.values() for status in note.statuses}
         # A rank's own note says where it waited, and comes last: by the board, it may be in a reset since then.
         return known | {**here} | {rank: note.statuses[0] for rank, note in notes.items()}
 
     def _warn_of_stall(self, now: float, waited: float) -> None:
-        """Warn, once in a wait and on one rank of a node, that the wait is long. Asks the other nodes before."""
+        """Warn, once in a wait and on one rank of a node, that the wait is long. Queries the other nodes before."""
         if self._warn_at == math.inf:  # not asked yet
             if waited >= self._stall_at and self._is_speaker(self._board.statuses()):
                 self._answers.clear()
@@ -394,7 +394,7 @@ class Watchdog:
             logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 
     def _is_speaker(self, statuses: Mapping[int, Status]) -> bool:
-        """Whether this rank is the first of its node's ranks that wait for the same: it speaks for all of them."""
+        """Whether this rank is the first of its node's ranks that wait for the same: it reports for all of them."""
         waiting = [rank for rank, status in statuses.items() if self._awaited.is_shared_with(status)]
         return not waiting or self._rank == min(waiting)
 

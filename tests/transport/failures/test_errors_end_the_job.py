@@ -500,7 +500,7 @@ def require_trace_is_named(ended: Ended, rank: int, traces: Path) -> None:
     """Require that this rank says once how to read the trace."""
     (folder,) = traces.iterdir()
     (line,) = [line for line in ended.lines_of(rank) if "trace merge" in line]
-    assert line.startswith("what calls waited for: python -m mpidist trace merge ")
+    assert line.startswith("waits of the calls: python -m mpidist trace merge ")
     assert Path(line.split()[-1]).name == folder.name
     assert ended.err.count("trace merge") == 1
 

@@ -141,7 +141,7 @@ strategy.reduce("SUM", 1.0)
     ended = job(program, ranks=2, MPIDIST_FLIGHT_DIR=str(tmp_path), MPIDIST_LOG="debug")
     assert ended.status == 0, ended.err
     assert ended.err.count("mpidist DEBUG r0 | the flight recorder is written at SIGUSR1 (MPIDIST_FLIGHT_SIGNAL)") == 1
-    assert "what the ranks called last: python -m mpidist flight" in ended.lines_of(0)[0]
+    assert "last calls of the ranks: python -m mpidist flight" in ended.lines_of(0)[0]
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     told = json.loads((folder / "rank-0.json").read_text())
     assert told["reason"] == "SIGUSR1"
