@@ -96,7 +96,7 @@ class Communicator(ABC):
         self._check_peers: Callable[[], None] = lambda: None
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        """Let this rank call a function while it waits for others. The function raises if waiting cannot help."""
+        """Set a function that this rank calls while it waits for others. It raises if waiting cannot help."""
         self._check_peers = check_peers
 
     def _start_all_gather(self, buffer: Array, bounds: Sequence[int] | None) -> Sequence[int]:

@@ -1,6 +1,6 @@
-"""What there is of CuPy, GPUs and NCCL in this process, and why parts are missing.
+"""CuPy, GPUs and NCCL of this process, with the reasons for missing parts.
 
-CuPy is imported here alone, and only when it is first asked for. No device is touched before CuPy says that there is
+CuPy is imported here alone, and only at its first use. No device is touched before CuPy reports that there is
 one.
 """
 
@@ -27,7 +27,7 @@ INSTALL_CUPY: Final = "`pip install 'cupy-cuda13x[ctk]' nvidia-nccl-cu13` brings
 @final
 @dataclass(frozen=True)
 class GpuSupport:
-    """What was found of CuPy, GPUs and NCCL. What is missing has version 0, or an empty one."""
+    """Versions and numbers of CuPy, GPUs and NCCL. A missing part has version 0, or an empty one."""
 
     cupy_version: str = ""
     num_devices: int = 0  # GPUs that this process may use
@@ -39,7 +39,7 @@ class GpuSupport:
 
 @final
 class Cuda:
-    """CuPy and its binding of NCCL, loaded when they are first asked for."""
+    """CuPy and its binding of NCCL, loaded at their first use."""
 
     @cached_property
     def cupy(self) -> Any:
@@ -51,7 +51,7 @@ class Cuda:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether CuPy has been asked for."""
+        """Whether CuPy was loaded here."""
         return "cupy" in vars(self)
 
     @cached_property
@@ -64,7 +64,7 @@ class Cuda:
 
     @cached_property
     def support(self) -> GpuSupport:
-        """What there is, found out once. The first step that fails gives the reason, and the remedy."""
+        """GPU support, detected once. The first step that fails gives the reason, and the remedy."""
         try:
             cupy = self.cupy
         except ImportError as error:
@@ -119,7 +119,7 @@ def _why_no_device(runtime: Any) -> str:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all but {count}"
-    return f"the driver shows {count}. See what `nvidia-smi` lists"
+    return f"the driver shows {count}. See the list of `nvidia-smi`"
 
 
 _CURRENT: Final = Cuda()
@@ -131,7 +131,7 @@ def current() -> Cuda:
 
 
 def cupy() -> Any:
-    """Return the module `cupy`: only where a value or the user asks for device memory, as CuPy is imported then."""
+    """Return the module `cupy`: only where a value or the user needs device memory, as CuPy is imported then."""
     return _CURRENT.cupy
 
 

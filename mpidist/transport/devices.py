@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Devices on which ranks compute."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Device:
         if self.index >= visible:
             reason = cuda.current().support.reason
             sees = f"this process sees {visible} GPUs{f': {reason}' if reason else ''}"
-            raise UnavailableError(f"{self} was asked for, and {sees}; look at CUDA_VISIBLE_DEVICES")
+            raise UnavailableError(f"{self} was requested, and {sees}; look at CUDA_VISIBLE_DEVICES")
         arrays.use_gpu(self.index)
 
     def __str__(self) -> str:

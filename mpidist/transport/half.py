@@ -115,7 +115,7 @@ def bfloat16() -> np.dtype[Any]:
 
 @cache
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name, also bfloat16 and others of `ml_dtypes`, which NumPy does not know."""
+    """Return the dtype of a name, also bfloat16 and others of `ml_dtypes`, which NumPy lacks."""
     if not name[0].isalpha() or hasattr(np, name):
         return np.dtype(name)
     import ml_dtypes  # guarded: importing it takes a while, and most programs do not need it
@@ -124,5 +124,5 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 def is_of_numpy(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is NumPy's own, in any byte order. The character does not tell, as `ml_dtypes` uses the same."""
+    """Whether a dtype is NumPy's own, in any byte order. The character is no sign, as `ml_dtypes` uses the same."""
     return not 256 <= dtype.num < 2048  # the numbers of dtypes of other packages

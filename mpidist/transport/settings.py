@@ -66,7 +66,7 @@ class Settings:
 
     Attributes:
         pretend_nodes: Node label of each rank of the world, or `None` for the real nodes.
-        check: Whether ranks compare what they call before data moves.
+        check: Whether ranks compare their calls before data moves.
         timeout_seconds: The deadline of calls without `timeout_seconds` of their own; `None` waits for ever.
         abort_on_error: Whether an uncaught exception on one rank ends the whole job.
         transport: `"mpi"`, `"shared_memory"` or `"auto"`: how the ranks of a node communicate.
@@ -142,7 +142,7 @@ class Settings:
         )
 
     def apply_log_level(self) -> None:
-        """Let the `mpidist` loggers write to standard error at the level asked for, if one was."""
+        """Make the `mpidist` loggers write to standard error at the level of `MPIDIST_LOG`, if it is set."""
         if self.log_level is None:
             return
         logger = logging.getLogger("mpidist")
@@ -154,7 +154,7 @@ class Settings:
 
 
 def unknown_settings(environ: Mapping[str, str]) -> list[str]:
-    """Say of each `MPIDIST_` variable that means nothing, which variable may be meant."""
+    """Describe each unknown `MPIDIST_` variable, with the variable that may be meant."""
     texts = []
     for name in sorted(name for name in environ if name.startswith("MPIDIST_") and name not in _KNOWN):
         near = [known for known in _KNOWN if known.startswith(name)] or get_close_matches(name, _KNOWN, 1, cutoff=0.85)

@@ -23,7 +23,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 @final
 class Following(NamedTuple):
-    """How an error is printed that follows the error of another rank, which prints the whole text.
+    """Printed form of an error that follows the error of another rank, which prints the whole text.
 
     `may_go_on`: the other rank may catch its exception, and then prints nothing.
     """
@@ -60,7 +60,7 @@ def following_of(error: BaseException) -> Following | None:
 
 
 def mark_left(error: BaseException) -> None:
-    """Note in an error that its rank has left, and that the other ranks go on without this one."""
+    """Note in an error that its rank has left, and that the other ranks continue without this one."""
     vars(error)["has_left"] = True
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a node are in their programs: a rank writes its stack at a signal, and other processes read it.
+"""Stacks of a node's ranks: a rank writes its stack at a signal, and other processes read it.
 
 Python's `faulthandler` writes the stack in the signal's handler, and needs no lock of Python for that: also of a rank
 that computes in C, sleeps, or loops. It writes into a file in memory, which other processes of the same user find by
@@ -84,7 +84,7 @@ class Frame(NamedTuple):
 
 @final
 class Stack(NamedTuple):
-    """What is known of a rank's stack.
+    """Stack of a rank, as far as it is known.
 
     Attributes:
         problem: Why it is not known, as a clause.
@@ -125,7 +125,7 @@ class Stack(NamedTuple):
 
 @final
 class StackFile(NamedTuple):
-    """The file into which a rank writes its stack, and what the file's name says.
+    """The file into which a rank writes its stack, and the content of the file's name.
 
     Attributes:
         path: The file, in the memory of the rank's process.
@@ -192,7 +192,7 @@ class _Own:
 
 
 def publish_stack(number: int | None, rank: int, size: int, launcher: int, job: str) -> None:
-    """Let other processes of this user see the stack of this thread at a signal, from now on. Local.
+    """Make the stack of this thread readable for other processes of this user at a signal, from now on. Local.
 
     Does nothing if the program uses the signal itself, or the machine does not have what it takes. For `job` see
     `StackFile`.
@@ -234,7 +234,7 @@ def stack_files() -> list[StackFile]:
 
 
 def read_stacks(pids: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Stack]:
-    """Ask processes of this machine for their stacks; those that show none are missing. Local; takes some seconds."""
+    """Read the stacks of processes of this machine; those that show none are missing. Local; takes some seconds."""
     stacks: dict[int, Stack] = {}
     asked: dict[StackFile, int] = {}
     for file in filter(None, map(StackFile.of, pids)):
@@ -283,7 +283,7 @@ def _close() -> None:
 
 
 def _state(file: StackFile) -> str:
-    """Return the state letter of the thread whose stack is asked for: "T" of one that is stopped."""
+    """Return the state letter of the thread whose stack is requested: "T" of one that is stopped."""
     return _fields(f"/proc/{file.pid}/task/{file.thread}/status").get("State", "?")[0]
 
 

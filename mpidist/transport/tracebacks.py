@@ -22,7 +22,7 @@ _HINT: Final = f"  (then within mpidist: {_FULL_NAME}=full prints these frames, 
 def traceback_text(error: BaseException) -> str:
     """Format an exception as Python does, without the frames within this package, unless `MPIDIST_TRACEBACK=full`.
 
-    A line says so, if the exception was raised within this package, and is not of one of its kinds.
+    A line states it, if the exception was raised within this package, and is not of one of its kinds.
     """
     report = traceback.TracebackException.from_exception(error)
     if _is_full():
@@ -58,7 +58,7 @@ def is_printed(file: str) -> bool:
 
 
 def shorten_printed() -> None:
-    """Let Python print exceptions that pass through this package as `traceback_text` formats them. Local.
+    """Make Python print exceptions that pass through this package as `traceback_text` formats them. Local.
 
     Does nothing if the program, or an interactive session, prints exceptions in a way of its own.
     """

@@ -58,7 +58,7 @@ class Fold:
     Attributes:
         num_parts: Number of input rows: those of the first group, then those of the next.
         num_rows: Number of output rows.
-        is_in_order: Whether the parts are added to one row in their order, as code does that knows no tree.
+        is_in_order: Whether the parts are added to one row in their order, as code without a tree does.
     """
 
     def __init__(self, total: int, groups: Sequence[Sequence[int]]) -> None:

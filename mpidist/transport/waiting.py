@@ -1,4 +1,4 @@
-"""How a rank waits: it polls in a spin loop, later yields its core between polls, and at last sleeps between them."""
+"""Waits of a rank: it polls in a spin loop, later yields its core between polls, and at last sleeps between them."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _NAPS_IN_A_WAIT: Final = 64
 
 @final
 class _Observer:
-    """What `observe_waits` has set, for all waits of this process."""
+    """Observer of all waits of this process, set by `observe_waits`."""
 
     tell: Callable[[int, int], None] | None = None
 
 
 @final
 class _Pausing(threading.local):
-    """What `pausing` has set, for the waits of this thread: others advance calls of their own meanwhile."""
+    """Setting of `pausing` for the waits of this thread: others advance calls of their own meanwhile."""
 
     pause: Callable[[bool, bool], None] | None = None
 
@@ -94,7 +94,7 @@ def observe_waits(tell: Callable[[int, int], None] | None) -> None:
 
 
 def tell_wait(begun: int, ended: int) -> None:
-    """Tell the observer of a wait, if there is one."""
+    """Report a wait to the observer, if there is one."""
     if _Observer.tell is not None:
         _Observer.tell(begun, ended)
 

@@ -65,6 +65,6 @@ def test_ranks_of_a_node_take_gpus_in_turn(
 def test_gpus_without_cupy_are_none_and_refused() -> None:
     assert arrays.num_visible_gpus() == 0
     assert choose_device(Topology(0, (0,), ("here",))) == Device("cpu")
-    with pytest.raises(UnavailableError, match=r"/gpu:1 was asked for, and this process sees 0 GPUs.*cuda13"):
+    with pytest.raises(UnavailableError, match=r"/gpu:1 was requested, and this process sees 0 GPUs.*cuda13"):
         Device("gpu", 1).use()
     Device("cpu").use()

@@ -1,4 +1,4 @@
-"""Which library a value belongs to."""
+"""Library of a value."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def library_of(value: Any) -> ArrayLibrary:
 
 
 def known_library_of(value: Any) -> ArrayLibrary | None:
-    """Return the library of a value, if a value of its type has been asked for before, and that tells. Quick."""
+    """Return the library of a value, if its type determines it, and was looked up before. Quick."""
     return _BY_TYPE.get(type(value))
 
 

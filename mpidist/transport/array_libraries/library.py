@@ -1,4 +1,4 @@
-"""What mpidist needs to know of an array library."""
+"""Interface of an array library to mpidist."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ArrayLibrary(ABC):
     """Conversion of one library's values to native arrays, and back.
 
     Attributes:
-        goes_by_type: Whether all values of a type that one value is of are of this library. Then `owns` is asked once
+        goes_by_type: Whether all values of a type that one value is of are of this library. Then `owns` is called once
             for each type.
-        why_no_target: What users are told whose values take no results.
-        knows_lists: Whether it knows lists of values again: `known_natives`.
+        why_no_target: The text for users whose values take no results.
+        knows_lists: Whether it caches lists of values: `known_natives`.
     """
 
     goes_by_type: bool = False
@@ -27,14 +27,14 @@ class ArrayLibrary(ABC):
 
     @abstractmethod
     def owns(self, value: Any) -> bool:
-        """Say whether `value` is of this library. Must not import the library."""
+        """Whether `value` is of this library. Must not import the library."""
 
     @abstractmethod
     def to_native(self, value: Any) -> NativeArray:
         """View a value as a native array, without a copy where the library allows it.
 
         Raises:
-            TypeError: If the value cannot be viewed or copied. The text says what the user can do.
+            TypeError: If the value cannot be viewed or copied. The text contains the remedy.
         """
 
     @abstractmethod
@@ -54,11 +54,11 @@ class ArrayLibrary(ABC):
         return False
 
     def known_natives(self, values: list[Any]) -> list[NativeArray] | None:
-        """Return what `to_native` returns for each value of a list that was noted; `None` for other lists. Quick."""
+        """Return the cached native arrays of a list that was noted; `None` for other lists. Quick."""
         return None
 
     def note_natives(self, values: list[Any], natives: Sequence[NativeArray]) -> bool:
-        """Note what `to_native` has just returned for values of any libraries, if it is known from then on."""
+        """Cache the native arrays that `to_native` has just returned for values of any libraries, where possible."""
         return False
 
 

@@ -23,7 +23,7 @@ def current_modes() -> tuple[Any, ...] | None:
 
 
 def change_modes(current: tuple[Any, ...] | None, new: tuple[Any, ...] | None) -> AbstractContextManager[None]:
-    """Let other modes take the place of the current ones in a `with` body. Local."""
+    """Replace the current modes by others in a `with` body. Local."""
     if current is not None and new is None:  # of before PyTorch was imported
         new = True, False, True, [(False, dtype) for _, dtype in current[3]]
     return _NO_CHANGE if current is None or new is None or new == current else _changed(current, new)

@@ -139,7 +139,7 @@ _VIEWS: Final = _Views()
 
 @cache
 def _questions() -> Sequence[Callable[[Any], Any]]:
-    """List all that says which array a real tensor has; each is asked of a whole list at once, which is quick."""
+    """List the fields that identify a real tensor's array; each is read of a whole list at once, which is quick."""
     tensor = sys.modules["torch"].Tensor
     return (
         attrgetter("shape"),

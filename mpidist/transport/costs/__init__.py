@@ -1,1 +1,1 @@
-"""How long an all-reduce takes: the cost model, and the file of measured numbers."""
+"""Costs of all-reduces: the cost model, and the file of measured numbers."""

@@ -39,7 +39,7 @@ _warned: Final[set[str]] = set()  # each strategy reads the file
 @final
 @dataclass(frozen=True)
 class TuningKey:
-    """What measured numbers hold for: number of ranks of each node, MPI's vendor, processor's model. No host."""
+    """Key of measured numbers: number of ranks of each node, MPI's vendor, processor's model. No host."""
 
     placement: Placement
     mpi: str
@@ -80,9 +80,9 @@ class Tuned:
 
 
 def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned | None:
-    """Read a key's file; `None` without one, and, with one warning that says why, for one that cannot be used. Local.
+    """Read a key's file; `None` without one, and, with one warning and its reason, for one that cannot be used. Local.
 
-    Let one rank read, and send the others what it found, so that all choose alike.
+    One rank must read, and send the result to the others, so that all choose alike.
     """
     path: object = "the file of measured costs"
     try:

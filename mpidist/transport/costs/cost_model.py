@@ -1,4 +1,4 @@
-"""What an all-reduce costs, by formula: which algorithm to take, and in what chunks.
+"""Costs of an all-reduce, by formula: the algorithm to take, and its chunks.
 
 Alpha-beta models: a step costs a latency and the bytes that it moves. All results follow from a few measured numbers
 and the placement of the ranks, so they are the same on all ranks; nothing here communicates.
@@ -38,7 +38,7 @@ _LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e18  # in any unit: products stay finite
 @final
 @dataclass(frozen=True)
 class CostModel:
-    """The speeds of a machine, and what follows from them.
+    """Speeds of a machine, and the costs that follow from them.
 
     Attributes:
         sync_seconds: One barrier in shared memory.
@@ -231,7 +231,7 @@ def _staged(nbytes: int, placement: Placement) -> str:
 
 
 def name_placement(placement: Placement) -> str:
-    """Say how many ranks and nodes there are, for people."""
+    """Return the numbers of ranks and nodes, for people."""
     ranks, nodes = sum(placement), len(placement)
     text = f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
     if nodes == 1:

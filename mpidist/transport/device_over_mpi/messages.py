@@ -173,7 +173,7 @@ class MessagedCommunicator(Communicator):
         work: Callable[[Array, list[int]], object],
         raised: Callable[[Pieces], Sequence[Copy]] = lambda pieces: pieces.all_copies,
     ) -> _PhaseOf:
-        """Let the host work on a chunk and its bounds. `raised` lists the copies up after that, by default all."""
+        """Work on a chunk and its bounds on the host. `raised` lists the copies up after that, by default all."""
 
         def phase(pieces: Pieces) -> Phase:
             staged = pieces.whole.view(buffer.dtype)
@@ -202,7 +202,7 @@ class MessagedCommunicator(Communicator):
     ) -> None:
         """Join every chunk of a buffer, this rank's piece here; then let the pieces go on, in a phase `after`.
 
-        `into`: what takes this rank's pieces, and the element of `buffer` that comes first there.
+        `into`: the buffer of this rank's pieces, and the element of `buffer` that comes first there.
         """
         rank, width, (target, first) = self.rank, buffer.itemsize, into
         room = room_of(chunks, width)

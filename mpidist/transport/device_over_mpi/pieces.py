@@ -1,4 +1,4 @@
-"""How messages of device memory are cut into chunks, and chunks into pieces, and where their bytes are."""
+"""Cuts of messages of device memory into chunks, and of chunks into pieces, and the places of their bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StagingSizes:
     depth: int = 3  # chunks under way at once
 
     def num_chunks(self, nbytes: int) -> int:
-        """Say in how many chunks a message goes; 0 for an empty one."""
+        """Return the number of chunks of a message; 0 for an empty one."""
         if self.chunk_bytes:
             return math.ceil(nbytes / self.chunk_bytes)
         best = math.sqrt(nbytes * _CHUNK_SECONDS * self.bytes_per_second / 2)

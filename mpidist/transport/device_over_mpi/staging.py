@@ -43,7 +43,7 @@ PhasesOf: TypeAlias = Callable[[int, int], Sequence[Phase]]  # one or two phases
 class Staging:
     """A process's streams and pinned slots for staging. One call at a time.
 
-    Two streams: `down` for copies from the device, `up` for those that come back and what the GPU adds then. A slot is
+    Two streams: `down` for copies from the device, `up` for those that come back and for the GPU's sums. A slot is
     written again only when all that read it is done, by events; the host polls events, and calls `check_peers`
     meanwhile. Pinned memory is allocated at first use, and grows in powers of two when nothing is under way.
 
@@ -96,7 +96,7 @@ class Staging:
     def run(
         self, what: str, count: int, nbytes: int, phases_of: PhasesOf, check_peers: Callable[[], None], keeps: Any
     ) -> None:
-        """Pass chunks through their phases, after what the current stream holds; return when all is done.
+        """Pass chunks through their phases, after the work on the current stream; return when all is done.
 
         The first phases of as many chunks as there are slots are begun at once. Then, in the order of all ranks: the
         first phase of chunk i + 1 moves while the GPU works for the second of chunk i.
@@ -119,7 +119,7 @@ class Staging:
         self._memory = np.empty(0, np.uint8)
 
     def _reserve(self, count: int, nbytes: int) -> None:
-        """Have so many slots of pinned memory."""
+        """Reserve slots of pinned memory."""
         if self._memory.size < count * nbytes and not self.is_direct:
             self._memory = np.empty(0, np.uint8)  # before there is more: pinned memory is scarce
             self._memory = self._pinned(1 << (count * nbytes - 1).bit_length())

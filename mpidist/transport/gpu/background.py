@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @final
 class Background(Generic[_T]):
-    """Does work in a daemon thread, on the device that is current here, while this rank tells the others how it goes.
+    """Does work in a daemon thread, on the device that is current here, while this rank reports to the others.
 
     `discard` ends a result that was made in spite of `cancel`.
     """
@@ -30,19 +30,19 @@ class Background(Generic[_T]):
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def outcome(self) -> tuple[bool, str]:
-        """Say whether the work is over, and what went wrong. Local."""
+        """Return whether the work is over, and its error. Local."""
         if not self._outcome.done():
             return False, ""
         problem = self._outcome.exception()
         return True, "" if problem is None else first_line(problem) or type(problem).__name__
 
     def wait(self, look: Callable[[], None] = lambda: None) -> _T:
-        """Return what the work has made, once it is over, or raise what it raised. `look`: called meanwhile."""
+        """Return the result of the work, once it is over, or raise its error. `look`: called meanwhile."""
         poll(self._outcome.done, look, is_message=False)
         return self._outcome.result()
 
     def cancel(self) -> None:
-        """Discard what the work has made, or will ever make. Returns soon."""
+        """Discard the result of the work, also a later one. Returns soon."""
         self._outcome.add_done_callback(lambda its: self._discard(its.result()) if its.exception() is None else None)
 
     def _run(self) -> None:

@@ -34,7 +34,7 @@ _Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
 
 @final
 class ArrayList(NamedTuple):
-    """What kernels need of a list of CuPy's arrays."""
+    """Properties of a list of CuPy's arrays for kernels."""
 
     dtypes: _Dtypes  # of each array; one if all have the same, as hashing each takes longer
     sizes: tuple[int, ...]  # elements of each array
@@ -151,7 +151,7 @@ class PackLayout:
 
 
 def _launches(num: int, kernels: Sequence[str]) -> Iterable[tuple[str, int, np.ndarray[Any, Any]]]:
-    """Say for each launch its kernel, the size of its table, and which arrays of the list it copies."""
+    """Return for each launch its kernel, the size of its table, and the arrays of the list that it copies."""
     of_arrays = np.broadcast_to(np.array(kernels), num)
     for kernel in dict.fromkeys(kernels):
         own = np.flatnonzero(of_arrays == kernel)
@@ -163,6 +163,6 @@ def _launches(num: int, kernels: Sequence[str]) -> Iterable[tuple[str, int, np.n
 def by_value(numbers: np.ndarray[Any, Any]) -> Any:
     """Return the argument of a kernel that gets the bytes of an array, which must live until the launch.
 
-    CuPy also takes an array of one element itself, and then asks it at each launch for all that NumPy knows of it.
+    CuPy also takes an array of one element itself, and then reads all its NumPy attributes at each launch.
     """
     return cuda.cupy().cuda.function.CPointer(numbers.ctypes.data)

@@ -17,7 +17,7 @@ _NOT_READY: Final = 600  # CUDA's status of an event that is not complete
 
 
 def is_complete(event: Any, what: str, way: str) -> bool:
-    """Say whether the GPU has come to an event. Never waits. `what` and `way`: the call and how it goes, for errors.
+    """Whether the GPU has completed an event. Never waits. `what` and `way`: the call and how it goes, for errors.
 
     Not `Event.done`, which takes an error of CUDA for an event that is not complete.
 
@@ -58,7 +58,7 @@ def new_event() -> Any:
 
 
 def record_event() -> Any:
-    """Mark what the current stream holds now, by a new event."""
+    """Record a new event after the work that the current stream holds now."""
     return cuda.cupy().cuda.get_current_stream().record(new_event())
 
 

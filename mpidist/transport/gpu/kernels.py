@@ -65,7 +65,7 @@ class DeviceKernels:
         """Copy arrays one after another into a buffer, with its dtype.
 
         An array that is not contiguous, not aligned to its numbers' size, or whose cast has no kernel is copied before,
-        in a launch of its own. With a `layout`, no array is empty, and they lie in the contiguous buffer as it says.
+        in a launch of its own. With a `layout`, no array is empty, and it gives their places in the contiguous buffer.
         """
         sources, layout = self._laid_out("pack", sources, buffer, layout)
         written, given = buffer.dtype, ArrayList.of(sources)
@@ -155,11 +155,11 @@ class DeviceKernels:
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers became infinite float16, in launches that count them and are done."""
+        """Number of finite values that became infinite float16, in launches that count them and are done."""
         return int(self._counter[0]) if "_counter" in vars(self) else 0
 
     def _counter_for(self, written: np.dtype[Any], counts_overflow: bool) -> int:
-        """Return the address of the counter for what a launch writes; 0 if nothing counts."""
+        """Return the address of the counter for a launch's output; 0 if nothing counts."""
         if not counts_overflow or written != np.float16:
             return 0
         return memory_bounds(self._counter)[0]
@@ -188,7 +188,7 @@ class DeviceKernels:
             self._launch(*table)
 
     def _writable(self, arrays: Arrays) -> ArrayList:
-        """Ask arrays that are to be written."""
+        """Check the properties of arrays that are to be written."""
         taken = ArrayList.of(arrays)
         if not taken.are_plain:
             odd = next(array for array in arrays if not is_plain(array))
@@ -208,7 +208,7 @@ class DeviceKernels:
 
 
 def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[Any], str]], num: int = 1) -> set[str]:
-    """Return the kernels that copies, `num` together, and sums may take on some rank. CuPy casts what has no kernel."""
+    """Return the kernels that copies, `num` together, and sums may take on some rank. CuPy makes other casts."""
     needed = {copier(*copy) or copier(copy[1], copy[1], False) for copy in copies}
     needed |= {kernel + LONG for kernel in needed if kernel is not None and num > SHORT_TABLE}
     needed |= {combiner(dtype, op) for dtype, op in sums}

@@ -1,4 +1,4 @@
-"""New arrays of device memory for equal calls. Small ones share an allocation; a list that is let go serves again."""
+"""New arrays of device memory for equal calls. Small ones share an allocation; a released list is reused."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ logger = logging.getLogger("mpidist.transport")
 
 _FIRST_NAP: Final = 0.001  # between two looks at whether all ranks have made a communicator
 _LAST_NAP: Final = 0.05
-_NO_NCCL: Final = "MPIDIST_NCCL=0 asks to do without NCCL"
+_NO_NCCL: Final = "MPIDIST_NCCL=0 disables NCCL"
 _NCCL: Final = (
-    "NCCL could not be started ({}); NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+    "NCCL could not be started ({}); NCCL_DEBUG=WARN prints more; MPIDIST_NCCL=0 uses the host instead of NCCL"
 )
 _KERNELS: Final = f"the GPU's kernels could not be compiled; CuPy needs NVRTC for that: {INSTALL_CUPY}"
 
@@ -126,7 +126,7 @@ class DeviceLevels:
     def compile(self, kernels: set[str]) -> None:
         """Compile kernels, equal on all ranks, before a launch needs them, while no deadline runs. Collective.
 
-        Ranks without NVRTC are told so, and ranks whose disk has the kernels wait for those that take seconds. Those
+        Ranks without NVRTC raise an error, and ranks whose disk has the kernels wait for those that take seconds. Those
         that this group has already compiled cost nothing.
 
         Raises:
@@ -138,7 +138,7 @@ class DeviceLevels:
             self._compiled |= kernels
 
     def compile_by(self, work: Callable[[], None]) -> None:
-        """Let each rank do work that compiles kernels, while no deadline runs. Collective; raises as `compile` does."""
+        """Compile kernels on each rank by `work`, while no deadline runs. Collective; raises as `compile` does."""
         self._wait_for_all(_KERNELS, Background("mpidist kernels", work))
 
     def has_compiled(self, kernels: set[str]) -> bool:
@@ -176,7 +176,7 @@ class DeviceLevels:
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers this rank's GPU saw become infinite float16 on the way."""
+        """Number of finite values that became infinite float16 in compression on this rank's GPU."""
         return self._kernels.overflowed
 
     def wait_for_launches(self, what: str) -> None:
@@ -244,7 +244,7 @@ class DeviceLevels:
         return Levels(world, within, across, self._host.is_even, None, self._queue, is_all_nccl, self._kernels)
 
     def _between_nodes(self) -> tuple[Communicator, Communicator]:
-        """Let MPI read device memory itself, if the user says that MPI can; else go through the host. Local."""
+        """Choose the link between nodes: device memory by MPI, if the user enables it; else the host. Local."""
         if not self._settings.device_mpi:
             return self.staged.world, self.staged.across_nodes
         direct = self._staging_by(is_direct=True)
@@ -313,7 +313,7 @@ class DeviceLevels:
             nap = min(2 * nap, _LAST_NAP)
 
     def _raise_first(self, failure: str, errors: Sequence[str]) -> None:
-        """Raise the first error of those that all ranks have told each other."""
+        """Raise the first of the exchanged errors of all ranks."""
         failed = [rank for rank, error in enumerate(errors) if error]
         if failed:
             what, _, remedy = failure.partition("; ")

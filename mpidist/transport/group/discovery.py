@@ -1,4 +1,4 @@
-"""What ranks exchange before they form a group: settings, versions, costs, and which ranks share memory."""
+"""Exchange of ranks before they form a group: settings, versions, costs, and which ranks share memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 logger = logging.getLogger("mpidist.transport")
 
 _warned: Final[set[str]] = set()
-_SET: Final = "set it where the job is started, and let the launcher pass it on to all ranks"
+_SET: Final = "set it where the job is started, and make the launcher pass it on to all ranks"
 _START: Final = "start all ranks in one environment of Python"
 
 
@@ -107,7 +107,7 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
 
 
 def _is_first_to_bind(mark: socket.socket, comm: Intracomm) -> bool:
-    """Whether this is the first rank of its node that asks: any rank may be missing, and the ranks share nothing yet.
+    """Whether this is the first rank of its node to call: any rank may be missing, and the ranks share nothing yet.
 
     The ranks of a node come from one process of the launcher, after which the address is named, also if a shell starts
     each of them. It is no file, and free again when the socket is closed.
@@ -140,10 +140,10 @@ def own_settings() -> Settings:
 @final
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells the others before they form a group.
+    """Report of a rank to the others before they form a group.
 
     Attributes:
-        error: What is wrong with the rank's settings, or `None`.
+        error: Error of the rank's settings, or `None`.
         first_here: The first rank with which it shares memory.
         token: A random name for the group; that of the first rank counts.
         mpi_files: The files in which MPI shares memory with the rank.

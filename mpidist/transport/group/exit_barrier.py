@@ -29,7 +29,7 @@ class ExitBarrier:
     Args:
         comm: The ranks. Messages from rank to rank in `comm` are this object's alone.
         found_gone: Lists the ranks whose processes were found gone, in repeated calls. Local.
-        stall_seconds: After which time the lowest rank that waits tells which ranks it waits for; 0 for never.
+        stall_seconds: After which time the lowest rank that waits reports which ranks it waits for; 0 for never.
         lost: Ranks that are gone now.
         places_of: Says where some ranks of this node are in their programs.
     """
@@ -55,8 +55,8 @@ class ExitBarrier:
     def wait(self) -> str | None:
         """Wait for all ranks that are not lost; return why the job must end if ranks are lost. Collective over those.
 
-        The lowest rank that is not lost gets the text. So does a rank that has learnt of a loss after it sent its
-        messages: other ranks may not know of the loss and wait for ever.
+        The lowest rank that is not lost gets the text. So does a rank that has noticed a loss after it sent its
+        messages: other ranks may not have noticed the loss and wait for ever.
         """
         own = np.zeros(self._comm.size, np.uint8)
         own[sorted(self._lost)] = _GONE
@@ -98,7 +98,7 @@ class ExitBarrier:
         return self._lost.issuperset(self._awaited)
 
     def _warn_once(self) -> None:
-        """Say which ranks are awaited, on the lowest rank that waits."""
+        """Report which ranks are awaited, on the lowest rank that waits."""
         if time.monotonic() < self._warn_at:
             return
         self._warn_at = math.inf

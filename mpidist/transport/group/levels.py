@@ -96,7 +96,7 @@ class Levels:
     ) -> Levels:
         """Split a communicator by nodes; its duplicates and parts become the levels. Collective.
 
-        Ranks of a node communicate as `Settings.transport` says; if that requires shared memory and it is not
+        Ranks of a node communicate by `Settings.transport`; if that requires shared memory and it is not
         available, every rank raises. `cost_model`: the same on all ranks; by default that of a common machine.
         """
         eager = MAX_CHUNK_BYTES
@@ -153,7 +153,7 @@ class Levels:
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers this rank rounded to an infinite float16."""
+        """Number of finite values that this rank rounded to an infinite float16."""
         return sum(level.traffic.overflowed for level in (self.world, self.within_node, self.across_nodes))
 
     def kernels_for(
@@ -183,11 +183,11 @@ class Levels:
         return self.queue.buffer("pack", count * dtype.itemsize).view(dtype)
 
     def packing(self) -> AbstractContextManager[None]:
-        """Let the body pack a message, while another one may be under way: `DeviceQueue.packing`."""
+        """Pack a message in the body, while another one may be under way: `DeviceQueue.packing`."""
         return _SAME_STREAM if self.queue is None else self.queue.packing()
 
     def unpacking(self) -> AbstractContextManager[None]:
-        """Let the body unpack the last message, while the next one may be under way: `DeviceQueue.unpacking`."""
+        """Unpack the last message in the body, while the next one may be under way: `DeviceQueue.unpacking`."""
         return _SAME_STREAM if self.queue is None else self.queue.unpacking()
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:

@@ -93,7 +93,7 @@ class Membership:
         return self._board.gone()
 
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
-        """Say what each of some ranks does, if it is on this node. Local."""
+        """Describe the state of each of some ranks, if it is on this node. Local."""
         statuses = {rank: self._board.status(rank) for rank in ranks if rank in self._board.ranks}
         return [f"rank {rank}: {status}" for rank, status in self._board.located(statuses).items()]
 

@@ -33,12 +33,12 @@ class Peers(ABC):
     why_idle = ""
 
     def reset(self) -> None:  # noqa: B027
-        """Make usable again what is not the group's, or raise an error that says why it cannot be. Local."""
+        """Repair the parts outside of the group, or raise an error with the reason. Local."""
 
     def close(self, error: BaseException | None) -> Exception | None:
-        """End what is not the group's; `error` is the exception that leaves the strategy.
+        """Close the parts outside of the group; `error` is the exception that leaves the strategy.
 
-        Returns what was wrong with what has ended in order, to be raised once the strategy is closed.
+        Returns the error of parts that have ended in order, to be raised once the strategy is closed.
         """
         return None
 
@@ -46,7 +46,7 @@ class Peers(ABC):
     def meet_peers(self, call: str, error: Exception | None = None) -> None:
         """Wait until all these ranks make a call, and all their changes are carried out.
 
-        An `error` of this rank is raised here, and told to the others, on which it is an `InvalidArgumentError`.
+        An `error` of this rank is raised here, and reported to the others, on which it is an `InvalidArgumentError`.
         """
 
     @contextmanager

@@ -39,7 +39,7 @@ class LocalWork(AbstractContextManager[None]):
 
     Args:
         call: The name of the user's call that the block is a part of, for errors; equal on all ranks.
-        what: What the block does, if `call` does not say it; equal on all ranks.
+        what: What the block does, if `call` does not name it; equal on all ranks.
         advice: What to do if rank 0 alone makes the call.
     """
 

@@ -1,7 +1,7 @@
-"""A group of ranks that ask each other for services: requests at any time, no calls in lock step, and one common end.
+"""A group of ranks that send each other requests at any time, no calls in lock step, and one common end.
 
 The ranks of a `SyncGroup` make the same calls, which are numbered. The ranks of a `ServiceGroup` send messages at any
-time. Its `AwaitedPeers` says which ranks a rank waits for, and what ends its wait.
+time. Its `AwaitedPeers` lists the ranks that a rank waits for, and the ends of its wait.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class ServiceGroup(OpenGroup):
         arena: Memory that the ranks of this node share; `None` before `share_memory`, or if they share none.
         timeout_seconds: How long a rank waits for an answer; `None` or 0 for ever. By default that of the settings.
         end: Ends this rank's part, because of an exception or `None`. Called when the program ends, if not before.
-        may_miss_ranks: Whether the group goes on without ranks that are lost. Then its ranks wait for each other only
+        may_miss_ranks: Whether the group continues without ranks that are lost. Then its ranks wait for each other only
             at the very end of their programs.
-        is_needed: Whether the group cannot go on without this rank.
+        is_needed: Whether the group cannot continue without this rank.
     """
 
     def __init__(self, membership: Membership, topology: Topology, settings: Settings) -> None:
@@ -193,7 +193,7 @@ class ServiceGroup(OpenGroup):
             self.abandon()
 
     def is_dispensable(self) -> bool:
-        """See `OpenGroup.is_dispensable`. Without its servers the group does not go on either."""
+        """See `OpenGroup.is_dispensable`. Without its servers the group does not continue either."""
         broken = self.watchdog.broken  # a deadline of this rank's own does not break the group of the others
         return self.may_miss_ranks and not self.is_needed and isinstance(broken, (NoneType, DeadlineExceededError))
 
@@ -202,10 +202,10 @@ class ServiceGroup(OpenGroup):
         return error is not None and not ends_normally(error) and not is_shared_by(error, self.ranks)
 
     def tell_leaving(self, text: str) -> None:
-        """Tell the other ranks that this rank leaves because of an exception, if they do not know. Local.
+        """Notify the other ranks that this rank leaves because of an exception, if they have not noticed. Local.
 
-        The others know if this rank's failure follows that of another rank. If this rank has found out itself, that a
-        deadline has passed or a process is gone, only ranks that waited for the same know.
+        The others have noticed if this rank's failure follows that of another rank. If this rank itself found that a
+        deadline has passed or a process is gone, only ranks that waited for the same have noticed.
         """
         broken = self.watchdog.broken
         self.watchdog.tell_leaving(text, others_know=broken is not None and following_of(broken) is not None)
@@ -234,9 +234,9 @@ class ServiceGroup(OpenGroup):
         return None if load_mpi().Is_finalized() else self.watchdog
 
     def lose(self, rank: int, error: Exception) -> None:
-        """Note that a rank is lost, as an error of MPI shows; raise if the group does not go on without it. Local.
+        """Record that a rank is lost, as an error of MPI shows; raise if the group cannot continue without it. Local.
 
-        An error that does not come of that is raised: MPI says so, or the process of the rank is gone.
+        Any other error is raised: a loss is reported by MPI, or the process of the rank is gone.
         """
         is_of_mpi = isinstance(error, load_mpi().Exception)
         if not (is_process_failure(error) or (is_of_mpi and rank in self._membership.gone())):
@@ -249,7 +249,7 @@ class ServiceGroup(OpenGroup):
             self.watchdog.give_up(f"MPI has found that the process of rank {rank} has failed")
 
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
-        """Say what each of some ranks does, if it is on this node. Local."""
+        """Describe the state of each of some ranks, if it is on this node. Local."""
         return self._membership.status_lines(ranks)
 
     def flights(self) -> Mapping[int, GroupFlight]:

@@ -33,7 +33,7 @@ _MOST_OUTS_BEFORE: Final = 128  # each is compared with all values of calls that
 
 @final
 class Workplace(Enum):
-    """Where a call does its work, which says which thread may advance the call."""
+    """Place of a call's work, which determines the thread that may advance the call."""
 
     HOST = "host"
     GPU = "GPU"  # after an event, on other streams than the caller's: any thread, but one at a time
@@ -305,7 +305,7 @@ class PendingCalls:
     def last_done(self) -> int:
         """Return the number of the last call in which this rank has done its part, as in all calls before it. Local.
 
-        Does not wait for the background thread: it may wait for ranks that do not know yet that this rank leaves.
+        Does not wait for the background thread: it may wait for ranks that have not noticed yet that this rank leaves.
         """
         self.advance()
         joined = self._agreement.sequence  # read first, as the thread may join another call at any time

@@ -50,7 +50,7 @@ __all__ = ["SyncGroup"]
 # What may follow the loss of a rank, and what people can do after a call that failed.
 _REMEDIES: Final = {
     "end": "The strategy is unusable until strategy.reset() is called on all ranks",
-    "shrink": "The strategy is unusable: the ranks that live can go on with strategy.shrink()",
+    "shrink": "The strategy is unusable: the surviving ranks can continue with strategy.shrink()",
 }
 
 
@@ -187,14 +187,14 @@ class SyncGroup(OpenGroup):
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers this rank rounded to an infinite float16, since the last reset."""
+        """Number of finite values that this rank rounded to an infinite float16, since the last reset."""
         return self.levels.overflowed + self.devices.overflowed
 
     def enter(self, call: str) -> None:
         """Check that this rank can make a call: the group is open, and this thread makes its calls. Local.
 
         Raises:
-            RuntimeError: If the rank cannot. The other ranks do not learn of it.
+            RuntimeError: If the rank cannot. Other ranks do not raise.
         """
         if self._is_closed or self._is_finalized():
             self.require_open(call)
@@ -205,7 +205,7 @@ class SyncGroup(OpenGroup):
         self._handled_exception = sys.exc_info()[1]
 
     def lent_to_this_thread(self, call: str) -> AbstractContextManager[None]:
-        """Let this thread make the group's calls while the thread that makes them waits for it. Local."""
+        """Lend the group's calls to this thread while the thread that makes them waits for it. Local."""
         return nullcontext() if self._threads is None else self._threads.lend(call)
 
     def agree(self, record: CallRecord) -> bool:
@@ -224,7 +224,7 @@ class SyncGroup(OpenGroup):
             yield self.agreement.join(record)
 
     def break_off(self, error: BaseException) -> None:
-        """Break off a call because of this rank's error, and tell the other ranks: `Agreement.break_off`. Local."""
+        """Break off a call because of this rank's error, and notify the other ranks: `Agreement.break_off`. Local."""
         if not self._is_closed:
             self.agreement.break_off(error)
 
@@ -284,11 +284,11 @@ class SyncGroup(OpenGroup):
         self.shared.within_node = self.levels.within_node
 
     def choose_on_rank_lost(self, choice: object) -> None:
-        """Choose what may follow the loss of a rank. Local; once.
+        """Choose the policy after the loss of a rank. Local; once.
 
         Raises:
             ValueError: If it is neither "end" nor "shrink".
-            UnavailableError: If MPI does not go on without a process that is lost.
+            UnavailableError: If MPI cannot continue without a lost process.
         """
         if choice not in tuple(_REMEDIES):
             raise ValueError(f"on_rank_lost must be {' or '.join(map(repr, _REMEDIES))}, got {choice!r}")
@@ -324,7 +324,7 @@ class SyncGroup(OpenGroup):
     def close(self, timeout_seconds: float | None = None, error: BaseException | None = None) -> None:
         """Free the communicators. Collective; a second call does nothing.
 
-        If an exception of this rank alone leaves the strategy, this rank waits for no other, but tells them the
+        If an exception of this rank alone leaves the strategy, this rank waits for no other, but reports to them the
         exception.
 
         Args:
@@ -366,13 +366,13 @@ class SyncGroup(OpenGroup):
         self.agreement.step_exit = StepExit(step, text_of(error), is_own)
 
     def _is_own(self, error: BaseException) -> bool:
-        """Whether an exception is a failure of this rank alone, of which the other ranks must be told."""
+        """Whether an exception is a failure of this rank alone, to be reported to the other ranks."""
         if error is self._handled_exception or ends_normally(error):
             return False
         return not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
 
     def _leave(self, watchdog: Watchdog, error: BaseException) -> None:
-        """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
+        """Leave the group because of an exception of this rank, and notify the other ranks. Local."""
         if not self._is_finalized():
             watchdog.tell_leaving(text_of(error), done=self.calls.last_done())
         self.calls.abandon("an exception that left the strategy")

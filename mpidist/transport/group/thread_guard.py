@@ -1,4 +1,4 @@
-"""Which thread may make the calls of a group: one, since the calls of two would be in another order on each rank."""
+"""Guard of a group's calls: only one thread makes them, as two threads had another order on each rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OtherThreadError(RuntimeError):
 
 
 def forbid_calls_here(why: str) -> None:
-    """Refuse all calls of any strategy in this thread from now on; errors say `why` after the call's name. Local."""
+    """Refuse all calls of any strategy in this thread from now on; errors give `why` after the call's name. Local."""
     _forbidden.why = why
 
 
@@ -66,7 +66,7 @@ class ThreadGuard:
         return threading.get_ident() == self.ident
 
     def take_over(self, call: str) -> None:
-        """Let this thread make the group's calls, in the place of another thread, which makes none any more. Local."""
+        """Move the group's calls to this thread from another thread, which makes none any more. Local."""
         why = IN_A_FORK if self._is_in_fork else getattr(_forbidden, "why", "")
         if why:
             raise RuntimeError(f"{call} {why}")
@@ -85,7 +85,7 @@ class ThreadGuard:
 
     @contextmanager
     def lend(self, call: str) -> Iterator[None]:
-        """Let this thread make the group's calls while the thread that makes them waits for it. Local."""
+        """Lend the group's calls to this thread while the thread that makes them waits for it. Local."""
         with self._change:
             self._require_free(call, lends=True)
             owner = self._owner, self.ident

@@ -1,4 +1,4 @@
-"""Memory of results that the program has let go, for the results to come.
+"""Pool of result memory, reused once the program holds no reference to a result.
 
 The system gives a program new pages one by one, full of zeros, when they are first written. That takes longer than to
 reduce what they then hold. So the results of a call lie where results of an earlier call like it lay, once the program
@@ -148,7 +148,7 @@ class ResultMemory:
         return alike.take()[0]
 
     def clear(self) -> None:
-        """Give the memory back: at once, or when the program lets go what lies there."""
+        """Give the memory back: at once, or when the program releases the arrays in it."""
         for blocks in list(self._kept):
             self.drop(blocks)
 
@@ -165,7 +165,7 @@ class ResultMemory:
         return nbytes <= self._limit
 
     def keep(self, blocks: _Blocks, results: RecycledResults) -> None:
-        """Keep memory for later results, instead of what was not used for the longest time where there is too much."""
+        """Keep memory for later results; drop the least recently used where there is too much."""
         if not self.has_room(blocks.nbytes):
             return
         while self.nbytes + blocks.nbytes > self._limit:
@@ -251,7 +251,7 @@ class RecycledResults:
         return LentArrays(results)
 
     def finalize(self, lent: LentArrays) -> list[Array]:
-        """Return the arrays that the program gets, with what has been written to those that were lent.
+        """Return the arrays for the program, with the results of those that were lent.
 
         Small ones get memory of their own: a program may keep them, and the memory of a whole list with them.
         """

@@ -59,7 +59,7 @@ def is_forked_from_rank(environ: Mapping[str, str]) -> bool:
 
 
 def require_no_child(environ: Mapping[str, str]) -> None:
-    """Refuse to start MPI in a child process of a rank, or to use it in a forked one; the error says what to do."""
+    """Refuse to start MPI in a child process of a rank, or to use it in a forked one; the error has the remedy."""
     pid, own = environ.get(_MARK, ""), os.getpid()
     if pid == str(own):
         return
@@ -95,7 +95,7 @@ def _imports_script(worker: Any) -> bool:
 
 
 def _end_endless_pool(text: str, rank_pid: int) -> None:
-    """If this process is a worker of a `multiprocessing.Pool`, end the rank that has the pool, and say why.
+    """If this process is a worker of a `multiprocessing.Pool`, end the rank that has the pool, and report why.
 
     A pool replaces workers that die while they import the script, for ever. The rank need not be the parent of the
     workers, which may be a fork server.

@@ -260,7 +260,7 @@ class MpiCommunicator(Communicator):
         else:
             why = "another rank was probably killed, or its host is lost; see which rank's process has ended"
         raise PeerFailedError(
-            f"MPI cannot complete the messages of {self.name} on rank {self.rank} ({error}), and no rank says why: "
+            f"MPI cannot complete the messages of {self.name} on rank {self.rank} ({error}), and no rank reports why: "
             f"{why}"
         ) from error
 

@@ -1,4 +1,4 @@
-"""What a rank writes to standard error before its job ends: in one piece, with the rank's name before each line."""
+"""Standard error of a rank before its job ends: written in one piece, with the rank's name before each line."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def rank_prefix(rank: int, hostname: str) -> str:
 
 
 def flush_standard_streams() -> None:
-    """Flush what the program has written, if it can be: the program may have closed or replaced its streams."""
+    """Flush the program's output, if possible: the program may have closed or replaced its streams."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
 def write_lines(text: str, prefix: str) -> None:
-    """Write lines to standard error, behind what the program has written."""
+    """Write lines to standard error, after the program's output."""
     flush_standard_streams()
     os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))

@@ -2,7 +2,7 @@
 
 A launcher and an MPI library that do not speak the same protocol (PMI-1, PMI-2 or PMIx) start N programs that
 each have a world of one rank: all of them train the whole model and exit with 0. So does a launcher of another library,
-such as torchrun. What the launcher said is still in the environment; this module compares it with the size of the
+such as torchrun. The launcher's variables are still in the environment; this module compares them with the size of the
 world.
 """
 
@@ -53,10 +53,10 @@ def check_launch(
 ) -> None:
     """Refuse a world of one rank where the launcher started several, or that another library's launcher has split.
 
-    A world of more than one rank is accepted, whatever launchers of MPI say: a step may hold several programs. One rank
-    is accepted if the launcher says one, or `MPIDIST_ALONE=1` is set. Plain `python` in a batch job of several tasks is
+    A world of more than one rank is accepted, whatever launchers of MPI set: a step may hold several programs. One rank
+    is accepted if the launcher sets one, or `MPIDIST_ALONE=1` is set. Plain `python` in a batch job of several tasks is
     legal, and logs a warning. A program that a rank starts with another MPI library (`inherits_from_rank`) looks just
-    like the wrong launcher; the error says which variables to unset for it, or the command to use instead of `command`:
+    like the wrong launcher; the error lists the variables to unset for it, or the command to use instead of `command`:
     the command line, interpreter first.
     """
     if environ.get(_ALONE, "").strip() == "1":
@@ -113,7 +113,7 @@ def choose_network(environ: MutableMapping[str, str], library_version: str) -> N
 
 
 def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> LauncherReport | None:
-    """Find a launcher that says more than one rank; None where there is none."""
+    """Find a launcher that reports more than one rank; None where there is none."""
     sizes = {name: _number(environ, name) for name in SIZE_VARIABLES if name in environ}
     # The library's own launcher is the innermost one, and has the last word.
     if sizes.get(library.size_variable) == 1:
@@ -136,7 +136,7 @@ def _find_launch(environ: Mapping[str, str], library: MpiLibrary) -> LauncherRep
 
 
 def is_in_step(environ: Mapping[str, str]) -> bool:
-    """Tell whether srun has started this process, and not a shell of a batch job."""
+    """Whether srun has started this process, and not a shell of a batch job."""
     # 0, 1, ... of srun; absent, "batch", "interactive" or 4294967290 in a shell
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
@@ -193,7 +193,7 @@ def _srun_line(library: MpiLibrary, num_tasks: int, num_nodes: str | None, comma
 
 
 def _mpiexec_line(library: MpiLibrary, num_ranks: int, command: Sequence[str]) -> str:
-    """Give the command with the very mpiexec, where it is known."""
+    """Give the command with the path of mpiexec, where it is known."""
     own = library.own_mpiexec(command[0] if command else "")
     if own:
         return f"`{own} -n {num_ranks} {_python_line(command)}`"

@@ -1,4 +1,4 @@
-"""What is known of the ranks before MPI is started: from the launcher's variables and the processes of the node."""
+"""Facts about the ranks before MPI is started: from the launcher's variables and the processes of the node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LaunchedRank:
     """This process as one of several that a launcher started.
 
     Attributes:
-        local_size: How many of them on this node; 0 if the launcher does not say.
+        local_size: How many of them on this node; 0 if the launcher does not report it.
         launcher: The id of the launcher's process on this node.
     """
 
@@ -65,7 +65,7 @@ class LaunchedRank:
         return self.local_size == self.size and len(self.arrived()) == self.size
 
     def missing(self) -> str:
-        """Say which ranks have not called `arrive`, as far as this node knows."""
+        """Name the ranks that have not called `arrive`, as far as this node can find out."""
         arrived, alive = self.arrived(), self._alive()
         working = [rank for rank in alive if rank not in arrived]
         here = {*arrived, *alive}
@@ -115,7 +115,7 @@ class LaunchedRank:
 def let_first_rank_end(environ: Mapping[str, str]) -> None:
     """Wait a while until rank 0 has ended, before this process ends for the same reason. Local.
 
-    Rank 0 says why, and a launcher may end all ranks when one has ended, even before rank 0 has said anything. Does not
+    Rank 0 reports why, and a launcher may end all ranks when one has ended, even before that report. Does not
     wait if MPI has been started, as rank 0 cannot end MPI without this rank.
     """
     rank, mpi = LaunchedRank.of(environ), sys.modules.get("mpi4py.MPI")

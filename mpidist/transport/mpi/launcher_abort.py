@@ -1,4 +1,4 @@
-"""How a job ends without MPI: the launcher is asked to end it, and its exit code is stored in a file."""
+"""End of a job without MPI: a request to the launcher, and the exit code stored in a file."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: bool = False) -> None:
-    """Ask Hydra, if it is there, to end all ranks with an exit code, as MPI_Abort does, by the protocol PMI-1. Local.
+    """Make Hydra, if it is there, end all ranks with an exit code, as MPI_Abort does, by the protocol PMI-1. Local.
 
-    `is_connected`: MPI has begun to start, and has greeted the launcher.
+    `is_connected`: MPI has begun to start, and has connected to the launcher.
     """
     if HYDRA_LOCAL_SIZE not in environ:
         return
@@ -87,7 +87,7 @@ def store_code(environ: Mapping[str, str], code: int) -> None:
 
 
 def mark_failure(environ: Mapping[str, str]) -> None:
-    """Tell `mpidist run --max-restarts` that the exit code 75 is not that of a program which is preempted. Local."""
+    """Mark the exit code 75 for `mpidist run --max-restarts` as a failure, not a preemption. Local."""
     path = environ.get("MPIDIST_SAVED_FILE", "")
     if path:
         with suppress(OSError):  # the job must end nevertheless

@@ -1,4 +1,4 @@
-"""The environment variables in which launchers tell a process that it is a rank. No other module names them."""
+"""Environment variables in which launchers identify a process as a rank. No other module names them."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ LAUNCHER_PREFIXES: Final = (
 
 
 def numbers_of(environ: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Read the rank, how many there are, and how many of them on this node, 0 if the launcher does not say that.
+    """Read the rank, how many there are, and how many of them on this node, 0 if the launcher does not give that.
 
-    Of the first launcher that says both rank and size; `None` where none does.
+    Of the first launcher that gives both rank and size; `None` where none does.
     """
     for variables in _LAUNCHERS:
         rank, size, local_size = (environ.get(name, "") for name in variables)
@@ -98,12 +98,12 @@ def numbers_of(environ: Mapping[str, str]) -> tuple[int, int, int] | None:
 
 @final
 class LauncherReport(NamedTuple):
-    """What a launcher says of the processes that it started.
+    """Report of a launcher on the processes that it started.
 
     Attributes:
         launcher: The launcher's name; "another launcher" for one of another library than MPI that is not listed here.
         num_processes: How many processes there are, at least.
-        variable: The variable that says so, with its value.
+        variable: The variable with this number, with its value.
     """
 
     launcher: str
@@ -125,7 +125,7 @@ def other_launch(environ: Mapping[str, str], world_size: int) -> LauncherReport 
 
 
 def rank_from_environment(environ: Mapping[str, str]) -> int | None:
-    """Read the rank, even if no launcher says how many ranks there are; `None` if none says a rank."""
+    """Read the rank, even if no launcher gives the number of ranks; `None` if none gives a rank."""
     ranks = (environ.get(variables.rank, "") for variables in _LAUNCHERS)
     return next((int(rank) for rank in ranks if rank.isdecimal()), None)
 
@@ -136,7 +136,7 @@ def speaks_pmi(environ: Mapping[str, str]) -> bool:
 
 
 def launcher_text(environ: Mapping[str, str]) -> str:
-    """Say which launcher started this process, for people."""
+    """Name the launcher of this process, for people."""
     step, job = environ.get(_STEP), environ.get("SLURM_JOB_ID")
     if _OPEN_MPI.rank in environ and _PRTE in environ:
         found = "mpiexec of Open MPI"

@@ -58,7 +58,7 @@ def load_mpi() -> ModuleType:
 
 
 def library_version() -> str:
-    """Return what the MPI library says of itself, without starting MPI: for a process that is no rank."""
+    """Return the version text of the MPI library, without starting MPI: for a process that is no rank."""
     version: str = _import_mpi()[0].Get_library_version()
     return version.replace("\0", "")
 
@@ -80,7 +80,7 @@ def _import_mpi() -> tuple[ModuleType, SimpleNamespace]:
 
 
 def _explain_absence(error: Exception) -> str:
-    """Say why mpi4py could not be loaded, and how to install what it lacks."""
+    """Explain why mpi4py could not be loaded, and how to install the missing part."""
     first, *others = str(error).splitlines() or [type(error).__name__]
     reasons = [first, *(line for line in others if "No such file" not in line)]
     text = (
@@ -115,9 +115,9 @@ def ranks_in_world(comm: Intracomm) -> frozenset[int]:
 def ranks_of_node(comm: Intracomm) -> list[int]:
     """Return the ranks of this rank's node, and itself. Collective.
 
-    Those are ranks for which two of three say so: MPI, the host's name, and the file system of shared memory. Slurm's
-    PMIx tells Open MPI of several hosts that they are one, if the nodes of a component of a heterogeneous job come
-    before those of an earlier one by name; its pmi2 tells MPICH of one host that it is several, if the distribution of
+    Those are ranks by two of three sources: MPI, the host's name, and the file system of shared memory. Slurm's
+    PMIx reports several hosts as one to Open MPI, if the nodes of a component of a heterogeneous job come
+    before those of an earlier one by name; its pmi2 reports one host as several to MPICH, if the distribution of
     tasks is `arbitrary`; and the containers of a host may have names of their own.
     """
     sharing = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
@@ -134,9 +134,9 @@ def ranks_of_node(comm: Intracomm) -> list[int]:
 
 
 def last_round(comm: Intracomm, has_flag: bool) -> tuple[Request, Any]:
-    """Start the last messages of this rank, which tell whether any rank has a flag. Collective.
+    """Start the last messages of this rank, which report whether any rank has a flag. Collective.
 
-    Returns what to wait for, and the answer, true or false, in many elements: MPICH takes a short message for sent
+    Returns the request to await, and the answer, true or false, in many elements: MPICH takes a short message for sent
     before it has left, and if the process ends soon, the message is lost, and others wait for it (pmodels/mpich#4516).
     So each message has more than the 64 to 255 bytes that networks take so (`inject_size`).
     """
@@ -152,14 +152,14 @@ def greatest(comm: Intracomm, number: int) -> int:
 
 
 def is_process_failure(error: BaseException) -> bool:
-    """Whether MPI says by an error that another process has failed, as an MPI does that survives it (ULFM). Local."""
+    """Whether an error of MPI is the failure of another process, from an MPI that survives it (ULFM). Local."""
     mpi = load_mpi()
     failures = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING} - {mpi.ERR_UNKNOWN}  # the same, without ULFM
     return isinstance(error, mpi.Exception) and error.Get_error_class() in failures
 
 
 def survives_losses() -> bool:
-    """Whether MPI, and the launcher, go on without a process that was lost: Open MPI with `--with-ft ulfm`. Local."""
+    """Whether MPI, and the launcher, continue without a lost process: Open MPI with `--with-ft ulfm`. Local."""
     return load_mpi().get_vendor()[0] == "Open MPI" and os.environ.get(_ULFM, "0") not in ("0", "false")
 
 
@@ -176,5 +176,5 @@ def failed_ranks(comm: Intracomm, numbering: Intracomm) -> list[int]:
 
 
 def command_line() -> list[str]:
-    """Return how this process was started, for errors that say how it should have been."""
+    """Return how this process was started, for errors that show how it should have been."""
     return [sys.executable, *sys.orig_argv[1:]]

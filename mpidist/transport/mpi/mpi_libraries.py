@@ -15,7 +15,7 @@ __all__ = ["OTHER_LIBRARY", "MpiLibrary", "recognise"]
 @final
 @dataclass(frozen=True)
 class MpiLibrary:
-    """How ranks of one kind of MPI library are started.
+    """Start of ranks with one kind of MPI library.
 
     Attributes:
         sign: The text in `MPI_Get_library_version` that identifies the library, in lower case.
@@ -53,7 +53,7 @@ OTHER_LIBRARY: Final = MpiLibrary("this MPI library", "", "TYPE", MPICH_SIZE, ""
 
 
 def recognise(library_version: str) -> MpiLibrary:
-    """Return the library that says this of itself in `MPI_Get_library_version`."""
+    """Return the library with this text of `MPI_Get_library_version`."""
     # "MPICH Version:      5.0.2", "Open MPI v5.0.11, package: ...", "Intel(R) MPI Library 2021.13 for ..."
     first_line = library_version.strip().partition("\n")[0].lower()
     return next((library for library in _LIBRARIES if library.sign in first_line), OTHER_LIBRARY)

@@ -1,7 +1,7 @@
-"""The eager limit of Open MPI over TCP: the size up to which messages are sent at once, as the library tells it.
+"""The eager limit of Open MPI over TCP: the size up to which messages are sent at once, read from the library.
 
 Longer messages cross TCP by a rendezvous, Open MPI's PUT protocol: the sender announces a message, and sends none of it
-until the receiver has asked for it. Both the announcement and the question wait behind all data that is on its way
+until the receiver has requested it. Both the announcement and the request wait behind all data that is on its way
 already, and where data flow both ways, a link stands still for a part of the time.
 """
 
@@ -41,7 +41,7 @@ def eager_limit_bytes() -> int | None:
 def _variables(library: ctypes.CDLL) -> Iterator[None]:
     """Start MPI's tool interface (MPI_T), which has the control variables, and end it.
 
-    Asks for the thread level that MPI has: Open MPI takes the level asked for here as that of the whole process.
+    Requests the thread level that MPI has: Open MPI takes the level requested here as that of the whole process.
     """
     library.MPI_T_init_thread(load_mpi().Query_thread(), ctypes.byref(ctypes.c_int()))
     try:

@@ -112,7 +112,7 @@ class _Watch:
         return f"starting MPI on rank {self._rank.rank} has waited {waited:.0f} s, and {self._rank.missing()}"
 
     def _end(self) -> None:
-        """Say where the program waits, and end it: the launcher then ends the job."""
+        """Report where the program waits, and end it: the launcher then ends the job."""
         where = stack_text(sys._current_frames()[self._waiting])
         text = (
             f"Traceback (most recent call last):\n{where}mpidist.errors.DeadlineExceededError: {self._text()}. Every "

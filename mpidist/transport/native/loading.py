@@ -10,7 +10,7 @@ __all__ = ["native"]
 
 
 def _load() -> Any:
-    """Return the compiled module; `None` if there is none, or the environment says to do without."""
+    """Return the compiled module; `None` if there is none, or the environment disables it."""
     if os.environ.get("MPIDIST_NATIVE", "").strip() == "0":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Can these ranks use NCCL together? What each rank tells of its GPU, and what follows from all of it.
+"""Whether ranks can use NCCL together: reports on their GPUs, and the conclusion from all of them.
 
 NCCL itself answers most of these questions with "invalid usage", or with a hang.
 """
@@ -24,7 +24,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")  # tells hosts of one 
 @final
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a rank tells the others."""
+    """Report of a rank on its GPU."""
 
     gpu: tuple[str, str] = ("", "")  # tells it from others, as NCCL does: host, or `NCCL_HOSTID`, and PCI address
     nccl_version: int = 0  # as `GpuSupport` has it
@@ -54,7 +54,7 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
     """Return why the ranks of a group cannot have an NCCL communicator together; nothing if all groups can.
 
     Raises:
-        TopologyError: If ranks of a group have other versions of NCCL, which is all that NCCL itself asks for.
+        TopologyError: If ranks of a group have other versions of NCCL; NCCL itself requires nothing else.
     """
     lacking = [rank for rank, fact in enumerate(facts) if fact.reason]
     if lacking:

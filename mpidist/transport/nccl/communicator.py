@@ -37,7 +37,7 @@ class NcclCommunicator(Communicator):
     in rank order: every rank receives all ranks' parts of its shard, joins them on the GPU, and the shards are
     gathered. Those are float16 and bfloat16, which NCCL would round at every hop and which here have a float32
     accumulator; minima and maxima of floating-point numbers, of which NCCL may lose a NaN; the dtypes that NCCL lacks
-    (16-bit integers, complex numbers); and reductions that ask for rank order.
+    (16-bit integers, complex numbers); and reductions that require rank order.
     That moves no more than NCCL's own all-reduce, 2 S (P - 1) / P bytes a rank, but needs memory for S bytes more.
 
     Within `DeviceQueue.launch` a call returns at once, and else when its work is done. After an error all NCCL

@@ -106,14 +106,14 @@ class GpusOfProcess:
         init = nccl_handles.start_init(len(indices), None, dict(enumerate(indices)))
         patience = Patience(timeout_seconds=nccl_handles.START_SECONDS)
         try:
-            return init.wait(patience.watch("NCCL's start", "see what NCCL_DEBUG=WARN says"))
+            return init.wait(patience.watch("NCCL's start", "see the output of NCCL_DEBUG=WARN"))
         except BaseException as error:
             init.cancel()
             if not isinstance(error, Exception):
                 raise
             raise UnavailableError(
                 f"NCCL could not be started on GPUs {', '.join(map(str, indices))} of one process: "
-                f"{first_line(error)}. NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL"
+                f"{first_line(error)}. NCCL_DEBUG=WARN prints more; MPIDIST_NCCL=0 disables NCCL"
             ) from error
 
     def _scatter(self, buffers: Sequence[Array], bounds: Sequence[int]) -> list[list[Array]]:
@@ -158,9 +158,9 @@ class GpusOfProcess:
 
     @contextmanager
     def _launches(self, what: str, memory: Any) -> Iterator[None]:
-        """Launch what the body launches after the current streams, and wait for it.
+        """Launch the work of the body after the current streams, and wait for it.
 
-        Keeps `memory`, if it fails. CuPy keeps what comes from a GPU's stream here until the work there is done.
+        Keeps `memory`, if it fails. CuPy keeps memory of a GPU's stream until the work there is done.
         """
         names = ", ".join(str(gpu.handle.device) for gpu in self._gpus)
         text = f"{what} over GPUs {names} of one process"

@@ -90,7 +90,7 @@ def num_open() -> int:
 def abort_all(reason: str | BaseException, handles: Iterable[Handle] | None = None) -> None:
     """Abort communicators of this process, by default all, in one group, after a failure. Local; returns soon.
 
-    `reason`: what the error of a later use says, or the failure itself.
+    `reason`: the text of later errors, or the failure itself.
     """
     if isinstance(reason, BaseException):
         reason = f"an earlier call failed ({type(reason).__name__}: {first_line(reason)})"
@@ -157,16 +157,16 @@ def translated(what: str) -> Iterator[None]:
         head = f"{what} failed: {error_text(error)}. "
         if error.status in _REMOTE:
             raise PeerFailedError(
-                f"{head}Look for the first error of another rank, and at the network; NCCL_DEBUG=WARN says more. "
+                f"{head}Look for the first error of another rank, and at the network; NCCL_DEBUG=WARN prints more. "
                 "After strategy.reset() on all ranks the calls can be made again"
             ) from error
         raise UnavailableError(
-            f"{head}NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+            f"{head}NCCL_DEBUG=WARN prints more; MPIDIST_NCCL=0 uses the host instead of NCCL"
         ) from error
     except KeyError as status:
         kind = DeadlineExceededError if status.args == (8,) else UnavailableError
         raise kind(
-            f"{what} failed with {error_text(status)}; unset NCCL_COMM_BLOCKING, and see what NCCL_DEBUG=WARN says"
+            f"{what} failed with {error_text(status)}; unset NCCL_COMM_BLOCKING, and see NCCL_DEBUG=WARN's output"
         ) from status
 
 
@@ -184,7 +184,7 @@ def group_of_calls() -> Iterator[None]:
 def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -> Background[list[Handle]]:
     """Start to make communicators in a daemon thread, all in one group: NCCL waits for all ranks, for ever.
 
-    NCCL connects the ranks for collectives then, unless the user says otherwise. Else the first call of each algorithm
+    NCCL connects the ranks for collectives then, unless the user disables it. Else the first call of each algorithm
     does that, and waits for the other ranks in `ncclGroupEnd`, without end.
 
     `unique_id` is NCCL's, of the first rank; `None` makes one, if all ranks are here. `devices` has the GPU of each
@@ -212,6 +212,6 @@ def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -
 
 @atexit.register
 def _keep_from_collection() -> None:
-    """Leave what is still there to the end of the process: nothing may be collected, and so destroyed."""
+    """Keep all handles to the end of the process: none may be collected, and so destroyed."""
     wait_for_endings()
     never_free(tuple(_open))

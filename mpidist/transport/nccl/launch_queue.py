@@ -60,7 +60,7 @@ class DeviceQueue:
         self.check_peers: Callable[[], None] = lambda: None
 
     def add(self, handle: Handle, name: str) -> None:
-        """Let a communicator launch here. `name`: which rank of which communicator, for errors."""
+        """Register a communicator for launches here. `name`: its rank and communicator, for errors."""
         self._names[handle] = name
         handle.keeps = self  # if the process ends before its work does, nothing of this may be collected
 
@@ -79,10 +79,10 @@ class DeviceQueue:
         return buffer[:nbytes]
 
     def launch(self, what: str, work: Callable[[], Any], memory: Any = None, after: Any = None) -> Launched:
-        """Call `work`, which launches work on the GPU and waits for nothing. Returns what `wait` takes.
+        """Call `work`, which launches work on the GPU and waits for nothing. Returns the argument of `wait`.
 
         The current stream of `work` is NCCL's, and `memory` must live as long as the work. It begins `after` an event;
-        by default after what the caller's current stream holds now, and that stream waits for it.
+        by default after the work of the caller's current stream, and that stream waits for it.
         """
         current = self._cuda.get_current_stream()
         self._require_usable(what)
@@ -163,7 +163,7 @@ class DeviceQueue:
                 handle.connected.add(kind or what)
 
     def is_complete(self, launched: Launched) -> bool:
-        """Say whether work is done, or raise NCCL's failure; once it is done, let go of the memory. Never waits."""
+        """Say whether work is done, or raise NCCL's failure; once it is done, release the memory. Never waits."""
         if launched not in self._flying:
             return True
         try:

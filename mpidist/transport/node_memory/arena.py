@@ -30,7 +30,7 @@ class SharedArena:
 
     Each rank has a part of the arena, with addresses for as many bytes as the whole memory file system has; the system
     provides memory only for bytes that were taken. All ranks have mapped all parts. So if a rank takes memory later, it
-    need only tell the other ranks where that memory begins.
+    need only send the other ranks the place of that memory.
 
     Args:
         nbytes: How much this rank takes at once, from the start of its part.
@@ -100,7 +100,7 @@ class SharedArena:
         self._returned.append((start, end))
 
     def close(self) -> None:
-        """Take no more memory; what was taken stays usable. Local."""
+        """Take no more memory; memory taken before stays usable. Local."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -75,7 +75,7 @@ def _copy_used() -> None:
 
 
 def _use_copies() -> None:
-    """Let this process, which has just been forked, have the copies in the place of the blocks."""
+    """Replace the blocks by the copies in this process, which has just been forked."""
     for copy in _copies.made:
         copy.replace()
 

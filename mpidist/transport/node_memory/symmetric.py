@@ -198,11 +198,11 @@ class SharedArrays:
         return _overlaps(array, [window.bounds[0] for window in list(self._windows.values()) if window.per_node])
 
     def write(self, out: Any, result: Any) -> None:
-        """Let the node's first rank write a result to a per-node array. Collective over the node: see `change`."""
+        """Write a result to a per-node array on the node's first rank. Collective over the node: see `change`."""
         self.change(lambda: out.__setitem__(..., result))
 
     def change(self, change: Callable[[], None]) -> None:
-        """Let the node's first rank change per-node arrays, and wait for the change. Collective over the node."""
+        """Change per-node arrays on the node's first rank, and wait for the change. Collective over the node."""
         if self.within_node.rank == 0:
             change()
         self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # completes after the change on every rank

@@ -30,7 +30,7 @@ _SCHEDULES: Final = 256  # cached
 
 @final
 class InterNode(NamedTuple):
-    """How fused arrays are all-reduced across nodes.
+    """All-reduce of fused arrays across nodes.
 
     Attributes:
         exchange: All-reduces this rank's shards across nodes; `None` on ranks that have no lane.

@@ -1,4 +1,4 @@
-"""Which elements of which arrays each chunk holds: computed when the chunk is first moved, and used for later calls.
+"""Map of chunks to slices of the arrays: computed when the chunk is first moved, and used for later calls.
 
 A list is treated as one flat array, the concatenation of its pieces. That array is cut into chunks that fit into the
 cache, without regard to the ends of pieces, and each chunk into one shard for each lane. A lane is the number of a rank
@@ -66,7 +66,7 @@ class Chunk:
 
 @final
 class Chunks:
-    """The chunks of a list, in order, each computed when it is first asked for: a plan may never be carried out."""
+    """The chunks of a list, in order, each computed at its first use: a plan may never be executed."""
 
     def __init__(self, count: int, make: Callable[[int], Chunk]) -> None:
         self._count = count

@@ -95,9 +95,9 @@ class TwoShot:
             compiled.begin(is_direct)
 
     def resume(self, knows_places: bool) -> Generator[int, None, None]:
-        """Take over `arrays` from compiled code, which has begun, and has passed on where the results lie. Local.
+        """Take over `arrays` from compiled code, which has begun, and has published the places of the results. Local.
 
-        `knows_places`: compiled code knows where other ranks' results lie. Returns the steps left, after a barrier.
+        `knows_places`: compiled code has the places of other ranks' results. Returns the steps left, after a barrier.
         """
         self._begun, self._places_barrier = self.arrays.sources, self.compiled.places_barrier
         self.was_restaged = False
@@ -152,7 +152,7 @@ class TwoShot:
                 self._copy_out(done)
 
     def forget(self) -> None:
-        """Let the arrays go, after `steps`. Local; others are set before `begin`."""
+        """Drop references to the arrays, after `steps`. Local; others are set before `begin`."""
         self.arrays.sources = self.arrays.results = ()
         if self.arrays.shared is not None:
             self.arrays.shared = [()] * len(self.arrays.shared)

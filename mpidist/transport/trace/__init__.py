@@ -1,1 +1,1 @@
-"""Traces: the calls of all ranks and what each call was made of, in files that can be merged."""
+"""Traces: the calls of all ranks and their phases, in files that can be merged."""

@@ -28,7 +28,7 @@ _of_job: Final[list[Path]] = []  # the folder of the trace of the whole job; at 
 
 @final
 class Seat(NamedTuple):
-    """Where a rank is: in the group, whose name is the same on all its ranks, and in the world."""
+    """Seat of a rank: in the group, whose name is the same on all its ranks, and in the world."""
 
     group: str
     rank: int
@@ -91,7 +91,7 @@ def end_trace(comm: Intracomm | None, trace: Trace) -> None:
 
 def _save() -> str:
     write_all()
-    return f"what calls waited for: python -m mpidist trace merge {os.path.relpath(_of_job[0])}" if _of_job else ""
+    return f"waits of the calls: python -m mpidist trace merge {os.path.relpath(_of_job[0])}" if _of_job else ""
 
 
 def _alone(item: Any) -> list[Any]:

@@ -1,6 +1,6 @@
-"""How far the monotonic clock of each host is from that of rank 0, by messages there and back: the fastest counts.
+"""Offset of each host's monotonic clock from that of rank 0, by messages there and back: the fastest counts.
 
-The ranks of a host have one clock, so one rank of each host asks. An answer that takes `t` in all tells the difference
+The ranks of a host have one clock, so one rank of each host asks. An answer that takes `t` in all gives the difference
 to within `t / 2`, however long either way takes.
 """
 
@@ -30,8 +30,8 @@ class ClockSample(NamedTuple):
 
     Attributes:
         clock: The name of the clock.
-        time: What the clock said.
-        offset: What must be added to it for the time of rank 0's clock.
+        time: The reading of the clock.
+        offset: The difference to the time of rank 0's clock, to be added to it.
         error: By how much the offset may be wrong.
     """
 

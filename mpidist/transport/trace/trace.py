@@ -36,7 +36,7 @@ _now = time.monotonic_ns
 
 @final
 class Trace:
-    """What one rank records of its calls in one strategy. The file is made here."""
+    """Trace of one rank's calls in one strategy. The file is made here."""
 
     def __init__(self, path: Path, recorder: FlightRecorder) -> None:
         self.path, self.recorder = path, recorder
@@ -56,11 +56,11 @@ class Trace:
         observe_waits(_add_wait)
 
     def enter(self) -> None:
-        """Record that this rank enters a call: what it does next, until it joins the call, is staging."""
+        """Record that this rank enters a call: its work from then until it joins the call is staging."""
         self._entered.append(_now())
 
     def write(self) -> None:
-        """Write what was recorded since the last piece. Local."""
+        """Write the records since the last piece. Local."""
         with self._lock:
             if not self.is_open:
                 return
@@ -137,13 +137,13 @@ def _add_wait(begun: int, ended: int) -> None:
 
 
 def write_all() -> None:
-    """Write what all open traces of this process have recorded since their last pieces. Local."""
+    """Write the records of all open traces of this process since their last pieces. Local."""
     for trace in tuple(_open):
         trace.write()
 
 
 def _leave_to_parent() -> None:
-    """Let a forked process write in no file of its parent's."""
+    """Keep a forked process from writing in files of its parent."""
     for trace in tuple(_open):
         trace._stop()
 

@@ -30,7 +30,7 @@ def outcome_of(code: str, seconds: float = 20) -> Answer:
 def test_hint_of_mpi_from_wheels_is_no(comm: Intracomm) -> None:
     answer = hint()
     assert answer.works is False
-    assert "this MPI library is not built for CUDA: MPIX_Query_cuda_support says no, and " in answer.reason
+    assert "this MPI library is not built for CUDA: MPIX_Query_cuda_support returns no, and " in answer.reason
 
 
 @pytest.mark.no_mpi
@@ -39,8 +39,8 @@ def test_hint_of_mpi_from_wheels_is_no(comm: Intracomm) -> None:
     [
         (CRASH, "a child process was ended by SIGSEGV"),
         ("import time; time.sleep(600)", "a child process did not end within 0.5 s"),
-        ("print('wrong')", "a child process got wrong numbers; it said wrong"),
-        ("pass", "a child process got wrong numbers; it said nothing"),
+        ("print('wrong')", "a child process got wrong numbers; its output: wrong"),
+        ("pass", "a child process got wrong numbers; its output: nothing"),
         ("print('right'); raise SystemExit(3)", "a child process failed with exit status 3: right"),
         ("raise RuntimeError('no GPU')", "a child process failed with exit status 1: RuntimeError: no GPU"),
         ("print('x' * 1000000); print('right')", ""),

@@ -284,7 +284,7 @@ def test_strategy_of_one_device_is_traced_too(folder: Path, capsys: pytest.Captu
     assert agreement.recorder is None
     events, text = merged(folder, capsys)
     assert [event["name"] for event in events if event.get("cat") == "call"] == ["reduce"] * 2 + ["the end of trace()"]
-    assert "=> nobody waited for another rank" in text
+    assert "=> no rank waited for another" in text
 
 
 @pytest.mark.ranks(2)
