@@ -129,7 +129,7 @@ def check_equal(parts: StrategyParts, values: Any, what: str) -> None:
 
 
 def _form_and_checksum(name: str, leaf: Any, group: Any) -> tuple[str, int]:
-    """Return what a leaf is, and its checksum."""
+    """Return the form of a leaf, and its checksum."""
     if isinstance(leaf, DistributedValues):
         is_one = isinstance(leaf, Variable) and leaf.is_mirrored_over(group)  # replicas of a rank share the copy
         found = {_form_and_checksum(name, component, group) for component in leaf.values[: 1 if is_one else None]}
@@ -150,7 +150,7 @@ def _form_and_checksum(name: str, leaf: Any, group: Any) -> tuple[str, int]:
 
 @final
 class CheckedVariables:
-    """The mirrored variables of a strategy, compared over ranks in each so many-th run: `MPIDIST_CHECK_VALUES`."""
+    """The mirrored variables of a strategy, compared over ranks every `MPIDIST_CHECK_VALUES` runs."""
 
     def __init__(self, parts: StrategyParts, period: int) -> None:
         self._parts, self._period = parts, period

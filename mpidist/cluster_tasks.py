@@ -22,7 +22,7 @@ _NO_WORKERS = ("ps", "evaluator")  # jobs that are no part of synchronous traini
 
 @final
 class _Parameters(Peers):
-    """The part of a rank of the job ps, which takes no part in training."""
+    """Peers of a rank of the job ps, which takes no part in training."""
 
     def __init__(self, task_id: int | None, rank: int, hostname: str) -> None:
         self.topology, self.is_chief, self.rank = Topology(0, (0,), (hostname,)), False, rank
@@ -39,7 +39,7 @@ def join_tasks(
     """Compare a resolver with MPI, and let ranks of other jobs than chief and worker leave the group. Collective.
 
     Returns the tasks of the cluster; the ranks that train with this one, or this rank alone, if it does not train, and
-    then the first group is closed; and what a rank of the job ps has beside the group. On all ranks it is a
+    then the first group is closed; and the peers of a rank of the job ps. On all ranks it is a
     `TopologyError` if a resolver, such as that `given` to this rank, contradicts MPI, or is missing on a rank.
     """
     topology, resolver, problem, task_type = group.topology, None, None, None

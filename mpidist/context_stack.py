@@ -179,7 +179,7 @@ class Scope(AbstractContextManager[_Strategy]):
 
 
 def parts_of(strategy: CurrentStrategy) -> Any:
-    """Return the `StrategyParts` of a strategy: what the library needs of it, and programs do not."""
+    """Return the `StrategyParts` of a strategy, for the library itself and not for programs."""
     return strategy._parts
 
 
@@ -267,7 +267,7 @@ def exchange_entries(entries: list[Entry]) -> list[Entry]:
 def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function with an entry pushed, and refuse it if it entered a scope and did not leave that scope.
 
-    So is one with `yield` or `async`, of which nothing has run.
+    So is one with `yield` or `async`, whose body was not executed.
 
     This is no context manager: a signal handler may raise between the steps of a `with` statement, and the entry would
     stay for ever. Here signal handlers run inside the `try` alone.
@@ -284,7 +284,7 @@ def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
             if isinstance(result, types.CoroutineType):
                 result.close()  # else Python warns that nobody has awaited it
             raise TypeError(
-                f"{name} returned a {type(result).__name__}, of which nothing has run, and nothing here runs it: pass "
+                f"{name} returned a {type(result).__name__}, whose body was not executed: pass "
                 "a function without `yield` and `async`, or return list(...) of a generator"
             )
         return result

@@ -1,6 +1,6 @@
 """The names of packages: imported at their first use, or absent, with the reason and what to use instead.
 
-Every rank of a job imports mpidist, often from a shared file system: what a program does not use is not read.
+Every rank of a job imports mpidist, often from a shared file system: so unused modules are not read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MODULES: Final = ("mpidist", "mpidist.experimental", "mpidist.cluster_resolver"
 _PAGE: Final = "see the page 'From tf.distribute' of the documentation"
 
 _NO_TPUS: Final = "mpidist runs on CPUs and GPUs, not on TPUs"
-_CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part: leave the resolver out"
+_CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, starts the ranks: leave the resolver out"
 _NO_GRAPH: Final = "Python runs the program, without a graph or session"
 _IN_RUN: Final = "it is a method of mpidist.get_replica_context(), in the function of run"
-_INPUT: Final = "iterate over what experimental_distribute_dataset or distribute_datasets_from_function returns"
-_OPTIMIZER: Final = "keep what an optimizer holds in a Variable, and change it by update"
+_INPUT: Final = "iterate over the data set of experimental_distribute_dataset or distribute_datasets_from_function"
+_OPTIMIZER: Final = "keep an optimizer's state in a Variable, and change it by update"
 _CHIEF: Final = "check strategy.is_chief"
 
 _WHY: Final[Mapping[str, str]] = {
@@ -91,7 +91,7 @@ _WHY_NO_ARGUMENT: Final[Mapping[str, str]] = {
 
 
 def define_names(package: str, stub: str = "") -> list[str]:
-    """Give a package a `__getattr__` that imports names at their first use, and says why others are absent (PEP 562).
+    """Give a package a `__getattr__` that imports names at their first use, and explains absent ones (PEP 562).
 
     `stub` is the text of the package's stub, whose lines are `from home import name as name`; the names in it are
     returned. Modules of the package are imported without being named. The function is set at run time, while the
@@ -118,7 +118,7 @@ def define_names(package: str, stub: str = "") -> list[str]:
 
 
 def explain_absent_members(kind: _Class) -> _Class:
-    """Give a class a `__getattr__` whose `AttributeError` says why a member is absent. A decorator of classes."""
+    """Give a class a `__getattr__` whose `AttributeError` explains why a member is absent. A decorator of classes."""
     why = _WHY_NO_MEMBER[kind.__name__]
 
     def look_up(self: object, name: str) -> NoReturn:

@@ -38,7 +38,7 @@ class Replicas:
 
     @classmethod
     def one_per_rank(cls, topology: Topology) -> Replicas:
-        """Let rank r carry replica r alone."""
+        """Return the assignment of one replica to each rank: replica r to rank r."""
         return cls(range(topology.rank, topology.rank + 1), topology.size)
 
     @classmethod

@@ -62,7 +62,7 @@ class DistributedValues(ABC):
 
     @abstractmethod
     def is_mirrored_over(self, group: SyncGroup) -> bool:
-        """Whether all ranks of a group are known to hold equal components now, so that no rank contributes to a sum."""
+        """Whether all ranks of a group hold equal components now, for certain, so that no rank contributes to a sum."""
 
 
 class _Components(DistributedValues):

@@ -58,7 +58,7 @@ def test_tf_config_with_an_evaluator_computes_alone(comm: Intracomm, monkeypatch
 def test_tf_config_with_a_ps_and_too_few_workers_is_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = ["worker"] * (comm.size - 1) + ["ps"]
     set_tasks(monkeypatch, comm, tasks, [*tasks, "worker"])
-    with raises_everywhere(comm, TopologyError, f"says {comm.size} tasks"):
+    with raises_everywhere(comm, TopologyError, f"has {comm.size} tasks"):
         MultiWorkerMirroredStrategy(comm=comm)
 
 

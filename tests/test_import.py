@@ -204,7 +204,7 @@ def test_absent_members_raise_with_advice() -> None:
     strategy = mpidist.OneDeviceStrategy()
     for owner, name, text in (
         (strategy, "unwrap", "its name is experimental_local_results; see the page 'From tf.distribute'"),
-        (strategy, "make_dataset_iterator", "iterate over what experimental_distribute_dataset"),
+        (strategy, "make_dataset_iterator", "iterate over the data set of experimental_distribute_dataset"),
         (strategy, "experimental_run_v2", "its name is run"),
         (strategy, "all_reduce", "a method of mpidist.get_replica_context"),
         (strategy, "rnk", "no attribute 'rnk'$"),

@@ -84,7 +84,7 @@ def test_run_of_a_generator_or_coroutine_is_refused(replicas: int | None) -> Non
 
     with MirroredStrategy(replicas=replicas) as strategy:
         for fn, kind in ((generate, "generator"), (partial(wait), "coroutine"), (both, "async_generator")):
-            with raises_everywhere(WORLD, TypeError, f"returned a {kind}, of which nothing has run"):
+            with raises_everywhere(WORLD, TypeError, f"returned a {kind}, whose body was not executed"):
                 strategy.run(fn, (1.0,))
     gc.collect()  # a coroutine that was never awaited warns here
 

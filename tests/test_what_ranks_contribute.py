@@ -108,7 +108,7 @@ def test_mirrored_value_on_one_rank_alone_is_refused_on_all(strategy: Strategy, 
 
 @pytest.mark.ranks(3)
 def test_mirrored_value_takes_no_out(strategy: Strategy, comm: Intracomm) -> None:
-    with raises_everywhere(comm, InvalidArgumentError, "mirrored values are not: leave them out"):
+    with raises_everywhere(comm, InvalidArgumentError, "mirrored values are not reduced: leave them out"):
         inside(strategy, "all_reduce", "MEAN", Mirrored((np.ones(2),)), out=np.zeros(2))
 
 

@@ -175,7 +175,7 @@ def _current_parts(call: str) -> Any:
     if jax.default_backend() != "cpu":
         raise RuntimeError(
             f"{call}: JAX computes on {jax.default_backend()}, and its calls inside compiled functions are those of "
-            "the CPU; reduce what the compiled function returns, or set JAX_PLATFORMS=cpu"
+            "the CPU; reduce the results of the compiled function, or set JAX_PLATFORMS=cpu"
         )
     return parts
 
@@ -186,7 +186,7 @@ def _is_thread_of_jax() -> bool:
 
 
 def _dispatch_synchronously() -> None:
-    """Let a compiled function return when it has ended: else its calls and those that follow it had no order."""
+    """Make compiled functions return only when they have ended: else their calls and later ones had no order."""
     if not jax.config.read(_ASYNCHRONOUS):
         return
     if backends_are_initialized():

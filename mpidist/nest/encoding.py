@@ -31,7 +31,7 @@ def encode(
 ) -> Array:
     """Write a nest of arrays, numbers, texts and `None` as bytes.
 
-    `handle_of` returns the handle of what each worker has its own of; `None` for anything else, which is refused, with
+    `handle_of` returns the handle of a per-worker object; `None` for anything else, which is refused, with
     an advice. `what` is the item's name in errors.
     """
     arrays: list[Array] = []
@@ -52,7 +52,7 @@ def encode(
 
 
 def decode(data: Array, value_of: Callable[[Handle], Any] = lambda handle: None) -> Any:
-    """Read what `encode` has written. `value_of` returns what a handle stands for."""
+    """Decode bytes of `encode`. `value_of` returns the object of a handle."""
     start = _LENGTH.size
     (length,) = _LENGTH.unpack_from(data.data)
     tree, about = json.loads(data[start : start + length].tobytes())

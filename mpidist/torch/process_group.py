@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 
 def _group_of(options: Any) -> SyncGroup:
-    """Make the group of the ranks that torch says. Collective over them."""
+    """Make the group of the ranks given by torch. Collective over them."""
     world = load_mpi().COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(world.size))
     tag = fingerprint_of(str(options.group_id)) % 20000
@@ -118,7 +118,7 @@ def _slices_of(tensor: Any) -> IndexedSlices:
 
 @contextmanager
 def _written(tensor: Any) -> Iterator[Any]:
-    """Give a tensor in row-major order to write to; what is written there, the tensor has afterwards."""
+    """Give a tensor in row-major order to write to; values written there are in the tensor afterwards."""
     rows = _in_rows(tensor)
     yield rows
     if rows.data_ptr() != tensor.data_ptr():
@@ -212,7 +212,7 @@ class MpiProcessGroup(ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Close the group. Collective; returns at once after an error, of which the other ranks are told."""
+        """Close the group. Collective; returns at once after an error, which is reported to the other ranks."""
         error = sys.exc_info()[1]
         if self._nccl is not None:
             self._nccl.shutdown() if error is None else self._nccl.abort()
@@ -245,13 +245,13 @@ class MpiProcessGroup(ProcessGroup):
         return CommunicationOptions(timeout_seconds=self._seconds_of(opts))
 
     def _told(self, name: str, run: Callable[[], _T], given: Sequence[Any]) -> _T:
-        """Make a call; what is wrong with this rank's arguments, all ranks raise, but for messages of two ranks."""
+        """Make a call; all ranks raise the error of this rank's arguments, but for messages of two ranks."""
         if name in ("send", "recv"):
             return run()
         return self._copies.tell(name, self._seconds_of(given[-1] if given else None), run)
 
     def _start(self, name: str, run: Callable[[], MpiWork], given: Sequence[Any]) -> MpiWork:
-        """Make a call; if its last argument is options that ask for it, the call is only started."""
+        """Make a call; if its last argument is asynchronous options, the call is only started."""
         told = partial(self._told, name, run, given)
         if is_pausing() or not getattr(given[-1] if given else None, "asyncOp", False):
             return told()
@@ -357,7 +357,7 @@ class MpiProcessGroup(ProcessGroup):
         return MpiWork(tensors)
 
     def _gather(self, call: str, own: Any, flat: Any, counts: Sequence[int], opts: Any, **fields: Any) -> None:
-        """Copy the tensors of all ranks, which have so many elements, into a flat one. Collective."""
+        """Copy the tensors of all ranks, of given lengths, into a flat one. Collective."""
         own = _in_rows(own)
         if own.dtype != flat.dtype:
             raise TypeError(f"the input is {own.dtype}, and the output {flat.dtype}")
@@ -442,7 +442,7 @@ class MpiProcessGroup(ProcessGroup):
     ) -> None:
         """Send a tensor to each rank, and receive one of each; `None` is no tensor. Collective.
 
-        If tensors are to be `like` one, then that, and the fields, say what each rank sends to each; else `splits` do.
+        If tensors are to be `like` one, then that, and the fields, define the messages of all ranks; else `splits` do.
         """
         if like is not None:
             fields.update(dtype=like.dtype, shape=tuple(like.shape), splits="")

@@ -36,7 +36,7 @@ class MpiWork(TorchWork):
 
     Args:
         result: The tensors of the call.
-        finish: Waits for the call, and raises its error; `is_done` says whether it would return at once.
+        finish: Waits for the call, and raises its error; `is_done` returns whether it would return at once.
         source: Returns the rank that a message came from.
     """
 

@@ -64,7 +64,7 @@ def _refuse_in_place(symbol: str) -> Operator:
 
 
 def _refuse_attribute(name: str) -> property:
-    """Make a property whose `AttributeError` says where the attribute is. `__getattr__` would slow down all others."""
+    """Make a property whose `AttributeError` locates the attribute. `__getattr__` would slow down all others."""
 
     def refuse(self: ReadsAsArray) -> NoReturn:
         raise AttributeError(f"a variable has no {name!r}: read it first, as in variable.numpy().{name}")
