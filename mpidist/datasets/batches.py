@@ -282,6 +282,7 @@ def _checksum(leaves: list[Any]) -> int:
     """
     checksum = 0
     for leaf in chain.from_iterable(map(_unmasked, leaves)):
+        leaf = leaf.detach() if hasattr(leaf, "requires_grad") else leaf  # of PyTorch, which exports no other
         if isinstance(leaf, UnreadRows):
             checksum = zlib.crc32(leaf.numbers.tobytes(), checksum)
         library = library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None

@@ -119,6 +119,13 @@ def test_reduce_scatter_gives_replicas_their_part_of_a_tensor(comm: Intracomm, d
         assert torch.equal(part, torch.full((2, 3), float(total), dtype=dtype))
 
 
+def test_batches_of_a_tensor_that_requires_a_gradient_are_differentiated(strategy: Strategy) -> None:
+    points = torch.arange(10.0).requires_grad_()
+    for part in strategy.experimental_distribute_dataset(mpidist.Batches(points, 4)):
+        (gradient,) = torch.autograd.grad((part**2).sum(), part)
+        assert torch.equal(gradient, 2 * part)
+
+
 AUTOCAST: Final = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
 
 
