@@ -67,7 +67,7 @@ class _Replica:
         self._stack.gr_context = copy_context()  # context variables, such as NumPy's error state
         self._contexts = context_stack.copy_entries()
         self._outcome: Any = self._run
-        self._refusal: BaseException | None = None
+        self._refusal: tuple[Any, ...] | None = None
 
     def answer(self, outcome: Any) -> None:
         """Store the result of the replica's call, for its next turn."""
@@ -75,7 +75,7 @@ class _Replica:
 
     def refuse(self, error: BaseException) -> None:
         """Store an exception, which the replica's call raises at its next turn."""
-        self._refusal = error
+        self._refusal = error, None, error.__traceback__  # as it is now: each replica that raises it adds frames
 
     def take_result(self) -> Any:
         """Return the result of the run's function, and drop it, and the values of its context variables."""
@@ -91,7 +91,7 @@ class _Replica:
         outer = context_stack.exchange_entries(self._contexts)
         try:
             if refusal is not None:
-                self._stack.throw(refusal)
+                self._stack.throw(*refusal)
             else:
                 self._stack.switch(outcome)
         finally:

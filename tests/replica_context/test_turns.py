@@ -125,6 +125,20 @@ def test_cause_of_an_error_is_kept() -> None:
     assert isinstance(raised.value.__cause__, KeyError)
 
 
+def test_error_of_a_call_names_its_line_to_each_replica_once() -> None:
+    def fail_for_all(arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
+        raise ValueError("of all")
+
+    def step() -> None:
+        turns.meet("call", fail_for_all, None)
+
+    turns = turns_of(0, 1)
+    with pytest.raises(ValueError, match="of all") as raised:
+        turns.run([step, step])
+    names = [entry.name for entry in raised.traceback]
+    assert (names.count("step"), names.count("fail_for_all"), names[-1]) == (1, 1, "fail_for_all")
+
+
 def test_interrupt_ends_all_replicas_at_once() -> None:
     turns, log, ended = turns_of(0, 1), Log(), []
 
