@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
@@ -261,7 +262,10 @@ def _joined_unless_alike(components: tuple[Any, ...]) -> Any:
     is_number = isinstance(first, (int, float, complex)) and not isinstance(first, bool)
     if isinstance(first, (DistributedValues, IndexedSlices)) or is_number or hasattr(first, "shape"):
         return _joined(components)
-    return first if all(component is first or component == first for component in components) else _joined(components)
+    with suppress(Exception):  # of objects whose comparison compares arrays
+        if all(component is first or component == first for component in components):
+            return first
+    return _joined(components)
 
 
 def local_components(value: Any, at: int = 0, num_replicas: int = 1) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,18 @@ def test_results_are_values_of_the_replicas(strategy: Any) -> None:
 
 
 @several
-def test_values_from_a_function_of_two_forms_are_refused(strategy: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"replica \d passes .* nests of one form"):
-        strategy.experimental_distribute_values_from_function(
-            lambda own: [1, 2] if own.replica_id_in_sync_group % 2 else {"a": 1, "b": 2}
-        )
+def test_values_of_two_forms_are_refused(strategy: Any) -> None:
+    def make(own: Any) -> Any:
+        return [1, 2] if own.replica_id_in_sync_group % 2 else {"a": 1, "b": 2}
+
+    result = strategy.run(lambda: make(context()))
+    for call in (
+        lambda: strategy.experimental_distribute_values_from_function(make),
+        lambda: strategy.reduce("sum", result),
+        lambda: strategy.gather(result, axis=0),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"replica \d passes .* nests of one form"):
+            call()
 
 
 @pytest.mark.no_mpi
@@ -190,18 +198,21 @@ def test_reduce_scatter_gives_each_replica_a_part(strategy: Any, comm: Intracomm
 def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
     ids, calls, kept, total = ids_here(strategy), [], np.ones(2), strategy.num_replicas_in_sync
 
-    def merge(inner: Any, value: Any, rate: Any, *, name: str) -> Any:
+    def merge(inner: Any, value: Any, rate: Any, *, name: str, made: Any) -> Any:
         assert inner is strategy
         assert get_strategy() is strategy
         assert get_replica_context() is None
         calls.append((value.values, rate.values, name))
+        assert [one.row[0] for one in getattr(made, "values", [made])] == list(ids)
         # Numbers are those of the replicas, whether they are equal or not: a program does not depend on them.
         assert local(strategy, strategy.run(lambda: reduced(1.0))) == [total] * len(ids)  # inside of another run
         return strategy.reduce("sum", value), value, kept, inner.reduce("sum", rate)
 
     def step() -> Any:
         own = np.float64(replica_id())
-        total, mine, shared, rates = context().merge_call(merge, args=(own, 0.5), kwargs={"name": "n"})
+        total, mine, shared, rates = context().merge_call(
+            merge, args=(own, 0.5), kwargs={"name": "n", "made": SimpleNamespace(row=np.full(2, own))}
+        )
         with pytest.raises(ValueError, match="read-only"):
             shared[...] = 5
         return total, mine == own, rates

@@ -181,7 +181,10 @@ def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: boo
     `may_repeat`: it makes no difference how often a value counts, as in a minimum.
     """
     if isinstance(leaf, DistributedValues):
-        return components_of(leaf, replicas.num_here)
+        components = components_of(leaf, replicas.num_here)
+        if isinstance(components[0], (dict, list, tuple)):  # replicas returned nests of different forms
+            Contributions(components).flatten(replicas.ids_here)
+        return components
     if may_repeat or replicas.are_bare:
         return (leaf,) * replicas.num_here
     raise ValueError(
