@@ -88,18 +88,26 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             self._store(at, array, ufunc)
 
     def _store_shares(self, total: Any) -> None:
-        """Store each replica's part of a sum: equal parts, of integers with the remainder in replica 0's part."""
+        """Store each replica's part of a sum: equal parts, with the remainder in replica 0's part.
+
+        Of real numbers they are multiples of the last place of the total: no sum of them is rounded.
+        """
         count = self._strategy.num_replicas_in_sync
-        if total.dtype.kind not in "biu":
-            share = first = total / count
-        else:
+        if total.dtype.kind in "biu":
             wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
             rest = np.fmod(wide, wide.dtype.type(count))
             share = (wide - rest) // wide.dtype.type(count)
-            first = share + rest
+        else:
+            total = arrays.on_host(total)  # CuPy has no `spacing`
+            rest = np.zeros_like(total)
+            if total.dtype.kind != "c":
+                with np.errstate(all="ignore"):  # of the largest number, and of infinite ones
+                    units = np.spacing(total) * total.dtype.type(count)
+                np.fmod(total, units, out=rest, where=np.isfinite(total))
+            share = (total - rest) / count
         has_first = parts_of(self._strategy).replicas.has_first
         for at in range(len(self._copies)):
-            self._store(at, first if at == 0 and has_first else share, None)
+            self._store(at, share + rest if at == 0 and has_first else share, None)
 
     def _scatter(self, call: str, delta: Any) -> None:
         raise NotImplementedError(

@@ -193,28 +193,37 @@ def test_assignment_across_replicas_changes_every_copy(strategy: Strategy) -> No
             assert change(1.0) is variable
             expected = METHODS[method](2.0, 1.0)
             share = expected / (total if (synchronization, aggregation) == ("ON_READ", "SUM") else 1)
-            assert [float(value) for value in variable.values] == [share] * num_here, (synchronization, aggregation)
+            assert [float(value) for value in variable.values] == pytest.approx([share] * num_here)
             assert variable.read_value() == pytest.approx(expected)
             with strategy.scope():
                 assert change(1.0) is variable
 
 
-@pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "bool"])
-def test_on_read_sum_divides_on_assign(strategy: Strategy, dtype: str) -> None:
+def test_on_read_float_sum_reads_back_the_assigned_total(strategy: Strategy) -> None:
+    """Also the least numbers and the largest ones."""
+    numbers = np.arange(-150, 150)
+    for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
+        least, largest = (float(getattr(ml_dtypes.finfo(dtype), name)) for name in ("smallest_subnormal", "max"))
+        totals = np.concatenate([numbers, numbers / 3, numbers * least, [largest, np.inf, -np.inf, np.nan]])
+        totals = totals.astype(dtype)
+        metric = make(strategy, np.zeros_like(totals), "SUM", "ON_READ")
+        metric.assign(totals)
+        np.testing.assert_array_equal(metric.read_value().astype(float), totals.astype(float))
+
+
+def test_on_read_integer_sum_divides_on_assign(strategy: Strategy) -> None:
     """What does not divide by the number of replicas is the first one's."""
-    metric = make(strategy, np.zeros(2, dtype), "SUM", "ON_READ")
-    if dtype == "bool":
-        metric.assign(True)
-        assert metric.local_value().dtype == np.bool_
-        return
-    signed = [-10, -1, [-128, 127]] if dtype[0] == "i" else []
-    for total in (1, 0, 127, [7, 3], np.array([1, 100], dtype), *signed, 10):
-        metric.assign(total)
-        assert metric.read_value().tolist() == np.broadcast_to(total, 2).tolist()
-    share, rest = divmod(10, strategy.num_replicas_in_sync)
-    assert [value.tolist() for value in metric.values] == [
-        [share + (0 if at else rest)] * 2 for at in ids_here(strategy)
-    ]
+    for dtype in ("int64", "int8", "uint8"):
+        metric = make(strategy, np.zeros(2, dtype), "SUM", "ON_READ")
+        signed = [-10, -1, [-128, 127]] if dtype[0] == "i" else []
+        for total in (1, 0, 127, [7, 3], np.array([1, 100], dtype), *signed, 10):
+            metric.assign(total)
+            assert metric.read_value().tolist() == np.broadcast_to(total, 2).tolist()
+        share, rest = divmod(10, strategy.num_replicas_in_sync)
+        assert [value.tolist() for value in metric.values] == [
+            [share + (0 if at else rest)] * 2 for at in ids_here(strategy)
+        ]
+    assert make(strategy, False, "SUM", "ON_READ").assign(True).local_value().dtype == np.bool_
 
 
 @every_synchronization

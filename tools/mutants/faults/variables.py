@@ -6,14 +6,14 @@ TESTS = ["tests/variables"]
 FAULTS = [
     Fault(
         "sync_on_read.py",
-        "self._store(at, first if at == 0 and has_first else share, None)",
+        "self._store(at, share + rest if at == 0 and has_first else share, None)",
         "self._store(at, share, None)",
         "the remainder of an ON_READ integer is lost when it is assigned",
     ),
     Fault(
         "sync_on_read.py",
-        "share = first = total / count",
-        "share = first = total",
+        "share = (total - rest) / count",
+        "share = total - rest",
         "a sum that is assigned to an ON_READ variable counts once a replica",
     ),
     Fault(
