@@ -182,7 +182,39 @@ def test_others_finish_without_a_killed_worker(job: Job, placement: Placement, a
     require_rest(ended, placement, num_ps)
 
 
+STAYS = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy()
+if strategy.is_ps:
+    attempt("serve", strategy.serve)
+    await_notes("works", 0, 2)
+else:
+    with strategy.scope():
+        variable = mpidist.Variable(0.0)
+    def works():
+        while True:
+            variable.assign_add(1.0)
+            if rank == 1 and variable.numpy() > 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+    attempt("works", works)
+os._exit(0)
+"""
+
+
+def require_told(ended: Ended) -> None:
+    notes = ended.of("serve") | ended.of("works")
+    assert {rank: note.kind for rank, note in notes.items()} == dict.fromkeys((0, 2, 3), "PeerFailedError"), ended
+
+
+def test_a_server_that_has_given_up_is_awaited_no_longer(job: Job) -> None:
+    """Its process lives on."""
+    require_told(job(STAYS, FOUR, is_blind=True))
+
+
 if HAS_ULFM:
+
+    def test_open_mpi_tells_all_of_a_worker_that_is_killed(survivor: Job) -> None:
+        require_told(survivor(STAYS, FOUR))
 
     @pytest.mark.core
     @pytest.mark.parametrize("fault", [KILLED, QUITS], ids=["killed", "quits"])

@@ -512,11 +512,15 @@ class Connection:
         self.lists = {}
         if self._is_abandoned:
             return
-        for request, _, _ in self._requests:
-            if not request.Test():
-                request.Cancel()
-                request.Wait()
-            request.Free()
+        try:
+            for request, _, _ in self._requests:
+                if not request.Test():
+                    request.Cancel()
+                    request.Wait()
+                request.Free()
+        except load_mpi().Exception:  # ULFM tells that the worker's process has failed, as another error does
+            self.abandon()
+            return
         self._buffers, self._whole = [], np.empty(0, np.uint8)
         if not all(sent.Test() for sent in [*self._sends, *self._data_sends]):
             never_free((self._sends, self._replies, self._data_sends))

@@ -24,7 +24,7 @@ class AwaitedPeers(Awaited):
         serving: What an awaited rank is in, by its flight recorder, while it waits for other ranks in its turn, and
             warns of them; `None` where it does not.
         busy_seconds: How long that rank may show no sign of life at least, as on a busy machine.
-        is_ended_by_program: Whether the wait ended because a program ended, and not because an awaited rank was lost.
+        is_ended_by_program: Whether the wait ended because a program ended or gave up, and no awaited rank was lost.
     """
 
     given_up = " for another rank"
@@ -72,8 +72,12 @@ class AwaitedPeers(Awaited):
             ends = note.tag == ENDED or self.ends_if_any_leaves or rank in self.ranks
             self.is_ended_by_program |= ends and not {*self.ranks} & {*note.lost}
             return ends
-        is_told_of_loss = any(one.rank in self.ranks and one.process == GONE for one in note.statuses)
-        return note.tag in (GAVE_UP, FOLLOWS) and is_told_of_loss
+        if note.tag not in (GAVE_UP, FOLLOWS):
+            return False
+        # An awaited server that has given up, because of another rank, serves no longer.
+        is_given_up = note.is_lost and rank in self.ranks and rank not in self.dispensable
+        self.is_ended_by_program |= is_given_up
+        return is_given_up or any(one.rank in self.ranks and one.process == GONE for one in note.statuses)
 
     def is_warned_of(self, late: Stragglers, stall_seconds: float) -> bool:
         return (
