@@ -221,6 +221,7 @@ class ClusterCoordinator:
         """
         if self._is_closed:
             return
+        self._caller.servers.require_no_function("close() of a coordinator")
         try:
             self.join()
         finally:
@@ -231,6 +232,7 @@ class ClusterCoordinator:
 
     def _require_chief(self, call: str) -> None:
         parts_of(self._strategy).group.require_open(call)
+        self._caller.servers.require_no_function(call)
         if not self._is_chief:
             raise RuntimeError(f"{call} on a worker that is not the chief: the chief schedules, the others serve()")
         if self._is_closed:

@@ -216,11 +216,11 @@ class ParameterClient:
         self._step_error = ""
 
     def require_no_function(self, call: str) -> None:
-        """Raise if this worker makes a call of all workers in a function that the chief has scheduled. Local."""
+        """Raise if this worker makes a call of all, or of the chief, in a function that was scheduled. Local."""
         if self.function:
             raise RuntimeError(
-                f"{call} in {self.function!r}, which the chief has scheduled: it is a call of all workers, and "
-                "the chief waits for the function; make the call outside of functions"
+                f"{call} in {self.function!r}, which the chief has scheduled: it is a call of all workers, or of "
+                "the chief, which waits for the function; make the call outside of functions"
             )
 
     def begin_use(self, call: str) -> None:

@@ -53,7 +53,10 @@ ALL = FAILED + r".*{call} in 'test: {name}', which the chief has scheduled: "
 SERVE = FAILED + r".*serve\(\) of a coordinator (on the chief|in 'test: serve', which the chief has scheduled)"
 # Else the chief would let another worker call the function, which has made some of its changes.
 EXIT = FAILED + "it called sys.exit.*; return from the function"
-BARRIER, VARIABLE, CLOSE = (ALL.replace("{call}", call) for call in (r"barrier\(\)", "Variable", r"close\(\)"))
+BARRIER, VARIABLE, CLOSE, SCHEDULE, END = (
+    ALL.replace("{call}", call)
+    for call in (r"barrier\(\)", "Variable", r"close\(\)", r"schedule\(\)", r"close\(\) of a coordinator")
+)
 # Name -> the function, and the error of the chief: of the nearest kind that can be made from a text, if the error's own
 # cannot.
 FUNCTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -62,6 +65,8 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "close": (lambda: HERE["strategy"].close(), RuntimeError, CLOSE),
     "with": (lambda: HERE["strategy"].__exit__(None, None, None), RuntimeError, CLOSE),
     "serve": (lambda: HERE["coordinator"].serve(), RuntimeError, SERVE),
+    "schedule": (lambda: HERE["coordinator"].schedule("test: right"), RuntimeError, SCHEDULE),
+    "end": (lambda: HERE["coordinator"].close(), RuntimeError, END),
     "exit": (lambda: sys.exit(), RuntimeError, EXIT),
     "exit with 3": (lambda: sys.exit(3), RuntimeError, EXIT),
     "exit with a text": (lambda: sys.exit("no data"), RuntimeError, EXIT),
