@@ -174,9 +174,15 @@ def release_signal(number: int) -> None:
 
 
 def end_job(reason: str) -> None:
-    """Abort the job, and report why: the other ranks do not finish. Returns only where no job is registered."""
+    """Abort the job, and report why: the other ranks do not finish. Returns only where no job is registered.
+
+    `reason`: empty if a lower rank reports it, and should end the job.
+    """
     if _jobs:
-        write_line(f"this job ends with exit code {EXIT_CODE_AFTER_FAILURE}: {reason}")
+        if not reason:
+            time.sleep(_LOWER_RANK_FIRST_SECONDS)
+        else:
+            write_line(f"this job ends with exit code {EXIT_CODE_AFTER_FAILURE}: {reason}")
         mark_failure(os.environ)
         _abort(_jobs[0], EXIT_CODE_AFTER_FAILURE)
 

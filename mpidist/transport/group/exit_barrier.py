@@ -56,7 +56,8 @@ class ExitBarrier:
         """Wait for all ranks that are not lost; return why the job must end if ranks are lost. Collective over those.
 
         The lowest rank that is not lost gets the text. So does a rank that has noticed a loss after it sent its
-        messages: other ranks may not have noticed the loss and wait for ever.
+        messages: other ranks may not have noticed the loss and wait for ever. Others get an empty one: Open MPI with ULFM
+        does not always end them with the lowest one, and their MPI_Finalize would wait for the lost ranks.
         """
         own = np.zeros(self._comm.size, np.uint8)
         own[sorted(self._lost)] = _GONE
@@ -68,7 +69,7 @@ class ExitBarrier:
             return None
         if min(set(range(self._comm.size)) - set(lost)) < self._comm.rank:
             if self._told.issuperset(lost):
-                return None
+                return ""
             time.sleep(_LOWEST_FIRST_SECONDS)
         what, was = ("process", "was") if len(lost) == 1 else ("processes", "were")
         return f"the {what} of {name_ranks(lost)} of {self._comm.size} ranks {was} lost before; all others are done"

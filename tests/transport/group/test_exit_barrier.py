@@ -26,6 +26,7 @@ class Losses:
         return [self._lost] if sees else []
 
 
+@pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("is_in_round", [False, True], ids=["before", "in the round"])
 def test_exit_barrier_spreads_a_loss_seen_by_one_rank(comm: Intracomm, is_in_round: bool) -> None:
     """Else those of other nodes, which cannot see the process, would wait for ever; here they see it after that."""
@@ -45,6 +46,7 @@ def test_exit_barrier_spreads_a_loss_seen_by_one_rank(comm: Intracomm, is_in_rou
     told = f"the process of rank {lost} of {comm.size} ranks was lost before; all others are done"
     assert (texts[knows] == told) == (is_in_round or knows == 0)
     assert texts[0] == told
+    assert None not in texts[:lost]  # which would go on to MPI_Finalize
 
 
 class Clock:
