@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from mpidist.transport.reduction import accumulator_dtype
 from mpidist.values import require_contributions
 
 __all__ = ["reduce_along_axis"]
+
+_MAY_REPEAT: Final = {ReduceOp.MIN, ReduceOp.MAX}
 
 
 @final
@@ -64,8 +66,7 @@ def reduce_along_axis(
         op = ReduceOp.of(reduce_op)
         leaves, structure = nest.flatten(value)
         require_contributions(op, leaves, ops.group, replicas.total)
-        may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
-        components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
+        components = [replica_components(str(op), leaf, replicas, op in _MAY_REPEAT) for leaf in leaves]
         leaves = [own[0] for own in components]
         require_values(leaves, value)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`

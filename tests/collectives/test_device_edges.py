@@ -210,7 +210,7 @@ def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda,
     [(">f4", "native byte order, got '>f4'"), (ml_dtypes.float8_e5m2, "add or copy float8_e5m2: send a view of uint8")],
     ids=["another byte order", "float8"],
 )
-def test_a_dtype_that_one_gpu_lacks_is_everybodys_error(
+def test_device_dtype_that_one_gpu_lacks_is_refused_on_all_ranks(
     group: SyncGroup, comm: Intracomm, dtype: Any, text: str
 ) -> None:
     value = up(np.ones(5, np.float32)).view(dtype if comm.rank else "=f4")

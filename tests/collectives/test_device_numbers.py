@@ -257,7 +257,7 @@ def test_lists_of_other_forms_at_the_same_addresses_are_other_lists(gpus: Any, c
 
 
 @pytest.mark.ranks(2)
-def test_a_repeated_list_is_compared_by_its_shapes(gpus: Any, comm: Intracomm) -> None:
+def test_repeated_list_of_gpu_arrays_is_compared_by_its_shapes(gpus: Any, comm: Intracomm) -> None:
     values = [up(np.ones(6, np.float32)) for _ in range(20)]
     with Strategy(comm=comm) as strategy:
         for _ in range(3):

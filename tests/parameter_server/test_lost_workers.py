@@ -206,14 +206,14 @@ def require_told(ended: Ended) -> None:
     assert {rank: note.kind for rank, note in notes.items()} == dict.fromkeys((0, 2, 3), "PeerFailedError"), ended
 
 
-def test_a_server_that_has_given_up_is_awaited_no_longer(job: Job) -> None:
+def test_server_that_has_given_up_is_awaited_no_longer(job: Job) -> None:
     """Its process lives on."""
     require_told(job(STAYS, FOUR, is_blind=True))
 
 
 if HAS_ULFM:
 
-    def test_open_mpi_tells_all_of_a_worker_that_is_killed(survivor: Job) -> None:
+    def test_killed_worker_is_named_by_all_with_open_mpi(survivor: Job) -> None:
         require_told(survivor(STAYS, FOUR))
 
     @pytest.mark.core

@@ -56,8 +56,8 @@ class ExitBarrier:
         """Wait for all ranks that are not lost; return why the job must end if ranks are lost. Collective over those.
 
         The lowest rank that is not lost gets the text. So does a rank that has noticed a loss after it sent its
-        messages: other ranks may not have noticed the loss and wait for ever. Others get an empty one: Open MPI with ULFM
-        does not always end them with the lowest one, and their MPI_Finalize would wait for the lost ranks.
+        messages: other ranks may not have noticed the loss and wait for ever. Others get an empty one: Open MPI with
+        ULFM does not always end them with the lowest one, and their MPI_Finalize would wait for the lost ranks.
         """
         own = np.zeros(self._comm.size, np.uint8)
         own[sorted(self._lost)] = _GONE
