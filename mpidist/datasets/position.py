@@ -18,7 +18,7 @@ class Position:
     """Position of a program in one pass, in the unit of its source. Equal on all ranks, which step together.
 
     `is_begun` once ranks have made a step of the pass in this process, `is_over` at its end. `iterator` refers to the
-    object that makes the steps. `outer` is the pass that had the position when this one began, if it was open.
+    object that makes the steps. `outer` is the pass that was open when this one began, and had made the last step.
     """
 
     def __init__(self, epoch: int = 0, num_seen: int = 0) -> None:
@@ -50,9 +50,9 @@ class Progress:
     def position(self) -> Position:
         """The position in the pass that has made the last step; after a pass inside another one, in that one."""
         position = self._last
-        while not position.is_open and position.outer is not None:
+        while not position.is_open and position.outer is not None and position.outer.is_open:
             position = position.outer
-        return position if position.is_open else self._last
+        return position
 
     @property
     def is_back(self) -> bool:
@@ -67,8 +67,8 @@ class Progress:
         """Note that all ranks make a step of a pass. Returns whether a position that was restored is not used so."""
         is_unused, self._restored = self._restored not in (None, position), None
         if not position.is_begun:
-            position.outer = self.position if self.position.is_open else None
             position.is_begun, position.iterator = True, weakref.ref(iterator)
+            position.outer = self._last if self._last.is_open else None
         self._last = position
         return is_unused
 
