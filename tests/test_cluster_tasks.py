@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy
@@ -14,7 +13,7 @@ from mpidist.errors import TopologyError
 pytestmark = pytest.mark.ranks(1, 3)
 
 
-def set_tasks(monkeypatch: pytest.MonkeyPatch, comm: Intracomm, tasks: list[str], listed: list[str]) -> str:
+def set_tasks(monkeypatch, comm, tasks, listed):
     """Describe a cluster with the tasks `listed`, of which rank r is tasks[r]."""
     cluster = {job: [f"localhost:{at}" for at in range(listed.count(job))] for job in set(listed)}
     own = tasks[comm.rank]
@@ -24,9 +23,7 @@ def set_tasks(monkeypatch: pytest.MonkeyPatch, comm: Intracomm, tasks: list[str]
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_tf_config_with_a_ps_runs_a_block_of_each_task(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, first: bool
-) -> None:
+def test_tf_config_with_a_ps_runs_a_block_of_each_task(comm, monkeypatch, first):
     """The printed program of the page of ParameterServerStrategy."""
     workers = ["worker"] * (comm.size - 1)
     tasks = ["ps", *workers] if first else [*workers, "ps"]
@@ -46,16 +43,16 @@ def test_tf_config_with_a_ps_runs_a_block_of_each_task(
                     call()
 
 
-def test_tf_config_with_an_evaluator_computes_alone(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_with_an_evaluator_computes_alone(comm, monkeypatch):
     tasks = ["worker"] * (comm.size - 1) + ["evaluator"]
     own = set_tasks(monkeypatch, comm, tasks, tasks)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
-        step = strategy.run(lambda: mpidist.get_replica_context().all_reduce("sum", 1.0))  # type: ignore[union-attr]
+        step = strategy.run(lambda: mpidist.get_replica_context().all_reduce("sum", 1.0))
         assert step == (1 if own == "evaluator" else comm.size - 1)
 
 
 @pytest.mark.ranks(3)
-def test_tf_config_with_a_ps_and_too_few_workers_is_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_with_a_ps_and_too_few_workers_is_refused(comm, monkeypatch):
     tasks = ["worker"] * (comm.size - 1) + ["ps"]
     set_tasks(monkeypatch, comm, tasks, [*tasks, "worker"])
     with raises_everywhere(comm, TopologyError, f"has {comm.size} tasks"):
@@ -70,15 +67,13 @@ def test_tf_config_with_a_ps_and_too_few_workers_is_refused(comm: Intracomm, mon
         (["ps", "ps", "evaluator"], "none of the 3 ranks is a chief or a worker of the cluster"),
     ],
 )
-def test_tf_config_in_which_not_all_ranks_have_a_role_or_none_trains_is_refused(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, tasks: list[str], text: str
-) -> None:
+def test_tf_config_in_which_not_all_ranks_have_a_role_or_none_trains_is_refused(comm, monkeypatch, tasks, text):
     set_tasks(monkeypatch, comm, tasks, ["worker"] * comm.size)
     with raises_everywhere(comm, TopologyError, text):
         MultiWorkerMirroredStrategy(comm=comm)
 
 
-def test_tf_config_with_a_ps_without_rank_is_accepted(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_with_a_ps_without_rank_is_accepted(comm, monkeypatch):
     tasks = ["worker"] * comm.size
     set_tasks(monkeypatch, comm, tasks, [*tasks, "ps"])
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:

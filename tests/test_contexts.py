@@ -1,7 +1,6 @@
 """Which strategy is current, on which side of it, and what is refused where: any number of ranks."""
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,7 @@ from support.alarms import RangError, alarm
 from support.replicas import inside
 
 import mpidist
-from mpidist import OneDeviceStrategy, Strategy, context_stack
+from mpidist import OneDeviceStrategy, context_stack
 from mpidist.transport.failures import open_groups
 
 State = tuple[Any, Any, bool, bool]
@@ -20,25 +19,25 @@ pytestmark = pytest.mark.ranks(1, 3)
 
 
 @pytest.fixture
-def other() -> Iterator[Strategy]:
+def other():
     with OneDeviceStrategy() as made:
         yield made
 
 
 @pytest.fixture
-def no_strategy_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_strategy_is_open(monkeypatch):
     """Other modules may keep strategies open, outside of which the default strategy's replica refuses calls."""
     monkeypatch.setattr(open_groups, "num_strategies", lambda: 0)
 
 
 @pytest.fixture(autouse=True)
-def _leave_the_thread_as_it_was() -> Iterator[None]:
+def _leave_the_thread_as_it_was():
     before = state()
     yield
     assert state() == before
 
 
-def state() -> State:
+def state():
     return (
         mpidist.get_strategy(),
         mpidist.get_replica_context(),
@@ -50,21 +49,21 @@ def state() -> State:
 DEFAULT = state()
 
 
-def across(strategy: Strategy) -> State:
+def across(strategy):
     return strategy, None, True, True
 
 
-def seen_in_run(strategy: Strategy) -> State:
+def seen_in_run(strategy):
     return strategy.run(state)
 
 
-def in_thread(function: Callable[[], Any]) -> Any:
+def in_thread(function):
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(function).result()
 
 
 @pytest.mark.core
-def test_default_strategy_has_one_replica() -> None:
+def test_default_strategy_has_one_replica():
     strategy, context, in_cross, has = state()
     assert (in_cross, has) == (False, False)
     assert context is not None
@@ -73,7 +72,7 @@ def test_default_strategy_has_one_replica() -> None:
 
 
 @pytest.mark.core
-def test_scope_is_cross_replica_context(strategy: Strategy) -> None:
+def test_scope_is_cross_replica_context(strategy):
     assert mpidist.get_loss_reduction() is mpidist.ReduceOp.SUM
     scope = strategy.scope()
     for _ in range(2):
@@ -87,10 +86,10 @@ def test_scope_is_cross_replica_context(strategy: Strategy) -> None:
 
 
 @pytest.mark.core
-def test_run_is_replica_context_of_this_rank(strategy: Strategy) -> None:
+def test_run_is_replica_context_of_this_rank(strategy):
     """Outside the scope and inside it, under both names."""
 
-    def look(call: Callable[..., State]) -> None:
+    def look(call):
         current, context, in_cross, has = call(state)
         assert (current, in_cross, has) == (strategy, False, True)
         assert context.strategy is strategy
@@ -104,8 +103,8 @@ def test_run_is_replica_context_of_this_rank(strategy: Strategy) -> None:
             look(call)
 
 
-def test_merge_call_is_cross_replica_context(strategy: Strategy) -> None:
-    def step() -> None:
+def test_merge_call_is_cross_replica_context(strategy):
+    def step():
         context = mpidist.get_replica_context()
         assert context.merge_call(lambda merged: (merged, state())) == (strategy, across(strategy))
         assert mpidist.get_replica_context() is context
@@ -113,23 +112,23 @@ def test_merge_call_is_cross_replica_context(strategy: Strategy) -> None:
     strategy.run(step)
 
 
-def test_update_is_cross_replica_context(strategy: Strategy) -> None:
+def test_update_is_cross_replica_context(strategy):
     with strategy.scope():
         variable = mpidist.Variable(0.0)
     assert strategy.extended.update(variable, lambda var: state()) == across(strategy)
     assert strategy.run(lambda: strategy.extended.update(variable, lambda var: state())) == across(strategy)
 
 
-def test_new_thread_is_in_the_default_state(strategy: Strategy) -> None:
+def test_new_thread_is_in_the_default_state(strategy):
     with strategy.scope():
         assert in_thread(state) == DEFAULT
     assert strategy.run(lambda: in_thread(state)) == DEFAULT
 
 
-def test_threads_may_be_in_different_scopes_at_once(strategy: Strategy, other: Strategy) -> None:
+def test_threads_may_be_in_different_scopes_at_once(strategy, other):
     inside = threading.Barrier(2)
 
-    def enter(mine: Strategy) -> list[State]:
+    def enter(mine):
         with mine.scope():
             inside.wait()
             seen = [state(), seen_in_run(mine)]
@@ -143,13 +142,13 @@ def test_threads_may_be_in_different_scopes_at_once(strategy: Strategy, other: S
         assert (in_run[0], in_run[2], in_run[3]) == (mine, False, True)
 
 
-def test_exceptions_come_out_as_they_are_and_leave_no_context_behind(strategy: Strategy) -> None:
-    def fail(*_: Any) -> None:
+def test_exceptions_come_out_as_they_are_and_leave_no_context_behind(strategy):
+    def fail(*_):
         raise KeyError("mine")
 
     with strategy.scope():
         variable = mpidist.Variable(0.0)
-    calls: list[Callable[[], Any]] = [
+    calls = [
         lambda: strategy.run(fail),
         lambda: inside(strategy, "merge_call", fail),
         lambda: inside(strategy, "merge_call", lambda merged: merged.run(fail)),
@@ -165,7 +164,7 @@ def test_exceptions_come_out_as_they_are_and_leave_no_context_behind(strategy: S
         fail()
 
 
-def test_default_scope_changes_nothing_and_mixes_with_no_other(strategy: Strategy) -> None:
+def test_default_scope_changes_nothing_and_mixes_with_no_other(strategy):
     default = mpidist.get_strategy()
     with default.scope() as entered:
         assert entered is default
@@ -182,7 +181,7 @@ def test_default_scope_changes_nothing_and_mixes_with_no_other(strategy: Strateg
 
 
 @pytest.mark.core
-def test_scopes_are_left_in_reverse_order_only(strategy: Strategy) -> None:
+def test_scopes_are_left_in_reverse_order_only(strategy):
     """The refused scope can be left properly afterwards."""
     outer, inner = strategy.scope(), strategy.scope()
     outer.__enter__()
@@ -196,7 +195,7 @@ def test_scopes_are_left_in_reverse_order_only(strategy: Strategy) -> None:
     assert state() == DEFAULT
 
 
-def test_set_strategy_enters_its_scope(strategy: Strategy, other: Strategy) -> None:
+def test_set_strategy_enters_its_scope(strategy, other):
     default = mpidist.get_strategy()
     for none in (None, default):
         mpidist.experimental_set_strategy(strategy)
@@ -207,11 +206,11 @@ def test_set_strategy_enters_its_scope(strategy: Strategy, other: Strategy) -> N
         mpidist.experimental_set_strategy(none)
         assert state() == DEFAULT
     with pytest.raises(TypeError, match="strategy"):
-        mpidist.experimental_set_strategy("mirrored")  # type: ignore[arg-type]
+        mpidist.experimental_set_strategy("mirrored")
 
 
-def test_set_strategy_is_refused_inside_scope_and_run(strategy: Strategy, other: Strategy) -> None:
-    def try_all() -> None:
+def test_set_strategy_is_refused_inside_scope_and_run(strategy, other):
+    def try_all():
         before = state()
         for wanted in (other, strategy, None):
             with pytest.raises(RuntimeError, match="must not be called inside"):
@@ -224,7 +223,7 @@ def test_set_strategy_is_refused_inside_scope_and_run(strategy: Strategy, other:
 
 
 @pytest.mark.usefixtures("no_strategy_is_open")
-def test_default_context_reduces_its_own_value() -> None:
+def test_default_context_reduces_its_own_value():
     default, context = mpidist.get_strategy(), mpidist.get_replica_context()
     assert default.reduce("SUM", 2.0) == 2.0
     assert context.all_reduce("MEAN", 2.0) == 2.0
@@ -234,11 +233,11 @@ def test_default_context_reduces_its_own_value() -> None:
 
 
 @pytest.mark.usefixtures("no_strategy_is_open")
-def test_merge_call_of_the_default_context_is_cross_replica_context() -> None:
+def test_merge_call_of_the_default_context_is_cross_replica_context():
     """As in TensorFlow: there the default strategy's scope and `run` change nothing, and `merge_call` does."""
     default, context = mpidist.get_strategy(), mpidist.get_replica_context()
 
-    def merged(strategy: Strategy) -> State:
+    def merged(strategy):
         assert strategy is default
         with pytest.raises(RuntimeError, match="cross-replica"):
             context.all_reduce("SUM", 1.0)
@@ -252,10 +251,10 @@ def test_merge_call_of_the_default_context_is_cross_replica_context() -> None:
     assert default.run(lambda: mpidist.get_replica_context().merge_call(merged)) == (default, None, True, False)
 
 
-def test_run_interrupted_by_a_signal_handler_leaves_no_context(strategy: Strategy) -> None:
+def test_run_interrupted_by_a_signal_handler_leaves_no_context(strategy):
     """Wherever it comes: between entering the context and the function, or after it."""
 
-    def forever(delay: float) -> None:
+    def forever(delay):
         with alarm(delay):
             while True:
                 strategy.run(state)
@@ -267,7 +266,7 @@ def test_run_interrupted_by_a_signal_handler_leaves_no_context(strategy: Strateg
 
 
 ONE = np.float32(1.0)
-CROSS_REPLICA: dict[str, Callable[[Strategy, Any], Any]] = {
+CROSS_REPLICA = {
     "reduce": lambda s, v: s.reduce("SUM", ONE, axis=None),
     "reduce along an axis": lambda s, v: s.reduce("SUM", np.ones(2), axis=0),
     "reduce_to": lambda s, v: s.extended.reduce_to("SUM", ONE, 0),
@@ -289,7 +288,7 @@ WORK_IN_SCOPE_AND_OUT = {name: call for name, call in CROSS_REPLICA.items() if n
 WORK_IN_SCOPE_AND_OUT["update"] = lambda s, v: s.extended.update(v, lambda var: var)
 
 
-def test_methods_work_in_own_scope_and_out_of_any(strategy: Strategy, other: Strategy) -> None:
+def test_methods_work_in_own_scope_and_out_of_any(strategy, other):
     with strategy.scope():
         variable = mpidist.Variable(0.0)
     for call in WORK_IN_SCOPE_AND_OUT.values():
@@ -300,8 +299,8 @@ def test_methods_work_in_own_scope_and_out_of_any(strategy: Strategy, other: Str
             call(strategy, variable)
 
 
-def test_cross_replica_methods_are_refused_in_run(strategy: Strategy) -> None:
-    def step() -> None:
+def test_cross_replica_methods_are_refused_in_run(strategy):
+    def step():
         for call in CROSS_REPLICA.values():
             with pytest.raises(RuntimeError, match="requires being in cross-replica context"):
                 call(strategy, None)
@@ -311,23 +310,23 @@ def test_cross_replica_methods_are_refused_in_run(strategy: Strategy) -> None:
     strategy.run(step)
 
 
-def test_update_calls_with_the_very_variable_and_argument(strategy: Strategy) -> None:
+def test_update_calls_with_the_very_variable_and_argument(strategy):
     with strategy.scope():
         variable = mpidist.Variable(0.0)
     argument = object()
-    calls: list[Any] = []
+    calls = []
     strategy.extended.update(variable, lambda *args, **kwargs: calls.append((args, kwargs)), (argument,), {"k": 1})
     assert calls == [((variable, argument), {"k": 1})]
 
 
-def test_another_strategys_scope_and_run_are_refused(strategy: Strategy, other: Strategy) -> None:
+def test_another_strategys_scope_and_run_are_refused(strategy, other):
     made_outside = other.scope()
     with strategy.scope():
         with pytest.raises(RuntimeError, match="mixing different strategies"), made_outside:
             pass
         assert mpidist.get_strategy() is strategy
 
-    def step() -> None:
+    def step():
         with pytest.raises(RuntimeError):
             call(other, None)
 
@@ -337,7 +336,7 @@ def test_another_strategys_scope_and_run_are_refused(strategy: Strategy, other: 
         strategy.run(step)
 
 
-CONTEXT_CALLS: dict[str, Callable[[mpidist.ReplicaContext], Any]] = {
+CONTEXT_CALLS = {
     "all_reduce": lambda context: context.all_reduce("sum", 1.0),
     "start_all_reduce": lambda context: context.start_all_reduce("sum", 1.0),
     "reduce_scatter": lambda context: context.reduce_scatter("sum", np.ones(2)),
@@ -347,7 +346,7 @@ CONTEXT_CALLS: dict[str, Callable[[mpidist.ReplicaContext], Any]] = {
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "merge_call"])
-def test_replica_context_is_refused_where_it_is_not_current(strategy: Strategy, other: Strategy, name: str) -> None:
+def test_replica_context_is_refused_where_it_is_not_current(strategy, other, name):
     call = CONTEXT_CALLS[name]
     context = strategy.run(mpidist.get_replica_context)
     with (
@@ -362,22 +361,22 @@ def test_replica_context_is_refused_where_it_is_not_current(strategy: Strategy, 
     with pytest.raises(RuntimeError, match="mismatching strategies"):
         call(context)
 
-    def merge_in_merge(_: Strategy) -> None:
+    def merge_in_merge(_):
         with pytest.raises(RuntimeError, match="needs to be inside"):
             call(mine)
 
-    def step() -> None:
+    def step():
         nonlocal mine
         mine = mpidist.get_replica_context()
         with pytest.raises(RuntimeError, match="mismatching"):
             in_thread(lambda: strategy.run(call, [mine]))
         mine.merge_call(merge_in_merge)
 
-    mine: Any = None
+    mine = None
     strategy.run(step)
 
 
-def test_colocate_vars_with_needs_the_scope(strategy: Strategy, other: Strategy) -> None:
+def test_colocate_vars_with_needs_the_scope(strategy, other):
     with strategy.scope():
         variable = mpidist.Variable(0.0)
         with strategy.extended.colocate_vars_with(variable):
@@ -391,7 +390,7 @@ def test_colocate_vars_with_needs_the_scope(strategy: Strategy, other: Strategy)
 
 
 @pytest.mark.ranks(3)
-def test_calls_of_a_replica_outside_of_run_are_refused(strategy: Strategy) -> None:
+def test_calls_of_a_replica_outside_of_run_are_refused(strategy):
     """Where a strategy of several ranks is open: the value of this process alone is not what is meant."""
     context = mpidist.get_replica_context()
     assert context is not None
@@ -402,7 +401,7 @@ def test_calls_of_a_replica_outside_of_run_are_refused(strategy: Strategy) -> No
     assert strategy.reduce("sum", 1.0) == 3
 
 
-def test_run_refuses_calls_of_all_replicas_with_advice(strategy: Strategy) -> None:
+def test_run_refuses_calls_of_all_replicas_with_advice(strategy):
     for call, arguments, text in (
         ("gather_object", (1.0,), "outside.*merge_call"),
         ("run", (int,), "call the function itself"),
@@ -412,7 +411,7 @@ def test_run_refuses_calls_of_all_replicas_with_advice(strategy: Strategy) -> No
 
 
 @pytest.mark.no_mpi
-def test_run_with_bare_arguments_raises_with_advice() -> None:
+def test_run_with_bare_arguments_raises_with_advice():
     strategy = mpidist.OneDeviceStrategy()
     for arguments in ((1.0,), (1.0, 2.0), ((), 2.0)):
         with pytest.raises(ValueError, match=r"write args=\(x,( y)?\)"):

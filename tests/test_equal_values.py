@@ -4,14 +4,12 @@ import gc
 import weakref
 import zlib
 from collections import OrderedDict
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tensors
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import Mirrored, MultiWorkerMirroredStrategy, PerReplica, Variable
@@ -22,7 +20,7 @@ from mpidist.errors import InvalidArgumentError
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 
-def state(own: Any = None) -> dict[str, Any]:
+def state(own=None):
     """A nest like the states of a module and its optimizer; `own` takes the place of one array."""
     moments = {0: {"step": np.float32(3), "m": np.array([np.nan, -0.0])}, 1: {"step": 4, "m": np.zeros((0, 2))}}
     groups = [{"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "name": "a", "on": True, "z": 1j, "raw": b"x"}]
@@ -31,7 +29,7 @@ def state(own: Any = None) -> dict[str, Any]:
 
 
 @pytest.mark.no_mpi
-def test_checksum_copies_its_bytes() -> None:
+def test_checksum_copies_its_bytes():
     """Any bytes of an array of any length, to any address."""
     draw = np.random.default_rng(0)
     for length in (0, 1, 63, 64, 65, 200, 65536, 65600, 200000):
@@ -50,7 +48,7 @@ def test_checksum_copies_its_bytes() -> None:
     assert (memory == numbers.ravel()[17:517]).all()
 
 
-def test_check_equal_equal_nests_pass(comm: Intracomm) -> None:
+def test_check_equal_equal_nests_pass(comm):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         strategy.check_equal(state())
         strategy.check_equal([])
@@ -59,7 +57,7 @@ def test_check_equal_equal_nests_pass(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_check_equal_looks_at_no_padding(comm: Intracomm) -> None:
+def test_check_equal_looks_at_no_padding(comm):
     """Of a long double of x86 6 of 16 bytes are padding."""
     value = np.ones(3, np.longdouble)
     if np.finfo(value.dtype).nmant == 63:
@@ -72,7 +70,7 @@ def test_check_equal_looks_at_no_padding(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_check_equal_leaves_that_differ_are_named(comm: Intracomm) -> None:
+def test_check_equal_leaves_that_differ_are_named(comm):
     last = comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         weight = np.zeros((3, 2))
@@ -92,7 +90,7 @@ def test_check_equal_leaves_that_differ_are_named(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_check_equal_variable_that_one_rank_has_changed_is_named(comm: Intracomm) -> None:
+def test_check_equal_variable_that_one_rank_has_changed_is_named(comm):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         weights = Variable(np.zeros(3))
         if comm.rank == 1:
@@ -102,7 +100,7 @@ def test_check_equal_variable_that_one_rank_has_changed_is_named(comm: Intracomm
 
 
 @pytest.mark.ranks(3)
-def test_check_equal_other_forms_are_an_error_everywhere(comm: Intracomm) -> None:
+def test_check_equal_other_forms_are_an_error_everywhere(comm):
     last = comm.rank == comm.size - 1
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         for values, pattern in (
@@ -119,7 +117,7 @@ def test_check_equal_other_forms_are_an_error_everywhere(comm: Intracomm) -> Non
             strategy.check_equal([1, object() if last else 2])
 
 
-def test_check_equal_wrong_use_is_refused(comm: Intracomm) -> None:
+def test_check_equal_wrong_use_is_refused(comm):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         for value, pattern in (
             (object(), "check_equal: the value: cannot take a value of type builtins.object"),
@@ -138,9 +136,7 @@ def test_check_equal_wrong_use_is_refused(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("replicas", [None, 8])
-def test_check_values_finds_a_variable_that_differs_after_the_run(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, replicas: int | None
-) -> None:
+def test_check_values_finds_a_variable_that_differs_after_the_run(comm, monkeypatch, replicas):
     monkeypatch.setenv("MPIDIST_CHECK_VALUES", "3")
     with MultiWorkerMirroredStrategy(replicas=replicas, comm=comm) as strategy:
         with strategy.scope():
@@ -152,7 +148,7 @@ def test_check_values_finds_a_variable_that_differs_after_the_run(
         assert gone() is None
         step = 0
 
-        def train() -> None:
+        def train():
             metric.assign(comm.rank)
             weights.assign(np.full(3, comm.rank if step == 4 else step))
 
@@ -167,7 +163,7 @@ def test_check_values_finds_a_variable_that_differs_after_the_run(
 
 
 @pytest.mark.ranks(3)
-def test_check_values_run_of_the_chief_alone_is_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_values_run_of_the_chief_alone_is_refused(comm, monkeypatch):
     monkeypatch.setenv("MPIDIST_CHECK_VALUES", "1")
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         pattern = "rank 0: comparison of variables .*; ranks? [-0-9]+: barrier.*all ranks call run equally often"
@@ -177,7 +173,7 @@ def test_check_values_run_of_the_chief_alone_is_refused(comm: Intracomm, monkeyp
             strategy.barrier()
 
 
-def test_check_values_not_set_makes_no_call(comm: Intracomm) -> None:
+def test_check_values_not_set_makes_no_call(comm):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         weights = Variable(np.zeros(3))
         before = parts_of(strategy).group.agreement.sequence

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.no_mpi
 PROJECT = str(Path(mpidist.__file__).parents[1])
 
 
-def python(program: str, **variables: str) -> Any:
+def python(program, **variables):
     """Run a program in a fresh interpreter, outside of any MPI launch, and read what it prints as JSON."""
     environment = {**clean_environment(), "PYTHONPATH": PROJECT, **variables}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
@@ -31,7 +30,7 @@ def python(program: str, **variables: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_import_starts_neither_mpi_nor_cuda_and_reads_few_modules_beside_numpy() -> None:
+def test_import_starts_neither_mpi_nor_cuda_and_reads_few_modules_beside_numpy():
     """Each rank of a job reads them from the cluster's file system."""
     program = """
 import json, sys, numpy
@@ -46,7 +45,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     assert not [name for name in own if name.split(".")[1:2] in (["checkpoint"], ["datasets"], ["parameter_server"])]
 
 
-def test_import_from_a_zip(tmp_path: Path) -> None:
+def test_import_from_a_zip(tmp_path):
     shutil.make_archive(str(tmp_path / "packages"), "zip", PROJECT, "mpidist")
     program = """
 import json, os, sys
@@ -59,7 +58,7 @@ print(json.dumps([mpidist.__file__, sum, mpidist.ValueContext(1, 2) in {mpidist.
     assert (".zip" in file, total, is_equal) == (True, 3.0, False)
 
 
-def test_compiled_part_is_there_where_a_compiler_was() -> None:
+def test_compiled_part_is_there_where_a_compiler_was():
     """A compiler that fails is not noticed otherwise: the part is optional."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if shutil.which("cc") is None or not headers.exists():
@@ -67,7 +66,7 @@ def test_compiled_part_is_there_where_a_compiler_was() -> None:
     assert import_module("mpidist.transport.native._native").combines("sum", np.dtype(np.float32))
 
 
-def test_names_for_type_checkers_are_those_of_the_package() -> None:
+def test_names_for_type_checkers_are_those_of_the_package():
     stub = ast.parse((Path(mpidist.__file__).with_suffix(".pyi")).read_text())
     named = {
         alias.asname: getattr(import_module(str(node.module)), alias.name, None)
@@ -79,7 +78,7 @@ def test_names_for_type_checkers_are_those_of_the_package() -> None:
     assert {name for name, found in named.items() if found is not getattr(mpidist, name)} == set()
 
 
-def test_one_process_needs_no_mpi() -> None:
+def test_one_process_needs_no_mpi():
     """The default strategy and OneDeviceStrategy, also with variables and data sets; nor do imports of any module."""
     program = """
 import sys, json, numpy, mpidist, mpidist.transport.mpi.launch
@@ -116,7 +115,7 @@ print(json.dumps(said))
     [("", {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}), ("sys.modules['mpi4py'] = None  # not installed", {})],
     ids=["no MPI library", "no mpi4py"],
 )
-def test_strategy_without_mpi_names_the_package(before: str, variables: dict[str, str]) -> None:
+def test_strategy_without_mpi_names_the_package(before, variables):
     said = python(UNAVAILABLE.format(before=before), **variables)
     assert len(said) == 3
     for text in said:
@@ -146,21 +145,21 @@ errors.TopologyError errors.InvalidTypeError
 """
 
 
-def named(path: str) -> Any:
-    found: Any = mpidist
+def named(path):
+    found = mpidist
     for name in path.split("."):
         found = getattr(found, name)
     return found
 
 
-def test_names_of_the_contract_are_there_and_listed() -> None:
+def test_names_of_the_contract_are_there_and_listed():
     for name in NAMES.split():
         parent, _, last = name.rpartition(".")
         assert last in (named(parent) if parent else mpidist).__all__, name
         assert (named(name).__doc__ or "").strip(), name
 
 
-def test_names_of_experimental_are_aliases() -> None:
+def test_names_of_experimental_are_aliases():
     modules = ("coordinator", "partitioners", "server_rules")
     for name in set(mpidist.experimental.__all__) - set(modules):
         home = mpidist.checkpoint if name == "PreemptionCheckpointHandler" else mpidist
@@ -189,7 +188,7 @@ ABSENT = {
 }
 
 
-def test_absent_names_raise_with_advice() -> None:
+def test_absent_names_raise_with_advice():
     """To `hasattr` they are not there, and nobody lists them."""
     for path, text in ABSENT.items():
         parent, _, last = path.rpartition(".")
@@ -200,7 +199,7 @@ def test_absent_names_raise_with_advice() -> None:
         assert last not in dir(module)
 
 
-def test_absent_members_raise_with_advice() -> None:
+def test_absent_members_raise_with_advice():
     strategy = mpidist.OneDeviceStrategy()
     for owner, name, text in (
         (strategy, "unwrap", "its name is experimental_local_results; see the page 'From tf.distribute'"),
@@ -217,14 +216,14 @@ def test_absent_members_raise_with_advice() -> None:
         assert not hasattr(owner, name)
 
 
-def test_collective_all_reduce_refuses_old_arguments_with_advice() -> None:
+def test_collective_all_reduce_refuses_old_arguments_with_advice():
     for name in ("num_workers", "num_gpus_per_worker", "all_reduce_merge_scope", "group_size", "communication"):
         with pytest.raises(TypeError, match=f"CollectiveAllReduce has no argument {name}: .*From tf.distribute"):
             mpidist.CollectiveAllReduce(**{name: 1})
 
 
-def test_libraries_see_the_face_of_tf_distribute_alone() -> None:
-    def public(thing: object) -> str:
+def test_libraries_see_the_face_of_tf_distribute_alone():
+    def public(thing):
         return " ".join(name for name in dir(thing) if not name.startswith("_"))
 
     assert public(mpidist.OneDeviceStrategy().extended) == (
@@ -235,7 +234,7 @@ def test_libraries_see_the_face_of_tf_distribute_alone() -> None:
         assert public(kind()) == "batch_reduce bind broadcast close reduce"
 
 
-def test_modules_show_their_public_names_and_their_parts() -> None:
+def test_modules_show_their_public_names_and_their_parts():
     """`dir` and `import *`."""
     names = ("coordinator", "partitioners", "server_rules")
     homes = [mpidist, mpidist.cluster_resolver, mpidist.experimental]
@@ -243,12 +242,12 @@ def test_modules_show_their_public_names_and_their_parts() -> None:
         shown = {name for name in dir(home) if not name.startswith("_")}
         parts = {name for name in shown if f"{home.__name__}.{name}" in sys.modules}
         assert shown - parts <= set(home.__all__) <= shown
-        starred: dict[str, Any] = {}
+        starred = {}
         exec(f"from {home.__name__} import *", starred)
         assert set(starred) - {"__builtins__"} == set(home.__all__)
 
 
-def test_members_of_the_enumerations_are_those_of_the_contract() -> None:
+def test_members_of_the_enumerations_are_those_of_the_contract():
     members = {
         "ReduceOp": "SUM MEAN MIN MAX PROD",
         "CommunicationImplementation": "AUTO RING NCCL",
@@ -261,7 +260,7 @@ def test_members_of_the_enumerations_are_those_of_the_contract() -> None:
         assert [member.name for member in named(name)] == its.split()
 
 
-def test_errors_are_of_the_built_in_kinds_that_programs_catch() -> None:
+def test_errors_are_of_the_built_in_kinds_that_programs_catch():
     errors = mpidist.errors
     assert issubclass(errors.DeadlineExceededError, TimeoutError)
     assert issubclass(errors.InvalidArgumentError, ValueError)
@@ -358,9 +357,9 @@ InputContext.get_per_replica_batch_size(self, global_batch_size)
 """
 
 
-def shown(path: str) -> str:
+def shown(path):
     """Write a signature as in the list: which arguments have defaults, which are named only."""
-    words: list[str] = []
+    words = []
     for parameter in inspect.signature(named(path)).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
@@ -368,12 +367,12 @@ def shown(path: str) -> str:
     return f"{path}({', '.join(words)})"
 
 
-def test_signatures_are_those_of_the_contract() -> None:
+def test_signatures_are_those_of_the_contract():
     listed = SIGNATURES.strip().splitlines()
     assert [shown(signature.partition("(")[0]) for signature in listed] == listed
 
 
-def test_properties_of_the_contract_are_there() -> None:
+def test_properties_of_the_contract_are_there():
     kinds = {
         mpidist.Strategy: "num_replicas_in_sync cluster_resolver extended topology is_chief "
         "rank size local_rank local_size node",

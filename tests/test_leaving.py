@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.replicas import inside
-from transport.failures.clocks import Clock, given_up
+from transport.failures.clocks import given_up
 
 from mpidist import CollectiveAllReduce, CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
@@ -29,27 +28,25 @@ class Converged(Exception):
 @pytest.mark.core
 @placed
 @pytest.mark.parametrize("how", ["with", "finally", "bound"])
-def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
-    comm: Intracomm, placement: object, how: str
-) -> None:
+def test_exception_of_one_rank_reaches_the_others_at_their_next_call(comm, placement, how):
     """Also where that rank catches it outside, and goes on."""
 
-    def fail_or_reduce() -> None:
+    def fail_or_reduce():
         if comm.rank == 0:
             raise KeyError("labels")
         strategy.reduce("sum", 1.0)
 
-    def leave_with() -> None:
+    def leave_with():
         with strategy:
             fail_or_reduce()
 
-    def leave_finally() -> None:
+    def leave_finally():
         try:
             fail_or_reduce()
         finally:
             strategy.close()
 
-    def leave_bound() -> None:
+    def leave_bound():
         with CollectiveAllReduce().bind(comm) as ops:
             if comm.rank == 0:
                 raise KeyError("labels")
@@ -68,12 +65,10 @@ def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
 @pytest.mark.core
 @placed
 @pytest.mark.parametrize(("counts", "timeout"), [([2_000_000], None), ([20_000, 10, 300_000], 600.0)], ids=str)
-def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_started(
-    comm: Intracomm, placement: object, counts: list[int], timeout: float | None
-) -> None:
+def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_started(comm, placement, counts, timeout):
     """A rank that has started a call has not done its part of the call."""
 
-    def work() -> None:
+    def work():
         handles = [inside(strategy, "start_all_reduce", "sum", np.ones(count)) for count in counts]
         if comm.rank == 0:
             raise KeyError("labels")
@@ -81,7 +76,7 @@ def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_starte
             assert handle.wait().sum() == count * comm.size  # of what could be done nevertheless
         strategy.reduce("sum", 1.0)
 
-    def leave() -> None:
+    def leave():
         try:
             work()
         finally:
@@ -96,10 +91,10 @@ def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_starte
 
 
 @placed
-def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(comm: Intracomm, placement: object) -> None:
+def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(comm, placement):
     """A slow rank still has the result that a fast one waited for, who left with another reduction under way."""
 
-    def train(slow: int) -> None:
+    def train(slow):
         with MultiWorker(comm=comm) as strategy:
             for step in range(4):
                 first = inside(strategy, "start_all_reduce", "sum", np.ones(200_000))
@@ -119,9 +114,7 @@ def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(comm: In
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
-def test_close_keeps_the_deadline_of_every_call(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock, how: str
-) -> None:
+def test_close_keeps_the_deadline_of_every_call(comm, monkeypatch, clock, how):
     if how == "environment":
         monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     options = CommunicationOptions(timeout_seconds=600) if how == "option" else None
@@ -134,11 +127,11 @@ def test_close_keeps_the_deadline_of_every_call(
 
 
 @pytest.mark.core
-def test_error_of_some_ranks_reaches_the_others_of_a_larger_group_at_once(comm: Intracomm) -> None:
+def test_error_of_some_ranks_reaches_the_others_of_a_larger_group_at_once(comm):
     """What a group of their own refused is nothing that all ranks of the larger group know."""
     part = comm.Split(int(comm.rank < 2))
 
-    def fail_in_part() -> None:
+    def fail_in_part():
         with MultiWorker(comm=comm) as everyone, MultiWorker(comm=part) as some:
             if comm.rank < 2:
                 some.reduce("sum", np.ones(1 + comm.rank))
@@ -151,11 +144,11 @@ def test_error_of_some_ranks_reaches_the_others_of_a_larger_group_at_once(comm: 
 
 @pytest.mark.core
 @pytest.mark.parametrize("timeout", [None, 600.0])
-def test_reset_names_a_rank_that_has_left(comm: Intracomm, timeout: float | None) -> None:
+def test_reset_names_a_rank_that_has_left(comm, timeout):
     """And nothing advises to reset: a new strategy works."""
     strategy = MultiWorker(comm=comm, communication_options=CommunicationOptions(timeout_seconds=timeout))
 
-    def work() -> None:
+    def work():
         with strategy:
             if comm.rank == 0:
                 raise KeyError("labels")
@@ -172,7 +165,7 @@ def test_reset_names_a_rank_that_has_left(comm: Intracomm, timeout: float | None
 
 
 @pytest.mark.parametrize("is_left", [True, False], ids=["left", "closed"])
-def test_reset_names_a_rank_closed_after_a_failed_call(comm: Intracomm, is_left: bool) -> None:
+def test_reset_names_a_rank_closed_after_a_failed_call(comm, is_left):
     strategy = MultiWorker(comm=comm)
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError):
@@ -193,11 +186,11 @@ def test_reset_names_a_rank_closed_after_a_failed_call(comm: Intracomm, is_left:
         assert again.reduce("sum", 1) == comm.size
 
 
-def test_exception_that_was_handled_during_a_call_is_not_the_end_of_a_strategy(comm: Intracomm) -> None:
+def test_exception_that_was_handled_during_a_call_is_not_the_end_of_a_strategy(comm):
     """A function that closes what it used, called again by a handler."""
     strategy = MultiWorker(comm=comm)
 
-    def train(value: float) -> float:
+    def train(value):
         try:
             return float(strategy.reduce("sum", value))
         finally:
@@ -212,8 +205,8 @@ def test_exception_that_was_handled_during_a_call_is_not_the_end_of_a_strategy(c
     assert result == comm.size + 1
 
 
-def test_leaving_ranks_give_their_error_to_the_one_that_handled_it(comm: Intracomm) -> None:
-    def work() -> None:
+def test_leaving_ranks_give_their_error_to_the_one_that_handled_it(comm):
+    def work():
         with MultiWorker(comm=comm) as strategy:
             try:
                 strategy.reduce("sum", np.ones(1 + comm.rank))
@@ -227,8 +220,8 @@ def test_leaving_ranks_give_their_error_to_the_one_that_handled_it(comm: Intraco
     assert comm.rank or "closed the strategy, because of an exception: mpidist.errors.Invalid" in str(caught.value)
 
 
-def test_call_of_a_finally_clause_that_no_other_rank_makes_names_the_exception(comm: Intracomm) -> None:
-    def fail() -> None:
+def test_call_of_a_finally_clause_that_no_other_rank_makes_names_the_exception(comm):
+    def fail():
         try:
             raise KeyError("labels")
         finally:
@@ -240,12 +233,12 @@ def test_call_of_a_finally_clause_that_no_other_rank_makes_names_the_exception(c
         assert strategy.reduce("sum", 1) == comm.size
 
 
-def test_strategy_that_an_exception_ended_gives_its_memory_back(comm: Intracomm) -> None:
-    def shared_kib() -> int:
+def test_strategy_that_an_exception_ended_gives_its_memory_back(comm):
+    def shared_kib():
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem")]
         return int(line.split()[1])
 
-    def fail() -> None:
+    def fail():
         with MultiWorker(comm=comm) as strategy:
             strategy.reduce("sum", np.ones(1 << 18))
             raise Converged

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import pickle
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from mpidist.experimental import CollectiveHints
 pytestmark = pytest.mark.no_mpi
 
 
-def fields(options: CommunicationOptions) -> tuple[Any, ...]:
+def fields(options):
     return options.bytes_per_pack, options.timeout_seconds, options.implementation.name, options.reproducible
 
 
@@ -37,7 +36,7 @@ def fields(options: CommunicationOptions) -> tuple[Any, ...]:
         (ValueError, {"implementation": 1}),
     ],
 )
-def test_values_without_meaning_are_refused(kind: type[Exception], wrong: dict[str, Any]) -> None:
+def test_values_without_meaning_are_refused(kind, wrong):
     """The error says what was got, or which argument it is about."""
     with pytest.raises(kind) as caught:
         CommunicationOptions(**wrong)
@@ -45,23 +44,23 @@ def test_values_without_meaning_are_refused(kind: type[Exception], wrong: dict[s
     assert name in str(caught.value) or repr(value) in str(caught.value)
 
 
-def test_options_keep_their_arguments() -> None:
+def test_options_keep_their_arguments():
     """A timeout of 0 or None is no deadline."""
     assert fields(CommunicationOptions()) == (0, None, "AUTO", False)
     for timeout in (None, 0, 2.5, np.float32(1), np.int64(3), math.inf):
         assert CommunicationOptions(timeout_seconds=timeout).timeout_seconds == timeout
     for count in (0, np.int64(7), np.uint8(200), 2**40):
-        options = CommunicationOptions(count)  # type: ignore[arg-type]
+        options = CommunicationOptions(count)
         assert (options.bytes_per_pack, type(options.bytes_per_pack)) == (count, int)
     for name in ("ring", "RING", "Ring", CommunicationImplementation.RING):
         assert CommunicationOptions(implementation=name).implementation is CommunicationImplementation.RING
     with pytest.raises(TypeError):
-        CommunicationOptions(0, None, "AUTO", True)  # type: ignore[misc]
+        CommunicationOptions(0, None, "AUTO", True)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        CommunicationOptions().bytes_per_pack = 1  # type: ignore[misc]
+        CommunicationOptions().bytes_per_pack = 1
 
 
-def test_equal_options_are_equal_and_hash_alike() -> None:
+def test_equal_options_are_equal_and_hash_alike():
     one, other = CommunicationOptions(5, 1, "ring"), CommunicationOptions(5, 1.0, "RING")
     assert one == other
     assert hash(one) == hash(other)
@@ -80,7 +79,7 @@ def test_equal_options_are_equal_and_hash_alike() -> None:
         ((), (0, None, "auto"), (0, None, "AUTO", False)),
     ],
 )
-def test_options_of_a_call_that_are_given_win_also_defaults(own: Any, other: Any, merged: Any) -> None:
+def test_options_of_a_call_that_are_given_win_also_defaults(own, other, merged):
     """A call can undo what the strategy asks for. `None` is no deadline given."""
     mine, theirs = CommunicationOptions(*own), CommunicationOptions(*other)
     assert fields(mine.merge(theirs)) == merged
@@ -88,7 +87,7 @@ def test_options_of_a_call_that_are_given_win_also_defaults(own: Any, other: Any
 
 
 @pytest.mark.parametrize("value", [False, True])
-def test_options_of_a_call_win_in_fields_that_are_given_by_name(value: bool) -> None:
+def test_options_of_a_call_win_in_fields_that_are_given_by_name(value):
     own = CommunicationOptions(reproducible=not value, compression="fp16", compress_everywhere=not value)
     other = CommunicationOptions(reproducible=value, compression="none", compress_everywhere=value)
     assert own.merge(other) == other
@@ -96,7 +95,7 @@ def test_options_of_a_call_win_in_fields_that_are_given_by_name(value: bool) -> 
     assert own.merge(CommunicationOptions()) == own.merge(None) == own
 
 
-def test_hints_are_options_with_a_warning() -> None:
+def test_hints_are_options_with_a_warning():
     """The warning points at the line that asked for hints."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -110,15 +109,15 @@ def test_hints_are_options_with_a_warning() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_collective_hints_take_two_arguments_alone() -> None:
+def test_collective_hints_take_two_arguments_alone():
     assert fields(CollectiveHints()) == (0, None, "AUTO", False)
     with pytest.raises(ValueError, match="bytes_per_pack"):
         CollectiveHints(-1)
     with pytest.raises(TypeError):
-        CollectiveHints(0, None, "ring")  # type: ignore[call-arg]
+        CollectiveHints(0, None, "ring")
 
 
-def test_reductions_are_named_in_any_case() -> None:
+def test_reductions_are_named_in_any_case():
     for name in ("SUM", "MEAN", "MIN", "MAX", "PROD"):
         for text in (name, name.lower(), name.capitalize(), ReduceOp[name]):
             assert ReduceOp(text) is ReduceOp[name]

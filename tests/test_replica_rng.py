@@ -1,11 +1,9 @@
 """Random numbers of replicas: they follow from seed, key and replica alone."""
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, get_replica_context
 
@@ -15,24 +13,23 @@ MASKS = {  # SHA-256 of dropout masks of 8 replicas, by step
 }
 
 
-def masks(strategy: Any, step: int) -> Any:
+def masks(strategy, step):
     """Make a mask of 5 x 7 for each replica, and gather them in the order of replicas. Collective."""
 
-    def mask() -> Any:
+    def mask():
         return get_replica_context().rng(7, step).random((1, 5, 7)) >= 0.1
 
     return strategy.gather(strategy.run(mask), axis=0)
 
 
-def first(*arguments: Any) -> list[int]:
+def first(*arguments):
     """Give the first numbers of a generator of this rank's first replica."""
-    numbers: list[int] = get_replica_context().rng(*arguments).integers(0, 1 << 62, 4).tolist()
-    return numbers
+    return get_replica_context().rng(*arguments).integers(0, 1 << 62, 4).tolist()
 
 
 @pytest.mark.core
 @pytest.mark.ranks(1, 3)
-def test_masks_of_replicas_are_the_same_on_any_number_of_ranks(comm: Intracomm) -> None:
+def test_masks_of_replicas_are_the_same_on_any_number_of_ranks(comm):
     with MultiWorkerMirroredStrategy(replicas=8, comm=comm) as strategy:
         for step, digest in MASKS.items():
             everything = masks(strategy, step)
@@ -43,7 +40,7 @@ def test_masks_of_replicas_are_the_same_on_any_number_of_ranks(comm: Intracomm) 
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_are_replicas_have_the_same_numbers(comm: Intracomm) -> None:
+def test_ranks_that_are_replicas_have_the_same_numbers(comm):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         as_ranks = masks(strategy, 3)
     with MultiWorkerMirroredStrategy(replicas=8, comm=comm) as strategy:
@@ -51,7 +48,7 @@ def test_ranks_that_are_replicas_have_the_same_numbers(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_numbers_are_those_of_numpys_seed_sequence(comm: Intracomm, strategy: MultiWorkerMirroredStrategy) -> None:
+def test_numbers_are_those_of_numpys_seed_sequence(comm, strategy):
     sequence = np.random.SeedSequence(7, spawn_key=(comm.rank, 5, 2))
     expected = np.random.Generator(np.random.Philox(sequence)).integers(0, 1 << 62, 4).tolist()
     assert strategy.run(first, (7, 5, 2)) == expected
@@ -59,7 +56,7 @@ def test_numbers_are_those_of_numpys_seed_sequence(comm: Intracomm, strategy: Mu
 
 
 @pytest.mark.no_mpi
-def test_replica_rng_depends_on_its_key_alone() -> None:
+def test_replica_rng_depends_on_its_key_alone():
     with OneDeviceStrategy() as strategy:
         keys = [(7,), (8,), (7, 0), (7, 1), (7, 0, 0), (7, 0, 1), (2**64, 5), (0,), (0, 2**40)]
         numbers = [strategy.run(first, key) for key in keys]
@@ -69,7 +66,7 @@ def test_replica_rng_depends_on_its_key_alone() -> None:
 
 
 @pytest.mark.no_mpi
-def test_wrong_seeds_and_keys_are_refused() -> None:
+def test_wrong_seeds_and_keys_are_refused():
     for arguments, error, text in (
         ((1.5,), TypeError, "seed must be a whole number >= 0, got 1.5"),
         ((True,), TypeError, "seed must be a whole number >= 0, got True"),

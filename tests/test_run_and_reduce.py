@@ -3,7 +3,6 @@
 import gc
 import operator
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from support.reductions import all_reduce
 from support.replicas import context, inside
 
 import mpidist
-from mpidist import Mirrored, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, PerReplica, Strategy
+from mpidist import Mirrored, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, PerReplica
 from mpidist.errors import InvalidArgumentError
 
 WORLD = MPI.COMM_WORLD
@@ -29,13 +28,13 @@ class Point(NamedTuple):
     y: Any
 
 
-def merge(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+def merge(strategy, *args, **kwargs):
     return inside(strategy, "merge_call", *args, **kwargs)
 
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
-def test_runs_may_be_chained(strategy: Strategy) -> None:
+def test_runs_may_be_chained(strategy):
     """Results of one run are arguments of the next."""
     x = strategy.run(lambda: context().replica_id_in_sync_group + 1)
     powers = strategy.run(lambda x: {"a": 2 * x, "b": x * x}, (x,))
@@ -44,7 +43,7 @@ def test_runs_may_be_chained(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_run_opens_distributed_values_and_passes_on_the_rest(strategy: Strategy) -> None:
+def test_run_opens_distributed_values_and_passes_on_the_rest(strategy):
     other = object()
     nest = {"p": Point(PerReplica((1,)), [Mirrored((2,)), other])}
     args, kwargs = strategy.run(lambda *args, **kwargs: (args, kwargs), [PerReplica((0,)), other], {"nest": nest})
@@ -55,31 +54,31 @@ def test_run_opens_distributed_values_and_passes_on_the_rest(strategy: Strategy)
 
 
 @pytest.mark.ranks(2)
-def test_arguments_of_run_that_cannot_be_are_refused(strategy: Strategy) -> None:
+def test_arguments_of_run_that_cannot_be_are_refused(strategy):
     """Among them a call `step(x)` in the place of the function `step`."""
     for args in ("ab", {}, 3, np.ones(2)):
         with pytest.raises(ValueError, match="must be a list or tuple"):
-            strategy.run(lambda: None, args)  # type: ignore[arg-type]
+            strategy.run(lambda: None, args)
         with pytest.raises(ValueError, match="kwargs must be a dict, got list"):
-            strategy.run(lambda: None, kwargs=[args])  # type: ignore[arg-type]
+            strategy.run(lambda: None, kwargs=[args])
     with pytest.raises(ValueError, match="options must be None"):
-        strategy.run(lambda: None, options=object())  # type: ignore[arg-type]
+        strategy.run(lambda: None, options=object())
     for fn in (3, None, [1.0]):
         with raises_everywhere(WORLD, TypeError, "run: needed a function, got .*; pass the function itself"):
-            strategy.run(fn)  # type: ignore[arg-type]
+            strategy.run(fn)
         assert strategy.reduce("SUM", 1) == SIZE
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_run_of_a_generator_or_coroutine_is_refused(replicas: int | None) -> None:
-    def generate(x: float) -> Any:
+def test_run_of_a_generator_or_coroutine_is_refused(replicas):
+    def generate(x):
         yield context().all_reduce("SUM", x)
 
-    async def wait(x: float) -> Any:
+    async def wait(x):
         return context().all_reduce("SUM", x)
 
-    async def both(x: float) -> Any:
+    async def both(x):
         yield context().all_reduce("SUM", x)
 
     with MirroredStrategy(replicas=replicas) as strategy:
@@ -90,7 +89,7 @@ def test_run_of_a_generator_or_coroutine_is_refused(replicas: int | None) -> Non
 
 
 @pytest.mark.ranks(1, 3)
-def test_merge_function_gets_its_arguments_as_they_are(strategy: Strategy) -> None:
+def test_merge_function_gets_its_arguments_as_they_are(strategy):
     """With one replica on a rank: nothing is wrapped, and nothing copied; the result is opened."""
     with strategy.scope():
         variable = mpidist.Variable(0.0)
@@ -98,7 +97,7 @@ def test_merge_function_gets_its_arguments_as_they_are(strategy: Strategy) -> No
     mine, mirrored = PerReplica((RANK,)), Mirrored((1,))
     given = [array, RANK, variable, "text", None, True, other, {"x": (array, [2.5])}, mine, mirrored]
 
-    def merged(current: Strategy, *args: Any, again: Any) -> Any:
+    def merged(current, *args, again):
         assert current is strategy
         assert all(map(operator.is_, args, given))
         assert again is given
@@ -117,21 +116,21 @@ def test_merge_function_gets_its_arguments_as_they_are(strategy: Strategy) -> No
 class Momentum:
     """An optimizer of TensorFlow's kind: gradients are combined and applied in `merge_call`."""
 
-    def __init__(self, strategy: Strategy, variables: list[mpidist.Variable]) -> None:
+    def __init__(self, strategy, variables):
         with strategy.scope():
             self.speeds = {variable: mpidist.Variable(np.zeros(variable.shape)) for variable in variables}
 
-    def apply_gradients(self, pairs: Iterable[tuple[Any, mpidist.Variable]], loss: float) -> Any:
+    def apply_gradients(self, pairs, loss):
         return context().merge_call(self._apply, args=(list(pairs),), kwargs={"loss": loss})
 
-    def _apply(self, strategy: Strategy, pairs: list[tuple[Any, mpidist.Variable]], loss: float) -> Any:
+    def _apply(self, strategy, pairs, loss):
         extended = strategy.extended
         gradients = extended.batch_reduce_to(mpidist.ReduceOp.SUM, pairs)
         for gradient, (_, variable) in zip(gradients, pairs, strict=True):
             extended.update(variable, self._update, args=(gradient,), kwargs={"rate": 0.5}, group=False)
         return extended.reduce_to("MEAN", loss + 1, destinations="all")
 
-    def _update(self, variable: mpidist.Variable, gradient: Any, rate: float) -> None:
+    def _update(self, variable, gradient, rate):
         speed = self.speeds[variable]
         speed.assign(0.5 * speed.local_value() + gradient)
         variable.assign_sub(rate * speed.local_value())
@@ -139,7 +138,7 @@ class Momentum:
 
 @pytest.mark.core
 @pytest.mark.parametrize("make", [OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, None])
-def test_merge_call_optimizer_of_tensorflow_updates_variables(make: Callable[[], Strategy] | None) -> None:
+def test_merge_call_optimizer_of_tensorflow_updates_variables(make):
     """Also with the default strategy, and in whole numbers and halves, which are exact."""
     strategy = mpidist.get_strategy() if make is None else make()
     size, rank = strategy.num_replicas_in_sync, strategy.topology.rank
@@ -147,7 +146,7 @@ def test_merge_call_optimizer_of_tensorflow_updates_variables(make: Callable[[],
         variables = [mpidist.Variable(np.zeros(2), name="w"), mpidist.Variable(1.0, name="b")]
     optimizer = Momentum(strategy, variables)
 
-    def step() -> Any:
+    def step():
         return optimizer.apply_gradients([(np.full(2, rank), variables[0]), (2.0, variables[1])], loss=float(rank))
 
     losses = [strategy.run(step) for _ in range(3)]
@@ -159,16 +158,16 @@ def test_merge_call_optimizer_of_tensorflow_updates_variables(make: Callable[[],
         strategy.close()
 
 
-def merged_one(strategy: Strategy) -> int:
+def merged_one(strategy):
     return 1
 
 
-def merged_two(strategy: Strategy) -> int:
+def merged_two(strategy):
     return 2
 
 
 @pytest.mark.ranks(2, 3)
-def test_merge_call_unlike_on_ranks_raises(strategy: Strategy) -> None:
+def test_merge_call_unlike_on_ranks_raises(strategy):
     """Another function, results of another form at their next use across replicas, and none."""
     with pytest.raises(InvalidArgumentError, match="merged_one"):
         merge(strategy, merged_one if RANK == 0 else merged_two)
@@ -182,7 +181,7 @@ def test_merge_call_unlike_on_ranks_raises(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_results_come_in_the_kinds_and_the_form_of_the_values(strategy: Strategy) -> None:
+def test_results_come_in_the_kinds_and_the_form_of_the_values(strategy):
     value = {"b": Point(1, np.float32(2)), "a": [np.ones(2, np.int8), (3.5, np.ones(()))]}
     for result in (strategy.reduce("SUM", value), all_reduce(strategy, "SUM", value)):
         assert list(result) == ["b", "a"]
@@ -196,14 +195,14 @@ def test_results_come_in_the_kinds_and_the_form_of_the_values(strategy: Strategy
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
-def test_gradients_may_be_keyed_by_variables(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_may_be_keyed_by_variables(strategy, caplog):
     """By their names, whatever they hold and in whatever order: the second step is the first one's shape."""
     with strategy.scope():
         shared = mpidist.Variable(np.zeros(2), name="w")
         apart = mpidist.Variable(0.0, name="b", synchronization="on_read", aggregation="sum")
     variables = [shared, apart][:: (-1) ** RANK]
 
-    def step() -> dict[Any, Any]:
+    def step():
         apart.assign_add(RANK + 1.0)
         return context().all_reduce("SUM", {variable: np.full(variable.shape, RANK) for variable in variables})
 
@@ -230,7 +229,7 @@ class Model:
 
 
 @pytest.mark.ranks(1, 3)
-def test_gradients_may_be_keyed_by_objects_in_one_order(strategy: Strategy) -> None:
+def test_gradients_may_be_keyed_by_objects_in_one_order(strategy):
     parameters = [Parameter() for _ in range(20)]
     random = np.random.default_rng(RANK).permutation(100).tolist()  # so that addresses come in another order
     parameters += [Parameter() for _ in random]
@@ -239,7 +238,7 @@ def test_gradients_may_be_keyed_by_objects_in_one_order(strategy: Strategy) -> N
 
 
 @pytest.mark.ranks(1, 3)
-def test_objects_are_reduced_field_by_field(strategy: Strategy) -> None:
+def test_objects_are_reduced_field_by_field(strategy):
     model = Model([Point(np.full(2, RANK), 1), {"b": 2.0}], RANK, name=f"of rank {RANK}")
     for total in (all_reduce(strategy, "SUM", model), strategy.reduce("SUM", model)):
         assert (total.layers[0].x.tolist(), total.layers[0].y) == ([SUM_OF_RANKS] * 2, SIZE)
@@ -248,7 +247,7 @@ def test_objects_are_reduced_field_by_field(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_distribute_values_from_function_gets_contexts_of_replicas(strategy: Strategy) -> None:
+def test_distribute_values_from_function_gets_contexts_of_replicas(strategy):
     make = strategy.experimental_distribute_values_from_function
     (array,) = strategy.experimental_local_results(make(lambda context: np.array([1, 2, 3])))
     assert array.tolist() == [1, 2, 3]
@@ -260,12 +259,12 @@ def test_distribute_values_from_function_gets_contexts_of_replicas(strategy: Str
     assert strategy.reduce("SUM", ids) == SUM_OF_RANKS
 
 
-def in_scope(strategy: Strategy, call: str, *given: Any, **more: Any) -> Any:
+def in_scope(strategy, call, *given, **more):
     with strategy.scope():
         return getattr(mpidist.NcclAllReduce(), call)(*given, **more)
 
 
-WITH_HINTS: dict[str, Callable[..., Any]] = {
+WITH_HINTS = {
     "all_reduce": lambda s, **k: s.run(lambda: context().all_reduce("SUM", 1.0, **k)),
     "all_gather": lambda s, **k: s.run(lambda: context().all_gather(np.ones(1), 0, **k).sum()),
     "reduce": lambda s, **k: s.reduce("SUM", 1.0, axis=None, **k),
@@ -278,7 +277,7 @@ WITH_HINTS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.ranks(1, 3)
-def test_options_are_taken_as_hints_with_a_warning(strategy: Strategy) -> None:
+def test_options_are_taken_as_hints_with_a_warning(strategy):
     """The warning points at the program's line; the hints count; two names for one thing are everybody's error."""
     hints = mpidist.CommunicationOptions(timeout_seconds=120.0)
     for call in WITH_HINTS.values():
@@ -299,7 +298,7 @@ def test_options_are_taken_as_hints_with_a_warning(strategy: Strategy) -> None:
 
 ONES, SHORT = np.ones(3), np.ones(2)
 FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
-REFUSED: dict[str, tuple[Callable[[Strategy], Any], str]] = {
+REFUSED = {
     "reduce: cannot take None": (lambda s: s.reduce("sum", None), "TypeError"),
     "reduce: 'total' is not a valid ReduceOp": (lambda s: s.reduce("total", 1), "ValueError"),
     "reduce: an object of type numpy.ndarray is not": (lambda s: s.reduce(SHORT, ONES), "ValueError"),  # type: ignore
@@ -331,7 +330,7 @@ REFUSED: dict[str, tuple[Callable[[Strategy], Any], str]] = {
 
 
 @pytest.mark.ranks(1, 3)
-def test_error_names_its_call(strategy: Strategy) -> None:
+def test_error_names_its_call(strategy):
     for text, (make_call, kind) in REFUSED.items():
         with raises_everywhere(WORLD, Exception, f"^{re.escape(text)}") as raised:
             make_call(strategy)
@@ -340,7 +339,7 @@ def test_error_names_its_call(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_error_of_one_rank_names_its_call_once(strategy: Strategy) -> None:
+def test_error_of_one_rank_names_its_call_once(strategy):
     with raises_everywhere(
         WORLD, InvalidArgumentError, r"^gather \(call \d+\).*rank 1: InvalidArgumentError: a scalar"
     ):

@@ -3,16 +3,14 @@
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.calls import every_call
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
-from mpidist import Strategy, get_replica_context
+from mpidist import get_replica_context
 from mpidist.errors import InvalidArgumentError, PeerFailedError
 
 pytestmark = pytest.mark.core
@@ -21,14 +19,14 @@ several = pytest.mark.ranks(min=2)
 NUM_STEPS = 4  # after the first, repeated calls are carried out in compiled code
 
 
-def all_reduce(value: Any = 1.0) -> Any:
+def all_reduce(value=1.0):
     return get_replica_context().all_reduce("sum", value)
 
 
-def leave_step(strategy: Strategy, leaves: bool = True) -> None:
+def leave_step(strategy, leaves=True):
     """Leave a step that makes no call by an exception, and catch that outside, if `leaves`."""
 
-    def step() -> None:
+    def step():
         if leaves:
             raise FloatingPointError("loss is NaN")
 
@@ -40,15 +38,13 @@ def leave_step(strategy: Strategy, leaves: bool = True) -> None:
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("traced", [False, True])
-def test_step_that_one_rank_leaves_is_an_error_of_all_until_a_reset(
-    comm: Intracomm, tmp_path: Path, traced: bool, strategy: MultiWorker
-) -> None:
+def test_step_that_one_rank_leaves_is_an_error_of_all_until_a_reset(comm, tmp_path, traced, strategy):
     leaver = comm.size - 1
     trace = strategy.trace(comm.bcast(str(tmp_path))) if traced else None
     if trace is not None:
         trace.__enter__()
 
-    def step(batch: int) -> Any:
+    def step(batch):
         if comm.rank == leaver and batch == NUM_STEPS:
             raise FloatingPointError("loss is NaN")
         return all_reduce(np.full(3, batch))
@@ -70,9 +66,7 @@ def test_step_that_one_rank_leaves_is_an_error_of_all_until_a_reset(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("placement", ["even"], indirect=True)
 @pytest.mark.usefixtures("placement")
-def test_step_that_one_rank_leaves_is_found_by_every_call(
-    comm: Intracomm, tmp_path: Path, strategy: MultiWorker
-) -> None:
+def test_step_that_one_rank_leaves_is_found_by_every_call(comm, tmp_path, strategy):
     folder = Path(comm.bcast(str(tmp_path)))
     for name in every_call(strategy, folder):
         call = every_call(strategy, folder)[name]
@@ -85,8 +79,8 @@ def test_step_that_one_rank_leaves_is_found_by_every_call(
 
 
 @pytest.mark.ranks(3)
-def test_step_that_all_ranks_leave_goes_on(comm: Intracomm, strategy: MultiWorker) -> None:
-    def step(is_bad: bool) -> Any:
+def test_step_that_all_ranks_leave_goes_on(comm, strategy):
+    def step(is_bad):
         started = [get_replica_context().start_all_reduce("sum", np.full(count, 1.0)) for count in (3, 20_000)]
         if is_bad:
             raise ValueError(f"a text of rank {comm.rank}")
@@ -101,8 +95,8 @@ def test_step_that_all_ranks_leave_goes_on(comm: Intracomm, strategy: MultiWorke
 
 
 @pytest.mark.ranks(3)
-def test_step_continues_after_a_caught_or_shared_exception(comm: Intracomm, strategy: MultiWorker) -> None:
-    def step(how: str) -> Any:
+def test_step_continues_after_a_caught_or_shared_exception(comm, strategy):
+    def step(how):
         with strategy.raise_together("a step") if how == "told" else pytest.raises(KeyError):
             if comm.rank == 0 or how != "told":
                 raise KeyError("mine")
@@ -119,7 +113,7 @@ def test_step_continues_after_a_caught_or_shared_exception(comm: Intracomm, stra
 
 
 @pytest.mark.ranks(2, 3)
-def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm, strategy):
     """One of them made it in a step, and the others outside."""
     for _ in range(2):
         with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
@@ -128,7 +122,7 @@ def test_call_that_all_ranks_refuse_is_no_step_that_one_leaves(comm: Intracomm, 
 
 
 @pytest.mark.ranks(2, 3)
-def test_close_after_a_step_left_by_one_rank_names_it(comm: Intracomm) -> None:
+def test_close_after_a_step_left_by_one_rank_names_it(comm):
     strategy = MultiWorker(comm=comm)
     leave_step(strategy, comm.rank == 1)
     text = "rank 1 closed the strategy, after an exception was caught that had left step 1 by FloatingPointError"
@@ -138,10 +132,10 @@ def test_close_after_a_step_left_by_one_rank_names_it(comm: Intracomm) -> None:
     strategy.close()
 
 
-def step_of_replicas(strategy: Strategy, leavers: range, all_call: bool = False) -> Any:
+def step_of_replicas(strategy, leavers, all_call=False):
     """Make a step that some replicas leave by an exception; the others call only if `all_call`, or none leaves."""
 
-    def step() -> Any:
+    def step():
         if get_replica_context().replica_id_in_sync_group in leavers:
             raise FloatingPointError("loss is NaN")
         return all_reduce() if all_call or not leavers else None
@@ -150,7 +144,7 @@ def step_of_replicas(strategy: Strategy, leavers: range, all_call: bool = False)
 
 
 @pytest.mark.ranks(2, 3)
-def test_step_that_all_replicas_of_one_rank_leave_is_an_error_of_all(comm: Intracomm) -> None:
+def test_step_that_all_replicas_of_one_rank_leave_is_an_error_of_all(comm):
     with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:
         step_of_replicas(strategy, range(0))
         with suppress(FloatingPointError):
@@ -160,7 +154,7 @@ def test_step_that_all_replicas_of_one_rank_leave_is_an_error_of_all(comm: Intra
 
 
 @pytest.mark.ranks(2, 3)
-def test_step_that_a_replica_leaves_while_others_call_goes_on(comm: Intracomm) -> None:
+def test_step_that_a_replica_leaves_while_others_call_goes_on(comm):
     """All ranks raise an error then."""
     with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:
         for _ in range(2):

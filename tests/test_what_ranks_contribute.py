@@ -1,31 +1,27 @@
 """What counts of a value in calls that join ranks: this rank's own copy; and nothing, where all have the same."""
 
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.replicas import context, inside, make_variable
 
 from mpidist import CollectiveAllReduce, Mirrored, OneDeviceStrategy
-from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 
 # Calls that reduce: with an operation and a value, of which a rank gets an array of one element, or a number.
-ACROSS: dict[str, Callable[[Strategy, str, Any], Any]] = {
+ACROSS = {
     "reduce": lambda s, op, x: s.reduce(op, x),
     "reduce of a nest": lambda s, op, x: s.reduce(op, {"a": [x]})["a"][0],
     "reduce_to": lambda s, op, x: s.extended.reduce_to(op, x, "all"),
     "batch_reduce_to": lambda s, op, x: s.extended.batch_reduce_to(op, [(x, "all")])[0],
     "reduce along an axis": lambda s, op, x: s.reduce(op, x, axis=0),
 }
-IN_RUN: dict[str, Callable[[Strategy, str, Any], Any]] = {
+IN_RUN = {
     "all_reduce": lambda s, op, x: inside(s, "all_reduce", op, x),
     "all_reduce of a nest": lambda s, op, x: inside(s, "all_reduce", op, (np.ones(2), x))[1],
     "start_all_reduce": lambda s, op, x: inside(s, "start_all_reduce", op, x).wait(),
@@ -35,7 +31,7 @@ REDUCING = ACROSS | IN_RUN
 
 
 @pytest.mark.parametrize("aggregation", ["SUM", "NONE"])
-def test_on_read_metric_contributes_this_ranks_copy(strategy: Strategy, comm: Intracomm, aggregation: str) -> None:
+def test_on_read_metric_contributes_this_ranks_copy(strategy, comm, aggregation):
     """With aggregation NONE it could not be read across replicas, so nothing reads it in secret."""
     rank, size = comm.rank, comm.size
     metric = make_variable(strategy, np.zeros(1), synchronization="ON_READ", aggregation=aggregation)
@@ -53,7 +49,7 @@ def test_on_read_metric_contributes_this_ranks_copy(strategy: Strategy, comm: In
     assert metric.local_value().tolist() == [rank]
 
 
-def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy, comm: Intracomm) -> None:
+def test_mirrored_value_has_a_mean_and_no_sum(strategy, comm):
     """Of three times 0.1, added and divided, the mean would be another number."""
     held = make_variable(strategy, np.full(1, 0.1), aggregation="SUM")
     mirrored = Mirrored((np.full(1, 0.1),))
@@ -75,7 +71,7 @@ def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy, comm: Intracom
                 reduced(strategy, op, value)
 
 
-def test_in_a_replica_a_variable_is_the_replicas(strategy: Strategy, comm: Intracomm) -> None:
+def test_in_a_replica_a_variable_is_the_replicas(strategy, comm):
     held = make_variable(strategy, 2.0)
     result = strategy.run(lambda: context().all_reduce("SUM", held) + comm.rank)
     assert result == 2 * comm.size + comm.rank
@@ -85,7 +81,7 @@ def test_in_a_replica_a_variable_is_the_replicas(strategy: Strategy, comm: Intra
     assert merged == 2
 
 
-def test_mirrored_variable_of_another_strategy_is_summed(strategy: Strategy, comm: Intracomm) -> None:
+def test_mirrored_variable_of_another_strategy_is_summed(strategy, comm):
     with OneDeviceStrategy() as alone:
         own = make_variable(alone, comm.rank + 1.0)
         assert strategy.reduce("SUM", own) == sum(range(comm.size + 1))
@@ -96,7 +92,7 @@ def test_mirrored_variable_of_another_strategy_is_summed(strategy: Strategy, com
 
 
 @pytest.mark.ranks(3)
-def test_mirrored_value_on_one_rank_alone_is_refused_on_all(strategy: Strategy, comm: Intracomm) -> None:
+def test_mirrored_value_on_one_rank_alone_is_refused_on_all(strategy, comm):
     value = Mirrored((1.0,)) if comm.rank == 0 else 1.0
     for reduced in (REDUCING["all_reduce"], REDUCING["reduce"]):
         with raises_everywhere(comm, InvalidArgumentError, "rank 0.*Mirrored value"):
@@ -107,12 +103,12 @@ def test_mirrored_value_on_one_rank_alone_is_refused_on_all(strategy: Strategy, 
 
 
 @pytest.mark.ranks(3)
-def test_mirrored_value_takes_no_out(strategy: Strategy, comm: Intracomm) -> None:
+def test_mirrored_value_takes_no_out(strategy, comm):
     with raises_everywhere(comm, InvalidArgumentError, "mirrored values are not reduced: leave them out"):
         inside(strategy, "all_reduce", "MEAN", Mirrored((np.ones(2),)), out=np.zeros(2))
 
 
-def test_on_read_metric_assigned_to_a_variable_is_read(strategy: Strategy, comm: Intracomm) -> None:
+def test_on_read_metric_assigned_to_a_variable_is_read(strategy, comm):
     """Every copy then holds the same."""
     metric = make_variable(strategy, 0.0, synchronization="ON_READ", aggregation="SUM")
     strategy.run(lambda: metric.assign(float(comm.rank)))

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.ranks import Intracomm
 
 
 @pytest.fixture
-def folder(comm: Intracomm, tmp_path: Path) -> Path:
+def folder(comm, tmp_path):
     return Path(comm.bcast(str(tmp_path)))

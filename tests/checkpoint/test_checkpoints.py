@@ -1,7 +1,6 @@
 """Checkpoints: what they hold, what is restored on how many ranks, replicas and servers, and what is refused."""
 
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +9,6 @@ import tensors
 from parameter_server.clusters import on_workers
 from safetensors.numpy import load_file
 from support.everywhere import raises_everywhere, same_everywhere
-from support.ranks import Intracomm
 from support.replicas import replica_id
 
 import mpidist
@@ -26,12 +24,12 @@ pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 DTYPES = ["float16", "float32", "float64", "int8", "uint16", "int64", "bool", "complex64", "complex128"]
 
 
-def numbers(dtype: Any, *shape: int) -> Any:
+def numbers(dtype, *shape):
     return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 100 - 3).astype(dtype)
 
 
 @pytest.mark.parametrize("make", [Strategy, MirroredStrategy, CentralStorageStrategy])
-def test_variables_and_arrays_come_back_in_place(comm: Intracomm, folder: Path, make: Any) -> None:
+def test_variables_and_arrays_come_back_in_place(comm, folder, make):
     with make(comm=comm) as strategy, strategy.scope():
         arrays = {dtype: numbers(dtype, 3, 5) for dtype in DTYPES} | {
             "bfloat16": numbers(ml_dtypes.bfloat16, 7),
@@ -63,7 +61,7 @@ def test_variables_and_arrays_come_back_in_place(comm: Intracomm, folder: Path, 
         assert same_everywhere(comm, variables[0].numpy().tolist())
 
 
-def test_numbers_texts_and_generators(comm: Intracomm, folder: Path) -> None:
+def test_numbers_texts_and_generators(comm, folder):
     with Strategy(comm=comm) as strategy, strategy.scope():
         kinds = [np.random.PCG64, np.random.Philox, np.random.MT19937, np.random.SFC64]
         rngs = [np.random.Generator(kind(5)) for kind in kinds]
@@ -91,7 +89,7 @@ def test_numbers_texts_and_generators(comm: Intracomm, folder: Path) -> None:
         assert checkpoint.tensor.array.tolist() == [0, 1, 2]
 
 
-def test_checkpoint_equal_values_are_written_once(comm: Intracomm, folder: Path) -> None:
+def test_checkpoint_equal_values_are_written_once(comm, folder):
     """Of what differs, each rank's; and the files are open to others."""
     with Strategy(comm=comm) as strategy, strategy.scope():
         kernel = Variable(numbers("f", 100, 10))
@@ -111,7 +109,7 @@ def test_checkpoint_equal_values_are_written_once(comm: Intracomm, folder: Path)
         assert own.tolist() == [comm.rank] * 10
 
 
-def metrics(strategy: Any) -> dict[str, Variable]:
+def metrics(strategy):
     kinds = {"sum": 0, "mean": 0.0, "only_first_replica": 0, "none": 0}
     with strategy.scope():
         return {
@@ -120,10 +118,10 @@ def metrics(strategy: Any) -> dict[str, Variable]:
         }
 
 
-def own_ids(strategy: Any, variables: dict[str, Variable]) -> None:
+def own_ids(strategy, variables):
     """Give the copies of each replica the replica's id and 3."""
 
-    def step() -> None:
+    def step():
         context = mpidist.get_replica_context()
         assert context is not None
         for variable in variables.values():
@@ -132,15 +130,13 @@ def own_ids(strategy: Any, variables: dict[str, Variable]) -> None:
     strategy.run(step)
 
 
-def copies(comm: Intracomm, variable: Variable) -> list[Any]:
+def copies(comm, variable):
     return [float(value) for own in comm.allgather(variable.values) for value in own]
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("aggregation", ["sum", "mean"])
-def test_small_floats_of_replicas_are_added_as_all_reduce_adds_them(
-    comm: Intracomm, folder: Path, aggregation: str
-) -> None:
+def test_small_floats_of_replicas_are_added_as_all_reduce_adds_them(comm, folder, aggregation):
     """On another number of replicas: float16 holds neither three times 40,000, nor 2,049."""
     own, read = np.array([[40_000, 2048], [40_000, 1], [40_000, 1]], np.float16), []
     for replicas in (3, 2):
@@ -156,7 +152,7 @@ def test_small_floats_of_replicas_are_added_as_all_reduce_adds_them(
 
 
 @pytest.mark.parametrize("replicas", [None, 8])
-def test_copies_that_differ_come_back_on_as_many_replicas(comm: Intracomm, folder: Path, replicas: int | None) -> None:
+def test_copies_that_differ_come_back_on_as_many_replicas(comm, folder, replicas):
     """Also on other ranks, if the number of replicas was chosen."""
     half = comm.Split(comm.rank * 2 >= comm.size, comm.rank) if replicas else comm
     with Strategy(replicas=replicas, comm=comm) as strategy:
@@ -174,7 +170,7 @@ def test_copies_that_differ_come_back_on_as_many_replicas(comm: Intracomm, folde
 
 
 @pytest.mark.ranks(3)
-def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm: Intracomm, folder: Path) -> None:
+def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm, folder):
     with Strategy(comm=comm) as strategy:
         variables = metrics(strategy)
         own_ids(strategy, variables)
@@ -198,9 +194,7 @@ def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm: Intracomm, fold
 
 
 @pytest.mark.ranks(3)
-def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
-) -> None:
+def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(comm, folder, monkeypatch, strategy):
     (folder / f"{comm.rank}").mkdir()
     comm.Barrier()
     monkeypatch.chdir(folder / "0")
@@ -216,10 +210,8 @@ def test_restore_of_a_folder_that_one_rank_does_not_see_names_rank_and_path(
 
 
 @pytest.mark.ranks(3)
-def test_restore_that_fails_on_one_rank_after_reading_raises_on_all(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
-) -> None:
-    def fail(self: object, state: object) -> None:
+def test_restore_that_fails_on_one_rank_after_reading_raises_on_all(comm, folder, monkeypatch, strategy):
+    def fail(self, state):
         raise MemoryError("no room for the rest of the pass")
 
     dataset = strategy.experimental_distribute_dataset(mpidist.Batches(np.arange(12), 4))
@@ -234,7 +226,7 @@ def test_restore_that_fails_on_one_rank_after_reading_raises_on_all(
 
 
 @pytest.mark.ranks(3)
-def test_checkpoint_values_unlike_by_rank_need_as_many_ranks(comm: Intracomm, folder: Path) -> None:
+def test_checkpoint_values_unlike_by_rank_need_as_many_ranks(comm, folder):
     with Strategy(comm=comm) as strategy, strategy.scope():
         rng = np.random.default_rng(comm.rank)
         checkpoint = Checkpoint(rng=rng, epoch=2, own=comm.rank)
@@ -255,10 +247,10 @@ def test_checkpoint_values_unlike_by_rank_need_as_many_ranks(comm: Intracomm, fo
     comm.Barrier()
 
 
-def test_variables_on_servers_are_one_each(comm: Intracomm, folder: Path) -> None:
+def test_variables_on_servers_are_one_each(comm, folder):
     """They are restored to another number of shards and servers, and by other strategies."""
 
-    def save(strategy: Any) -> None:
+    def save(strategy):
         with strategy.scope():
             table = Variable(numbers("f", 10, 2), name="table")
             step = Variable(5, name="step")
@@ -269,7 +261,7 @@ def test_variables_on_servers_are_one_each(comm: Intracomm, folder: Path) -> Non
                 Checkpoint(table=table, step=step, epoch=4).write(folder / "servers")
         strategy.barrier()
 
-    def restore(strategy: Any) -> None:
+    def restore(strategy):
         with strategy.scope():
             table = Variable(np.zeros((10, 2), "f"), name="table")
             step = Variable(0, name="step")
@@ -292,7 +284,7 @@ def test_variables_on_servers_are_one_each(comm: Intracomm, folder: Path) -> Non
         assert (table.numpy() == numbers("f", 10, 2)).all()
 
 
-def test_other_forms_are_refused_and_nothing_is_changed(comm: Intracomm, folder: Path) -> None:
+def test_other_forms_are_refused_and_nothing_is_changed(comm, folder):
     with Strategy(comm=comm) as strategy, strategy.scope():
         path = Checkpoint(a=np.arange(4.0), b=[np.arange(3), 1], rng=np.random.default_rng(1)).write(folder / "one")
         for other, pattern in (
@@ -316,7 +308,7 @@ def test_other_forms_are_refused_and_nothing_is_changed(comm: Intracomm, folder:
         assert (partly.c, partly.b[0].tolist(), partly.b[1]) == (1, [0, 1, 2], 1)
 
 
-def test_wrong_use(comm: Intracomm, folder: Path) -> None:
+def test_wrong_use(comm, folder):
     with Strategy(comm=comm) as strategy, Strategy(comm=comm) as other:
         with pytest.raises(ValueError, match="needs the strategy whose ranks save together: create it in"):
             Checkpoint(a=np.zeros(3))
@@ -354,7 +346,7 @@ def test_wrong_use(comm: Intracomm, folder: Path) -> None:
         assert list(folder.iterdir()) == []
 
 
-def test_checkpoint_strategy_is_that_of_the_scope(comm: Intracomm) -> None:
+def test_checkpoint_strategy_is_that_of_the_scope(comm):
     """Also beside a variable of this rank alone."""
     alone = comm.Split(comm.rank, 0)
     with Strategy(comm=comm) as strategy, Strategy(comm=alone) as own:
@@ -367,7 +359,7 @@ def test_checkpoint_strategy_is_that_of_the_scope(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_save_of_unlike_names_raises_everywhere(comm: Intracomm, folder: Path) -> None:
+def test_save_of_unlike_names_raises_everywhere(comm, folder):
     with Strategy(comm=comm) as strategy, strategy.scope():
         extra = {"more": 1} if comm.rank == comm.size - 1 else {}
         with raises_everywhere(comm, InvalidArgumentError, "save of a checkpoint .*names, more: ") as raised:
@@ -380,7 +372,7 @@ def test_save_of_unlike_names_raises_everywhere(comm: Intracomm, folder: Path) -
             Checkpoint(a=1, **extra).restore(path)
 
 
-def test_write_replaces_only_checkpoints(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_replaces_only_checkpoints(comm, folder, monkeypatch):
     with Strategy(comm=comm) as strategy, strategy.scope():
         checkpoint = Checkpoint(a=1)
         if comm.rank == 0:
@@ -409,7 +401,7 @@ def test_write_replaces_only_checkpoints(comm: Intracomm, folder: Path, monkeypa
         comm.Barrier()
 
 
-def test_numbers_change_their_kind_and_arrays_their_byte_order(comm: Intracomm, folder: Path) -> None:
+def test_numbers_change_their_kind_and_arrays_their_byte_order(comm, folder):
     with Strategy(comm=comm) as strategy, strategy.scope():
         swapped = np.arange(3, dtype=">f8")
         path = Checkpoint(best=np.float32(2.5), loss=np.float64(0.1), on=np.bool_(1), a=swapped).write(folder / "one")
@@ -423,7 +415,7 @@ def test_numbers_change_their_kind_and_arrays_their_byte_order(comm: Intracomm, 
                 assert (type(checkpoint.best), type(checkpoint.on)) == (np.float32, np.bool_)
 
 
-def test_names_are_one_each(comm: Intracomm, folder: Path) -> None:
+def test_names_are_one_each(comm, folder):
     with Strategy(comm=comm) as strategy, strategy.scope():
         for name in ("_items", "__metadata__"):
             with pytest.raises(ValueError, match="is one of its own, as are all that begin with '_'"):
@@ -436,7 +428,7 @@ def test_names_are_one_each(comm: Intracomm, folder: Path) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_restore_to_unlike_values_raises_everywhere(comm: Intracomm, folder: Path) -> None:
+def test_restore_to_unlike_values_raises_everywhere(comm, folder):
     last = comm.rank == comm.size - 1
     with Strategy(comm=comm) as strategy, strategy.scope():
         path = Checkpoint(n=5, a=np.zeros(4), own=np.full(3, float(comm.rank))).write(folder / "one")
@@ -459,7 +451,7 @@ DRIFTED = (
 )
 
 
-def drifted(strategy: Any, comm: Intracomm) -> Checkpoint:
+def drifted(strategy, comm):
     """A checkpoint with a variable that the last rank alone has changed."""
     with strategy.scope():
         kernel, bias = Variable(np.zeros((2, 3)), name="kernel"), Variable(np.ones(3), name="bias")
@@ -471,7 +463,7 @@ def drifted(strategy: Any, comm: Intracomm) -> Checkpoint:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("background", [False, True])
-def test_save_of_copy_that_differs_raises(comm: Intracomm, folder: Path, background: bool, strategy: Strategy) -> None:
+def test_save_of_copy_that_differs_raises(comm, folder, background, strategy):
     checkpoint = drifted(strategy, comm)
     manager = CheckpointManager(checkpoint, folder / "runs", background=background)
     with raises_everywhere(comm, InvalidArgumentError, DRIFTED):
@@ -485,9 +477,7 @@ def test_save_of_copy_that_differs_raises(comm: Intracomm, folder: Path, backgro
 
 
 @pytest.mark.ranks(3)
-def test_save_on_difference_rank_0_saves_its_copies(
-    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, strategy: Strategy
-) -> None:
+def test_save_on_difference_rank_0_saves_its_copies(comm, folder, caplog, strategy):
     checkpoint = drifted(strategy, comm)
     paths = [
         checkpoint.write(folder / "one", on_difference="rank 0"),
@@ -504,7 +494,7 @@ def test_save_on_difference_rank_0_saves_its_copies(
 
 
 @pytest.mark.ranks(3)
-def test_save_of_a_position_that_differs_raises(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+def test_save_of_a_position_that_differs_raises(comm, folder, strategy):
     dataset = strategy.experimental_distribute_dataset(mpidist.Batches(np.arange(12), 4, seed=1))
     if comm.rank == 0:
         dataset.load_state_dict({"epoch": 2, "samples": 0})
@@ -513,7 +503,7 @@ def test_save_of_a_position_that_differs_raises(comm: Intracomm, folder: Path, s
 
 
 @pytest.mark.ranks(3)
-def test_save_compares_bits(comm: Intracomm, folder: Path) -> None:
+def test_save_compares_bits(comm, folder):
     """A NaN equals one of the same bits; what ranks may have for themselves is no difference."""
     with Strategy(comm=comm) as strategy, strategy.scope():
         weights = Variable(np.array([np.nan, 1.0]))
@@ -527,7 +517,7 @@ def test_save_compares_bits(comm: Intracomm, folder: Path) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_save_with_another_on_difference_is_refused(comm: Intracomm, folder: Path) -> None:
+def test_save_with_another_on_difference_is_refused(comm, folder):
     with Strategy(comm=comm) as strategy, strategy.scope():
         checkpoint = Checkpoint(a=1)
         with raises_everywhere(comm, ValueError, "on_difference must be 'raise' or 'rank 0', got 'warn'"):
@@ -537,7 +527,7 @@ def test_save_with_another_on_difference_is_refused(comm: Intracomm, folder: Pat
 
 
 @pytest.mark.ranks(3)
-def test_save_of_equal_copies_sends_no_message_for_them(comm: Intracomm, folder: Path) -> None:
+def test_save_of_equal_copies_sends_no_message_for_them(comm, folder):
     """The checksums are in the round that compares the call."""
     numbers = []
     with Strategy(comm=comm) as strategy, strategy.scope():

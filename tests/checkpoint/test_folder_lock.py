@@ -8,17 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import numpy as np
 import pytest
-from jobs.failing import PROJECT, Job, clean_environment
+from jobs.failing import PROJECT, clean_environment
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
@@ -69,7 +66,7 @@ REFUSED = r"another job \(.*host .*, process \d+, since [-0-9]+ [:0-9]+\) writes
 
 
 @contextmanager
-def other_job(folder: Path) -> Iterator[tuple[Callable[[str], str], subprocess.Popen[str]]]:
+def other_job(folder):
     """Run `OBEYS`, and give what lets it make one step."""
     environment = {**clean_environment(), "PYTHONPATH": PROJECT}
     command = [sys.executable, "-c", OBEYS, str(folder)]
@@ -79,20 +76,20 @@ def other_job(folder: Path) -> Iterator[tuple[Callable[[str], str], subprocess.P
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def step(line: str) -> str:
+        def step(line):
             print(line, file=process.stdin, flush=True)
-            return str(process.stdout.readline()).strip()  # type: ignore[union-attr]
+            return str(process.stdout.readline()).strip()
 
         yield step, process
         process.stdin.close()
 
 
-def made(strategy: Any) -> Checkpoint:
+def made(strategy):
     with strategy.scope():
         return Checkpoint(weights=np.zeros(3))
 
 
-def leave_lock(folder: Path, comm: Intracomm, **changes: Any) -> Path:
+def leave_lock(folder, comm, **changes):
     """Leave the lock of a process that is not on this machine, or differs in something else."""
     path = folder / ".ckpt.lock"
     with Strategy(comm=comm) as strategy:
@@ -106,7 +103,7 @@ def leave_lock(folder: Path, comm: Intracomm, **changes: Any) -> Path:
 
 
 @pytest.mark.no_mpi
-def test_save_of_a_second_job_raises_until_the_first_one_is_killed(job: Job, tmp_path: Path) -> None:
+def test_save_of_a_second_job_raises_until_the_first_one_is_killed(job, tmp_path):
     folder = tmp_path / "saved"
     with other_job(folder) as (step, process):
         assert step("save") == "ckpt-1"
@@ -128,7 +125,7 @@ def test_save_of_a_second_job_raises_until_the_first_one_is_killed(job: Job, tmp
 
 
 @pytest.mark.no_mpi
-def test_lock_gets_signs_of_life_while_its_job_lives(tmp_path: Path) -> None:
+def test_lock_gets_signs_of_life_while_its_job_lives(tmp_path):
     lock, command = tmp_path / "lock", [sys.executable, "-c", LIVES, str(tmp_path / "lock")]
     environment = {**clean_environment(), "PYTHONPATH": PROJECT}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
@@ -143,11 +140,11 @@ def test_lock_gets_signs_of_life_while_its_job_lives(tmp_path: Path) -> None:
     assert not lock.exists()
 
 
-def test_lock_of_another_machine_that_lives_is_respected(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+def test_lock_of_another_machine_that_lives_is_respected(comm, folder, strategy):
     path = leave_lock(folder, comm)
     is_over = threading.Event()
 
-    def live() -> None:
+    def live():
         while not is_over.wait(0.02):
             os.utime(path)
 
@@ -166,9 +163,7 @@ def test_lock_of_another_machine_that_lives_is_respected(comm: Intracomm, folder
 
 
 @pytest.mark.parametrize("what", ["old", "without signs of life", "empty"])
-def test_lock_of_another_machine_that_is_gone_is_taken_over(
-    comm: Intracomm, folder: Path, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_of_another_machine_that_is_gone_is_taken_over(comm, folder, what, caplog, monkeypatch):
     path = leave_lock(folder, comm)
     if what == "empty" and comm.rank == 0:
         path.write_text("")
@@ -185,9 +180,7 @@ def test_lock_of_another_machine_that_is_gone_is_taken_over(
     assert not path.exists()
 
 
-def test_lock_that_was_taken_over_keeps_the_first_job_from_publishing(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_that_was_taken_over_keeps_the_first_job_from_publishing(comm, folder, monkeypatch):
     """As where a process was stopped for minutes on another machine."""
     really = saving_module.write_part
     text = leave_lock(folder, comm).read_text()
@@ -195,7 +188,7 @@ def test_lock_that_was_taken_over_keeps_the_first_job_from_publishing(
     if comm.rank == 0:
         (folder / ".ckpt.lock").unlink()
 
-    def write_part(place: Path, name: str, part: Any) -> None:
+    def write_part(place, name, part):
         really(place, name, part)
         (folder / ".ckpt.lock").write_text(text)
 
@@ -209,12 +202,10 @@ def test_lock_that_was_taken_over_keeps_the_first_job_from_publishing(
         comm.Barrier()
 
 
-def test_place_that_another_program_fills_during_a_save_is_left_alone(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_place_that_another_program_fills_during_a_save_is_left_alone(comm, folder, monkeypatch):
     really = saving_module.write_part
 
-    def write_part(place: Path, name: str, part: Any) -> None:
+    def write_part(place, name, part):
         really(place, name, part)
         (folder / "ckpt-1" / "notes").mkdir(parents=True)
 
@@ -226,11 +217,11 @@ def test_place_that_another_program_fills_during_a_save_is_left_alone(
         comm.Barrier()
 
 
-def refuse(*_: object) -> None:
+def refuse(*_):
     raise OSError("it lives")
 
 
-def test_strategies_of_other_ranks_save_one_after_another_but_not_at_once(comm: Intracomm, folder: Path) -> None:
+def test_strategies_of_other_ranks_save_one_after_another_but_not_at_once(comm, folder):
     backwards, alone = comm.Split(0, -comm.rank), comm.Split(comm.rank, 0)
     for ranks in (comm, backwards):  # another rank is rank 0
         with Strategy(comm=ranks) as strategy:
@@ -247,7 +238,7 @@ def test_strategies_of_other_ranks_save_one_after_another_but_not_at_once(comm: 
     assert len(manager.checkpoints) == 3
 
 
-def test_folder_that_was_removed_between_saves_is_made_again(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+def test_folder_that_was_removed_between_saves_is_made_again(comm, folder, strategy):
     manager = CheckpointManager(made(strategy), folder / "saved")
     manager.save()
     if comm.rank == 0:
@@ -258,7 +249,7 @@ def test_folder_that_was_removed_between_saves_is_made_again(comm: Intracomm, fo
     comm.Barrier()
 
 
-def test_files_have_the_mode_of_the_umask(comm: Intracomm, folder: Path) -> None:
+def test_files_have_the_mode_of_the_umask(comm, folder):
     before = os.umask(0o027)
     try:
         with Strategy(comm=comm) as strategy, strategy.scope():
@@ -272,7 +263,7 @@ def test_files_have_the_mode_of_the_umask(comm: Intracomm, folder: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-0.json"])
-def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm: Intracomm, folder: Path, name: str) -> None:
+def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm, folder, name):
     """A link to itself, which root may not read either."""
     with Strategy(comm=comm) as strategy, strategy.scope():
         manager = CheckpointManager(Checkpoint(weights=np.zeros(3)), folder)
@@ -286,7 +277,7 @@ def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm: Intracomm
             manager.restore_or_initialize(skip_broken=True)
 
 
-def test_error_of_a_full_disk_names_the_file_and_leaves_the_old_one(comm: Intracomm, folder: Path) -> None:
+def test_error_of_a_full_disk_names_the_file_and_leaves_the_old_one(comm, folder):
     """A limit of the size of files stands for the disk: the system refuses the rest of the write."""
     with Strategy(comm=comm) as strategy, strategy.scope():
         weights = np.zeros(100_000)
@@ -303,9 +294,7 @@ def test_error_of_a_full_disk_names_the_file_and_leaves_the_old_one(comm: Intrac
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_program_goes_on_when_the_disk_is_full_if_it_wants(
-    comm: Intracomm, folder: Path, background: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_program_goes_on_when_the_disk_is_full_if_it_wants(comm, folder, background, caplog):
     with Strategy(comm=comm) as strategy, strategy.scope():
         checkpoint = Checkpoint(weights=np.zeros(100_000), own=np.full(9, comm.rank))
         manager = CheckpointManager(checkpoint, folder, background=background, on_error="warn")
@@ -322,9 +311,7 @@ def test_program_goes_on_when_the_disk_is_full_if_it_wants(
 
 
 @pytest.mark.ranks(3)
-def test_disk_that_does_not_answer_is_an_error_after_the_time_of_files(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_does_not_answer_is_an_error_after_the_time_of_files(comm, folder, monkeypatch):
     goes_on = Event()
     monkeypatch.setenv("MPIDIST_IO_TIMEOUT", "1")
     with Strategy(comm=comm) as strategy, strategy.scope():
@@ -338,7 +325,7 @@ def test_disk_that_does_not_answer_is_an_error_after_the_time_of_files(
 
 
 @contextmanager
-def limited_files(nbytes: int) -> Iterator[None]:
+def limited_files(nbytes):
     """Let no file of this process grow beyond a size in the body."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))  # Python ignores the signal

@@ -5,22 +5,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
 
 import pytest
-from jobs.failing import Job, clean_environment, ran
+from jobs.failing import clean_environment, ran
 from mpi_session import HANG_SECONDS
 
 pytestmark = pytest.mark.no_mpi
 
-COMPILER: Final = "gcc"
-NUM_RANKS: Final = 2
-STRIDE: Final = 4  # of the changes of a save by several ranks that are tried
-MOST_CHANGES: Final = 200
+COMPILER = "gcc"
+NUM_RANKS = 2
+STRIDE = 4  # of the changes of a save by several ranks that are tried
+MOST_CHANGES = 200
 
 # An attempt restores, requires that all that is there is whole, saves, and requires that nothing else is left; then it
 # saves another number, and that number again, and is killed while it does. Marks count up, and tell what was saved.
-ATTEMPT: Final = """
+ATTEMPT = """
 import ctypes, os, sys
 import numpy as np
 import mpidist
@@ -75,7 +74,7 @@ def attempt(number, change, rank, killed_rank, loses, barrier):
     killer.count_no_more()
     log(rank, "done")
 """
-ONE_RANK: Final = """
+ONE_RANK = """
 for number in range(1, {most}):
     child = os.fork()
     if child == 0:
@@ -91,7 +90,7 @@ for number in range(1, {most}):
     if not os.WIFSIGNALED(status):
         sys.exit(os.waitstatus_to_exitcode(status))
 """
-SEVERAL_RANKS: Final = """
+SEVERAL_RANKS = """
 with mpidist.MultiWorkerMirroredStrategy() as strategy:
     with strategy.scope():
         attempt({attempt}, {number}, strategy.topology.rank, {killed_rank}, 0, strategy.barrier)
@@ -99,7 +98,7 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy:
 
 
 @pytest.fixture(scope="module")
-def killer(tmp_path_factory: pytest.TempPathFactory) -> str:
+def killer(tmp_path_factory):
     """What is preloaded."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"there is no {COMPILER}")
@@ -109,7 +108,7 @@ def killer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(library)
 
 
-def require_newest_was_restored(log: Path) -> None:
+def require_newest_was_restored(log):
     """Require that each attempt restored what was saved last, or what was begun after it."""
     saved = begun = 0
     for line in log.read_text().splitlines():
@@ -125,7 +124,7 @@ def require_newest_was_restored(log: Path) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize(("background", "loses"), [(False, False), (True, True)])
-def test_one_process_that_is_killed_at_any_change(tmp_path: Path, killer: str, background: bool, loses: bool) -> None:
+def test_one_process_that_is_killed_at_any_change(tmp_path, killer, background, loses):
     """With a loss of what was not synced, too, as when the power fails."""
     folder, log = tmp_path / "saved", tmp_path / "log"
     folder.mkdir()
@@ -150,9 +149,7 @@ def test_one_process_that_is_killed_at_any_change(tmp_path: Path, killer: str, b
 @pytest.mark.parametrize(
     ("background", "killed_rank", "first"), [(False, 0, 1), (False, 1, 2), (True, 0, 3), (True, 1, 4)]
 )
-def test_rank_that_is_killed_at_any_change(
-    job: Job, tmp_path: Path, killer: str, background: bool, killed_rank: int, first: int
-) -> None:
+def test_rank_that_is_killed_at_any_change(job, tmp_path, killer, background, killed_rank, first):
     """Ranks that have something of their own to write; the others go on until MPI ends them."""
     folder, log = tmp_path / "saved", tmp_path / "log"
     folder.mkdir()

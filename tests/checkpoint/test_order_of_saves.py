@@ -3,11 +3,9 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist import OneDeviceStrategy
@@ -16,22 +14,22 @@ from mpidist.checkpoint import Checkpoint, CheckpointManager
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
 
-def made(strategy: Any) -> Checkpoint:
+def made(strategy):
     with strategy.scope():
         return Checkpoint(step=0, own=np.array([strategy.topology.rank]))
 
 
-def save(manager: CheckpointManager, *steps: int) -> None:
+def save(manager, *steps):
     for step in steps:
         manager.checkpoint.step = step
         manager.save(step)
 
 
-def numbers(manager: CheckpointManager) -> list[int]:
+def numbers(manager):
     return [int(path.rpartition("-")[2]) for path in manager.checkpoints]
 
 
-def make_first_format(place: Path) -> None:
+def make_first_format(place):
     """Give a checkpoint a manifest of the first format, which has no order and no checksum."""
     about = json.loads((place / "manifest.json").read_text())
     del about["order"], about["checksum"]
@@ -39,9 +37,7 @@ def make_first_format(place: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_rollback_checkpoints_saved_last_are_kept_and_restored(
-    comm: Intracomm, folder: Path, background: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rollback_checkpoints_saved_last_are_kept_and_restored(comm, folder, background, caplog):
     with Strategy(comm=comm) as strategy:
         save(CheckpointManager(made(strategy), folder, 5), 10, 20, 30, 40, 50)
     assert not caplog.records
@@ -68,7 +64,7 @@ def test_rollback_checkpoints_saved_last_are_kept_and_restored(
         comm.Barrier()
 
 
-def test_first_format_checkpoints_are_restored_and_oldest(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+def test_first_format_checkpoints_are_restored_and_oldest(comm, folder, strategy):
     manager = CheckpointManager(made(strategy), folder, None)
     save(manager, 9, 10, 100)
     if comm.rank == 0:
@@ -85,9 +81,7 @@ def test_first_format_checkpoints_are_restored_and_oldest(comm: Intracomm, folde
     assert manager.restore_or_initialize() == str(folder / "ckpt-11")
 
 
-def test_manifest_that_is_damaged_stands_behind_the_number_before_it(
-    comm: Intracomm, folder: Path, caplog: pytest.LogCaptureFixture, strategy: Strategy
-) -> None:
+def test_manifest_that_is_damaged_stands_behind_the_number_before_it(comm, folder, caplog, strategy):
     manager = CheckpointManager(made(strategy), folder, None)
     save(manager, 30, 40, 21, 22, 23)
     assert not caplog.records, "larger numbers of this run need no warning"
@@ -103,7 +97,7 @@ def test_manifest_that_is_damaged_stands_behind_the_number_before_it(
 
 
 @pytest.mark.no_mpi
-def test_restore_any_flipped_bit_is_data_loss_or_skipped(tmp_path: Path) -> None:
+def test_restore_any_flipped_bit_is_data_loss_or_skipped(tmp_path):
     with OneDeviceStrategy() as strategy, strategy.scope():
         arrays = {"a": np.arange(3.0), "half": np.ones(2, "f2"), "empty": np.zeros((0, 3)), "on": np.ones(1, "?")}
         manager = CheckpointManager(Checkpoint(**arrays, text="x", z=np.array([1j])), tmp_path)
@@ -122,7 +116,7 @@ def test_restore_any_flipped_bit_is_data_loss_or_skipped(tmp_path: Path) -> None
         assert arrays["a"].tolist() == [2, 2, 2]
 
 
-def test_keep_every_n_steps_keeps_them_besides_the_newest(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+def test_keep_every_n_steps_keeps_them_besides_the_newest(comm, folder, strategy):
     manager = CheckpointManager(made(strategy), folder, 2, keep_every_n_steps=3)
     save(manager, 1, 2, 3, 4, 5, 6, 7)
     comm.Barrier()
@@ -130,7 +124,7 @@ def test_keep_every_n_steps_keeps_them_besides_the_newest(comm: Intracomm, folde
     comm.Barrier()
 
 
-def test_one_of_each_two_hours_is_kept_also_by_a_second_job(comm: Intracomm, folder: Path, strategy: Strategy) -> None:
+def test_one_of_each_two_hours_is_kept_also_by_a_second_job(comm, folder, strategy):
     for hour in range(6):  # a job an hour
         manager = CheckpointManager(made(strategy), folder, 1, 2.0)
         save(manager, hour)

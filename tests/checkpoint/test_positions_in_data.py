@@ -1,14 +1,10 @@
 """Checkpoints of positions in data: programs go on with other ranks and batches; every sample is seen once an epoch."""
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import Batches, InputOptions
@@ -23,28 +19,26 @@ NUM_SAMPLES = 23
 BUFFERS = [InputOptions(), InputOptions(experimental_per_replica_buffer_size=4)]
 
 
-def shuffled(batch_size: int) -> Batches:
+def shuffled(batch_size):
     return Batches(np.arange(NUM_SAMPLES), batch_size, seed=3)
 
 
-def listed(batch_size: int) -> list[Any]:
+def listed(batch_size):
     return [np.arange(start, min(start + batch_size, NUM_SAMPLES)) for start in range(0, NUM_SAMPLES, batch_size)]
 
 
-def rows_of(strategy: Any, parts: Iterable[Any]) -> list[int]:
+def rows_of(strategy, parts):
     return [int(row) for part in parts for row in strategy.gather(part, axis=0)]
 
 
-def first(steps: int, parts: Any) -> Iterator[Any]:
+def first(steps, parts):
     return (part for _, part in zip(range(steps), parts, strict=False))
 
 
 @pytest.mark.parametrize("options", BUFFERS, ids=["unbuffered", "read ahead"])
 @pytest.mark.parametrize("made", [shuffled, listed])
 @pytest.mark.parametrize("num_steps", [0, 3, 5])
-def test_position_restored_yields_the_rest_of_the_epoch(
-    comm: Intracomm, folder: Path, made: Any, num_steps: int, options: InputOptions
-) -> None:
+def test_position_restored_yields_the_rest_of_the_epoch(comm, folder, made, num_steps, options):
     """5 steps of 5 samples are all: then the epoch has nothing left, and the next one begins."""
     with Strategy(comm=comm) as strategy:
         dataset = strategy.experimental_distribute_dataset(made(5), options)
@@ -71,7 +65,7 @@ def test_position_restored_yields_the_rest_of_the_epoch(
     comm.Barrier()
 
 
-def test_iterator_goes_on_in_place(folder: Path, strategy: Strategy) -> None:
+def test_iterator_goes_on_in_place(folder, strategy):
     dataset = strategy.experimental_distribute_dataset(shuffled(4))
     steps = iter(dataset)
     rows_of(strategy, first(2, steps))
@@ -89,9 +83,7 @@ def test_iterator_goes_on_in_place(folder: Path, strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("inner", ["a whole pass", "a pass left by break", "one batch"])
 @pytest.mark.parametrize("saves", ["after the inner pass", "after the next step"])
-def test_position_after_pass_inside_a_pass_is_that_of_the_outer_one(
-    comm: Intracomm, inner: str, saves: str, caplog: pytest.LogCaptureFixture, strategy: Strategy
-) -> None:
+def test_position_after_pass_inside_a_pass_is_that_of_the_outer_one(comm, inner, saves, caplog, strategy):
     dataset = strategy.experimental_distribute_dataset(shuffled(4))
     seen, state = [], {}
     for step, part in enumerate(dataset):
@@ -110,7 +102,7 @@ def test_position_after_pass_inside_a_pass_is_that_of_the_outer_one(
     assert sorted(seen + rows_of(strategy, resumed)) == list(range(NUM_SAMPLES))
 
 
-def test_pass_that_nothing_goes_on_with_keeps_no_later_pass_from_counting(strategy: Strategy) -> None:
+def test_pass_that_nothing_goes_on_with_keeps_no_later_pass_from_counting(strategy):
     """A batch was looked at, and the program still has the iterator: only the first pass after it counts as inside."""
     dataset = strategy.experimental_distribute_dataset(shuffled(4))
     looked_at = iter(dataset)
@@ -125,9 +117,7 @@ def test_pass_that_nothing_goes_on_with_keeps_no_later_pass_from_counting(strate
     assert dataset.epoch == 4
 
 
-def test_position_restored_during_a_pass_warns_once(
-    comm: Intracomm, caplog: pytest.LogCaptureFixture, strategy: Strategy
-) -> None:
+def test_position_restored_during_a_pass_warns_once(comm, caplog, strategy):
     """A batch was looked at before the restore, as to make a model: a new pass has the position, and this one not."""
     for goes_on in (False, True):
         dataset = strategy.experimental_distribute_dataset(shuffled(4))
@@ -140,11 +130,11 @@ def test_position_restored_during_a_pass_warns_once(
         assert caplog.text.count("a position was restored, and") == (goes_on and comm.rank == 0)
 
 
-def test_position_counts_only_samples_of_finished_steps(comm: Intracomm, strategy: Strategy) -> None:
+def test_position_counts_only_samples_of_finished_steps(comm, strategy):
     """Neither what a thread has read ahead, nor a pass that did not begin, nor a step that failed."""
 
     class Failing:
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self):
             yield from listed(4)[:3]
             if comm.rank == comm.size - 1:
                 raise OSError("disk")
@@ -160,7 +150,7 @@ def test_position_counts_only_samples_of_finished_steps(comm: Intracomm, strateg
         list(steps)
     assert dataset.state_dict() == {"epoch": 0, "samples": 12}
     dataset.load_state_dict({"epoch": 0, "samples": 99})
-    with raises_everywhere(comm, (InvalidArgumentError, OSError), "disk|99 samples"):  # type: ignore[arg-type]
+    with raises_everywhere(comm, (InvalidArgumentError, OSError), "disk|99 samples"):
         next(iter(dataset))
     dataset = strategy.experimental_distribute_dataset(listed(4))
     dataset.load_state_dict({"epoch": 0, "samples": 99})
@@ -169,7 +159,7 @@ def test_position_counts_only_samples_of_finished_steps(comm: Intracomm, strateg
 
 
 @pytest.mark.ranks(3)
-def test_pass_that_only_one_rank_has_begun_is_none(comm: Intracomm, strategy: Strategy) -> None:
+def test_pass_that_only_one_rank_has_begun_is_none(comm, strategy):
     """Else the ranks would shuffle in other orders for ever."""
     dataset = strategy.experimental_distribute_dataset(shuffled(4))
     with raises_everywhere(comm, InvalidArgumentError):
@@ -180,10 +170,10 @@ def test_pass_that_only_one_rank_has_begun_is_none(comm: Intracomm, strategy: St
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("mode", "has_batches"), [("PER_WORKER", True), ("PER_REPLICA", False)])
-def test_batches_of_functions_need_their_pipelines(comm: Intracomm, folder: Path, mode: str, has_batches: bool) -> None:
+def test_batches_of_functions_need_their_pipelines(comm, folder, mode, has_batches):
     options = InputOptions(experimental_replication_mode=mode)
 
-    def pipeline(context: Any) -> Any:
+    def pipeline(context):
         rows = np.arange(NUM_SAMPLES)[context.input_pipeline_id :: context.num_input_pipelines]
         return Batches(rows, 3, seed=1) if has_batches else [rows[at : at + 3] for at in range(0, len(rows), 3)]
 
@@ -210,10 +200,10 @@ def test_batches_of_functions_need_their_pipelines(comm: Intracomm, folder: Path
     comm.Barrier()
 
 
-def test_positions_in_batches_of_replicas_fit_any_ranks(comm: Intracomm, folder: Path) -> None:
+def test_positions_in_batches_of_replicas_fit_any_ranks(comm, folder):
     options = InputOptions(experimental_replication_mode="PER_REPLICA")
 
-    def rows_after(strategy: Any, state: Any, steps: int) -> tuple[Any, Any]:
+    def rows_after(strategy, state, steps):
         dataset = strategy.distribute_datasets_from_function(
             lambda context: Batches(np.arange(10) + 10 * context.input_pipeline_id, 2, seed=1), options
         )
@@ -231,7 +221,7 @@ def test_positions_in_batches_of_replicas_fit_any_ranks(comm: Intracomm, folder:
     comm.Barrier()
 
 
-def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracomm, folder: Path) -> None:
+def test_position_of_other_data_is_refused_and_nothing_is_changed(comm, folder):
     with Strategy(comm=comm) as strategy, strategy.scope():
         dataset = strategy.experimental_distribute_dataset(shuffled(4))
         next(iter(dataset))
@@ -267,10 +257,10 @@ def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracom
             with pytest.raises(ValueError, match="the fields epoch and samples, as whole numbers"):
                 dataset.load_state_dict(state)
         with pytest.raises(TypeError, match="the fields epoch and samples, as whole numbers, and this is 5"):
-            dataset.load_state_dict(5)  # type: ignore[arg-type]
+            dataset.load_state_dict(5)
 
 
-def test_dataset_gives_its_strategy_to_the_checkpoint(comm: Intracomm, folder: Path) -> None:
+def test_dataset_gives_its_strategy_to_the_checkpoint(comm, folder):
     with Strategy(comm=comm) as strategy, Strategy(comm=comm) as other:
         dataset = strategy.experimental_distribute_dataset(listed(4))
         assert Checkpoint(data=dataset).strategy is strategy
@@ -281,7 +271,7 @@ def test_dataset_gives_its_strategy_to_the_checkpoint(comm: Intracomm, folder: P
 
 
 @pytest.mark.no_mpi
-def test_data_of_workers_that_do_not_step_together_is_refused(tmp_path: Path) -> None:
+def test_data_of_workers_that_do_not_step_together_is_refused(tmp_path):
     with ParameterServerStrategy() as strategy:
         dataset = strategy.experimental_distribute_dataset(listed(4))
         with pytest.raises(ValueError, match="workers have no common position"):
@@ -289,7 +279,7 @@ def test_data_of_workers_that_do_not_step_together_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.no_mpi
-def test_batches_of_wrong_arguments_are_refused() -> None:
+def test_batches_of_wrong_arguments_are_refused():
     for data, arguments, kind, text in (
         ((np.zeros(3), np.zeros(4)), {}, InvalidArgumentError, r"equally long on axis 0, got lengths \[3, 4\]"),
         ((np.zeros(3), 4), {}, InvalidArgumentError, "must be an array with rows, got int"),
@@ -301,17 +291,17 @@ def test_batches_of_wrong_arguments_are_refused() -> None:
         (np.zeros(3), {"seed": -1}, ValueError, "seed must be a whole number >= 0"),
     ):
         with pytest.raises(kind, match=text):
-            Batches(data, **({"batch_size": 2} | arguments))  # type: ignore[arg-type]
+            Batches(data, **({"batch_size": 2} | arguments))
 
 
 @pytest.mark.no_mpi
-def test_batches_of_an_epoch_follow_from_its_number() -> None:
+def test_batches_of_an_epoch_follow_from_its_number():
     class Increasing:
         """Rows of a file, as h5py gives them: it takes increasing row numbers alone."""
 
         shape = (NUM_SAMPLES, 2)
 
-        def __getitem__(self, rows: Any) -> Any:
+        def __getitem__(self, rows):
             rows = np.arange(NUM_SAMPLES)[rows]
             assert (np.diff(rows) > 0).all()
             return np.stack([rows, rows], axis=1)
@@ -333,7 +323,7 @@ def test_batches_of_an_epoch_follow_from_its_number() -> None:
 
 
 @pytest.mark.no_mpi
-def test_batches_of_a_file_of_arrays(tmp_path: Path) -> None:
+def test_batches_of_a_file_of_arrays(tmp_path):
     """Which cannot be copied, as its batches could else be."""
     np.savez(tmp_path / "rows.npz", x=np.arange(6), y=np.ones((6, 2)))
     with np.load(tmp_path / "rows.npz") as rows:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs.failing import PROJECT, Job
-from support.ranks import Intracomm
+from jobs.failing import PROJECT
 
-from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist import Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.context_stack import parts_of
@@ -76,7 +74,7 @@ SIGNALS = {
 @pytest.mark.no_mpi
 @pytest.mark.core
 @pytest.mark.parametrize("when", SIGNALS)
-def test_all_ranks_save_one_step_and_leave(job: Job, tmp_path: Path, when: str) -> None:
+def test_all_ranks_save_one_step_and_leave(job, tmp_path, when):
     """The exit code is written for a script whose launcher ends the others as soon as the first one has left."""
     body, step = SIGNALS[when]
     variables = {"over messages": {"MPIDIST_TRANSPORT": "mpi"}, "not compared": {"MPIDIST_CHECK": "0"}}.get(when, {})
@@ -93,13 +91,13 @@ def test_all_ranks_save_one_step_and_leave(job: Job, tmp_path: Path, when: str) 
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-def test_in_the_last_step_the_program_ends(job: Job) -> None:
+def test_in_the_last_step_the_program_ends(job):
     ended = job("train(before_call=lambda step: step == 5 and send())", ranks=2, head=HEAD)
     assert (ended.status, "ended at 6" in ended.out) == (0, True), ended.err
 
 
 @pytest.mark.no_mpi
-def test_users_handler_is_called_and_another_code_is_taken(job: Job) -> None:
+def test_users_handler_is_called_and_another_code_is_taken(job):
     body = """
 import atexit
 atexit.register(lambda: sys.stdout.write(f"rank {rank} heard {heard}\\n"))
@@ -111,7 +109,7 @@ train(before_call=lambda step: rank == 0 and step == 1 and send(signal.SIGUSR1),
 
 
 @pytest.mark.no_mpi
-def test_signal_of_the_flight_recorder_is_a_setting(job: Job) -> None:
+def test_signal_of_the_flight_recorder_is_a_setting(job):
     body = """
 handlers = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
 sys.stdout.write(f"{[handler is signal.SIG_DFL for handler in handlers]}\\n")
@@ -123,8 +121,8 @@ sys.stdout.write(f"{[handler is signal.SIG_DFL for handler in handlers]}\\n")
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-def test_example_ends_with_the_same_bits_as_without_preemption(job: Job, tmp_path: Path) -> None:
-    def run(folder: str, *arguments: str, signalled: str = "") -> object:
+def test_example_ends_with_the_same_bits_as_without_preemption(job, tmp_path):
+    def run(folder, *arguments, signalled=""):
         body = f"import runpy\nsys.argv[1:] = {[str(tmp_path / folder), *arguments]}\n{signalled}\n"
         body += f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
         return job(body, ranks=2, head="import os, signal, sys\n")
@@ -142,30 +140,28 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
 """
     undisturbed = run("one")
     preempted = run("two", "0.5", signalled=soon)
-    assert (undisturbed.status, preempted.status) == (0, 75), preempted.err  # type: ignore[attr-defined]
-    assert run("two").out == undisturbed.out != ""  # type: ignore[attr-defined]
+    assert (undisturbed.status, preempted.status) == (0, 75), preempted.err
+    assert run("two").out == undisturbed.out != ""
 
 
 @pytest.mark.no_mpi
-def test_handler_alone_exits_at_the_next_step_and_refuses_bad_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_handler_alone_exits_at_the_next_step_and_refuses_bad_arguments(tmp_path, monkeypatch, caplog):
     of_real_time = signal.SIGRTMIN + 1
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, of_real_time)}
     try:
         checkpoint = Checkpoint(step=0, array=np.zeros(2))
         manager = CheckpointManager(checkpoint, tmp_path / "runs")
         with pytest.raises(TypeError, match="takes a CheckpointManager"):
-            PreemptionCheckpointHandler(checkpoint)  # type: ignore[arg-type]
+            PreemptionCheckpointHandler(checkpoint)
         for code in (75.0, True, "75"):  # with a code that is no int, Python prints it and ends with 1
             with pytest.raises(TypeError, match="exit_code must be a whole number"):
-                PreemptionCheckpointHandler(manager, exit_code=code)  # type: ignore[arg-type]
+                PreemptionCheckpointHandler(manager, exit_code=code)
         for wrong in ({"exit_code": 256}, {"exit_code": -1}, {"time_limit_seconds": -1.0}, {"grace_seconds": -1.0}):
             with pytest.raises(ValueError, match=next(iter(wrong))):
-                PreemptionCheckpointHandler(manager, **wrong)  # type: ignore[arg-type]
+                PreemptionCheckpointHandler(manager, **wrong)
         for some in (signal.SIGUSR1, "TERM", [signal.SIGTERM, signal.SIGKILL], [1000]):
             with pytest.raises(ValueError, match="signals must be signals that a program can handle"):
-                PreemptionCheckpointHandler(manager, signals=some)  # type: ignore[arg-type]
+                PreemptionCheckpointHandler(manager, signals=some)
         assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
         with pytest.raises(SystemExit) as leaving:
             PreemptionCheckpointHandler(
@@ -197,7 +193,7 @@ def test_handler_alone_exits_at_the_next_step_and_refuses_bad_arguments(
 
 
 @pytest.mark.ranks(3)
-def test_handler_step_adds_no_collective_call(comm: Intracomm, tmp_path: Path, strategy: Strategy) -> None:
+def test_handler_step_adds_no_collective_call(comm, tmp_path, strategy):
     """A notice goes with the calls of the step."""
     with strategy.scope():
         checkpoint = Checkpoint(step=0)

@@ -8,14 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 from threading import enumerate as enumerate_threads
-from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist import Variable
@@ -28,19 +26,19 @@ pytestmark = pytest.mark.core
 LARGE = 400_003  # of 8 bytes
 
 
-def made(strategy: Any, value: int) -> Checkpoint:
+def made(strategy, value):
     with strategy.scope():
         leaves = [np.arange(size, dtype=np.int64) * value for size in (3, 0, LARGE, 70_000, 1)]
         return Checkpoint(leaves=leaves, kernel=Variable(np.full((301, 503), float(value))), step=value)
 
 
-def sizes_in(path: Path) -> dict[int, int]:
+def sizes_in(path):
     """The bytes of the arrays that each rank has written."""
     files = {int(file.stem.partition("-")[2]): load_file(file) for file in path.glob("*.safetensors")}
     return {rank: sum(array.nbytes for array in arrays.values()) for rank, arrays in sorted(files.items())}
 
 
-def restore_once_a_node(comm: Intracomm, checkpoint: Checkpoint, nbytes: int, path: Path, partial: bool) -> None:
+def restore_once_a_node(comm, checkpoint, nbytes, path, partial):
     """Each rank reads a share, and JSON files, of each of which the first bytes come twice."""
     before = bytes_read()
     checkpoint.restore(path, partial=partial)
@@ -51,14 +49,12 @@ def restore_once_a_node(comm: Intracomm, checkpoint: Checkpoint, nbytes: int, pa
         assert nbytes < 1 << 21 or max(read[rank] for rank in of_node) < nbytes * (0.7 if len(of_node) > 1 else 1.1)
 
 
-def bytes_read() -> int:
+def bytes_read():
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_writers_all_ranks_write_as_much_and_any_number_restores(
-    comm: Intracomm, placement: object, folder: Path, background: bool, strategy: Strategy
-) -> None:
+def test_writers_all_ranks_write_as_much_and_any_number_restores(comm, placement, folder, background, strategy):
     manager = CheckpointManager(made(strategy, 5), folder, background=background)
     path = Path(manager.save())
     manager.wait()
@@ -80,9 +76,7 @@ def test_writers_all_ranks_write_as_much_and_any_number_restores(
             assert restored.step == 5
 
 
-def test_restore_of_files_only_on_rank_0_broadcasts_equal_values(
-    comm: Intracomm, placement: object, folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
-) -> None:
+def test_restore_of_files_only_on_rank_0_broadcasts_equal_values(comm, placement, folder, monkeypatch, strategy):
     made(strategy, 5).write(folder / "0" / "one", writers=1)
     (folder / f"{comm.rank}").mkdir(exist_ok=True)
     monkeypatch.chdir(folder / f"{comm.rank}")
@@ -92,7 +86,7 @@ def test_restore_of_files_only_on_rank_0_broadcasts_equal_values(
     assert (restored.leaves[2] == np.arange(LARGE) * 5).all()
 
 
-def test_writers_as_many_as_given_write(comm: Intracomm, placement: object, folder: Path, strategy: Strategy) -> None:
+def test_writers_as_many_as_given_write(comm, placement, folder, strategy):
     topology = parts_of(strategy).topology
     checkpoint = made(strategy, 5)
     for writers in ("per node", 2, 100):
@@ -106,7 +100,7 @@ def test_writers_as_many_as_given_write(comm: Intracomm, placement: object, fold
 
 
 @pytest.mark.ranks(3)
-def test_restore_of_a_checkpoint_of_an_earlier_version(comm: Intracomm, folder: Path) -> None:
+def test_restore_of_a_checkpoint_of_an_earlier_version(comm, folder):
     """What is equal was in one file, `all`."""
     path, weights = folder / "old", np.arange(6.0).reshape(2, 3)
     if comm.rank == 0:
@@ -128,7 +122,7 @@ def test_restore_of_a_checkpoint_of_an_earlier_version(comm: Intracomm, folder: 
 
 
 @pytest.mark.no_mpi
-def test_deal_covers_every_array_and_no_rank_has_much_more_than_its_share() -> None:
+def test_deal_covers_every_array_and_no_rank_has_much_more_than_its_share():
     for seed in range(200):
         random = Random(seed)
         sizes = {str(at): (random.randint(0, 1) * int(2 ** random.uniform(0, 24)), 8) for at in range(9)}
@@ -147,7 +141,7 @@ SIZE = 300_000  # of 8 bytes: each rank writes a share
 
 
 @pytest.fixture(params=[1, 2])
-def memory(request: pytest.FixtureRequest, folder: Path, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Path:
+def memory(request, folder, comm, monkeypatch):
     """The memory of nodes of one or two ranks, in which each has a folder, in a job that may be started again."""
     monkeypatch.setattr(node_copies, "SHARED_MEMORY", str(folder / "memory"))
     monkeypatch.setenv("MPIDIST_SAVED_FILE", str(folder / "saved-file"))
@@ -158,13 +152,13 @@ def memory(request: pytest.FixtureRequest, folder: Path, comm: Intracomm, monkey
     return folder / "memory"
 
 
-def made_with_a_metric(strategy: Strategy, value: float) -> Checkpoint:
+def made_with_a_metric(strategy, value):
     with strategy.scope():
         metric = Variable(value, synchronization="on_read", aggregation="sum", name="metric")
         return Checkpoint(kernel=Variable(np.full(SIZE, value)), step=int(value), metric=metric)
 
 
-def save_and_fail(comm: Intracomm, folder: Path, background: bool = False) -> list[Path]:
+def save_and_fail(comm, folder, background=False):
     """Save twice, and end with an exception; return the folders of all nodes."""
     with suppress(ZeroDivisionError), Strategy(comm=comm) as strategy:
         checkpoint = made_with_a_metric(strategy, 1.0)
@@ -178,7 +172,7 @@ def save_and_fail(comm: Intracomm, folder: Path, background: bool = False) -> li
     return sorted((folder / "memory").glob("*/*.new"))
 
 
-def damage(comm: Intracomm, files: list[Path]) -> None:
+def damage(comm, files):
     comm.Barrier()
     if comm.rank == 0:
         for file in files:
@@ -186,7 +180,7 @@ def damage(comm: Intracomm, files: list[Path]) -> None:
     comm.Barrier()
 
 
-def restored(comm: Intracomm, folder: Path) -> tuple[int, float, float]:
+def restored(comm, folder):
     with Strategy(comm=comm) as strategy:
         checkpoint = made_with_a_metric(strategy, 0.0)
         manager = CheckpointManager(checkpoint, folder / "saved", neighbour=True)
@@ -195,9 +189,7 @@ def restored(comm: Intracomm, folder: Path) -> tuple[int, float, float]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_copies_after_a_lost_node_are_restored_without_the_files(
-    comm: Intracomm, folder: Path, memory: Path, background: bool
-) -> None:
+def test_copies_after_a_lost_node_are_restored_without_the_files(comm, folder, memory, background):
     copies = save_and_fail(comm, folder, background)
     assert [path.name.partition(".")[0] for path in copies] == ["ckpt-2"] * len(list(memory.iterdir()))
     damage(comm, list((folder / "saved").glob("*/*.safetensors")))
@@ -209,25 +201,21 @@ def test_copies_after_a_lost_node_are_restored_without_the_files(
     assert not any(path.parent.exists() for path in copies[1:])  # the job ended well
 
 
-def test_copies_of_another_checkpoint_are_not_restored(comm: Intracomm, folder: Path, memory: Path) -> None:
+def test_copies_of_another_checkpoint_are_not_restored(comm, folder, memory):
     save_and_fail(comm, folder)
     with Strategy(comm=comm) as strategy:
         CheckpointManager(made_with_a_metric(strategy, 7.0), folder / "saved").save(2)
     assert restored(comm, folder) == (7, 7.0, 7.0 * comm.size)
 
 
-def test_copies_that_are_damaged_are_not_restored(
-    comm: Intracomm, folder: Path, memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_that_are_damaged_are_not_restored(comm, folder, memory, caplog):
     save_and_fail(comm, folder)
     damage(comm, list(memory.glob("*/*/rank-0.safetensors")))
     assert restored(comm, folder) == (3, 1.0, comm.size)
     assert comm.rank or "in memory are not restored, but the files" in caplog.text
 
 
-def test_copies_without_room_for_them_are_warned_of_once(
-    comm: Intracomm, folder: Path, memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_without_room_for_them_are_warned_of_once(comm, folder, memory, caplog, monkeypatch):
     free = shutil.disk_usage(memory)._replace(free=0)
     monkeypatch.setattr(node_copies.shutil, "disk_usage", lambda folder: free)
     assert not save_and_fail(comm, folder)
@@ -236,7 +224,7 @@ def test_copies_without_room_for_them_are_warned_of_once(
     assert restored(comm, folder) == (3, 1.0, comm.size)
 
 
-def test_copies_are_removed_by_the_last_that_uses_them(comm: Intracomm, folder: Path, memory: Path) -> None:
+def test_copies_are_removed_by_the_last_that_uses_them(comm, folder, memory):
     with Strategy(comm=comm) as one, Strategy(comm=comm) as other:
         managers = [
             CheckpointManager(made_with_a_metric(strategy, 1.0), folder / "saved", neighbour=True)
@@ -251,7 +239,7 @@ def test_copies_are_removed_by_the_last_that_uses_them(comm: Intracomm, folder: 
     assert not any(memory.iterdir())
 
 
-def test_copies_of_a_save_that_is_not_waited_for_are_removed(comm: Intracomm, folder: Path, memory: Path) -> None:
+def test_copies_of_a_save_that_is_not_waited_for_are_removed(comm, folder, memory):
     with Strategy(comm=comm) as strategy:
         CheckpointManager(made_with_a_metric(strategy, 1.0), folder / "saved", background=True, neighbour=True).save()
     for thread in enumerate_threads():
@@ -261,9 +249,7 @@ def test_copies_of_a_save_that_is_not_waited_for_are_removed(comm: Intracomm, fo
     assert not any(memory.iterdir())
 
 
-def test_copies_are_not_kept_in_a_job_that_is_not_started_again(
-    comm: Intracomm, folder: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_are_not_kept_in_a_job_that_is_not_started_again(comm, folder, memory, monkeypatch, caplog):
     monkeypatch.delenv("MPIDIST_SAVED_FILE")
     with caplog.at_level(logging.INFO, "mpidist"):
         assert not save_and_fail(comm, folder)

@@ -15,7 +15,7 @@ SCRIPTS = Path(mpidist.__file__).parent / "slurm"
 
 
 @pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tools(tmp_path, monkeypatch):
     """A folder with programs and Slurm's commands, in which the command runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -27,7 +27,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+def would_submit(capsys, *arguments):
     """Return the words of the command that --dry-run prints."""
     assert run_command(["sbatch", "--dry-run", *arguments]) == 0
     return [word for word in shlex.split(capsys.readouterr().out) if not word.startswith("VIRTUAL_ENV=")]
@@ -47,7 +47,7 @@ def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[st
         ("--nodes 2 --ntasks=8 --gpus=4", "--nodes=2 --ntasks=8 --gpus=4", "train"),
     ],
 )
-def test_sbatch_finds_job_script(capsys: pytest.CaptureFixture[str], arguments: str, options: str, script: str) -> None:
+def test_sbatch_finds_job_script(capsys, arguments, options, script):
     words = would_submit(capsys, *arguments.split(), "train.py", "--nodes", "two words")
     path = SCRIPTS / f"{script}.sbatch"
     assert path.is_file()
@@ -69,16 +69,14 @@ def test_sbatch_finds_job_script(capsys: pytest.CaptureFixture[str], arguments: 
         ("exit 1", "echo pmix", []),
     ],
 )
-def test_how_srun_starts_the_library(
-    tools: Path, capsys: pytest.CaptureFixture[str], library: str, listed: str, chosen: list[str]
-) -> None:
+def test_how_srun_starts_the_library(tools, capsys, library, listed, chosen):
     stand_in(tools, "python", library)
     stand_in(tools, "srun", listed)
     words = would_submit(capsys, "train.py")
     assert words[: words.index("sbatch")] == chosen
 
 
-def test_sbatch_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbatch_submits(tools, capfd, monkeypatch):
     stand_in(tools, "sbatch", 'echo "$MPI_TYPE $*"; exit 7')
     monkeypatch.setenv("MPI_TYPE", "special")
     assert run_command(["sbatch", "train.py", "-x"]) == 7
@@ -101,33 +99,33 @@ def test_sbatch_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypa
         ("train.py", "there is no sbatch on PATH"),
     ],
 )
-def test_sbatch_refuses_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
+def test_sbatch_refuses_wrong_arguments(capsys, arguments, text):
     assert run_command(["sbatch", *arguments.split()]) == 2
     assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", ["--nodes 0", "--ps -1", "--ntasks-per-node many", "--time soon"])
-def test_numbers_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+def test_numbers_that_cannot_be(capsys, arguments):
     with pytest.raises(SystemExit, match="2"):
         run_command(["sbatch", *arguments.split(), "train.py"])
     assert arguments.split()[1] in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tools")
-def test_option_behind_the_program_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_behind_the_program_is_warned_of(capsys):
     assert run_command(["sbatch", "--dry-run", "train.py", "--epochs", "3", "--nodes=8", "-p", "x"]) == 0
     assert "--nodes=8, -p behind train.py goes to the program" in capsys.readouterr().err
     assert run_command(["sbatch", "--dry-run", "--nodes", "8", "train.py", "--epochs", "3"]) == 0
     assert not capsys.readouterr().err
 
 
-def test_slurm_that_cannot_start_the_library(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_that_cannot_start_the_library(tools, capsys):
     stand_in(tools, "srun", "echo pmix")
     assert run_command(["sbatch", "train.py"]) == 2
     assert "needs `srun --mpi=pmi2`, which `srun --mpi=list` does not list" in capsys.readouterr().err
 
 
-def test_sbatch_writes_all_job_scripts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sbatch_writes_all_job_scripts_once(tmp_path, capsys):
     for status in (0, 2):
         assert run_command(["sbatch", "--write-scripts", str(tmp_path / "jobs")]) == status
     assert {path.name for path in (tmp_path / "jobs").iterdir()} == {path.name for path in SCRIPTS.iterdir()}

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.ranks(1)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Two checkpoints; of `weights`, two of six elements differ."""
     with MirroredStrategy() as strategy, strategy.scope():
         checkpoint = Checkpoint(weights=np.zeros((2, 3)), ids=np.arange(4), none=np.zeros(0), step=10)
@@ -29,12 +27,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list[str]]:
+def printed(capsys, *words):
     status = run_command(["checkpoint", *map(str, words)])
     return status, capsys.readouterr().out.splitlines()
 
 
-def test_checkpoints_are_listed_in_the_order_of_saves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_listed_in_the_order_of_saves(folder, capsys):
     status, (head, *lines) = printed(capsys, folder)
     assert (status, head.split()) == (0, ["checkpoint", "step", "size", "saved", "ranks", "whole"])
     assert [(line.split()[:2], line.split()[-2:]) for line in lines] == [
@@ -45,7 +43,7 @@ def test_checkpoints_are_listed_in_the_order_of_saves(folder: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "no manifest", "no arrays"])
-def test_checkpoint_list_damaged_is_not_whole(folder: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_checkpoint_list_damaged_is_not_whole(folder, capsys, damage):
     (arrays,) = (folder / "ckpt-10").glob("*.safetensors")
     data = bytearray(arrays.read_bytes())
     if damage == "flip":
@@ -63,9 +61,7 @@ def test_checkpoint_list_damaged_is_not_whole(folder: Path, capsys: pytest.Captu
     assert sorted(" no: " in line for line in lines) == [False, False, True], lines
 
 
-def test_checkpoint_diff_names_leaves_elements_and_the_greatest_difference(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoint_diff_names_leaves_elements_and_the_greatest_difference(folder, capsys):
     one, other = folder / "ckpt-10", folder / "ckpt-20"
     assert printed(capsys, "diff", one, one) == (0, [f"{one} (step 10) and {one} (step 10) are equal in 4 leaves"])
     assert printed(capsys, "diff", one, other) == (
@@ -78,7 +74,7 @@ def test_checkpoint_diff_names_leaves_elements_and_the_greatest_difference(
     )
 
 
-def test_checkpoint_diff_lists_unlike_shapes_and_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_diff_lists_unlike_shapes_and_names(folder, capsys):
     with MirroredStrategy() as strategy, strategy.scope():
         Checkpoint(weights=np.zeros(6), ids=np.arange(4), more=np.nan, step=20).write(folder / "other")
     assert printed(capsys, "diff", folder / "other", folder / "other")[0] == 0
@@ -96,9 +92,7 @@ def test_checkpoint_diff_lists_unlike_shapes_and_names(folder: Path, capsys: pyt
         (np.longdouble(1), np.finfo(np.longdouble).eps, f"by at most {float(np.finfo(np.longdouble).eps):.6g}; "),
     ],
 )
-def test_checkpoint_diff_of_wide_numbers_is_exact(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], one: Any, step: Any, text: str
-) -> None:
+def test_checkpoint_diff_of_wide_numbers_is_exact(tmp_path, capsys, one, step, text):
     with MirroredStrategy() as strategy, strategy.scope():
         checkpoint = Checkpoint(state=np.array([0, one], one.dtype))
         checkpoint.write(tmp_path / "one")
@@ -109,7 +103,7 @@ def test_checkpoint_diff_of_wide_numbers_is_exact(
     assert f"  state: 1 of 2 elements differ, {text}" in lines[-1]
 
 
-def test_checkpoint_command_closed_pipe_exits_as_by_sigpipe(folder: Path) -> None:
+def test_checkpoint_command_closed_pipe_exits_as_by_sigpipe(folder):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "mpidist", "checkpoint", str(folder)]
@@ -119,7 +113,7 @@ def test_checkpoint_command_closed_pipe_exits_as_by_sigpipe(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("words", [["checkpoint", "."], ["run", "-n", "1", "--dry-run", "-m", "json"]])
-def test_command_with_a_full_disk_behind_its_output_ends_with_2(folder: Path, words: list[str]) -> None:
+def test_command_with_a_full_disk_behind_its_output_ends_with_2(folder, words):
     command = [sys.executable, "-m", "mpidist", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -130,10 +124,10 @@ def test_command_with_a_full_disk_behind_its_output_ends_with_2(folder: Path, wo
 
 
 @pytest.mark.parametrize("words", [["none"], ["."], ["diff", "ckpt-10", "none"], ["diff", "ckpt-10"], ["a", "b"], []])
-def test_checkpoint_command_misuse_ends_with_2(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_command_misuse_ends_with_2(folder, words, monkeypatch):
     monkeypatch.chdir(folder if "diff" in words else "/")
     try:
-        status: object = run_command(["checkpoint", *words])
+        status = run_command(["checkpoint", *words])
     except SystemExit as end:
         status = end.code
     assert status == 2

@@ -5,19 +5,17 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jobs.failing import PROJECT, Ended, end_of
+from jobs.failing import PROJECT, end_of
 from mpi_session.launch import Launcher
-from support.ranks import Intracomm
 
 from mpidist.__main__ import run_command
 from mpidist.cli import tune
 from mpidist.cli.measure_costs import measure_cost_model
 
 
-def command(ranks: int, *arguments: str, **variables: str) -> Ended:
+def command(ranks, *arguments, **variables):
     """Run a command: alone, or on some ranks of the MPI library that these tests run with."""
     launch = [*Launcher.find(None).command, "-n", str(ranks)] if ranks > 1 else []
     return end_of([*launch, sys.executable, "-m", "mpidist", *arguments], OMP_NUM_THREADS="1", **variables)
@@ -32,7 +30,7 @@ def command(ranks: int, *arguments: str, **variables: str) -> Ended:
         (1, {"MPI4PY_LIBMPI": "/none.so"}, "MPI:   mpidist needs mpi4py with an MPI library"),
     ],
 )
-def test_command_errors_are_printed_once(ranks: int, variables: dict[str, str], text: str) -> None:
+def test_command_errors_are_printed_once(ranks, variables, text):
     done = command(ranks, "doctor", **variables)
     printed = done.out + done.err
     assert done.status == 1, printed
@@ -42,7 +40,7 @@ def test_command_errors_are_printed_once(ranks: int, variables: dict[str, str], 
 
 @pytest.mark.core
 @pytest.mark.no_mpi
-def test_command_usage_error_is_printed_by_late_first_rank(tmp_path: Path) -> None:
+def test_command_usage_error_is_printed_by_late_first_rank(tmp_path):
     """Open MPI's launcher ends it when another rank has failed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
@@ -54,7 +52,7 @@ def test_command_usage_error_is_printed_by_late_first_rank(tmp_path: Path) -> No
 
 @pytest.mark.core
 @pytest.mark.no_mpi
-def test_doctor_failed_finding_exits_with_1_without_colours(tmp_path: Path) -> None:
+def test_doctor_failed_finding_exits_with_1_without_colours(tmp_path):
     node = tmp_path / "node.json"
     node.write_text('{"nodes": [{"facts": {"mpidist": "another"}}]}')
     done = command(2, "doctor", "--expect", str(node))
@@ -66,7 +64,7 @@ def test_doctor_failed_finding_exits_with_1_without_colours(tmp_path: Path) -> N
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize(("name", "is_first"), [("doctor", True), ("tune", False), ("flight", True), ("trace", False)])
-def test_command_error_prints_its_usage(name: str, is_first: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_error_prints_its_usage(name, is_first, capsys):
     words = [name, *(["merge", "x"] if name == "trace" else [])]
     with pytest.raises(SystemExit) as end:
         run_command(["--bogus", *words] if is_first else [*words, "--bogus"])
@@ -78,9 +76,7 @@ def test_command_error_prints_its_usage(name: str, is_first: bool, capsys: pytes
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize(("rank", "is_told"), [("0", True), ("1", False)])
-def test_help_is_printed_by_the_first_process(
-    rank: str, is_told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_is_printed_by_the_first_process(rank, is_told, capsys, monkeypatch):
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.setenv(name, rank)
     with pytest.raises(SystemExit) as end:
@@ -90,9 +86,7 @@ def test_help_is_printed_by_the_first_process(
 
 
 @pytest.mark.no_mpi
-def test_numbers_of_tune_are_printed_as_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_of_tune_are_printed_as_json(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MPIDIST_TUNE_DIR", str(tmp_path / "none"))
     done = command(1, "tune", "--seconds", "0.1", "--json", MPIDIST_TUNE_DIR=str(tmp_path))
     page = json.loads(done.out)
@@ -107,16 +101,10 @@ def test_numbers_of_tune_are_printed_as_json(
 
 
 @pytest.mark.ranks(2)
-def test_waits_of_tune_are_not_counted_from_the_start_of_the_machine(
-    comm: Intracomm,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_waits_of_tune_are_not_counted_from_the_start_of_the_machine(comm, tmp_path, monkeypatch, caplog, capfd):
     """A rank that is a moment late is no reason for a warning."""
 
-    def measure_late(*arguments: Any) -> Any:
+    def measure_late(*arguments):
         time.sleep(0.2 * (comm.rank == 1))
         return measure_cost_model(*arguments)
 

@@ -8,14 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from host_cuda.emulated import Emulated
 from host_cuda.gpus import emulated, gpus
 from jobs.failing import ran
 from mpi_session import clean_environment
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist.__main__ import run_command
@@ -30,28 +27,28 @@ __all__ = ["emulated", "gpus"]  # fixtures
 
 
 @pytest.fixture(autouse=True)
-def _no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_leftovers(tmp_path, monkeypatch):
     """Let no ended job have left anything on this machine."""
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def said(capfd: pytest.CaptureFixture[str], comm: Intracomm, *arguments: str, status: int = 0) -> str:
+def said(capfd, comm, *arguments, status=0):
     """Run the command on all ranks, and return what the first printed, which alone prints."""
     assert run_command(["doctor", *arguments]) == status
-    texts: list[str] = comm.allgather(capfd.readouterr().out)
+    texts = comm.allgather(capfd.readouterr().out)
     assert texts[1:] == [""] * (comm.size - 1)
     return texts[0]
 
 
-def row(text: str, title: str) -> str:
+def row(text, title):
     """Return what the line of a title says; "" if there is none."""
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith(f"  {title} ")]
     return lines[0][1] if lines else ""
 
 
 @pytest.mark.no_mpi
-def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+def test_one_process_needs_no_launcher(tmp_path):
     command = [sys.executable, "-m", "mpidist", "doctor"]
     done = ran(command, env=clean_environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -62,8 +59,8 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.no_mpi
-def test_doctor_without_mpi_prints_remedy(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> Any:
+def test_doctor_without_mpi_prints_remedy(capfd, monkeypatch):
+    def fails():
         raise UnavailableError("mpidist needs mpi4py; `pip install mpi4py mpich`")
 
     monkeypatch.setattr(doctor, "load_mpi", fails)
@@ -74,9 +71,7 @@ def test_doctor_without_mpi_prints_remedy(capfd: pytest.CaptureFixture[str], mon
 
 
 @pytest.mark.ranks(2)
-def test_doctor_without_cupy_prints_remedy(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_without_cupy_prints_remedy(comm, capfd, monkeypatch):
     its = cuda.Cuda()
     monkeypatch.setattr(cuda, "current", lambda: its)
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -86,7 +81,7 @@ def test_doctor_without_cupy_prints_remedy(
 
 
 @pytest.mark.ranks(1, 3)
-def test_doctor_shows_gpus_and_nccl(emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_gpus_and_nccl(emulated, comm, capfd):
     text = said(capfd, comm)
     assert row(text, "CuPy") == cuda.current().support.cupy_version
     assert row(text, "GPUs") == f"{os.environ['TEST_GPUS']} (a GPU emulated on the host), driver for CUDA 13.0"
@@ -96,9 +91,7 @@ def test_doctor_shows_gpus_and_nccl(emulated: Emulated, comm: Intracomm, capfd: 
 
 
 @pytest.mark.ranks(3)
-def test_doctor_separates_unlike_ranks_and_groups_like_nodes(
-    emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_separates_unlike_ranks_and_groups_like_nodes(emulated, comm, capfd, monkeypatch):
     emulated.wish("NCCL's version", 22809 if comm.rank else 23004)
     its = cuda.Cuda()
     monkeypatch.setattr(cuda, "current", lambda: its)
@@ -115,12 +108,10 @@ def test_doctor_separates_unlike_ranks_and_groups_like_nodes(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("works", [True, False])
-def test_doctor_proves_device_memory_support_claimed_by_mpi(
-    emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, works: bool
-) -> None:
-    tries: list[int] = []
+def test_doctor_proves_device_memory_support_claimed_by_mpi(emulated, comm, capfd, monkeypatch, works):
+    tries = []
 
-    def command(device: int) -> list[str]:
+    def command(device):
         tries.append(device)
         return [sys.executable, "-c", "print('right')" if works else "import os; os.abort()"]
 
@@ -137,7 +128,7 @@ def test_doctor_proves_device_memory_support_claimed_by_mpi(
 
 
 @pytest.mark.no_mpi
-def test_doctor_closed_pipe_is_no_error() -> None:
+def test_doctor_closed_pipe_is_no_error():
     command = f"{sys.executable} -m mpidist doctor | true"  # which is over before there is something to read
     done = ran(
         ["bash", "-c", f"set -o pipefail; {command}; exit ${{PIPESTATUS[0]}}"],
@@ -148,9 +139,7 @@ def test_doctor_closed_pipe_is_no_error() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_doctor_shows_tasks_of_a_cluster(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_shows_tasks_of_a_cluster(comm, capfd, monkeypatch):
     is_ps = comm.rank == comm.size - 1
     cluster = {"worker": [f"a:{rank}" for rank in range(comm.size - 1)], "ps": ["b:1"]}
     task = {"type": "ps" if is_ps else "worker", "index": 0 if is_ps else comm.rank}
@@ -161,9 +150,7 @@ def test_doctor_shows_tasks_of_a_cluster(
 
 
 @pytest.mark.ranks(3)
-def test_doctor_warns_of_odd_variables(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_warns_of_odd_variables(comm, capfd, monkeypatch):
     assert not row(said(capfd, comm), "cluster")
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECOND", "5")
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
@@ -177,16 +164,14 @@ def test_doctor_warns_of_odd_variables(
 
 
 @pytest.mark.ranks(1, 3)
-def test_doctor_checks_a_sum_of_all_ranks(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_checks_a_sum_of_all_ranks(comm, capfd, monkeypatch):
     text = said(capfd, comm)
     if comm.size == 1:
         assert "one rank: there is nothing to reduce" in row(text, "ok")
         return
     assert re.search(rf"all-reduce of {comm.size} ranks: right everywhere; 8 B in .* [um]s, 16 MiB in .* m?s", text)
 
-    def sums(self: BoundOps, op: str, value: Any) -> Any:
+    def sums(self, op, value):
         total = all_reduce(self, op, value)
         return total + 1 if comm.rank == 1 and total.size > 1 else total
 
@@ -196,9 +181,7 @@ def test_doctor_checks_a_sum_of_all_ranks(
 
 
 @pytest.mark.ranks(3)
-def test_doctor_warns_of_more_ranks_and_threads_than_cores(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_warns_of_more_ranks_and_threads_than_cores(comm, capfd, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert f"{comm.size} ranks share 1 core of a node" in said(capfd, comm)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2 * comm.size)))
@@ -214,9 +197,7 @@ def test_doctor_warns_of_more_ranks_and_threads_than_cores(
 
 
 @pytest.mark.ranks(3)
-def test_doctor_json_is_compared_by_later_runs(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doctor_json_is_compared_by_later_runs(comm, capfd, monkeypatch, tmp_path):
     path = comm.bcast(str(tmp_path / "node.json"))
     text = said(capfd, comm, "--json")
     if comm.rank == 0:
@@ -236,9 +217,7 @@ def test_doctor_json_is_compared_by_later_runs(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("content", [None, "[]", '{"nodes": [{"facts": 3}]}'])
-def test_doctor_expect_refuses_other_files(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], tmp_path: Path, content: str | None
-) -> None:
+def test_doctor_expect_refuses_other_files(comm, capfd, tmp_path, content):
     path = tmp_path / "node.json"
     if content is not None:
         path.write_text(content)
@@ -249,7 +228,7 @@ def test_doctor_expect_refuses_other_files(
 
 
 @pytest.mark.no_mpi
-def test_command_prints_its_version(capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_its_version(capfd):
     with pytest.raises(SystemExit) as end:
         run_command(["--version"])
     assert end.value.code == 0

@@ -5,7 +5,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,18 +24,18 @@ Row = list[Any]
 Flight = Callable[..., str]
 
 
-def row(sequence: int, call: str, state: str, began: float, details: str = "", took: float = 0.01) -> Row:
+def row(sequence, call, state, began, details="", took=0.01):
     """A call that began `began` seconds ago."""
     begun = NOW - began
     agreed = begun + took / 2 if state in ("moving", "done") else 0.0
     return [sequence, call, details, state, begun, agreed, begun + took if state in ("done", "failed") else 0.0]
 
 
-def group(rank: int, size: int, calls: list[Row], process: str = "running", token: str = "a1b2") -> dict[str, Any]:
+def group(rank, size, calls, process="running", token="a1b2"):
     return {"group": token, "rank": rank, "size": size, "process": process, "calls": calls}
 
 
-def write(folder: Path, rank: int, *groups: dict[str, Any], **other: Any) -> Path:
+def write(folder, rank, *groups, **other):
     told = {
         "version": FILE_VERSION,
         "world_rank": rank,
@@ -55,10 +54,10 @@ def write(folder: Path, rank: int, *groups: dict[str, Any], **other: Any) -> Pat
 
 
 @pytest.fixture
-def flight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Flight:
+def flight(tmp_path, capsys):
     """Run the command, look at its exit status, and return what it prints, with every sentence on one line."""
 
-    def run(*arguments: str, status: int | None = None) -> str:
+    def run(*arguments, status=None):
         assert run_command(["flight", str(tmp_path), *arguments]) == status or status is None
         out, err = capsys.readouterr()
         assert all(len(line) <= max(100, len(str(tmp_path)) + 4) for line in out.splitlines())
@@ -67,12 +66,12 @@ def flight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Flight:
     return run
 
 
-def calls_before(sequence: int, ended: float) -> list[Row]:
+def calls_before(sequence, ended):
     """The two calls before a number, the last of them ended some seconds ago."""
     return [row(sequence - 2, "gather", "done", ended + 1), row(sequence - 1, "reduce", "done", ended + 0.01)]
 
 
-def test_rank_behind_is_found_by_any_option(tmp_path: Path, capsys: pytest.CaptureFixture[str], flight: Flight) -> None:
+def test_rank_behind_is_found_by_any_option(tmp_path, capsys, flight):
     stuck = [*calls_before(1041, 20), row(1041, "all_reduce", "moving", 12.0, GRADIENTS)]
     others = [*calls_before(1041, 20), row(1041, "all_reduce", "done", 12.0, GRADIENTS, took=0.8)]
     for rank in range(8):
@@ -102,7 +101,7 @@ def test_rank_behind_is_found_by_any_option(tmp_path: Path, capsys: pytest.Captu
     assert strategy["verdict"][0].startswith("rank 5 is behind")
 
 
-def test_flight_prints_stacks_of_ranks(tmp_path: Path, flight: Flight) -> None:
+def test_flight_prints_stacks_of_ranks(tmp_path, flight):
     for rank in range(4):
         frames = [["data.py", 12, "read"]] * (rank == 1) + [["train.py", 41, "step"], ["train.py", 90, "<module>"]]
         stack = [[], "it is gone"] if rank == 2 else [frames, ""]
@@ -129,7 +128,7 @@ class Case(NamedTuple):
     time: dict[int, float] | None = None  # when files were written, by rank, if not now
 
 
-def last_calls(*last: Row | None) -> list[list[Row] | None]:
+def last_calls(*last):
     """Let each rank make call 6 and call 7, and then one more, or none."""
     return [calls_before(8, 30) + [call] * (call is not None) for call in last]
 
@@ -301,7 +300,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_flight_names_diverged_ranks(name: str, tmp_path: Path, flight: Flight) -> None:
+def test_flight_names_diverged_ranks(name, tmp_path, flight):
     case = CASES[name]
     for rank, calls in enumerate(case.calls):
         if calls is not None:
@@ -314,7 +313,7 @@ def test_flight_names_diverged_ranks(name: str, tmp_path: Path, flight: Flight) 
         assert unwanted not in text
 
 
-def test_flight_reports_each_strategy_separately(tmp_path: Path, flight: Flight) -> None:
+def test_flight_reports_each_strategy_separately(tmp_path, flight):
     for rank in range(4):
         whole = group(rank, 4, [row(3, "reduce", "done", 5)], token="whole")
         calls = [row(70, "gather", "done", 9)] + [row(71, "reduce", "waiting", 8)] * (rank == 2)
@@ -328,7 +327,7 @@ def test_flight_reports_each_strategy_separately(tmp_path: Path, flight: Flight)
     assert "4 files, of all ranks" in text
 
 
-def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path: Path, flight: Flight) -> None:
+def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path, flight):
     for rank in range(4):
         calls = {
             token: [row(6, "gather", "done", 9)]
@@ -341,12 +340,12 @@ def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path: Path, flight
     assert "rank 3 waits in call 7, reduce, for 8 s => ranks 0-2 are behind: rank 3 went on 8 s ago" in text
 
 
-def test_job_without_strategies(tmp_path: Path, flight: Flight) -> None:
+def test_job_without_strategies(tmp_path, flight):
     write(tmp_path, 0)
     assert "No strategy was in use." in flight(status=0)
 
 
-def test_reasons_are_grouped(tmp_path: Path, flight: Flight) -> None:
+def test_reasons_are_grouped(tmp_path, flight):
     for rank in range(9):
         reason = "SIGUSR1" if rank < 3 else f"ValueError: {rank}"
         write(tmp_path, rank, group(rank, 9, [row(1, "reduce", "done", 5)]), reason=reason)
@@ -357,7 +356,7 @@ def test_reasons_are_grouped(tmp_path: Path, flight: Flight) -> None:
     )
 
 
-def test_last_calls_name_the_straggler(tmp_path: Path, flight: Flight) -> None:
+def test_last_calls_name_the_straggler(tmp_path, flight):
     for rank in range(3):
         skew = rank * 100.0  # a clock of its own does not make a straggler
         late = 0.025 * (rank == 1)
@@ -372,20 +371,20 @@ def test_last_calls_name_the_straggler(tmp_path: Path, flight: Flight) -> None:
     assert "within 3 min 20 s" in text
 
 
-def test_flight_names_writer_for_another_rank(tmp_path: Path, flight: Flight) -> None:
+def test_flight_names_writer_for_another_rank(tmp_path, flight):
     write(tmp_path, 0, group(0, 1, []), written_by=3)
     assert "by rank 3, because it could not itself: SIGUSR1" in flight("--rank", "0")
 
 
 @pytest.mark.parametrize("calls", ["0", "all"])
-def test_wrong_number_of_calls_is_refused(calls: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_number_of_calls_is_refused(calls, capsys):
     with pytest.raises(SystemExit) as end:
         run_command(["flight", "--calls", calls])
     assert end.value.code == 2
     assert f"{calls!r} is no number of 1 or more" in capsys.readouterr().err
 
 
-def test_json_has_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_difference(tmp_path, capsys):
     for rank, call in enumerate(("gather", "reduce")):
         write(tmp_path, rank, group(rank, 2, [row(5, call, "failed", 3)]))
     assert run_command(["flight", str(tmp_path), "--json"]) == 1
@@ -394,7 +393,7 @@ def test_json_has_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert strategy["difference"] == {"sequence": 5, "sides": sides}
 
 
-def test_newest_of_several_jobs_is_taken(tmp_path: Path, flight: Flight) -> None:
+def test_newest_of_several_jobs_is_taken(tmp_path, flight):
     old = write(tmp_path / "job2", 0, group(0, 1, [row(1, "gather", "done", 5)]))
     os.utime(old, (1000, 1000))
     write(tmp_path / "job1", 0, group(0, 1, [row(2, "reduce", "done", 5)]))
@@ -404,7 +403,7 @@ def test_newest_of_several_jobs_is_taken(tmp_path: Path, flight: Flight) -> None
     assert "=> nobody diverged: the only rank finished call 2, reduce" in text
 
 
-def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MPIDIST_FLIGHT_DIR", raising=False)
     write(tmp_path / "mpidist-flight" / "job", 0, group(0, 1, [row(2, "reduce", "done", 5)]))
@@ -422,7 +421,7 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert run_command(["flight"]) == 0
 
 
-def test_flight_folder_without_files_exits_with_2(tmp_path: Path, flight: Flight) -> None:
+def test_flight_folder_without_files_exits_with_2(tmp_path, flight):
     (tmp_path / "rank-0.1234").write_text("{")
     text = flight(status=2)
     assert f"{tmp_path} has no files rank-N.json" in text
@@ -448,9 +447,7 @@ BAD_TIME = group(0, 1, [[1, "reduce", "", "done", 1.0, "soon", 1.0]])
         (b"\xff", ""),
     ],
 )
-def test_flight_unreadable_file_exits_with_2(
-    content: dict[str, Any] | bytes, complaint: str, tmp_path: Path, flight: Flight
-) -> None:
+def test_flight_unreadable_file_exits_with_2(content, complaint, tmp_path, flight):
     if isinstance(content, bytes):
         path = tmp_path / "rank-0.json"
         path.write_bytes(content)
@@ -460,7 +457,7 @@ def test_flight_unreadable_file_exits_with_2(
     assert f"{path} cannot be understood: {complaint}" in text
 
 
-def test_flight_contradictory_files_are_named(tmp_path: Path, flight: Flight) -> None:
+def test_flight_contradictory_files_are_named(tmp_path, flight):
     write(tmp_path, 0, group(0, 2, []))
     path = write(tmp_path, 1, group(0, 2, []))
     assert f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too" in flight()
@@ -468,7 +465,7 @@ def test_flight_contradictory_files_are_named(tmp_path: Path, flight: Flight) ->
     assert f"{path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files" in flight()
 
 
-def test_files_of_the_recorder_are_read(tmp_path: Path, flight: Flight) -> None:
+def test_files_of_the_recorder_are_read(tmp_path, flight):
     now = time.monotonic_ns()
     entries = [
         FlightEntry(1, "MirroredStrategy", "", now - 9 * 10**9, now - 8 * 10**9, now - 7 * 10**9),
@@ -481,7 +478,7 @@ def test_files_of_the_recorder_are_read(tmp_path: Path, flight: Flight) -> None:
     assert float(found[1]) >= 4
 
 
-def test_hundreds_of_ranks_fit_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hundreds_of_ranks_fit_a_screen(tmp_path, capsys):
     for rank in range(300):
         calls = [row(sequence, "reduce", "done", 900 - sequence, GRADIENTS) for sequence in range(rank % 50, 60)]
         at = 60 + rank % 20 if rank > 270 else 90

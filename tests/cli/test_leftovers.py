@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -32,20 +31,20 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     """Let this folder be the one of shared memory, and that of temporary files."""
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def make(path: Path) -> Path:
+def make(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(mmap.PAGESIZE))
     return path
 
 
-def session_of(place: Path, process: int, parent: str = "") -> Path:
+def session_of(place, process, parent=""):
     """Make a folder as Open MPI's launcher does."""
     session = place / parent / (f"pid.{process}" if parent else f"ompi.{process}")
     (session / "0" / "0").mkdir(parents=True)
@@ -55,18 +54,18 @@ def session_of(place: Path, process: int, parent: str = "") -> Path:
 
 
 @pytest.fixture
-def ended() -> int:
+def ended():
     """Return the number of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
 
 
-def found() -> set[Path]:
+def found():
     return {one.path for one in find_leftovers()}
 
 
-def test_leftovers_are_the_files_that_nobody_uses(place: Path) -> None:
+def test_leftovers_are_the_files_that_nobody_uses(place):
     left = {make(place / name) for name in NAMES}
     others = {make(place / name) for name in OTHERS}
     (place / "mpich_shm_1_0").symlink_to(place / "data.npy")
@@ -77,7 +76,7 @@ def test_leftovers_are_the_files_that_nobody_uses(place: Path) -> None:
     assert all(path.exists() for path in others)
 
 
-def test_leftovers_are_no_files_that_a_process_has_open_or_mapped(place: Path) -> None:
+def test_leftovers_are_no_files_that_a_process_has_open_or_mapped(place):
     open_file, mapped = (make(place / name) for name in NAMES[:2])
     with (
         open_file.open("rb+"),
@@ -98,7 +97,7 @@ def test_leftovers_are_no_files_that_a_process_has_open_or_mapped(place: Path) -
 
 
 @pytest.mark.parametrize("parent", ["", "ompi.a-host.1000"])
-def test_leftovers_are_folders_of_launchers_that_have_ended(place: Path, ended: int, parent: str) -> None:
+def test_leftovers_are_folders_of_launchers_that_have_ended(place, ended, parent):
     left, live = session_of(place, ended, parent), session_of(place, os.getpid(), parent)
     assert found() == {left}
     listed = find_leftovers()
@@ -114,7 +113,7 @@ def test_leftovers_are_folders_of_launchers_that_have_ended(place: Path, ended: 
     assert live.exists()
 
 
-def test_leftovers_are_no_folders_of_something_else(place: Path, ended: int) -> None:
+def test_leftovers_are_no_folders_of_something_else(place, ended):
     (place / f"ompi.{ended}").mkdir()
     make(place / f"ompi.{ended}" / "notes.txt")
     os.utime(place / f"ompi.{ended}", OLD)
@@ -122,7 +121,7 @@ def test_leftovers_are_no_folders_of_something_else(place: Path, ended: int) -> 
     assert found() == set()
 
 
-def test_doctor_warns_of_leftovers_and_clean_removes_them(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_warns_of_leftovers_and_clean_removes_them(place, capfd):
     left = make(place / NAMES[0])
     assert run_command(["doctor"]) == 0
     told = f"ended jobs have left 1 file, 4 KiB ({left}); `mpidist doctor --clean` removes them"
@@ -135,7 +134,7 @@ def test_doctor_warns_of_leftovers_and_clean_removes_them(place: Path, capfd: py
     assert "ended jobs" not in capfd.readouterr().out
 
 
-def test_leftovers_of_copies_are_removed_unless_a_rank_uses_them(place: Path) -> None:
+def test_leftovers_of_copies_are_removed_unless_a_rank_uses_them(place):
     copies = place / "mpidist-copies-0123456789abcdef"
     make(copies / "ckpt-1" / "rank-0.json")
     with make(copies / "in-use").open("rb"):

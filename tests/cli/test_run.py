@@ -25,7 +25,7 @@ sys.exit(7 if "fail" in sys.argv and strategy.rank == 1 else 0)
 """
 
 
-def mpidist_run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def mpidist_run(folder, *arguments, **variables):
     (folder / "train.py").write_text(PROGRAM)
     unset = {"OMP_NUM_THREADS", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
     environment = {name: value for name, value in clean_environment().items() if name not in unset}
@@ -37,13 +37,13 @@ def mpidist_run(folder: Path, *arguments: str, **variables: str) -> subprocess.C
     )
 
 
-def test_run_starts_so_many_ranks_with_the_arguments_of_the_program(tmp_path: Path) -> None:
+def test_run_starts_so_many_ranks_with_the_arguments_of_the_program(tmp_path):
     done = mpidist_run(tmp_path, "-n", "2", "-m", "train", "--", "-n", "--tag")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 1 -- -n --tag" for rank in range(2)]
 
 
-def test_run_ends_with_the_exit_status_of_the_program_and_tags_its_lines(tmp_path: Path) -> None:
+def test_run_ends_with_the_exit_status_of_the_program_and_tags_its_lines(tmp_path):
     done = mpidist_run(tmp_path, "-n", "2", "--tag", "--threads", "5", "train.py", "fail", OMP_NUM_THREADS="2")
     assert done.returncode == 7
     (line,) = (line for line in done.stdout.splitlines() if "rank 1 of 2 5" in line)
@@ -51,7 +51,7 @@ def test_run_ends_with_the_exit_status_of_the_program_and_tags_its_lines(tmp_pat
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def program(tmp_path, monkeypatch):
     """The program, in the folder where the command runs, outside of any launch."""
     for name in {*os.environ} - {*clean_environment()}:
         monkeypatch.delenv(name)
@@ -62,9 +62,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("program")
-def test_run_leaves_a_number_of_threads_that_is_set_to_all_libraries(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_leaves_a_number_of_threads_that_is_set_to_all_libraries(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "")
     assert run_command(["run", "-n", "1", "--dry-run", "train.py"]) == 0
@@ -72,9 +70,7 @@ def test_run_leaves_a_number_of_threads_that_is_set_to_all_libraries(
 
 
 @pytest.mark.parametrize("tasks", [{"SLURM_NTASKS": "8"}, {}, {"SLURM_NTASKS": ""}], ids=["8", "none", "empty"])
-def test_run_in_a_job_of_slurm_uses_srun_for_all_tasks(
-    program: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tasks: dict[str, str]
-) -> None:
+def test_run_in_a_job_of_slurm_uses_srun_for_all_tasks(program, capsys, monkeypatch, tasks):
     """Without a number of tasks, as by `salloc -N 8`, for one on each node."""
     (program.parent / "srun").touch(mode=0o755)
     job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-8]", "SLURM_CPUS_PER_TASK": "4", "SLURM_PROCID": "0"} | tasks
@@ -90,7 +86,7 @@ def test_run_in_a_job_of_slurm_uses_srun_for_all_tasks(
     assert srun[-2:] == [sys.executable, "train.py"]
 
 
-def test_run_in_a_job_of_pbs_starts_a_rank_for_each_line_of_its_node_file(tmp_path: Path) -> None:
+def test_run_in_a_job_of_pbs_starts_a_rank_for_each_line_of_its_node_file(tmp_path):
     (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
     done = mpidist_run(tmp_path, "train.py", PBS_NODEFILE=str(tmp_path / "nodes"))
     assert done.returncode == 0, done.stderr
@@ -100,9 +96,7 @@ def test_run_in_a_job_of_pbs_starts_a_rank_for_each_line_of_its_node_file(tmp_pa
     assert "this job of PBS takes 2 ranks, not 3: " in done.stderr
 
 
-def test_run_in_an_instance_of_flux_uses_flux_run(
-    program: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_in_an_instance_of_flux_uses_flux_run(program, capsys, monkeypatch):
     (program.parent / "flux").touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("FLUX_URI", "local:///run/flux/local")
@@ -126,18 +120,12 @@ def test_run_in_an_instance_of_flux_uses_flux_run(
         (["-n", "2", "train.py"], {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "3"}, "`srun --het-group=0-2 ...`, or by "),
     ],
 )  # fmt: skip
-def test_run_refuses_wrong_arguments_with_advice(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    variables: dict[str, str],
-    text: str,
-) -> None:
+def test_run_refuses_wrong_arguments_with_advice(capsys, monkeypatch, arguments, variables, text):
     Path("srun").touch(mode=0o755)
     for name, value in {**variables, "PATH": f"{Path.cwd()}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)
     try:
-        status: object = run_command(["run", *arguments])
+        status = run_command(["run", *arguments])
     except SystemExit as end:
         status = end.code
     assert status == 2
@@ -166,7 +154,7 @@ def steps(number):
 """
 
 
-def start(folder: Path, body: str, *arguments: str) -> subprocess.Popen[str]:
+def start(folder, body, *arguments):
     (folder / "train.py").write_text(f"{HEAD}\n{body}\nstrategy.close()\n")
     return subprocess.Popen(
         [sys.executable, "-m", "mpidist", "run", *arguments, "train.py"],
@@ -178,7 +166,7 @@ def start(folder: Path, body: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def run(folder: Path, body: str, *arguments: str) -> tuple[int, list[str], list[str]]:
+def run(folder, body, *arguments):
     """Return the exit code, what ranks printed, and what `mpidist run` said."""
     process = start(folder, body, *arguments)
     out, err = process.communicate(timeout=HANG_SECONDS)
@@ -187,7 +175,7 @@ def run(folder: Path, body: str, *arguments: str) -> tuple[int, list[str], list[
     return process.returncode, sorted(line for line in out.splitlines() if line.startswith("rank ")), said
 
 
-def end_after(process: subprocess.Popen[str], number: signal.Signals) -> tuple[str, str]:
+def end_after(process, number):
     """Send a signal when the program is ready; return the rest of what was printed, and of the errors."""
     assert process.stdout is not None
     assert "ready\n" in process.stdout  # reads up to it
@@ -195,7 +183,7 @@ def end_after(process: subprocess.Popen[str], number: signal.Signals) -> tuple[s
     return process.communicate(timeout=HANG_SECONDS)
 
 
-def test_restart_after_a_killed_rank_goes_on_from_the_checkpoint_with_a_rank_fewer(tmp_path: Path) -> None:
+def test_restart_after_a_killed_rank_goes_on_from_the_checkpoint_with_a_rank_fewer(tmp_path):
     body = "steps(2)\nif rank == 0 and restarts < 2: os.kill(os.getpid(), signal.SIGKILL)\nstrategy.barrier()"
     code, out, said = run(tmp_path, body, "-n", "3", "--max-restarts", "3", "--min-ranks", "2")
     assert code == 0
@@ -211,7 +199,7 @@ def test_restart_after_a_killed_rank_goes_on_from_the_checkpoint_with_a_rank_few
 
 
 @pytest.mark.parametrize(("fault", "codes"), [("raise ValueError('bad batch')", {1}), ("os.abort()", {6, 15, 134})])
-def test_restart_is_not_made_when_the_same_step_fails_twice(tmp_path: Path, fault: str, codes: set[int]) -> None:
+def test_restart_is_not_made_when_the_same_step_fails_twice(tmp_path, fault, codes):
     # Rank 1 fails when both have printed: its end is that of the other one.
     body = f"steps(1 - checkpoint.step)\nstrategy.barrier()\nif rank == 1: {fault}\nstrategy.barrier()"
     code, out, said = run(tmp_path, body, "-n", "2", "--max-restarts", "9")
@@ -220,19 +208,19 @@ def test_restart_is_not_made_when_the_same_step_fails_twice(tmp_path: Path, faul
     assert said[-1].endswith("not started again: the program has failed twice without a new checkpoint in between")
 
 
-def test_restart_is_made_while_a_failing_program_saves_up_to_the_limit(tmp_path: Path) -> None:
+def test_restart_is_made_while_a_failing_program_saves_up_to_the_limit(tmp_path):
     code, out, said = run(tmp_path, "steps(1)\nsys.exit(7)", "-n", "1", "--max-restarts", "2")
     assert (code, out) == (7, [f"rank 0 of 1: start {attempt} at step {attempt}" for attempt in range(3)])
     assert said[-1].endswith("not started again: all restarts are used (--max-restarts 2)")
 
 
-def test_restart_is_made_where_the_file_of_the_exit_code_has_no_number(tmp_path: Path) -> None:
+def test_restart_is_made_where_the_file_of_the_exit_code_has_no_number(tmp_path):
     body = "print('none', file=open(os.environ['MPIDIST_EXIT_CODE_FILE'], 'w'))\nos._exit(7)"
     code, out, said = run(tmp_path, body, "-n", "1", "--max-restarts", "1")
     assert (code, len(out), len(said)) == (7, 2, 2)
 
 
-def test_restart_is_made_where_the_parent_ignores_the_ends_of_children(tmp_path: Path) -> None:
+def test_restart_is_made_where_the_parent_ignores_the_ends_of_children(tmp_path):
     (tmp_path / "train.py").write_text("import sys\nsys.exit(7)\n")
     command = [sys.executable, "-m", "mpidist", "run", "-n", "1", "--max-restarts", "1", "train.py"]
     ignore = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
@@ -242,7 +230,7 @@ def test_restart_is_made_where_the_parent_ignores_the_ends_of_children(tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_restart_is_not_made_after_a_signal_at_which_ranks_save(tmp_path: Path, number: signal.Signals) -> None:
+def test_restart_is_not_made_after_a_signal_at_which_ranks_save(tmp_path, number):
     body = """
 handler = mpidist.checkpoint.PreemptionCheckpointHandler(manager)
 handler.run(lambda: None)
@@ -258,7 +246,7 @@ while True:
     assert "not started again: " in err
 
 
-def test_restart_is_made_when_a_program_that_saved_ends_after_a_failed_call(tmp_path: Path) -> None:
+def test_restart_is_made_when_a_program_that_saved_ends_after_a_failed_call(tmp_path):
     body = """
 received = []
 signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
@@ -281,7 +269,7 @@ if restarts == 0:
     assert "2 ranks ended with exit code 75 " in err
 
 
-def test_restart_is_made_after_a_signal_at_which_a_rank_is_killed(tmp_path: Path) -> None:
+def test_restart_is_made_after_a_signal_at_which_a_rank_is_killed(tmp_path):
     body = """
 signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 os.write(1, b"ready\\n")
@@ -301,5 +289,5 @@ if restarts == 0:
         (["-n", "2", "--max-restarts", "1", "--min-ranks", "3"], "--min-ranks 3 is more than the 2 ranks of the start"),
     ],
 )
-def test_restart_options_that_do_not_fit_are_refused(tmp_path: Path, arguments: list[str], text: str) -> None:
+def test_restart_options_that_do_not_fit_are_refused(tmp_path, arguments, text):
     assert run(tmp_path, "", *arguments) == (2, [], [text])

@@ -1,13 +1,11 @@
 """`python -m mpidist stacks`: where the ranks of a running job are in their programs."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from jobs.failing import ran
-from jobs.faults import THREE, Job, environment, job
+from jobs.faults import THREE, environment, job
 
 __all__ = ["job"]
 
@@ -22,17 +20,17 @@ reduce()
 """
 
 
-def stacks(*arguments: str) -> subprocess.CompletedProcess[str]:
+def stacks(*arguments):
     command = [sys.executable, "-m", "mpidist", "stacks", *arguments]
     return ran(command, env=environment())
 
 
 @pytest.mark.core
-def test_stacks_of_a_running_job_are_put_together(job: Job) -> None:
+def test_stacks_of_a_running_job_are_put_together(job):
     """The job goes on."""
-    found: list[subprocess.CompletedProcess[str]] = []
+    found = []
 
-    def look(launcher: subprocess.Popen[bytes], notes: Path) -> None:
+    def look(launcher, notes):
         place = r"^ranks 0, 2: \S+program\.py:\d+ in reduce\nrank 1: \S+program\.py:\d+ in await_notes$"
         whole = r"^rank 1: .*\n    \S+ in await_notes\n    \S+ in read\n    \S+ in <module>$"
         for option, pattern in (("", place), ("--whole", whole)):  # the test's limit ends a look in vain
@@ -48,7 +46,7 @@ def test_stacks_of_a_running_job_are_put_together(job: Job) -> None:
     assert re.match(r"job \d+: .*, ranks 0-2 on \S+\n", found[0].stdout)
 
 
-def test_stacks_of_no_job_are_refused() -> None:
+def test_stacks_of_no_job_are_refused():
     done = stacks("no-job")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("mpidist stacks: no job no-job of yours runs on ")

@@ -22,19 +22,19 @@ KEY = TuningKey((2, 2), "MPICH", "A processor")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MPIDIST_TUNE_DIR", str(tmp_path))
     return tmp_path
 
 
-def tune(capfd: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+def tune(capfd, *arguments, status=0):
     """Run the command, and return what it prints."""
     assert run_command(["tune", *arguments]) == status
     return capfd.readouterr().out
 
 
 @pytest.mark.no_mpi
-def test_tune_stores_and_shows_its_measurements(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tune_stores_and_shows_its_measurements(folder, capfd):
     assert "mpidist's own numbers, not measured here: there is no " in tune(capfd, "--show")
     done = tune(capfd, "--seconds", "0.1")
     (file,) = folder.iterdir()
@@ -48,7 +48,7 @@ def test_tune_stores_and_shows_its_measurements(folder: Path, capfd: pytest.Capt
 
 
 @pytest.mark.no_mpi
-def test_show_answers_for_other_placements(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_show_answers_for_other_placements(folder, capfd):
     done = tune(capfd, "--show", "--placement", "64,64")
     assert "128 ranks on 2 nodes, 64 on each" in done
     assert "two_shot from " in done
@@ -56,9 +56,7 @@ def test_show_answers_for_other_placements(folder: Path, capfd: pytest.CaptureFi
 
 
 @pytest.mark.no_mpi
-def test_tune_reports_numbers_it_cannot_store(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tune_reports_numbers_it_cannot_store(folder, capfd, monkeypatch):
     (folder / "file").write_text("")
     monkeypatch.setenv("MPIDIST_TUNE_DIR", str(folder / "file" / "below"))
     assert "The numbers were not kept: " in tune(capfd, "--seconds", "0.02", status=1)
@@ -81,7 +79,7 @@ def test_tune_reports_numbers_it_cannot_store(
     ],
 )
 @pytest.mark.no_mpi
-def test_tune_refuses_wrong_arguments(arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tune_refuses_wrong_arguments(arguments, complaint, capfd):
     with pytest.raises(SystemExit) as end:
         run_command(arguments)
     assert end.value.code == 2
@@ -92,7 +90,7 @@ def test_tune_refuses_wrong_arguments(arguments: list[str], complaint: str, capf
 @pytest.mark.parametrize(
     ("name", "example"), [("tune", "mpirun -n 4 python -m mpidist tune"), ("flight", "python -m mpidist flight mpi")]
 )
-def test_help_of_a_command_starts_no_mpi(name: str, example: str) -> None:
+def test_help_of_a_command_starts_no_mpi(name, example):
     program = (
         f"import sys, runpy\nsys.argv = ['mpidist', '{name}', '--help']\n"
         "try:\n    runpy.run_module('mpidist', run_name='__main__')\n"
@@ -110,7 +108,7 @@ def test_help_of_a_command_starts_no_mpi(name: str, example: str) -> None:
 @pytest.mark.parametrize(
     ("placement", "transport"), [("one node", "auto"), ("cyclic", "auto"), ("growing", "mpi")], indirect=["placement"]
 )
-def test_ranks_measure_together_and_alike(placement: object, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_measure_together_and_alike(placement, transport, monkeypatch):
     monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
     group = SyncGroup.from_mpi(None)
     try:
@@ -126,9 +124,7 @@ def test_ranks_measure_together_and_alike(placement: object, transport: str, mon
 
 
 @pytest.mark.no_mpi
-def test_saved_numbers_are_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_numbers_are_found(tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     environ = {"MPIDIST_TUNE_DIR": "~/new/folder"}
     assert load_tuned(KEY, environ) is None
@@ -161,12 +157,10 @@ def test_saved_numbers_are_found(
     ],
 )
 @pytest.mark.no_mpi
-def test_spoilt_files_are_left_with_one_warning(
-    spoil: object, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_spoilt_files_are_left_with_one_warning(spoil, reason, tmp_path, caplog):
     environ = {"MPIDIST_TUNE_DIR": str(tmp_path)}
     path = save_cost_model(KEY, CostModel(), (), environ)
-    path.write_text(spoil(path.read_text()))  # type: ignore[operator]
+    path.write_text(spoil(path.read_text()))
     with caplog.at_level(logging.WARNING, "mpidist"):
         for _ in range(2):  # as each strategy does
             assert load_tuned(KEY, environ) is None
@@ -176,7 +170,7 @@ def test_spoilt_files_are_left_with_one_warning(
 
 
 @pytest.mark.no_mpi
-def test_files_that_cannot_be_read_are_left_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_cannot_be_read_are_left_with_one_warning(tmp_path, caplog):
     environ = {"MPIDIST_TUNE_DIR": str(tmp_path)}
     path = tuning_path(KEY, environ)
     path.mkdir()  # root may read any file, but no folder
@@ -188,7 +182,7 @@ def test_files_that_cannot_be_read_are_left_with_one_warning(tmp_path: Path, cap
 
 
 @pytest.mark.no_mpi
-def test_folder_is_the_chosen_one_or_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_the_chosen_one_or_a_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tuning_path(KEY, {}).parent == tmp_path / ".cache" / "mpidist"
     assert tuning_path(KEY, {"XDG_CACHE_HOME": "/x"}).parent == Path("/x/mpidist")
@@ -197,7 +191,7 @@ def test_folder_is_the_chosen_one_or_a_cache(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("placement", [(1,), (2,), (4, 2, 1), (128,) * 1024])
-def test_tune_explanation_is_short_and_names_chosen_algorithm(placement: tuple[int, ...]) -> None:
+def test_tune_explanation_is_short_and_names_chosen_algorithm(placement):
     model = CostModel()
     lines = explain(model, placement).splitlines()
     assert len(lines) <= 20

@@ -1,7 +1,6 @@
 """A cluster made of the ranks of an MPI communicator; any number of ranks."""
 
 import pytest
-from support.ranks import Intracomm
 
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.cluster_resolver.cluster_spec import number_ports
@@ -9,7 +8,7 @@ from mpidist.errors import TopologyError
 
 
 @pytest.mark.ranks(3)
-def test_tasks_are_the_ranks_of_the_communicator_in_its_order(comm: Intracomm) -> None:
+def test_tasks_are_the_ranks_of_the_communicator_in_its_order(comm):
     """No question after the first is collective: one that a rank alone asks must not hang."""
     from mpi4py import MPI
 
@@ -38,7 +37,7 @@ def test_tasks_are_the_ranks_of_the_communicator_in_its_order(comm: Intracomm) -
 
 
 @pytest.mark.ranks(1, 2)
-def test_world_is_the_default() -> None:
+def test_world_is_the_default():
     from mpi4py import MPI
 
     resolver = MPIClusterResolver()
@@ -47,5 +46,5 @@ def test_world_is_the_default() -> None:
 
 
 @pytest.mark.no_mpi
-def test_ports_count_up_on_each_host() -> None:
+def test_ports_count_up_on_each_host():
     assert number_ports(["b", "a", "b", "b", "a"], 10) == ["b:10", "a:10", "b:11", "b:12", "a:11"]

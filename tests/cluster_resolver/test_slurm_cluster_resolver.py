@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-from typing import Any
 
 import pytest
 
@@ -35,8 +34,8 @@ FIVE_TASKS = {
 FIVE_ADDRESSES = ["t02n13:8888", "t02n13:8889", "t02n41:8888", "t02n43:8888", "t02n43:8889"]
 
 
-def test_slurm_resolver_reads_the_environment_at_its_first_call() -> None:
-    environ: dict[str, str] = {}
+def test_slurm_resolver_reads_the_environment_at_its_first_call():
+    environ = {}
     resolver = SlurmClusterResolver(environ=environ)
     environ.update(THREE_NODES, CUDA_VISIBLE_DEVICES="0")
     assert resolver.cluster_spec() == THREE_ADDRESSES
@@ -45,7 +44,7 @@ def test_slurm_resolver_reads_the_environment_at_its_first_call() -> None:
     assert environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_slurm_master_follows_the_task_and_layer_set() -> None:
+def test_slurm_master_follows_the_task_and_layer_set():
     resolver = SlurmClusterResolver({"worker": 3}, environ=dict(THREE_NODES))
     resolver.task_type, resolver.task_id = "worker", 1
     assert resolver.master() == "grpc://t02n41:8888"
@@ -56,7 +55,7 @@ def test_slurm_master_follows_the_task_and_layer_set() -> None:
     assert resolver.master("worker", 0, rpc_layer="test") == "test://t02n13:8888"
 
 
-def test_slurm_task_gets_several_gpus() -> None:
+def test_slurm_task_gets_several_gpus():
     for visible in ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {}):
         environ = {**FIVE_TASKS, **visible}
         resolver = SlurmClusterResolver({"worker": 5}, 8888, 4, 2, environ=environ)
@@ -65,7 +64,7 @@ def test_slurm_task_gets_several_gpus() -> None:
         assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
-def test_slurm_jobs_get_ranks_in_alphabetical_order() -> None:
+def test_slurm_jobs_get_ranks_in_alphabetical_order():
     owners = []
     for rank in range(5):
         environ = {**FIVE_TASKS, "SLURM_PROCID": str(rank)}
@@ -105,7 +104,7 @@ ADDRESSES = {
 }
 
 
-def tasks_of(shape: str) -> list[dict[str, str]]:
+def tasks_of(shape):
     return json.loads((FIXTURES / "slurm-env" / f"{shape}.json").read_text())["tasks"]
 
 
@@ -117,7 +116,7 @@ GPUS = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_slurm_recorded_tasks_find_addresses_rank_and_gpus(shape: str) -> None:
+def test_slurm_recorded_tasks_find_addresses_rank_and_gpus(shape):
     """On environments of a real Slurm; with --gpus-per-task each task sees one device."""
     tasks, gpus = tasks_of(shape), GPUS.get(shape)
     for rank, environ in enumerate(tasks):
@@ -142,7 +141,7 @@ def test_slurm_recorded_tasks_find_addresses_rank_and_gpus(shape: str) -> None:
         assert environ == after
 
 
-def test_slurm_recorded_tasks_refuse_a_wrong_world() -> None:
+def test_slurm_recorded_tasks_refuse_a_wrong_world():
     """The commonest broken job trains N models in silence."""
     for tasks in map(tasks_of, set(SHAPES) - {"1node-1task"}):
         for rank, environ in enumerate(tasks):
@@ -154,14 +153,14 @@ def test_slurm_recorded_tasks_refuse_a_wrong_world() -> None:
                 resolver.check(len(tasks), (rank + 1) % len(tasks))
 
 
-def test_batch_shell_is_no_step() -> None:
+def test_batch_shell_is_no_step():
     batch = json.loads((FIXTURES / "slurm-env" / "2nodes-4tasks-pmi2.json").read_text())["batch"]
     with pytest.raises(RuntimeError, match="SLURM_STEP_NUM_TASKS not found in environment") as error:
         SlurmClusterResolver(environ=batch).cluster_spec()
     assert "srun" in str(error.value)
 
 
-def test_missing_step_variable_is_named() -> None:
+def test_missing_step_variable_is_named():
     for missing in THREE_NODES:
         environ = {name: value for name, value in THREE_NODES.items() if name != missing}
         with pytest.raises(TopologyError, match=f"{missing} not found in environment"):
@@ -171,7 +170,7 @@ def test_missing_step_variable_is_named() -> None:
 # Order of ranks
 
 
-def nodes_of(distribution: str | None, counts: str, hosts: str, **task: str) -> str:
+def nodes_of(distribution, counts, hosts, **task):
     environ = {
         "SLURM_PROCID": "0",
         "SLURM_STEP_NUM_TASKS": str(sum(int(count) for count in counts.split(","))),
@@ -186,7 +185,7 @@ def nodes_of(distribution: str | None, counts: str, hosts: str, **task: str) -> 
 
 
 # SLURM_DISTRIBUTION, tasks of each node, nodes; the node of each task.
-LAYOUTS: list[tuple[str | None, str, str, str]] = [
+LAYOUTS = [
     ("block", "1,1,1", "n[8-10]", "8 9 10"),
     ("cyclic", "1,1,1", "n[8-10]", "8 9 10"),
     ("block", "1,1,1", "n10,n8,n9", "10 8 9"),
@@ -203,7 +202,7 @@ LAYOUTS: list[tuple[str | None, str, str, str]] = [
 ]
 
 
-def test_ranks_are_placed_as_slurm_places_them() -> None:
+def test_ranks_are_placed_as_slurm_places_them():
     """TF sorts hosts as strings (n10 before n8) and takes every layout for block."""
     for distribution, counts, hosts, expected in LAYOUTS:
         assert nodes_of(distribution, counts, hosts) == expected, (distribution, counts, hosts)
@@ -225,25 +224,25 @@ def test_ranks_are_placed_as_slurm_places_them() -> None:
         ({"SLURM_PROCID": "1", "SLURMD_NODENAME": "n2"}, "1 2 1 2"),
     ],
 )
-def test_unnamed_distribution_is_found_from_this_tasks_place(task: dict[str, str], expected: str) -> None:
+def test_unnamed_distribution_is_found_from_this_tasks_place(task, expected):
     assert nodes_of(None, "2,2", "n[1-2]", **task) == expected
 
 
-def test_silent_environment_means_slurms_default() -> None:
+def test_silent_environment_means_slurms_default():
     """Block, as srun(1) says: also where this task's own place would fit another layout as well."""
     last = {"SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
     for distribution in (None, "unknown", "*"):
         assert nodes_of(distribution, "2,2", "n[1-2]") == nodes_of(distribution, "2,2", "n[1-2]", **last) == "1 1 2 2"
 
 
-def silent(shape: str) -> list[dict[str, str]]:
+def silent(shape):
     """Give recorded tasks without the variables that tell how tasks are dealt to nodes."""
     untold = ("SLURM_DISTRIBUTION", "SLURM_GTIDS")
     return [{name: task[name] for name in task if name not in untold} for task in tasks_of(shape)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_slurm_recorded_tasks_without_layout_agree_with_mpi(shape: str) -> None:
+def test_slurm_recorded_tasks_without_layout_agree_with_mpi(shape):
     """As far as Slurm's default was the layout; where it was not, the tasks that cannot know it are told by MPI."""
     tasks = silent(shape)
     hostnames = [f"{task['SLURMD_NODENAME']}.cluster" for task in tasks]
@@ -259,7 +258,7 @@ def test_slurm_recorded_tasks_without_layout_agree_with_mpi(shape: str) -> None:
             resolver.check(len(tasks) + 1, rank, [*hostnames, "n1"])
 
 
-def test_slurm_given_layout_is_not_compared_by_hosts() -> None:
+def test_slurm_given_layout_is_not_compared_by_hosts():
     """Containers have host names of their own."""
     environ = tasks_of("2nodes-4tasks-pmi2")[0]
     resolver = SlurmClusterResolver(environ=environ)
@@ -277,9 +276,7 @@ def test_slurm_given_layout_is_not_compared_by_hosts() -> None:
         (None, {"SLURM_PROCID": "1", "SLURM_NODEID": "2"}, "would be '0' and is '2' or SLURM_NODEID would be '1'"),
     ],
 )
-def test_layout_that_this_tasks_place_contradicts_is_refused(
-    distribution: str | None, task: dict[str, str], message: str
-) -> None:
+def test_layout_that_this_tasks_place_contradicts_is_refused(distribution, task, message):
     with pytest.raises(TopologyError, match="contradict each other") as error:
         nodes_of(distribution, "2,2", "n[1-2]", **task)
     assert message in str(error.value)
@@ -288,7 +285,7 @@ def test_layout_that_this_tasks_place_contradicts_is_refused(
 # Tasks per node, jobs, GPUs
 
 
-def test_tasks_per_node_may_be_given_or_differ() -> None:
+def test_tasks_per_node_may_be_given_or_differ():
     environ = {**FIVE_TASKS, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
     spec = SlurmClusterResolver(tasks_per_node=2, environ=environ).cluster_spec()
     assert spec.job_tasks("worker")[2:] == ["t02n41:8888", "t02n41:8889", "t02n43:8888"]
@@ -299,7 +296,7 @@ def test_tasks_per_node_may_be_given_or_differ() -> None:
     assert spec.job_tasks("worker")[:2] == ["t02n13:1000", "t02n13:1001"]
 
 
-def test_tasks_per_node_that_do_not_fit_are_refused() -> None:
+def test_tasks_per_node_that_do_not_fit_are_refused():
     for wrong in (0, 1, 3, 5, {"t02n13": 5}, {"t02n13": 1, "t02n41": 1, "t02n43": 1}):
         resolver = SlurmClusterResolver(tasks_per_node=wrong, environ=dict(FIVE_TASKS))
         with pytest.raises(TopologyError, match=r"tasks_per_node=.* for 5 tasks on"):
@@ -310,14 +307,14 @@ def test_tasks_per_node_that_do_not_fit_are_refused() -> None:
             SlurmClusterResolver(environ=environ).cluster_spec()
 
 
-def test_jobs_that_do_not_add_up_are_refused() -> None:
+def test_jobs_that_do_not_add_up_are_refused():
     with pytest.raises(RuntimeError, match="Requested 6 tasks") as error:
         SlurmClusterResolver({"ps": 2, "worker": 4}, environ=dict(FIVE_TASKS)).cluster_spec()
     assert "step has 5" in str(error.value)
     assert "srun -n 6" in str(error.value)
 
 
-def test_wrong_numbers_are_refused() -> None:
+def test_wrong_numbers_are_refused():
     """Steps of several parts count SLURM_PROCID over all parts."""
     with pytest.raises(TopologyError, match="SLURM_PROCID=5 in a step of 5 tasks"):
         SlurmClusterResolver(environ={**FIVE_TASKS, "SLURM_PROCID": "5"}).cluster_spec()
@@ -325,13 +322,13 @@ def test_wrong_numbers_are_refused() -> None:
         SlurmClusterResolver(environ={**FIVE_TASKS, "SLURM_PROCID": "x"}).cluster_spec()
     with pytest.raises(ValueError, match="SLURM_GPUS_ON_NODE='two'"):
         visible_gpus({"SLURM_GPUS_ON_NODE": "two"})
-    wrong: list[dict[str, Any]] = [{"gpus_per_node": -1}, {"gpus_per_task": -1}, {"jobs": {"worker": -1}}]
+    wrong = [{"gpus_per_node": -1}, {"gpus_per_task": -1}, {"jobs": {"worker": -1}}]
     for arguments in wrong:
         with pytest.raises(ValueError, match="=-1; it needs 0 or more"):
             SlurmClusterResolver(**arguments)
 
 
-VISIBLE: list[tuple[dict[str, str], int]] = [
+VISIBLE = [
     ({}, 0),
     ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, 0),
     ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
@@ -343,7 +340,7 @@ VISIBLE: list[tuple[dict[str, str], int]] = [
 ]
 
 
-def test_gpus_are_counted_without_asking_a_driver() -> None:
+def test_gpus_are_counted_without_asking_a_driver():
     for variables, gpus in VISIBLE:
         assert len(visible_gpus(variables)) == gpus
         assert SlurmClusterResolver(environ={**THREE_NODES, **variables}).num_accelerators() == {"GPU": gpus}
@@ -362,9 +359,7 @@ def test_gpus_are_counted_without_asking_a_driver() -> None:
         ({**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "0,1"}, {}, 1, "1"),
     ],
 )
-def test_gpus_of_a_node_are_divided_among_its_tasks(
-    environ: dict[str, str], arguments: dict[str, int], gpus: int, visible: str
-) -> None:
+def test_gpus_of_a_node_are_divided_among_its_tasks(environ, arguments, gpus, visible):
     environ = dict(environ)
     assert SlurmClusterResolver(environ=environ, **arguments).num_accelerators() == {"GPU": gpus}
     assert environ["CUDA_VISIBLE_DEVICES"] == visible
@@ -380,7 +375,7 @@ def test_gpus_of_a_node_are_divided_among_its_tasks(
         ({"gpus_per_task": 2}, {"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "4"}, r"2 for 1 task\(s\)"),
     ],
 )
-def test_more_gpus_than_visible_are_refused(arguments: dict[str, int], variables: dict[str, str], message: str) -> None:
+def test_more_gpus_than_visible_are_refused(arguments, variables, message):
     resolver = SlurmClusterResolver(environ={**FIVE_TASKS, **variables}, **arguments)
     with pytest.raises(RuntimeError, match="Requested more GPUs") as error:
         resolver.cluster_spec()
@@ -394,7 +389,7 @@ def test_more_gpus_than_visible_are_refused(arguments: dict[str, int], variables
     ("distribution", "hosts"),
     [("block", "n3 n3 n1 n1 n1 n2"), ("cyclic", "n3 n3 n1 n2 n1 n1"), ("", "n3 n3 n1 n1 n1 n2")],
 )
-def test_components_are_dealt_out_one_by_one(distribution: str, hosts: str) -> None:
+def test_components_are_dealt_out_one_by_one(distribution, hosts):
     """Ranks are in the order of the components, also where Slurm lists the nodes in another one."""
     layout = hosts.split()
     order = ["n3", "n1", "n2"]
@@ -416,7 +411,7 @@ def test_components_are_dealt_out_one_by_one(distribution: str, hosts: str) -> N
         assert [address.partition(":")[0] for address in spec.job_tasks("worker")] == layout
 
 
-def test_components_of_a_heterogeneous_job_have_jobs_of_their_own() -> None:
+def test_components_of_a_heterogeneous_job_have_jobs_of_their_own():
     """In the order of the components, not of the alphabet."""
     expected = [("worker", 0), ("ps", 0), ("ps", 1)]
     for rank, task in enumerate(expected):
@@ -425,7 +420,7 @@ def test_components_of_a_heterogeneous_job_have_jobs_of_their_own() -> None:
         assert resolver.get_task_info() == task
 
 
-def test_components_of_one_job_are_joined() -> None:
+def test_components_of_one_job_are_joined():
     resolver = SlurmClusterResolver(component_jobs=["worker", "worker"], environ=tasks_of("2nodes-3tasks-het")[2])
     assert resolver.cluster_spec() == {"worker": ["n1:8888", "n2:8888", "n2:8889"]}
     assert resolver.get_task_info() == ("worker", 2)
@@ -440,13 +435,13 @@ def test_components_of_one_job_are_joined() -> None:
         (["ps", "worker"], {"SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]"}, "on nodes of their own"),
     ],
 )
-def test_components_that_do_not_fit_are_refused(names: list[str], changes: dict[str, str], text: str) -> None:
+def test_components_that_do_not_fit_are_refused(names, changes, text):
     environ = {**tasks_of("2nodes-3tasks-het")[0], **changes}
     with pytest.raises(TopologyError, match=text):
         SlurmClusterResolver(component_jobs=names, environ=environ).cluster_spec()
 
 
-def test_jobs_are_named_in_one_way() -> None:
+def test_jobs_are_named_in_one_way():
     with pytest.raises(ValueError, match="leave one of the two out"):
         SlurmClusterResolver({"worker": 3}, component_jobs=["worker"])
 
@@ -468,7 +463,7 @@ def test_jobs_are_named_in_one_way() -> None:
         ("n3,n1,n3", ["n3", "n1", "n3"]),
     ],
 )
-def test_host_list_is_written_out_in_its_own_order(text: str, hosts: list[str]) -> None:
+def test_host_list_is_written_out_in_its_own_order(text, hosts):
     assert expand_host_list(text) == hosts
 
 
@@ -491,7 +486,7 @@ def test_host_list_is_written_out_in_its_own_order(text: str, hosts: list[str]) 
         ("n1 n2", "character 3", "unexpected ' '"),
     ],
 )
-def test_malformed_host_list_is_refused_with_its_place(text: str, place: str, why: str) -> None:
+def test_malformed_host_list_is_refused_with_its_place(text, place, why):
     """Reference section 7, item 16: TF takes a reversed range for an empty one."""
     with pytest.raises(ValueError, match="host list") as error:
         expand_host_list(text)
@@ -504,7 +499,7 @@ def test_malformed_host_list_is_refused_with_its_place(text: str, place: str, wh
     ("text", "counts"),
     [("2", [2]), ("2,1,3", [2, 1, 3]), ("3(x2),2,11(x4)", [3, 3, 2, 11, 11, 11, 11]), ("13(x10)", [13] * 10)],
 )
-def test_tasks_per_node_are_written_out(text: str, counts: list[int]) -> None:
+def test_tasks_per_node_are_written_out(text, counts):
     assert expand_tasks_per_node(text) == counts
 
 
@@ -512,7 +507,7 @@ def test_tasks_per_node_are_written_out(text: str, counts: list[int]) -> None:
     ("text", "place"),
     [("", 1), ("2,", 3), ("2,x", 3), ("2(x)", 1), ("1,2(3)", 3), ("2(x3", 1), ("-1", 1), ("2 (x3)", 1)],
 )
-def test_malformed_tasks_per_node_are_refused_with_their_place(text: str, place: int) -> None:
+def test_malformed_tasks_per_node_are_refused_with_their_place(text, place):
     with pytest.raises(ValueError, match=f"at character {place}:") as error:
         expand_tasks_per_node(text)
     assert repr(text) in str(error.value)

@@ -2,16 +2,13 @@
 
 import gc
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from support.alarms import RangError, alarm
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 import mpidist
@@ -29,31 +26,31 @@ pytestmark = pytest.mark.core
 several = pytest.mark.ranks(min=2)
 
 
-def start(strategy: Strategy, value: Any, **options: Any) -> Any:
+def start(strategy, value, **options):
     return strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("SUM", value, **options).wait())
 
 
-def reduce(strategy: Strategy, value: Any) -> Any:
+def reduce(strategy, value):
     return all_reduce(strategy, "SUM", value)
 
 
-def no_memory(*_: Any, **__: Any) -> None:
+def no_memory(*_, **__):
     raise MemoryError("Unable to allocate 9 TiB")
 
 
-def memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def memory_ends(monkeypatch):
     """Let there be no memory once all have agreed on the call."""
     monkeypatch.setattr(TwoShot, "steps", no_memory)
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(monkeypatch):
     """Let Ctrl-C come while the rank is in its third barrier from now; before that one, if compiled code passes it."""
     if native is not None:
         monkeypatch.setattr(TwoShot, "steps", interrupt)
         return
     really, calls = NodeBarrier.post, []
 
-    def post(barrier: NodeBarrier) -> None:
+    def post(barrier):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -62,16 +59,14 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NodeBarrier, "post", post)
 
 
-def interrupt(*_: Any, **__: Any) -> None:
+def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("call", [reduce, start], ids=["all_reduce", "start_all_reduce"])
 @pytest.mark.parametrize("fail", [memory_ends, interrupted])
-def test_all_reduce_broken_off_on_one_rank_raises_on_all_until_reset(
-    comm: Intracomm, fail: Callable[[pytest.MonkeyPatch], None], call: Callable[[Strategy, Any], Any]
-) -> None:
+def test_all_reduce_broken_off_on_one_rank_raises_on_all_until_reset(comm, fail, call):
     """The rank has its own error, the others are told of it, and all have to reset."""
     value = [np.full(1_000_000, 1.0), np.full(1_000_000, 1.0, np.float32)]
     strategy = Strategy(comm=comm)
@@ -98,11 +93,11 @@ def test_all_reduce_broken_off_on_one_rank_raises_on_all_until_reset(
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("milliseconds", [1, 2, 3, 5, 8])
-def test_reduce_broken_off_by_a_signal_handler_raises(comm: Intracomm, milliseconds: float, strategy: Strategy) -> None:
+def test_reduce_broken_off_by_a_signal_handler_raises(comm, milliseconds, strategy):
     """On one rank, while all go on with calls: right numbers or an error, on every rank."""
     value = np.full(300_000, comm.rank + 1.0)
     total = comm.size * (comm.size + 1) / 2
-    errors: list[BaseException] = []
+    errors = []
     gc.collect()  # what a handler raises while memory of earlier tests is given back, Python ignores
     comm.Barrier()  # a rank that is still making its strategy would have none to reset
     try:
@@ -120,10 +115,10 @@ def test_reduce_broken_off_by_a_signal_handler_raises(comm: Intracomm, milliseco
 
 
 @pytest.mark.ranks(1, 3)
-def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm, strategy: Strategy) -> None:
+def test_results_larger_than_the_node_are_refused_at_once(comm, strategy):
     """Whatever the system promises, and without a plan of every chunk; the next call goes well."""
     text = r"the results of the \d ranks? of a node need [\d.]+ TiB of new memory, and the node has"
-    calls: list[Callable[[Any], Any]] = [
+    calls = [
         lambda value: reduce(strategy, value),
         lambda value: start(strategy, value),
         lambda value: strategy.broadcast(value),
@@ -137,19 +132,19 @@ def test_results_larger_than_the_node_are_refused_at_once(comm: Intracomm, strat
         assert strategy.reduce("SUM", 1) == comm.size
 
 
-def gather_unevenly(strategy: Strategy, value: Any) -> Any:
+def gather_unevenly(strategy, value):
     """Let the first rank pass nothing, and the last one twice as much."""
     rank, size = strategy.topology.rank, strategy.topology.size
     others = {0: value[:0], size - 1: np.concatenate([value, value])} if size > 1 else {}
     return strategy.gather(others.get(rank, value), 0)
 
 
-def reduce_scatter(strategy: Strategy, value: Any) -> Any:
+def reduce_scatter(strategy, value):
     return scatter(strategy, np.tile(value, strategy.topology.size))
 
 
 # The call, and whether its result has the bytes of all ranks' arguments.
-NEW_RESULTS: dict[str, tuple[Callable[[Strategy, Any], Any], bool]] = {
+NEW_RESULTS = {
     "all_reduce": (reduce, False),
     "start_all_reduce": (start, False),
     "broadcast": (lambda strategy, value: strategy.broadcast(value), False),
@@ -159,13 +154,11 @@ NEW_RESULTS: dict[str, tuple[Callable[[Strategy, Any], Any], bool]] = {
 }
 
 
-def test_results_larger_than_memory_of_the_node_are_refused(
-    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_larger_than_memory_of_the_node_are_refused(comm, placement, monkeypatch):
     """Else the call is refused on all ranks before data moves, and the next call goes well."""
     value = np.full(1000, 1.0, np.float32)
 
-    def node_has(nbytes: int) -> None:
+    def node_has(nbytes):
         for module in ("arguments.operands", "all_gather"):
             monkeypatch.setattr(sys.modules[f"mpidist.collectives.{module}"], "node_bytes", lambda: nbytes)
 
@@ -183,18 +176,18 @@ def test_results_larger_than_memory_of_the_node_are_refused(
         assert result is None if comm.rank else (result == comm.size).all()
 
 
-def scatter(strategy: Strategy, value: Any, op: str = "SUM", axis: int = 0) -> Any:
+def scatter(strategy, value, op="SUM", axis=0):
     return strategy.run(lambda: mpidist.get_replica_context().reduce_scatter(op, value, axis))
 
 
-def large(call: Callable[[Strategy, Any], Any], number: int) -> Callable[[Strategy, Any], Any]:
+def large(call, number):
     """Give the call lists of large arrays, for whose results memory is kept."""
     return lambda strategy, value: call(strategy, [np.full(1_000_000, 1.0)] * number)
 
 
 LACKING = {"results": (ResultMemory, "empty"), "copies": (arrays, "empty"), "kept results": (RecycledResults, "lend")}
 # Calls of a matrix whose elements are 1, and what may lack memory for it.
-IN_NEW_MEMORY: dict[str, tuple[Callable[[Strategy, Any], Any], str]] = {
+IN_NEW_MEMORY = {
     "all_reduce": (large(reduce, 1), "kept results"),
     "all_reduce of a list": (large(reduce, 3), "kept results"),
     "start_all_reduce": (large(start, 1), "kept results"),
@@ -209,9 +202,7 @@ IN_NEW_MEMORY: dict[str, tuple[Callable[[Strategy, Any], Any], str]] = {
 }
 
 
-def test_memory_that_is_missing_on_one_rank_is_the_error_of_all(
-    comm: Intracomm, placement: object, strategy: Strategy
-) -> None:
+def test_memory_that_is_missing_on_one_rank_is_the_error_of_all(comm, placement, strategy):
     """Before data moves, and the next call goes well."""
     value, last = np.full((200, 300), 1.0), comm.size - 1
     for name, (call, lacking) in IN_NEW_MEMORY.items():

@@ -5,14 +5,12 @@ import re
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from support.calls import calls_of_strategy, every_call
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
@@ -30,9 +28,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize("check", ["1", "0"])
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
-def test_barrier_returns_after_all_ranks_have_come(
-    comm: Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str
-) -> None:
+def test_barrier_returns_after_all_ranks_have_come(comm, tmp_path, monkeypatch, check):
     """Also where ranks do not compare their calls, which is what makes them meet in others."""
     monkeypatch.setenv("MPIDIST_CHECK", check)
     folder = Path(comm.bcast(str(tmp_path)))
@@ -52,9 +48,9 @@ def test_barrier_returns_after_all_ranks_have_come(
 
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.usefixtures("placement")
-def test_value_of_any_rank_comes_to_all(comm: Intracomm, place: int, strategy: MultiWorker) -> None:
+def test_value_of_any_rank_comes_to_all(comm, place, strategy):
     root = place % comm.size
-    value: Any = {
+    value = {
         "a": np.arange(5.0) + comm.rank,
         "b": [comm.rank, np.float32(comm.rank)],
         "wide": np.full((300, 300), comm.rank, np.int16)[:, ::2],
@@ -98,8 +94,8 @@ def test_value_of_any_rank_comes_to_all(comm: Intracomm, place: int, strategy: M
 
 
 @pytest.mark.ranks(1, 3)
-def test_wrong_broadcasts_are_refused(comm: Intracomm, strategy: MultiWorker) -> None:
-    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+def test_wrong_broadcasts_are_refused(comm, strategy):
+    wrong = [
         ({"root": -1}, ValueError, "root must be a whole number >= 0, got -1"),
         ({"root": 999}, ValueError, "root 999 is not one of the ranks 0 to"),
         ({"root": 0.0}, TypeError, r"root must be a whole number >= 0, got 0\.0"),
@@ -117,11 +113,11 @@ def test_wrong_broadcasts_are_refused(comm: Intracomm, strategy: MultiWorker) ->
     with raises_everywhere(comm, ValueError, "root 999 is not one of the ranks"):
         strategy.broadcast_object(1, root=999)
     with raises_everywhere(comm, TypeError, "root must be a whole number >= 0, got None"):
-        strategy.broadcast_object(1, root=None)  # type: ignore[arg-type]
+        strategy.broadcast_object(1, root=None)
 
 
 @pytest.mark.ranks(2, 3)
-def test_calls_that_differ_between_ranks_are_refused(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_calls_that_differ_between_ranks_are_refused(comm, strategy):
     per_node = strategy.symmetric_empty(2, np.float64, per_node=True)
     with raises_everywhere(comm, InvalidArgumentError, "outs that are per-node arrays"):
         strategy.broadcast(np.ones(2), out=np.zeros(2) if comm.rank == 1 else per_node)
@@ -134,7 +130,7 @@ def test_calls_that_differ_between_ranks_are_refused(comm: Intracomm, strategy: 
 
 
 @pytest.mark.ranks(1, 3)
-def test_out_is_for_all_ranks(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_out_is_for_all_ranks(comm, strategy):
     ops = parts_of(strategy).cross_device_ops
     if comm.size > 1:
         with raises_everywhere(comm, ValueError, "out .*destinations"):
@@ -148,21 +144,21 @@ def test_out_is_for_all_ranks(comm: Intracomm, strategy: MultiWorker) -> None:
 OBJECT = {"lr": 0.1, 3: ("a", None, True), "rows": [np.arange(3), np.float32(2)], "nested": {"deep": [{}]}}
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     return repr(one) == repr(other)
 
 
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("placement", ["one node", "even", "cyclic"], indirect=True)
 @pytest.mark.usefixtures("placement")
-def test_object_of_any_rank_comes_to_all(comm: Intracomm, place: int, strategy: MultiWorker) -> None:
+def test_object_of_any_rank_comes_to_all(comm, place, strategy):
     root = place % comm.size
     own = OBJECT | {"rank": comm.rank} if comm.rank == root else object()  # of others it is ignored
     found = strategy.broadcast_object(own, root)
     assert same(found, OBJECT | {"rank": root})
     assert found is not own
     found["rows"][0] += 1  # writable, and each rank's own
-    assert OBJECT["rows"][0].tolist() == [0, 1, 2]  # type: ignore[index]
+    assert OBJECT["rows"][0].tolist() == [0, 1, 2]
     assert strategy.broadcast_object(comm.rank) == 0
     assert strategy.broadcast_object("" if comm.rank == root else None, root) == ""
     assert len(strategy.broadcast_object("x" * (1 << 20) if comm.rank == root else None, root)) == 1 << 20
@@ -176,32 +172,32 @@ def test_object_of_any_rank_comes_to_all(comm: Intracomm, place: int, strategy: 
 class Point:
     """Of a program: nothing that can be sent as it is."""
 
-    def __init__(self, x: int) -> None:
+    def __init__(self, x):
         self.x = x
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Point) and other.x == self.x
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 class Unreadable:
     """Comes out of a pickle on all ranks but one."""
 
-    def __init__(self, where: int) -> None:
+    def __init__(self, where):
         self.where = where
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return _fail, (self.where,)
 
 
-def _fail(where: int) -> None:
+def _fail(where):
     if MPI.COMM_WORLD.rank == where:
         raise ImportError("no module of that name here")
 
 
 @pytest.mark.ranks(1, 3)
-def test_gather_and_broadcast_object_pickle_only_with_the_option(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_gather_and_broadcast_object_pickle_only_with_the_option(comm, strategy):
     assert strategy.gather_object(Point(comm.rank), pickle=True) == [Point(rank) for rank in range(comm.size)]
     assert strategy.broadcast_object(Point(comm.rank), comm.size - 1, pickle=True) == Point(comm.size - 1)
     for send in (strategy.broadcast_object, strategy.gather_object):
@@ -217,7 +213,7 @@ def test_gather_and_broadcast_object_pickle_only_with_the_option(comm: Intracomm
 
 
 @pytest.mark.no_mpi
-def test_one_process_calls_them_too() -> None:
+def test_one_process_calls_them_too():
     with OneDeviceStrategy() as strategy:
         strategy.barrier()
         assert strategy.broadcast(np.arange(2)).tolist() == [0, 1]
@@ -226,7 +222,7 @@ def test_one_process_calls_them_too() -> None:
     mpidist.get_strategy().barrier()
 
 
-def test_replicas_of_a_rank_make_one_call(comm: Intracomm) -> None:
+def test_replicas_of_a_rank_make_one_call(comm):
     with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:
         strategy.barrier()
         assert strategy.broadcast(comm.rank, comm.size - 1) == comm.size - 1
@@ -234,7 +230,7 @@ def test_replicas_of_a_rank_make_one_call(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_workers_of_parameter_servers_are_not_in_step() -> None:
+def test_workers_of_parameter_servers_are_not_in_step():
     with ParameterServerStrategy(comm=MPI.COMM_SELF) as strategy:
         for name in ("broadcast", "broadcast_object", "gather_object"):
             with pytest.raises(RuntimeError, match=f"{name} of a .*Strategy: its workers are asynchronous"):
@@ -255,7 +251,7 @@ ADVICE = {
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
-def test_call_of_the_chief_alone_raises_with_advice(comm: Intracomm, tmp_path: Path) -> None:
+def test_call_of_the_chief_alone_raises_with_advice(comm, tmp_path):
     others = "rank 1" if comm.size == 2 else f"ranks 1-{comm.size - 1}"
     folder = Path(comm.bcast(str(tmp_path)))
     with MultiWorker(comm=comm) as strategy:
@@ -272,7 +268,7 @@ def test_call_of_the_chief_alone_raises_with_advice(comm: Intracomm, tmp_path: P
 
 
 @pytest.mark.ranks(2)
-def test_save_of_the_chief_alone_at_the_end_raises_with_advice(comm: Intracomm, tmp_path: Path) -> None:
+def test_save_of_the_chief_alone_at_the_end_raises_with_advice(comm, tmp_path):
     strategy = MultiWorker(comm=comm)
     with strategy.scope():
         manager = CheckpointManager(Checkpoint(w=np.zeros(3)), tmp_path)
@@ -283,7 +279,7 @@ def test_save_of_the_chief_alone_at_the_end_raises_with_advice(comm: Intracomm, 
 
 
 @pytest.mark.ranks(2)
-def test_call_of_the_strategy_in_run_names_the_call_of_replicas(comm: Intracomm) -> None:
+def test_call_of_the_strategy_in_run_names_the_call_of_replicas(comm):
     hints = {
         "reduce": r"call mpidist.get_replica_context\(\).all_reduce there",
         "gather": r"call mpidist.get_replica_context\(\).all_gather there",
@@ -295,4 +291,4 @@ def test_call_of_the_strategy_in_run_names_the_call_of_replicas(comm: Intracomm)
             with raises_everywhere(comm, RuntimeError, f"^{name} .*; {hint}$"):
                 strategy.run(calls_of_strategy(strategy)[name])
         with raises_everywhere(comm, TypeError, r"^Strategy\.reduce\(\) got an unexp"):
-            strategy.reduce("sum", 1, into=2)  # type: ignore[call-arg]
+            strategy.reduce("sum", 1, into=2)

@@ -4,15 +4,12 @@ import threading
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from host_cuda import are_emulated
-from host_cuda.emulated import Emulated
 from host_cuda.gpus import (
-    Compiler,
     capturing,
     compiler,
     down,
@@ -24,7 +21,6 @@ from host_cuda.gpus import (
     use_own_settings,
 )
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy, get_replica_context, get_strategy
 from mpidist.checkpoint.leaves import leaf_of
@@ -35,12 +31,11 @@ from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays, cuda
-from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["compiler", "emulated", "gpus", "group"]  # fixtures
 
 
-def real_torch() -> Any:
+def real_torch():
     if are_emulated():
         pytest.skip("needs a real GPU: emulated ones have no torch")
     return pytest.importorskip("torch")
@@ -49,30 +44,30 @@ def real_torch() -> Any:
 class Tensor:
     """Of a library with a stream of its own, on which it writes its numbers."""
 
-    def __init__(self, array: Any, stream: Any = None) -> None:
+    def __init__(self, array, stream=None):
         self.array, self.stream = array, stream
 
     @classmethod
-    def of(cls, numbers: Any) -> "Tensor":
+    def of(cls, numbers):
         with cuda.current().cupy.cuda.Stream(non_blocking=True) as stream:
             return cls(up(numbers), stream)
 
     __cuda_array_interface__ = property(lambda self: {"version": 2})
     shape = property(lambda self: self.array.shape)
 
-    def __dlpack_device__(self) -> Any:
+    def __dlpack_device__(self):
         return self.array.__dlpack_device__()
 
-    def __dlpack__(self, **how: Any) -> Any:
+    def __dlpack__(self, **how):
         with self.stream or nullcontext():
             return self.array.__dlpack__(**how)
 
-    def __array_namespace__(self) -> Any:
+    def __array_namespace__(self):
         return SimpleNamespace(from_dlpack=Tensor)
 
 
 @pytest.mark.ranks(3)
-def test_all_reduce_waits_for_streams_of_other_libraries(group: SyncGroup, comm: Intracomm) -> None:
+def test_all_reduce_waits_for_streams_of_other_libraries(group, comm):
     """As PyTorch's arrays in `with torch.cuda.stream(...)`, of which the interface of CUDA arrays tells nothing."""
     ops = BoundOps(NcclAllReduce(), group)
     for _ in range(2):
@@ -86,14 +81,12 @@ def test_all_reduce_waits_for_streams_of_other_libraries(group: SyncGroup, comm:
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("per_rank", [None, 2])
 @pytest.mark.parametrize("nccl", ["1", "0"])
-def test_results_in_arrays_of_a_library_with_its_own_stream(
-    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, per_rank: int | None, nccl: str
-) -> None:
+def test_results_in_arrays_of_a_library_with_its_own_stream(gpus, comm, monkeypatch, per_rank, nccl):
     """They are there when a call returns, also where they were copied, whatever its stream does then."""
     use_own_settings(monkeypatch)
     monkeypatch.setenv("MPIDIST_NCCL", nccl)
 
-    def step() -> None:
+    def step():
         ctx = get_replica_context()
         n, own = ctx.num_replicas_in_sync, ctx.replica_id_in_sync_group
         strided = Tensor.of(np.zeros((60, 2)))
@@ -107,7 +100,7 @@ def test_results_in_arrays_of_a_library_with_its_own_stream(
             holds(ctx.all_gather(Tensor.of(np.full(60 // n, 5.0)), 0, out=out), out, 5)
             holds(ctx.reduce_scatter("sum", Tensor.of(np.ones(60 * n)), out=out), out, n)
 
-    def holds(result: Any, out: Tensor, number: float) -> None:
+    def holds(result, out, number):
         assert result is out
         with out.stream:
             assert (down(out.array) == number).all()
@@ -125,7 +118,7 @@ def test_results_in_arrays_of_a_library_with_its_own_stream(
 
 
 @pytest.mark.ranks(3)
-def test_results_go_to_no_library_without_streams(group: SyncGroup, comm: Intracomm) -> None:
+def test_results_go_to_no_library_without_streams(group, comm):
     """Without DLPack: its interface of CUDA's arrays tells the stream of the past alone."""
     value = up(np.ones(5))
     out = SimpleNamespace(__cuda_array_interface__=value.__cuda_array_interface__)
@@ -134,7 +127,7 @@ def test_results_go_to_no_library_without_streams(group: SyncGroup, comm: Intrac
 
 
 @pytest.mark.ranks(1, 3)
-def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup, comm: Intracomm) -> None:
+def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group, comm):
     torch = real_torch()
     ops, work = BoundOps(NcclAllReduce(), group), torch.ones(4096, 4096, device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
@@ -154,15 +147,15 @@ def test_tensors_of_torch_that_a_side_stream_is_about_to_write(group: SyncGroup,
 
 
 @pytest.mark.ranks(1, 3)
-def test_hooks_of_torch_make_calls_in_the_thread_of_a_gpu(gpus: cuda.Cuda, comm: Intracomm) -> None:
+def test_hooks_of_torch_make_calls_in_the_thread_of_a_gpu(gpus, comm):
     torch, threads = real_torch(), set()
     weight = torch.ones(1 << 18, device="cuda", requires_grad=True)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
 
-        def step() -> None:
+        def step():
             context, weight.grad = get_replica_context(), None
 
-            def average(parameter: Any) -> None:
+            def average(parameter):
                 threads.add(threading.get_ident())
                 context.all_reduce("mean", parameter.grad, out=parameter.grad)
 
@@ -178,7 +171,7 @@ def test_hooks_of_torch_make_calls_in_the_thread_of_a_gpu(gpus: cuda.Cuda, comm:
 
 
 @pytest.mark.ranks(3)
-def test_start_all_reduce_results_are_usable_in_any_stream(group: SyncGroup, comm: Intracomm) -> None:
+def test_start_all_reduce_results_are_usable_in_any_stream(group, comm):
     ops = BoundOps(HierarchicalCopyAllReduce(), group)
     for _ in range(2):
         handle = ops.start_all_reduce("MEAN", [up(np.ones(count)) for count in (5, 700)])
@@ -188,7 +181,7 @@ def test_start_all_reduce_results_are_usable_in_any_stream(group: SyncGroup, com
 
 
 @pytest.mark.ranks(3)
-def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda, comm: Intracomm) -> None:
+def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus, comm):
     """Halves are joined by a kernel, and its memory is lent until it is done. Emulated GPUs report what overlaps."""
     size, count = comm.size, 20_000
     streams = [gpus.cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -210,16 +203,14 @@ def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda,
     [(">f4", "native byte order, got '>f4'"), (ml_dtypes.float8_e5m2, "add or copy float8_e5m2: send a view of uint8")],
     ids=["another byte order", "float8"],
 )
-def test_device_dtype_that_one_gpu_lacks_is_refused_on_all_ranks(
-    group: SyncGroup, comm: Intracomm, dtype: Any, text: str
-) -> None:
+def test_device_dtype_that_one_gpu_lacks_is_refused_on_all_ranks(group, comm, dtype, text):
     value = up(np.ones(5, np.float32)).view(dtype if comm.rank else "=f4")
     with raises_everywhere(comm, InvalidArgumentError, text):
         BoundOps(NcclAllReduce(), group).all_reduce("SUM", value)
 
 
 @pytest.mark.ranks(3)
-def test_outs_of_earlier_calls_are_looked_at_again(group: SyncGroup, comm: Intracomm) -> None:
+def test_outs_of_earlier_calls_are_looked_at_again(group, comm):
     """Outs that were checked are known; one that has another shape since, in place, is refused on all ranks."""
     ops, values = BoundOps(NcclAllReduce(), group), [up(np.ones(6)), up(np.ones(4))]
     outs = [up(np.zeros(6)), up(np.zeros(4))]
@@ -232,7 +223,7 @@ def test_outs_of_earlier_calls_are_looked_at_again(group: SyncGroup, comm: Intra
 
 
 @pytest.mark.ranks(3)
-def test_elements_may_lie_at_any_number(group: SyncGroup, comm: Intracomm) -> None:
+def test_elements_may_lie_at_any_number(group, comm):
     """A view of float32 as complex64, of rows of three: the first element is aligned, and every second one is not."""
     ops, rows = BoundOps(NcclAllReduce(), group), up(np.full((64, 3), 9, np.float32))
     odd, plain = rows[:, :2].view(np.complex64), up(np.full((64, 1), 2 + 1j, np.complex64))
@@ -242,7 +233,7 @@ def test_elements_may_lie_at_any_number(group: SyncGroup, comm: Intracomm) -> No
 
 
 @pytest.mark.ranks(3)
-def test_results_go_to_no_other_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm) -> None:
+def test_results_go_to_no_other_gpu(gpus, group, comm):
     """Kernels that wrote there would lose CUDA's context. Values from there are copied."""
     ops, other = BoundOps(NcclAllReduce(), group), comm.size
     require_gpus(other + 1)
@@ -264,7 +255,7 @@ def test_results_go_to_no_other_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Int
 
 
 @pytest.mark.ranks(3)
-def test_calls_wait_for_writes_of_another_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm) -> None:
+def test_calls_wait_for_writes_of_another_gpu(gpus, group, comm):
     """As of arrays that are made before the strategy; and their memory is used again before it has been read."""
     ops, other = BoundOps(NcclAllReduce(), group), comm.size
     require_gpus(other + 1)
@@ -295,7 +286,7 @@ CALLS = {
 
 
 @pytest.mark.ranks(1, 3)
-def test_another_current_device_is_refused(gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_current_device_is_refused(gpus, comm, monkeypatch):
     """As in a thread, which begins with GPU 0. CuPy's streams are of a device, and arrays of another cannot be read.
 
     In the first call of a strategy, after a call, and after a reset.
@@ -315,7 +306,7 @@ def test_another_current_device_is_refused(gpus: cuda.Cuda, comm: Intracomm, mon
 
 
 @pytest.mark.ranks(1, 3)
-def test_calls_in_a_graph_capture_are_refused(gpus: cuda.Cuda, comm: Intracomm) -> None:
+def test_calls_in_a_graph_capture_are_refused(gpus, comm):
     value = up(np.ones(5))
     for name, call in CALLS.items():
         with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -329,7 +320,7 @@ DEADLINE = 8.0  # seconds; long enough for ranks of a busy machine, and shorter 
 FP16 = CommunicationOptions(compression="fp16", compress_everywhere=True)
 MEAN = {"copy_4", "divide_f4_f4"}
 LONG_TOO = MEAN | {kernel + "_long" for kernel in MEAN}
-CALLS_WITH_KERNELS: dict[str, tuple[str, Any, CommunicationOptions, set[str]]] = {
+CALLS_WITH_KERNELS = {
     "first call": ("SUM", np.float32, CommunicationOptions(), {"copy_4"}),
     "mean": ("MEAN", np.float32, CommunicationOptions(), MEAN),
     "mean of many": ("MEAN", np.float32, CommunicationOptions(), LONG_TOO),
@@ -343,9 +334,7 @@ CALLS_WITH_KERNELS: dict[str, tuple[str, Any, CommunicationOptions, set[str]]] =
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", CALLS_WITH_KERNELS)
-def test_deadline_excludes_compilation_of_kernels(
-    compiler: Compiler, group: SyncGroup, comm: Intracomm, kind: str
-) -> None:
+def test_deadline_excludes_compilation_of_kernels(compiler, group, comm, kind):
     """It is seconds, on the ranks of a node that has never done it: of the kernels that a call may need.
 
     No call compiles any later, when its deadline runs. The first one is so slow that this would be too late.
@@ -375,9 +364,7 @@ def test_deadline_excludes_compilation_of_kernels(
 
 
 @pytest.mark.ranks(3)
-def test_ranks_with_drivers_of_which_one_takes_fewer_arrays_at_once(
-    emulated: Emulated, compiler: Compiler, group: SyncGroup, comm: Intracomm
-) -> None:
+def test_ranks_with_drivers_of_which_one_takes_fewer_arrays_at_once(emulated, compiler, group, comm):
     if comm.rank == 1:
         emulated.wish("the driver's version", 12_000)
     values = [up(np.full(3, at, np.float32)) for at in range(200)]
@@ -387,7 +374,7 @@ def test_ranks_with_drivers_of_which_one_takes_fewer_arrays_at_once(
 
 
 @pytest.mark.ranks(3)
-def test_kernels_that_one_rank_cannot_compile(compiler: Compiler, group: SyncGroup, comm: Intracomm) -> None:
+def test_kernels_that_one_rank_cannot_compile(compiler, group, comm):
     ops, value = BoundOps(NcclAllReduce(), group), up(np.ones(50))
     if comm.rank == 1:
         compiler.error = RuntimeError("libnvrtc.so: cannot open shared object file")

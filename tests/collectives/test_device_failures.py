@@ -3,22 +3,18 @@
 import _thread
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import numpy as np
 import pytest
-from host_cuda.emulated import UNDER_WAY, Emulated
+from host_cuda.emulated import UNDER_WAY
 from host_cuda.gpus import busy, connected, emulated, gpus, group, is_total, mine, opened, up
-from support.ranks import Intracomm
 
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions
-from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 __all__ = ["connected", "emulated", "gpus", "group"]  # fixtures
@@ -40,31 +36,31 @@ MISSES = {  # what rank 1 misses, and the error
 
 
 @pytest.fixture
-def start(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> Iterator[Callable[..., Any]]:
+def start(emulated, connected, comm):
     """Starts a call, whatever becomes of it; in the end the ranks begin anew."""
     ops = BoundOps(NcclAllReduce(), connected)
     yield lambda options=None: ops.start_all_reduce("SUM", mine(comm.rank, 9), options)
     start_anew(emulated, connected, comm)
 
 
-def start_anew(emulated: Emulated, group: SyncGroup, comm: Intracomm) -> None:
+def start_anew(emulated, group, comm):
     emulated.be_normal()
     comm.Barrier()
     group.reset()
     assert_right(group, comm)
 
 
-def assert_right(group: SyncGroup, comm: Intracomm) -> None:
+def assert_right(group, comm):
     ops = BoundOps(NcclAllReduce(), group)
     assert all(is_total(ops.start_all_reduce("SUM", mine(comm.rank, 9)).wait(), comm.size, 9) for _ in range(2))
     assert is_total(ops.all_reduce("SUM", mine(comm.rank, 9)), comm.size, 9)
 
 
-def issuing_last(comm: Intracomm) -> Callable[..., None]:
+def issuing_last(comm):
     """Stands in the place of `DeviceQueue.issue` on a rank that comes to it when the others have given up."""
     issue, others = DeviceQueue.issue, [rank for rank in range(comm.size) if rank != comm.rank]
 
-    def issue_last(*args: Any) -> None:
+    def issue_last(*args):
         while others:
             comm.recv(None, others.pop(), HAVE_GIVEN_UP)
         issue(*args)
@@ -73,9 +69,7 @@ def issuing_last(comm: Intracomm) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("misses", MISSES)
-def test_late_rank_ends_the_communicators_of_all_groups(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, misses: str
-) -> None:
+def test_late_rank_ends_the_communicators_of_all_groups(emulated, connected, comm, monkeypatch, misses):
     """One that agreed on the call makes GPUs wait: the others give up, and later so does it.
 
     Also where NCCL first has to connect the ranks, for which it waits before its call returns. NCCL wants the
@@ -108,7 +102,7 @@ def test_late_rank_ends_the_communicators_of_all_groups(
         assert emulated.ended() == [("abort", 2)]
 
 
-def test_deadline_of_a_started_call_is_its_own(emulated: Emulated, comm: Intracomm, start: Any) -> None:
+def test_deadline_of_a_started_call_is_its_own(emulated, comm, start):
     """That of a call which is waited for, not of one that was started after it."""
     emulated.hold(comm.rank == 0)
     if comm.rank:  # so that rank 0 comes to the second call while it waits for the first one
@@ -126,7 +120,7 @@ def test_deadline_of_a_started_call_is_its_own(emulated: Emulated, comm: Intraco
 
 
 @pytest.mark.parametrize("is_started", [False, True])
-def test_kernel_past_the_deadline_ends(emulated: Emulated, group: SyncGroup, comm: Intracomm, is_started: bool) -> None:
+def test_kernel_past_the_deadline_ends(emulated, group, comm, is_started):
     """Of the program, on one rank: what it is to add is not there yet. All ranks give up, and begin anew meanwhile.
 
     What the GPU does later of the call that was given up comes before what the program does next with its arrays.
@@ -134,7 +128,7 @@ def test_kernel_past_the_deadline_ends(emulated: Emulated, group: SyncGroup, com
     ops, value, out = BoundOps(NcclAllReduce(), group), mine(comm.rank, 40), up(np.zeros(40, np.float32))
     assert is_total(ops.all_reduce("SUM", value), comm.size, 40)
 
-    def reduce(value: Any, out: Any) -> Any:
+    def reduce(value, out):
         if is_started:
             return ops.start_all_reduce("SUM", value, SOON, out=out).wait()
         return ops.all_reduce("SUM", value, SOON, out=out)
@@ -151,9 +145,7 @@ def test_kernel_past_the_deadline_ends(emulated: Emulated, group: SyncGroup, com
 
 @pytest.mark.parametrize("count", [40, 20_000], ids=["by a leader", "in shards"])
 @pytest.mark.parametrize("ends", ["a deadline", "an error of NCCL"])
-def test_host_waits_for_a_gpu_with_deadline_and_error_checks(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, count: int, ends: str
-) -> None:
+def test_host_waits_for_a_gpu_with_deadline_and_error_checks(emulated, comm, monkeypatch, count, ends):
     """NCCL within nodes is held back, before the host can carry its results between them."""
     options = SOON if ends == "a deadline" else PATIENT
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
@@ -168,7 +160,7 @@ def test_host_waits_for_a_gpu_with_deadline_and_error_checks(
 
 
 @pytest.mark.parametrize("what", ["an error, while it waits", "an error, while it asks", "an interrupt"])
-def test_error_of_a_rank_ends_all_launched_work(emulated: Emulated, comm: Intracomm, start: Any, what: str) -> None:
+def test_error_of_a_rank_ends_all_launched_work(emulated, comm, start, what):
     emulated.hold()
     handles = [start() for _ in range(2)]
     assert emulated.comes_to(UNDER_WAY, 2, handles[0].is_done)
@@ -180,7 +172,7 @@ def test_error_of_a_rank_ends_all_launched_work(emulated: Emulated, comm: Intrac
         time.sleep(0.02)
         while what == "an error, while it asks" and not handles[0].is_done():
             pass
-    errors: tuple[Any, Any, str] = (PeerFailedError, PeerFailedError, "rank 0")
+    errors = (PeerFailedError, PeerFailedError, "rank 0")
     if comm.rank == 0:
         errors = *errors[:2], r"start_all_reduce with NCCL on rank 0 of \d .* failed: NCCL_ERROR"
     if what == "an interrupt":
@@ -192,7 +184,7 @@ def test_error_of_a_rank_ends_all_launched_work(emulated: Emulated, comm: Intrac
         handles[1].wait()
 
 
-def test_reset_gives_up_launched_calls(emulated: Emulated, connected: SyncGroup, comm: Intracomm, start: Any) -> None:
+def test_reset_gives_up_launched_calls(emulated, connected, comm, start):
     emulated.hold()
     handle = start()
     comm.Barrier()

@@ -2,11 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +12,6 @@ from host_cuda import are_emulated
 from host_cuda.gpus import down, gpus, grown_by, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, contribution
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.used import functions_called
 
 import mpidist
@@ -31,7 +27,7 @@ LARGE = (70_003,)  # which goes through the host in two chunks
 CHUNK_BYTES = "262144"  # the least
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 WAYS = ("to the last rank", "new", "out=", "started", "started with out=", "in place")
-ALGORITHMS: dict[str, tuple[Callable[[], Any], Options]] = {
+ALGORITHMS = {
     "collective": (mpidist.CollectiveAllReduce, Options()),
     "hierarchical": (mpidist.HierarchicalCopyAllReduce, Options()),
     "a pack": (mpidist.NcclAllReduce, Options()),
@@ -54,12 +50,12 @@ SLOW = ("collective", "hierarchical", "bfloat16 between nodes")  # enough where 
 CALLS, SECONDS = 10_000, 8.0
 
 
-def context() -> Any:
+def context():
     return mpidist.get_replica_context()
 
 
 @pytest.fixture(params=["NCCL", "staged"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _way(request, monkeypatch):
     """Let device memory go by NCCL or through the host, unless who started the tests has said which."""
     if "MPIDIST_NCCL" not in os.environ:
         monkeypatch.setenv("MPIDIST_NCCL", "1" if request.param == "NCCL" else "0")
@@ -68,7 +64,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip("MPIDIST_NCCL is set: the other case asks the same")
 
 
-def contributed(op: str, rank: int) -> tuple[list[Any], list[str]]:
+def contributed(op, rank):
     """Arrays of every dtype that the operation takes, on the host, and how they shall lie. Results are exact.
 
     Over all operations each dtype meets each shape and each layout.
@@ -77,7 +73,7 @@ def contributed(op: str, rank: int) -> tuple[list[Any], list[str]]:
     kinds = "iufb" if op in ("MIN", "MAX") else "iufc"
     dtypes = [dtype for dtype in DTYPES if dtype.kind in kinds or dtype in HALVES]
     of_dtypes = [(dtype, SHAPES[(at + turn) % len(SHAPES)]) for at, dtype in enumerate(dtypes)]
-    odd: list[tuple[Any, tuple[int, ...]]] = [(dtypes[3 * turn % len(dtypes)], ()), (dtypes[2 * turn], (0, 3))]
+    odd = [(dtypes[3 * turn % len(dtypes)], ()), (dtypes[2 * turn], (0, 3))]
     if op == "SUM":
         odd.append((np.dtype("f4"), LARGE))
     arrays = [contribution(name, rank, int(np.prod(its)), dtype).reshape(its) for dtype, its in of_dtypes + odd]
@@ -86,7 +82,7 @@ def contributed(op: str, rank: int) -> tuple[list[Any], list[str]]:
     return arrays, [LAYOUTS[(at + 2 * turn) % len(LAYOUTS)] for at in range(len(arrays))]
 
 
-def placed(array: Any, layout: str) -> Any:
+def placed(array, layout):
     """Bring an array to the device in a layout, by a copy of bytes; or leave it."""
     if layout == "on the host":
         return array.copy()
@@ -104,7 +100,7 @@ def placed(array: Any, layout: str) -> Any:
     return view(up(whole))
 
 
-def on_host(array: Any) -> Any:
+def on_host(array):
     """Copy an array to the host, by a copy of bytes."""
     if isinstance(array, np.ndarray):
         return array.copy()
@@ -114,7 +110,7 @@ def on_host(array: Any) -> Any:
     return np.ndarray(array.shape, array.dtype, down(array.base).reshape(-1).view("u1"), start, array.strides)
 
 
-def are_same(op: str, got: Any, want: Any) -> bool:
+def are_same(op, got, want):
     """Compare bits; of means in half precision, which are rounded once in each phase, to two roundings."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return False
@@ -127,14 +123,14 @@ def are_same(op: str, got: Any, want: Any) -> bool:
 @pytest.mark.usefixtures("_way")
 @on_one_and_two_nodes
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_numbers_are_those_of_host_memory(gpus: Any, comm: Intracomm, placement: tuple[int, ...], name: str) -> None:
+def test_numbers_are_those_of_host_memory(gpus, comm, placement, name):
     """Of all dtypes and layouts in one call; sums in every way to ask for them. Arguments are only read."""
     is_slow = os.environ.get("TEST_HOSTIDS") == "1"
     if is_slow and name not in SLOW:
         pytest.skip("takes long where ranks share a GPU by real NCCL")
     make, options = ALGORITHMS[name]
 
-    def reduced(way: str, op: str, values: list[Any], out: list[Any] | None) -> Any:
+    def reduced(way, op, values, out):
         if way == "to the last rank":
             return strategy.extended.reduce_to(op, values, comm.size - 1, options)
         if way.startswith("started"):
@@ -159,7 +155,7 @@ def test_numbers_are_those_of_host_memory(gpus: Any, comm: Intracomm, placement:
                     assert are_same(op, on_host(got), want), (op, way, want.dtype, want.shape)
 
 
-OTHER_CALLS: dict[str, Callable[[Strategy, Any], Any]] = {
+OTHER_CALLS = {
     "reduce_scatter": lambda strategy, value: strategy.run(lambda: context().reduce_scatter("SUM", value)),
     "mean of shards": lambda strategy, value: strategy.run(lambda: context().reduce_scatter("MEAN", value, 1)),
     "all_gather": lambda strategy, value: strategy.run(lambda: context().all_gather(value, 1)),
@@ -175,7 +171,7 @@ OTHER_CALLS: dict[str, Callable[[Strategy, Any], Any]] = {
 
 @pytest.mark.usefixtures("_way", "placement")
 @on_one_and_two_nodes
-def test_other_calls_have_the_results_of_host_memory(gpus: Any, comm: Intracomm, strategy: Strategy) -> None:
+def test_other_calls_have_the_results_of_host_memory(gpus, comm, strategy):
     shapes = [(comm.size, 2), (3 * comm.size + 1, 5), (700, 40)]
     dtypes = [*(np.dtype(code) for code in ("i2", "i4", "f4", "c8")), *HALVES]
     for (first, (name, call)), place in product(enumerate(OTHER_CALLS.items()), range(3)):
@@ -190,7 +186,7 @@ def test_other_calls_have_the_results_of_host_memory(gpus: Any, comm: Intracomm,
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("memory", ["one allocation", "an allocation each", "another library's", "of DLPack"])
-def test_outs_may_overlap_the_arguments_of_others(gpus: Any, comm: Intracomm, memory: str) -> None:
+def test_outs_may_overlap_the_arguments_of_others(gpus, comm, memory):
     """Another library's memory does not say whether it is that of another array."""
     cupy, numbers = gpus.cupy, np.arange(400, dtype=np.float32)
     whole = second = up(numbers)
@@ -211,14 +207,14 @@ def test_outs_may_overlap_the_arguments_of_others(gpus: Any, comm: Intracomm, me
 
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize("into", ["new arrays", "the values", "other arrays"])
-def test_all_reduce_function_calls_do_not_grow_with_arrays(gpus: Any, comm: Intracomm, into: str) -> None:
+def test_all_reduce_function_calls_do_not_grow_with_arrays(gpus, comm, into):
     """From the second call on, by the addresses of the arrays, which may be other objects each time."""
     called = []
     with Strategy(comm=comm) as strategy:
         for number in (16, 161):
             values, others = ([up(np.ones((3, 5), np.float32)) for _ in range(number)] for _ in range(2))
 
-            def call(values: Any = values, others: Any = others) -> None:
+            def call(values=values, others=others):
                 own = [its.view() for its in values]
                 out = {"new arrays": None, "the values": own}.get(into, [its.view() for its in others])
                 strategy.run(lambda: context().all_reduce("mean", own, out=out))
@@ -230,9 +226,9 @@ def test_all_reduce_function_calls_do_not_grow_with_arrays(gpus: Any, comm: Intr
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("into", ["new arrays", "the values", "other arrays"])
-def test_lists_of_other_forms_at_the_same_addresses_are_other_lists(gpus: Any, comm: Intracomm, into: str) -> None:
+def test_lists_of_other_forms_at_the_same_addresses_are_other_lists(gpus, comm, into):
     memory, others = up(np.zeros(4000, np.float32)), up(np.zeros(4000, np.float32))
-    forms: list[tuple[tuple[int, ...], str]] = [
+    forms = [
         ((6, 10), "f4"),
         ((60,), "f4"),
         ((60,), "i4"),
@@ -257,7 +253,7 @@ def test_lists_of_other_forms_at_the_same_addresses_are_other_lists(gpus: Any, c
 
 
 @pytest.mark.ranks(2)
-def test_repeated_list_of_gpu_arrays_is_compared_by_its_shapes(gpus: Any, comm: Intracomm) -> None:
+def test_repeated_list_of_gpu_arrays_is_compared_by_its_shapes(gpus, comm):
     values = [up(np.ones(6, np.float32)) for _ in range(20)]
     with Strategy(comm=comm) as strategy:
         for _ in range(3):
@@ -270,12 +266,12 @@ def test_repeated_list_of_gpu_arrays_is_compared_by_its_shapes(gpus: Any, comm: 
 
 @pytest.mark.ranks(max=2)
 @pytest.mark.parametrize("what", ["new results", "new values", "out= given", "in place", "several packs", "started"])
-def test_all_reduce_repeated_grows_no_resource(gpus: Any, comm: Intracomm, what: str, strategy: Strategy) -> None:
+def test_all_reduce_repeated_grows_no_resource(gpus, comm, what, strategy):
     arrays, others = ([up(np.ones(size, np.float32)) for size in (3, 1000, 17)] for _ in range(2))
     out = {"out= given": others, "in place": arrays, "several packs": arrays}.get(what)
     options = Options(bytes_per_pack=100) if what == "several packs" else None
 
-    def reduce() -> None:
+    def reduce():
         values = [its.copy() for its in arrays] if what == "new values" else arrays
         if what == "started":
             handles = [context().start_all_reduce("mean", values, out=its) for its in (others, None)]
@@ -292,8 +288,8 @@ def test_all_reduce_repeated_grows_no_resource(gpus: Any, comm: Intracomm, what:
 
 
 @pytest.mark.ranks(max=1)
-def test_growth_of_files_and_device_memory_is_measured(gpus: Any, tmp_path: Path) -> None:
-    kept: list[Any] = []
+def test_growth_of_files_and_device_memory_is_measured(gpus, tmp_path):
+    kept = []
     assert grown_by(lambda: kept.append((tmp_path / "file").open("w")), 50) == {"open files": 50}
     assert grown_by(lambda: kept.append(gpus.cupy.empty(3)), 50) == {"device memory in use": 50 * 512}
     for file in kept[:55]:

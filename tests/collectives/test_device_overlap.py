@@ -5,11 +5,10 @@ import os
 import random
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
-from host_cuda.emulated import UNDER_WAY, Emulated
+from host_cuda.emulated import UNDER_WAY
 from host_cuda.gpus import (
     allocations,
     busy,
@@ -25,16 +24,12 @@ from host_cuda.gpus import (
     up,
 )
 from support.contributions import reduction_of
-from support.ranks import Intracomm
 
 from mpidist.cross_device_ops.bound_ops import BoundOps
-from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.options import CommunicationOptions
-from mpidist.transport import cuda
 from mpidist.transport.group import levels
-from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.nccl.launch_queue import DeviceQueue
 
@@ -46,11 +41,11 @@ ARRAYS_OF_A_PACK = 3
 PACKS = CommunicationOptions(bytes_per_pack=ARRAYS_OF_A_PACK * 400 - 1)  # of arrays of 100 numbers
 
 
-def arrays_of_packs(rank: int, num_packs: int) -> list[Any]:
+def arrays_of_packs(rank, num_packs):
     return [mine(rank, 100) for _ in range(ARRAYS_OF_A_PACK * num_packs)]
 
 
-def all_ops() -> list[CrossDeviceOps]:
+def all_ops():
     return [NcclAllReduce(), NcclAllReduce(3), HierarchicalCopyAllReduce()]
 
 
@@ -58,15 +53,13 @@ def all_ops() -> list[CrossDeviceOps]:
 
 
 @pytest.mark.ranks(3)
-def test_all_packs_are_launched_and_the_host_waits_once(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_packs_are_launched_and_the_host_waits_once(emulated, connected, comm, monkeypatch):
     wait, in_flight, kernels = DeviceQueue.wait, [], []
     arrays = arrays_of_packs(comm.rank, 6)
     down(arrays[-1])
     emulated.hold()
 
-    def look(*arguments: Any) -> None:
+    def look(*arguments):
         emulated.comes_to("kernels", before + 2)
         time.sleep(0.1)
         in_flight.append(emulated.count(UNDER_WAY))
@@ -84,7 +77,7 @@ def test_all_packs_are_launched_and_the_host_waits_once(
 
 HALF = CommunicationOptions(compression="fp16", compress_everywhere=True)
 LARGE, SMALL = (5000, 7, 6000, 1024, 8), range(10, 171)
-LAUNCHES: dict[str, tuple[Any, str, str, CommunicationOptions, int]] = {  # of several ranks; one alone copies at most
+LAUNCHES = {  # of several ranks; one alone copies at most
     "a pack is filled and emptied": (SMALL, "SUM", "new", CommunicationOptions(), 2),
     "and divided as it is emptied": (SMALL, "MEAN", "new", CommunicationOptions(), 2),
     "large arrays are copied, and divided": (LARGE, "MEAN", "new", CommunicationOptions(), 1 + 2 + 1),
@@ -96,9 +89,7 @@ LAUNCHES: dict[str, tuple[Any, str, str, CommunicationOptions, int]] = {  # of s
 
 
 @pytest.mark.ranks(1, 3)
-def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
-    emulated: Emulated, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(emulated, group, comm, monkeypatch):
     """One more where NCCL brings halves of all ranks, which are joined by a kernel."""
     monkeypatch.setattr(levels, "_DIRECT_BYTES_OF_DEVICE", 1 << 12)
     ops, is_nccl = BoundOps(HierarchicalCopyAllReduce(), group), group.levels_of(True).queue is not None
@@ -120,14 +111,14 @@ def test_calls_that_come_again_launch_few_kernels_and_allocate_results_alone(
 
 
 @pytest.mark.ranks(3)
-def test_packs_of_gpu_arrays_are_padded(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
+def test_packs_of_gpu_arrays_are_padded(emulated, connected, comm):
     """So that each array begins at a multiple of 16 bytes: less than 16 bytes for each array."""
     BoundOps(NcclAllReduce(), connected).all_reduce("SUM", [mine(comm.rank, size) for size in (3, 8, 1)])
     assert emulated.calls("allReduce")[-1] == ("allReduce", 16 + 32 + 16)
 
 
 @pytest.mark.ranks(3)
-def test_stream_made_current_by_use_stays_current(gpus: cuda.Cuda, connected: SyncGroup, comm: Intracomm) -> None:
+def test_stream_made_current_by_use_stays_current(gpus, connected, comm):
     """CuPy's `with stream` would put the one before it back."""
     mine_own, before = gpus.cupy.cuda.Stream(non_blocking=True), gpus.cupy.cuda.get_current_stream()
     mine_own.use()
@@ -153,19 +144,17 @@ KINDS = [
 
 
 @pytest.mark.ranks(1, 4)
-def test_started_and_blocking_calls_of_all_kinds_are_waited_for_in_any_order(
-    emulated: Emulated, comm: Intracomm, placement: tuple[int, ...]
-) -> None:
+def test_started_and_blocking_calls_of_all_kinds_are_waited_for_in_any_order(emulated, comm, placement):
     """Launched, staged, round the ring; of GPU and host arrays, into outs; each rank has a speed of its own."""
 
-    def is_right(array: Any) -> bool:
+    def is_right(array):
         return bool(((array if isinstance(array, np.ndarray) else down(array)) == 2 * comm.size).all())
 
     chance, own = np.random.default_rng(placement), random.Random(comm.rank)
     emulated.wish("NCCL's delay", 300)
     for its in opened(comm):
         for _ in range(3):
-            handles: list[Any] = []
+            handles = []
             for _ in range(8):
                 ops, options = BoundOps(all_ops()[chance.integers(3)], its), KINDS[chance.integers(len(KINDS))]
                 on_gpu, on_host = sorted(chance.choice(4, 2)), chance.random() < 0.5
@@ -187,9 +176,7 @@ def test_started_and_blocking_calls_of_all_kinds_are_waited_for_in_any_order(
 
 
 @pytest.mark.ranks(3)
-def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(emulated, connected, comm, monkeypatch):
     """All packs, before anybody waits, and asking never blocks: not even while NCCL is held back."""
     ops, waits = BoundOps(NcclAllReduce(), connected), []
     monkeypatch.setattr(DeviceQueue, "wait", lambda queue, launched, *_: waits.append(launched))
@@ -199,7 +186,7 @@ def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(
     comm.Barrier()
     before = emulated.count("kernels")
     handles = [ops.start_all_reduce("SUM", its, PACKS) for its in arrays]
-    asked: list[bool] = []
+    asked = []
     assert emulated.comes_to(UNDER_WAY, 7, lambda: asked.extend(handle.is_done() for handle in handles))
     assert not any(asked)
     emulated.comes_to("kernels", before + 2)
@@ -214,13 +201,11 @@ def test_calls_are_launched_when_all_have_come_and_the_next_one_is_packed(
 
 
 @pytest.mark.ranks(3)
-def test_one_call_at_a_time_is_waited_for(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_at_a_time_is_waited_for(emulated, connected, comm, monkeypatch):
     """While a rank waits for the first of several, it looks after the others, and does not wait for them."""
     wait, depths, in_flight = DeviceQueue.wait, [0], []
 
-    def look(*arguments: Any) -> None:
+    def look(*arguments):
         depths.append(depths[-1] + 1)
         in_flight.append(emulated.count(UNDER_WAY))
         emulated.hold(False)
@@ -246,7 +231,7 @@ def test_one_call_at_a_time_is_waited_for(
 
 
 @pytest.mark.ranks(3)
-def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
+def test_calls_that_nobody_waits_for(emulated, connected, comm):
     """Their handles may be collected; the next call, or the end, sees to them."""
     ops = BoundOps(NcclAllReduce(), connected)
     values = [mine(comm.rank, 500) for _ in range(4)]
@@ -260,13 +245,11 @@ def test_calls_that_nobody_waits_for(emulated: Emulated, connected: SyncGroup, c
 
 
 @pytest.mark.ranks(3)
-def test_mpi_carries_device_memory_when_nccl_is_done(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mpi_carries_device_memory_when_nccl_is_done(emulated, connected, comm, monkeypatch):
     """Both at once could end in a deadlock, where MPI has work on the GPU."""
     transfer, under_way = MpiCommunicator.transfer, []
 
-    def note(*arguments: Any) -> None:
+    def note(*arguments):
         under_way.append(emulated.count(UNDER_WAY))
         transfer(*arguments)
 
@@ -279,7 +262,7 @@ def test_mpi_carries_device_memory_when_nccl_is_done(
     assert set(under_way) == {0}
 
 
-def started_before(comm: Intracomm, ops: CrossDeviceOps, values: Any, options: Any = None) -> Any:
+def started_before(comm, ops, values, options=None):
     """Start a reduction, on rank 0 last."""
     if comm.rank == 0:
         comm.Barrier()
@@ -289,13 +272,13 @@ def started_before(comm: Intracomm, ops: CrossDeviceOps, values: Any, options: A
     return handle
 
 
-def are_sums(results: Any, comm: Intracomm) -> bool:
+def are_sums(results, comm):
     return all(is_total(its, comm.size, its.size) for its in results)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
-def test_start_all_reduce_completes_beside_a_barrier(gpus: cuda.Cuda, comm: Intracomm, implementation: str) -> None:
+def test_start_all_reduce_completes_beside_a_barrier(gpus, comm, implementation):
     """Also while a rank waits for its whole GPU, which waits for what the ranks in the barrier have yet to launch."""
     options, values = CommunicationOptions(implementation=implementation), [mine(comm.rank, 300_000)]
     for made in opened(comm):
@@ -312,9 +295,7 @@ def test_start_all_reduce_completes_beside_a_barrier(gpus: cuda.Cuda, comm: Intr
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("way", ["through the host", "RING", "NCCL", "NCCL, one node"])
-def test_started_calls_are_done_while_the_gpu_computes(
-    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_started_calls_are_done_while_the_gpu_computes(gpus, comm, monkeypatch, way):
     """They come after what the stream held when they were started: later work of the caller does not delay them."""
     implementation, _, nodes = way.partition(", ")
     if implementation == "NCCL" and os.environ.get("TEST_HOSTIDS") != "1":

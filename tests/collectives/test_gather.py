@@ -11,7 +11,7 @@ from mpi4py import MPI
 from support.everywhere import raises_everywhere, same_everywhere
 from support.replicas import inside
 
-from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, PerReplica, Strategy
+from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, PerReplica
 from mpidist.errors import InvalidArgumentError
 
 WORLD = MPI.COMM_WORLD
@@ -21,14 +21,14 @@ Gather = Callable[..., Any]
 
 
 @pytest.fixture(params=["gather", "all_gather"])
-def gather(request: pytest.FixtureRequest, strategy: Strategy) -> Gather:
+def gather(request, strategy):
     """In cross-replica and in replica context, with the same results."""
     if request.param == "gather":
         return strategy.gather
     return lambda value, axis: inside(strategy, "all_gather", value, axis)
 
 
-def part(rank: int, axis: int = 0) -> Any:
+def part(rank, axis=0):
     """Give a rank's part [r, 2, 3]: as many rows as its number, so that rank 0 has none; the axis is moved."""
     return np.moveaxis(np.arange(6 * rank).reshape(rank, 2, 3) + 100 * rank, 0, axis)
 
@@ -39,7 +39,7 @@ LAID_OUT = [
     np.repeat(PLAIN, 2, axis=0)[::2], np.asfortranarray(PLAIN), PLAIN.astype(">f8"), PLAIN[:, ::-1].copy()[:, ::-1],
 ]  # fmt: skip
 # Name -> what a rank gives along an axis, and the axes.
-PARTS: dict[str, tuple[Callable[[int, Any], Any], list[Any]]] = {
+PARTS = {
     "vectors": (lambda rank, axis: np.arange(3) + rank, [0]),
     "even": (lambda rank, axis: np.full((1, 2, 2), rank), [0, 1, 2, -1]),
     "uneven": (lambda rank, axis: part(rank, axis), [0, 1, 2, -1, -3, np.int64(1)]),
@@ -58,7 +58,7 @@ PARTS: dict[str, tuple[Callable[[int, Any], Any], list[Any]]] = {
 
 @pytest.mark.core
 @pytest.mark.whole
-def test_gather_of_any_parts_puts_them_in_rank_order(gather: Gather) -> None:
+def test_gather_of_any_parts_puts_them_in_rank_order(gather):
     """Layout and byte order are each rank's own affair; arguments are read alone, and results are the caller's."""
     for name, (give, axes) in PARTS.items():
         for axis, _ in product(axes, range(2)):
@@ -75,14 +75,14 @@ def test_gather_of_any_parts_puts_them_in_rank_order(gather: Gather) -> None:
 
 
 @pytest.mark.usefixtures("placement")
-def test_gather_on_any_nodes_is_in_rank_order() -> None:
+def test_gather_on_any_nodes_is_in_rank_order():
     with MultiWorkerMirroredStrategy() as strategy:
         result = strategy.gather(part(RANK), 0)
     assert np.array_equal(result, np.concatenate([part(rank) for rank in range(SIZE)]))
 
 
 @pytest.mark.ranks(1, 3)
-def test_nest_is_gathered_leaf_by_leaf(gather: Gather) -> None:
+def test_nest_is_gathered_leaf_by_leaf(gather):
     """No leaf at all is a nest too."""
     value = [np.ones((1, RANK + 1)), {"b": np.array([[[1, 2], [1, 2]]]), "a": PerReplica((np.full((1, 1), RANK),))}]
     result = gather(value, 1)
@@ -94,11 +94,11 @@ def test_nest_is_gathered_leaf_by_leaf(gather: Gather) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_gather_of_scalars_and_wrong_axes_raises_on_all_ranks(gather: Gather) -> None:
+def test_gather_of_scalars_and_wrong_axes_raises_on_all_ranks(gather):
     for value in (1.0, 3, np.float32(1), np.ones(()), [np.ones(2), 1.0]):
         with raises_everywhere(WORLD, InvalidArgumentError, "gather: a scalar has no axis 0"):
             gather(value, 0)
-    wrong: list[tuple[Any, Any, type[Exception]]] = [
+    wrong = [
         *((np.ones((2, 3)), axis, InvalidArgumentError) for axis in (2, -3)),
         *((np.ones((2, 3)), axis, TypeError) for axis in ("0", None, 1.0, True, object())),
         *((np.array([item]), 0, InvalidArgumentError) for item in ("a", object())),
@@ -111,7 +111,7 @@ def test_gather_of_scalars_and_wrong_axes_raises_on_all_ranks(gather: Gather) ->
 
 
 @pytest.mark.ranks(1, 3)
-def test_options_are_options(strategy: Strategy) -> None:
+def test_options_are_options(strategy):
     options = CommunicationOptions(timeout_seconds=600)
     assert inside(strategy, "all_gather", np.ones(1), 0, options).shape == (SIZE,)
     with pytest.raises(TypeError, match="options must be"):

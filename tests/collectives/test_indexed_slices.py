@@ -1,11 +1,8 @@
 """Reductions of `IndexedSlices`: rows of all ranks, in rank order, those of one index added."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import IndexedSlices
@@ -17,12 +14,12 @@ pytestmark = pytest.mark.core
 SHAPE = (9, 2)
 
 
-def slices(rank: int, dtype: Any = np.float64) -> IndexedSlices:
+def slices(rank, dtype=np.float64):
     """Make `rank` rows, of which rows 0 and 2 have one index: none for rank 0."""
     return IndexedSlices(np.full((rank, 2), rank + 0.5).astype(dtype), [5, 1, 5][:rank], SHAPE)
 
 
-def dense(result: IndexedSlices) -> Any:
+def dense(result):
     array = np.zeros(SHAPE)
     np.add.at(array, result.indices, np.asarray(result.values, np.float64))
     return array
@@ -33,9 +30,7 @@ def dense(result: IndexedSlices) -> Any:
     ("op", "dtype"),
     [("sum", np.float64), ("mean", np.float32), ("mean", np.float16), ("sum", np.int32), ("mean", np.int32)],
 )
-def test_indexed_slices_have_the_dense_result_and_the_same_bits_on_every_rank(
-    strategy: Strategy, comm: Intracomm, op: str, dtype: Any
-) -> None:
+def test_indexed_slices_have_the_dense_result_and_the_same_bits_on_every_rank(strategy, comm, op, dtype):
     wanted = sum(dense(slices(rank, dtype)) for rank in range(comm.size)) / (comm.size if op == "mean" else 1)
     result = strategy.reduce(op, slices(comm.rank, dtype))
     is_whole = dtype is np.int32 and op == "sum"
@@ -46,7 +41,7 @@ def test_indexed_slices_have_the_dense_result_and_the_same_bits_on_every_rank(
     assert same_everywhere(comm, result.values)
 
 
-def test_indexed_slices_without_repeated_indices_are_in_rank_order(strategy: Strategy) -> None:
+def test_indexed_slices_without_repeated_indices_are_in_rank_order(strategy):
     rank, size = strategy.rank, strategy.size
     result = strategy.reduce("sum", IndexedSlices(np.full((1, 1), rank), np.array([size - rank])))
     assert result.indices.tolist() == [size - one for one in range(size)]
@@ -55,13 +50,13 @@ def test_indexed_slices_without_repeated_indices_are_in_rank_order(strategy: Str
     assert (empty.values.shape, empty.indices.shape) == ((0, 3), (0,))
 
 
-def test_indexed_slices_of_half_precision_are_rounded_once(strategy: Strategy) -> None:
+def test_indexed_slices_of_half_precision_are_rounded_once(strategy):
     values = np.full((3, 1), 2049, np.float16)  # float16 has 2048 and 2050
     result = strategy.reduce("mean", IndexedSlices(values, [0, 0, 0]))
     assert result.values.tolist() == [[np.float16(3 * float(values[0, 0]))]]
 
 
-def test_indexed_slices_and_dense_leaves_are_reduced_in_one_nest(strategy: Strategy) -> None:
+def test_indexed_slices_and_dense_leaves_are_reduced_in_one_nest(strategy):
     rank, size = strategy.rank, strategy.size
     value = {"b": np.full(2, rank), "a": [slices(rank), 2.0], "c": slices(size - 1 - rank)}
     for result in (
@@ -74,7 +69,7 @@ def test_indexed_slices_and_dense_leaves_are_reduced_in_one_nest(strategy: Strat
         assert np.array_equal(dense(result["c"]), sum(dense(slices(one)) for one in range(size)))
 
 
-def test_indexed_slices_in_a_batch_go_to_their_destinations(strategy: Strategy) -> None:
+def test_indexed_slices_in_a_batch_go_to_their_destinations(strategy):
     last = strategy.size - 1
     pairs = ((value, to) for value, to in [(slices(1), last), (np.ones(2), "all"), (slices(1), 0)])
     to_last, ones, to_first = strategy.extended.batch_reduce_to("mean", pairs)
@@ -84,8 +79,8 @@ def test_indexed_slices_in_a_batch_go_to_their_destinations(strategy: Strategy) 
         assert (result.values.tolist(), result.indices.tolist()) == ([[1.5, 1.5]], [5])
 
 
-def test_indexed_slices_of_replicas_have_the_same_bits_on_any_number_of_ranks(comm: Intracomm) -> None:
-    def contribution() -> Any:
+def test_indexed_slices_of_replicas_have_the_same_bits_on_any_number_of_ranks(comm):
+    def contribution():
         replica = mpidist.get_replica_context().replica_id_in_sync_group
         own = IndexedSlices(np.full((2, 1), 0.1 * replica, np.float32), [0, replica % 2])
         return mpidist.get_replica_context().all_reduce("sum", [own, np.ones(1)])
@@ -107,7 +102,7 @@ def test_indexed_slices_of_replicas_have_the_same_bits_on_any_number_of_ranks(co
 
 
 @pytest.mark.ranks(2, 3)
-def test_indexed_slices_that_differ_raise_on_every_rank(comm: Intracomm, strategy: Strategy) -> None:
+def test_indexed_slices_that_differ_raise_on_every_rank(comm, strategy):
     rank = int(comm.rank > 0)
     for value, text in (
         (IndexedSlices(np.ones((1, 2 + rank)), [0]), r"float64\[\*,3\]"),
@@ -124,9 +119,9 @@ def test_indexed_slices_that_differ_raise_on_every_rank(comm: Intracomm, strateg
     strategy.barrier()
 
 
-def test_indexed_slices_refuse_undefined_calls(comm: Intracomm, strategy: Strategy) -> None:
-    def start() -> Any:
-        return mpidist.get_replica_context().start_all_reduce("sum", slices(1)).wait()  # type: ignore[union-attr]
+def test_indexed_slices_refuse_undefined_calls(comm, strategy):
+    def start():
+        return mpidist.get_replica_context().start_all_reduce("sum", slices(1)).wait()
 
     for kind, text, call in (
         (ValueError, "they have SUM and MEAN", lambda: strategy.reduce("max", slices(1))),

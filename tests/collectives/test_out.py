@@ -1,14 +1,11 @@
 """Results in the caller's own arrays: `out=`. Layouts and dtypes of outs are rows of test_reductions."""
 
 import warnings
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.reductions import LARGE, LAYOUTS, all_reduce, numbers, total
 from tensors import Tensor
 
@@ -21,13 +18,13 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture
-def placed(comm: Intracomm, placement: object) -> Iterator[Strategy]:
+def placed(comm, placement):
     with Strategy(comm=comm) as made:
         yield made
 
 
 @pytest.mark.parametrize("count", [50, 300_000])
-def test_outs_that_overlap_arguments_take_results(strategy: Strategy, count: int) -> None:
+def test_outs_that_overlap_arguments_take_results(strategy, count):
     size = strategy.size
     value, other = np.ones(count), np.zeros(count)
     all_reduce(strategy, "SUM", [value, value], out=[value, other])
@@ -62,7 +59,7 @@ def test_outs_that_overlap_arguments_take_results(strategy: Strategy, count: int
     assert (memory[: 2 * count] == size * 5).all()
 
 
-def test_outs_that_share_bounds_and_no_memory_are_no_overlap(strategy: Strategy) -> None:
+def test_outs_that_share_bounds_and_no_memory_are_no_overlap(strategy):
     matrix = np.zeros((4, 3))
     all_reduce(strategy, "SUM", [np.full(4, column) for column in (1.0, 2.0, 3.0)], out=list(matrix.T))
     assert (matrix == [strategy.size * column for column in (1, 2, 3)]).all()
@@ -78,7 +75,7 @@ def test_outs_that_share_bounds_and_no_memory_are_no_overlap(strategy: Strategy)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), LARGE])
-def test_arrays_of_other_libraries_take_the_result(strategy: Strategy, shape: tuple[int, ...]) -> None:
+def test_arrays_of_other_libraries_take_the_result(strategy, shape):
     """Those that can be written through DLPack: new ones, arguments themselves, and beside others."""
     size = strategy.topology.size
     value, out, other = Tensor(numbers(strategy, shape)), Tensor(np.zeros(shape, np.float32)), np.zeros(3)
@@ -101,7 +98,7 @@ def test_arrays_of_other_libraries_take_the_result(strategy: Strategy, shape: tu
 
 
 @pytest.mark.ranks(3)
-def test_out_of_a_subclass_takes_the_result(strategy: Strategy) -> None:
+def test_out_of_a_subclass_takes_the_result(strategy):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PendingDeprecationWarning)
         out = np.asmatrix(np.zeros((2, 2)))
@@ -115,11 +112,11 @@ _READ_ONLY.flags.writeable = False
 
 
 class Readable:
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         return np.zeros(3)
 
 
-WRONG_OUTS: list[tuple[Any, Any, str]] = [
+WRONG_OUTS = [
     (np.ones(3), np.zeros(3, np.float32), r"out 0 must be an array f64\[3\], got f32\[3\]"),
     (np.ones(3), np.zeros(4), r"out 0 must be an array f64\[3\], got f64\[4\]"),
     (np.ones(3), np.zeros((1, 3)), r"got f64\[1,3\]"),
@@ -145,7 +142,7 @@ WRONG_OUTS: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.ranks(1, 3)
-def test_out_of_wrong_shape_dtype_or_kind_is_refused(strategy: Strategy, comm: Intracomm) -> None:
+def test_out_of_wrong_shape_dtype_or_kind_is_refused(strategy, comm):
     for value, out, text in WRONG_OUTS:
         with raises_everywhere(comm, InvalidArgumentError, text):
             all_reduce(strategy, "SUM", value, out=out)
@@ -162,7 +159,7 @@ def test_out_of_wrong_shape_dtype_or_kind_is_refused(strategy: Strategy, comm: I
 
 
 @pytest.mark.ranks(2, 3)
-def test_outs_of_ranks_may_differ_in_place_and_not_in_kind(strategy: Strategy, comm: Intracomm) -> None:
+def test_outs_of_ranks_may_differ_in_place_and_not_in_kind(strategy, comm):
     """An array of the node is written together: the others would take the next message for it."""
     out = np.zeros(3 if comm.rank else 4)
     with raises_everywhere(comm, InvalidArgumentError, r"rank 0: .*got f64\[4\]"):
@@ -175,7 +172,7 @@ def test_outs_of_ranks_may_differ_in_place_and_not_in_kind(strategy: Strategy, c
         all_reduce(strategy, "SUM", np.ones(3), out=np.zeros(3) if comm.rank == comm.size - 1 else of_node)
 
 
-def test_out_per_node_takes_the_result_once(placed: Strategy, comm: Intracomm) -> None:
+def test_out_per_node_takes_the_result_once(placed, comm):
     """All ranks of a node read it; whole, and in part."""
     size, context = comm.size, mpidist.get_replica_context
     for shape in ((4, 6), LARGE):
@@ -200,10 +197,10 @@ def test_out_per_node_takes_the_result_once(placed: Strategy, comm: Intracomm) -
     placed.reduce("mean", np.full(3, float(placed.rank)), weight=1, out=mean)
     assert np.allclose(mean, (size - 1) / 2)
     with raises_everywhere(comm, InvalidArgumentError, "out is a per-node array"):
-        placed.run(lambda: context().reduce_scatter("sum", np.ones(3 * size), out=mean))  # type: ignore[union-attr]
+        placed.run(lambda: context().reduce_scatter("sum", np.ones(3 * size), out=mean))
 
 
-def test_out_with_changed_layout_takes_the_result(strategy: Strategy, comm: Intracomm) -> None:
+def test_out_with_changed_layout_takes_the_result(strategy, comm):
     """`transpose` makes another array; this one stays the same."""
     for length in (4, 300):
         value = np.empty((length, length))
@@ -218,7 +215,7 @@ def test_out_with_changed_layout_takes_the_result(strategy: Strategy, comm: Intr
                     value.strides = value.strides[::-1]
 
 
-def test_reduce_of_both_infinities_is_nan(strategy: Strategy, comm: Intracomm) -> None:
+def test_reduce_of_both_infinities_is_nan(strategy, comm):
     """Gradients of a scaled loss: infinities of both signs. Although one rank lets NumPy raise."""
     infinities = np.full(comm.size, np.inf if comm.rank % 2 else -np.inf)
     for dtype, count in product((np.dtype(np.float16), bfloat16(), np.dtype(np.float32)), (1, 3)):
@@ -239,13 +236,13 @@ def test_reduce_of_both_infinities_is_nan(strategy: Strategy, comm: Intracomm) -
 
 
 @pytest.mark.ranks(2, 3)
-def test_out_changed_between_calls_is_checked_again(strategy: Strategy, comm: Intracomm) -> None:
+def test_out_changed_between_calls_is_checked_again(strategy, comm):
     """Of a list that was checked, one is replaced, made read-only, or reshaped: all ranks hear of it."""
 
-    def into(outs: list[Any]) -> Any:
+    def into(outs):
         return all_reduce(strategy, "SUM", [np.ones(6), np.ones(4)], out=outs)
 
-    changes: list[tuple[str, Callable[[list[Any]], Any]]] = [
+    changes = [
         (r"out 1 must be an array .*\[4\], got .*\[5\]", lambda outs: outs.__setitem__(1, np.empty(5))),
         ("share memory", lambda outs: outs.__setitem__(1, outs[0][:4])),
         ("read-only", lambda outs: outs[1].setflags(write=False)),
@@ -254,7 +251,7 @@ def test_out_changed_between_calls_is_checked_again(strategy: Strategy, comm: In
         ("same form", lambda outs: outs.__setitem__(1, [0.0] * 4)),
     ]
     for text, change in changes:
-        outs: list[Any] = [np.empty(6), np.empty(4)]
+        outs = [np.empty(6), np.empty(4)]
         for _ in range(3):
             assert all((out == comm.size).all() for out in into(outs))
         change(outs)
@@ -263,7 +260,7 @@ def test_out_changed_between_calls_is_checked_again(strategy: Strategy, comm: In
 
 
 @pytest.mark.ranks(1, 3)
-def test_out_of_reduce_along_an_axis_takes_the_result(strategy: Strategy) -> None:
+def test_out_of_reduce_along_an_axis_takes_the_result(strategy):
     value = np.arange(6.0).reshape(2, 3) + strategy.rank
     total = strategy.size * np.arange(6.0).reshape(2, 3) + sum(range(strategy.size))
     for op, right in (("sum", total.sum(axis=0)), ("mean", total.mean(axis=0) / strategy.size)):
@@ -272,16 +269,16 @@ def test_out_of_reduce_along_an_axis_takes_the_result(strategy: Strategy) -> Non
         assert np.allclose(row, right, rtol=1e-15)
 
 
-def gathered(strategy: Strategy, value: Any, axis: int, out: Any) -> Any:
-    return strategy.run(lambda: mpidist.get_replica_context().all_gather(value, axis, out=out))  # type: ignore[union-attr]
+def gathered(strategy, value, axis, out):
+    return strategy.run(lambda: mpidist.get_replica_context().all_gather(value, axis, out=out))
 
 
-def test_outs_of_all_gather_and_reduce_scatter_take_results(placed: Strategy) -> None:
+def test_outs_of_all_gather_and_reduce_scatter_take_results(placed):
     """Of each layout and axis; the whole may hold the part that is sent, or is taken, and other parts."""
     size, rank, context = placed.size, placed.rank, mpidist.get_replica_context
 
-    def scatter(op: str, value: Any, axis: int, out: Any) -> Any:
-        return placed.run(lambda: context().reduce_scatter(op, value, axis, out=out))  # type: ignore[union-attr]
+    def scatter(op, value, axis, out):
+        return placed.run(lambda: context().reduce_scatter(op, value, axis, out=out))
 
     for layout, axis in product(LAYOUTS, (0, 1, -1)):
         out = LAYOUTS[layout]((2 * size, 3) if axis == 0 else (2, 3 * size), np.dtype(np.int32))
@@ -306,7 +303,7 @@ def test_outs_of_all_gather_and_reduce_scatter_take_results(placed: Strategy) ->
 
 
 @pytest.mark.ranks(2, 3)
-def test_out_of_all_gather_that_does_not_fit_on_one_rank_is_refused_on_all(comm: Intracomm, strategy: Strategy) -> None:
+def test_out_of_all_gather_that_does_not_fit_on_one_rank_is_refused_on_all(comm, strategy):
     for own, length in ((2, 2 * comm.size), (comm.rank + 1, comm.size * (comm.size + 1) // 2)):
         out = np.zeros(length + (comm.rank == 1))
         text = f"out 0 of rank 1 has length {length + 1} along axis 0, .* {length}"
@@ -315,10 +312,10 @@ def test_out_of_all_gather_that_does_not_fit_on_one_rank_is_refused_on_all(comm:
         assert strategy.reduce("sum", 1.0) == comm.size
 
 
-def test_outs_of_replicas_take_gathers_and_parts(comm: Intracomm) -> None:
+def test_outs_of_replicas_take_gathers_and_parts(comm):
     replicas = 5
 
-    def step() -> Any:
+    def step():
         context = mpidist.get_replica_context()
         assert context is not None
         own = context.replica_id_in_sync_group

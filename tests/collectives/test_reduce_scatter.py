@@ -1,13 +1,11 @@
 """`ReplicaContext.reduce_scatter`: the part of an all-reduce that belongs to a rank."""
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from support.contributions import HALVES, bits
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.replicas import inside
 
 from mpidist import CommunicationOptions
@@ -18,11 +16,11 @@ from mpidist.errors import InvalidArgumentError
 pytestmark = pytest.mark.core
 
 
-def part(strategy: Strategy, whole: Any, axis: int) -> Any:
+def part(strategy, whole, axis):
     return np.array_split(whole, strategy.topology.size, axis)[strategy.topology.rank]
 
 
-def test_reduce_scatter_gives_ranks_their_part_of_the_all_reduce(comm: Intracomm, placement: object) -> None:
+def test_reduce_scatter_gives_ranks_their_part_of_the_all_reduce(comm, placement):
     with Strategy(comm=comm) as strategy:
         random = np.random.default_rng(comm.rank)
         shape = (comm.size + 2, 3 * comm.size - 1, 2)
@@ -48,7 +46,7 @@ def test_reduce_scatter_gives_ranks_their_part_of_the_all_reduce(comm: Intracomm
 
 
 @pytest.mark.ranks(2, 3)
-def test_axis_that_is_no_number_is_every_ranks_error(comm: Intracomm, strategy: Strategy) -> None:
+def test_axis_that_is_no_number_is_every_ranks_error(comm, strategy):
     for wrong in (True, 0.0, None, "0", (0,), object()):
         with raises_everywhere(comm, TypeError, "axis must be a whole number, got"):
             inside(strategy, "reduce_scatter", "SUM", np.ones((4, 4)), axis=wrong)
@@ -59,7 +57,7 @@ def test_axis_that_is_no_number_is_every_ranks_error(comm: Intracomm, strategy: 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("nodes", ["0,0,1,1", "0,1,0,1"])
-def test_nodes_exchange_no_more_than_they_must(comm: Intracomm, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_exchange_no_more_than_they_must(comm, nodes, monkeypatch):
     """S (K - 1) / K bytes per node of two: a quarter of S for each of its two ranks."""
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes)
     with Strategy(comm=comm) as strategy:

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.contributions import HALVES, UFUNCS, bits, contribution, in_rank_order
-from support.ranks import Intracomm
 from support.reductions import LARGE, LAYOUTS
 from support.transports import TRANSPORTS, set_sizes
 
@@ -42,7 +41,7 @@ class Row(NamedTuple):
     history: str
 
 
-AXES: dict[str, list[Any]] = {
+AXES = {
     "call": ["all_reduce", "reduce", "start_all_reduce", "list", "batch_reduce", "reduce_scatter"],
     "op": ["SUM", "MEAN", "MIN", "MAX", "PROD"],
     "dtype": ["i1", "u2", "i4", "f2", ml_dtypes.bfloat16, "f4", "f8", "g", "c16"],
@@ -55,12 +54,12 @@ AXES: dict[str, list[Any]] = {
 
 
 @cache
-def table() -> list[Row]:
+def table():
     """Choose rows that have every pair of values of two axes; the same rows on every rank."""
     draw, axes = random.Random(0), list(enumerate(AXES.values()))
     pairs = [((i, a), (j, b)) for (i, ones), (j, others) in combinations(axes, 2) for a in ones for b in others]
-    seen: set[Any] = set()
-    rows: list[Row] = []
+    seen = set()
+    rows = []
     for pair in pairs:
         if pair not in seen:
             drawn = [{at: draw.choice(axis) for at, axis in axes} | dict(pair) for _ in range(20)]
@@ -70,7 +69,7 @@ def table() -> list[Row]:
     return rows
 
 
-def possible(row: Row) -> Row:
+def possible(row):
     dtype = np.dtype(row.dtype)
     row = row._replace(dtype=dtype)
     if dtype.kind == "c" and row.op in ("MIN", "MAX"):
@@ -86,13 +85,13 @@ def possible(row: Row) -> Row:
     return row._replace(out="new") if row.call == "reduce_scatter" and is_shared else row
 
 
-def laid_out(strategy: Strategy, layout: str, shape: tuple[int, ...], dtype: Any) -> Any:
+def laid_out(strategy, layout, shape, dtype):
     if layout in ("symmetric", "per node"):
         return strategy.symmetric_empty(shape, dtype, per_node=layout == "per node")
     return LAYOUTS[layout](shape, dtype) if len(shape) == 2 and layout in LAYOUTS else np.zeros(shape, dtype)
 
 
-def given(row: Row, rank: int, size: int) -> Any:
+def given(row, rank, size):
     numbers = contribution("sum" if row.op == "MEAN" else row.op.lower(), rank, int(np.prod(row.shape)), row.dtype)
     if row.op == "MEAN" and row.dtype in HALVES:
         numbers = numbers * row.dtype.type(size)  # a mean of halves that rounds nowhere, in any order
@@ -100,7 +99,7 @@ def given(row: Row, rank: int, size: int) -> Any:
     return np.broadcast_to(numbers[:1], row.shape) if row.value == "repeated rows" and row.shape else numbers
 
 
-def expected(row: Row, step: int, size: int) -> Any:
+def expected(row, step, size):
     parts = [given(row, rank + step, size) for rank in range(size)]
     if row.op != "MEAN":
         return in_rank_order(UFUNCS[row.op.lower()], parts, row.dtype)
@@ -109,7 +108,7 @@ def expected(row: Row, step: int, size: int) -> Any:
     return (in_rank_order(np.add, parts, np.dtype(np.int64)) / size).astype("f4" if row.dtype.itemsize <= 2 else "f8")
 
 
-def around(out: Any) -> Any:
+def around(out):
     """Add up what lies around an array in the memory of a larger one."""
     base = getattr(out, "base", None)
     if not isinstance(base, np.ndarray) or base.dtype != out.dtype:
@@ -117,7 +116,7 @@ def around(out: Any) -> Any:
     return base.astype(np.complex128).sum() - out.astype(np.complex128).sum()
 
 
-def carry_out(strategy: Strategy, row: Row, value: Any, out: Any) -> Any:
+def carry_out(strategy, row, value, out):
     options = OPTIONS[row.options]
     if row.call == "reduce":
         return strategy.reduce(row.op, value, options=options, out=out)
@@ -133,7 +132,7 @@ def carry_out(strategy: Strategy, row: Row, value: Any, out: Any) -> Any:
     return result.wait() if row.call == "start_all_reduce" else result
 
 
-def disturb(strategy: Strategy, row: Row) -> Any:
+def disturb(strategy, row):
     """Make what precedes a call by its row; return what is still under way."""
     if row.history == "beside a started call":
         return strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("SUM", np.ones(20_000)))
@@ -143,7 +142,7 @@ def disturb(strategy: Strategy, row: Row) -> Any:
     return None
 
 
-def complaint(strategy: Strategy, row: Row) -> str:
+def complaint(strategy, row):
     """Make the call of a row three times, and say what is wrong with it. Collective."""
     size, rank, kept, wrong = strategy.size, strategy.rank, [], []
     for step in range(3):
@@ -188,12 +187,12 @@ def complaint(strategy: Strategy, row: Row) -> str:
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.usefixtures("transport", "placement")
-def test_reduction_of_any_row_is_that_of_numpy(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, half: int) -> None:
+def test_reduction_of_any_row_is_that_of_numpy(comm, monkeypatch, half):
     set_sizes(monkeypatch, chunk_bytes=48 << 10, least_bytes=64 << 10)
     with Strategy(comm=comm) as strategy:
         assert [wrong for wrong in (complaint(strategy, possible(row)) for row in table()[half::2]) if wrong] == []
 
 
 @pytest.mark.ranks(1)
-def test_reduction_on_one_rank_is_that_of_numpy(strategy: Strategy) -> None:
+def test_reduction_on_one_rank_is_that_of_numpy(strategy):
     assert [wrong for wrong in (complaint(strategy, possible(row)) for row in table()) if wrong] == []

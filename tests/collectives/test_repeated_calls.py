@@ -4,13 +4,10 @@ import sys
 import time
 import weakref
 from collections import namedtuple
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.reductions import LARGE, all_reduce, are_repeated
 from support.used import are_gone
 
@@ -26,14 +23,12 @@ from mpidist.transport.native.loading import native
 pytestmark = pytest.mark.core
 
 
-def total(comm: Intracomm) -> int:
+def total(comm):
     return comm.size * (comm.size + 1) // 2
 
 
 @pytest.mark.parametrize("shape", [(3,), (1 << 18,)])
-def test_repeated_calls_are_recognised_wherever_their_arrays_lie(
-    strategy: Strategy, comm: Intracomm, repeated: list[bool], shape: tuple[int, ...]
-) -> None:
+def test_repeated_calls_are_recognised_wherever_their_arrays_lie(strategy, comm, repeated, shape):
     """In place, into new arrays, halves of one array, another, a symmetric one; after one of the node.
 
     What a rank passes as `out` is its own affair.
@@ -42,7 +37,7 @@ def test_repeated_calls_are_recognised_wherever_their_arrays_lie(
     value, other, whole = np.empty(shape), np.empty(shape), np.empty((2, *shape))
     symmetric = strategy.symmetric_empty(shape, np.float64)
     of_node = strategy.symmetric_empty(shape, np.float64, per_node=True)
-    cases: list[tuple[Any, Any, bool | None]] = [
+    cases = [
         (value, None, again),
         (value, value, again),
         (value, other, again),
@@ -74,13 +69,11 @@ def test_repeated_calls_are_recognised_wherever_their_arrays_lie(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("shape", [(4, 6), LARGE])
 @pytest.mark.parametrize("is_list", [False, True])
-def test_repeated_calls_meet_with_unlike_placements_of_arrays(
-    strategy: Strategy, comm: Intracomm, shape: tuple[int, ...], is_list: bool
-) -> None:
+def test_repeated_calls_meet_with_unlike_placements_of_arrays(strategy, comm, shape, is_list):
     """Only some of these calls are repeated ones. Also those of another byte order; into new arrays, and in place."""
     symmetric = [strategy.symmetric_empty(shape, np.float64) for _ in range(3)]
     places = np.arange(np.prod(shape), dtype=float).reshape(shape)
-    kinds: list[Callable[[int], Any]] = [
+    kinds = [
         lambda at: np.empty(shape),
         lambda at: np.empty(shape),  # most often, as only equal calls are repeated
         lambda at: np.empty(shape, order="F"),
@@ -105,7 +98,7 @@ def test_repeated_calls_meet_with_unlike_placements_of_arrays(
 
 
 # A text of the error, and a call, which one rank makes otherwise.
-MISTAKES: list[tuple[str, Callable[[Strategy, Any, bool], Any]]] = [
+MISTAKES = [
     ("array 0", lambda s, value, is_odd: all_reduce(s, "SUM", np.ones(6) if is_odd else value)),
     ("array 0", lambda s, value, is_odd: all_reduce(s, "SUM", value.astype("f4") if is_odd else value)),
     ("op", lambda s, value, is_odd: all_reduce(s, "MAX" if is_odd else "SUM", value, out=value)),
@@ -119,9 +112,7 @@ MISTAKES: list[tuple[str, Callable[[Strategy, Any, bool], Any]]] = [
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("shape", [(5,), (1 << 16,)])
-def test_mistake_after_equal_calls_is_an_error_of_all_and_nothing_else(
-    strategy: Strategy, comm: Intracomm, shape: tuple[int, ...]
-) -> None:
+def test_mistake_after_equal_calls_is_an_error_of_all_and_nothing_else(strategy, comm, shape):
     """Every rank tells the difference, whichever rank makes it."""
     value = np.ones(shape)
     for step, (text, mistake) in enumerate(MISTAKES):
@@ -142,9 +133,7 @@ def test_mistake_after_equal_calls_is_an_error_of_all_and_nothing_else(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
 @pytest.mark.parametrize("shapes", [[(64, 4096)], [(5000,), (3, 4)]], ids=["array", "list"])
-def test_symmetric_arrays_in_turn_are_repeated_and_let_go(
-    strategy: Strategy, comm: Intracomm, repeated: list[bool], op: str, shapes: list[tuple[int, ...]]
-) -> None:
+def test_symmetric_arrays_in_turn_are_repeated_and_let_go(strategy, comm, repeated, op, shapes):
     lists = [strategy.symmetric_empty_like([np.empty(shape, np.float32) for shape in shapes]) for _ in range(2)]
     values = [arrays[0] if len(arrays) == 1 else arrays for arrays in lists]
     want = {"SUM": total(comm), "MEAN": total(comm) / comm.size, "MAX": comm.size}[op]
@@ -168,7 +157,7 @@ def test_symmetric_arrays_in_turn_are_repeated_and_let_go(
 
 
 @pytest.mark.ranks(2, 3)
-def test_repeated_calls_with_shared_outs_are_right(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:
+def test_repeated_calls_with_shared_outs_are_right(strategy, comm, repeated):
     whole, alone = np.empty(60_000), np.empty(50_000)
     of_node = strategy.symmetric_empty(50_000, np.float64, per_node=True)
     symmetric = strategy.symmetric_empty(50_000, np.float64)
@@ -182,7 +171,7 @@ def test_repeated_calls_with_shared_outs_are_right(strategy: Strategy, comm: Int
 
 
 @pytest.mark.ranks(1, 2)
-def test_mean_of_integers_is_never_cut_into_an_integer_out(strategy: Strategy, comm: Intracomm) -> None:
+def test_mean_of_integers_is_never_cut_into_an_integer_out(strategy, comm):
     """Also of an array in another layout, whose call into a new array is a cached one."""
     value = np.arange(12).reshape(6, 2)[:, 0] + comm.rank
     for _ in range(3):
@@ -192,7 +181,7 @@ def test_mean_of_integers_is_never_cut_into_an_integer_out(strategy: Strategy, c
 
 
 @pytest.mark.ranks(2, 3)
-def test_private_out_after_a_per_node_one_of_the_same_form_is_private(strategy: Strategy, comm: Intracomm) -> None:
+def test_private_out_after_a_per_node_one_of_the_same_form_is_private(strategy, comm):
     value, of_node = np.ones((4, 5)), strategy.symmetric_empty((4, 5), np.float64, per_node=True)
     for _ in range(2):
         all_reduce(strategy, "sum", value, out=of_node)
@@ -204,7 +193,7 @@ def test_private_out_after_a_per_node_one_of_the_same_form_is_private(strategy: 
 
 
 @pytest.mark.ranks(1, 3)
-def test_repeated_calls_keep_no_array(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_calls_keep_no_array(strategy, comm):
     """Neither what was passed nor what came back; nor the frames of a refusal that is caught."""
     for shape in [(5,), (1 << 18,)] * 3:
         value = np.ones(shape)
@@ -213,7 +202,7 @@ def test_repeated_calls_keep_no_array(strategy: Strategy, comm: Intracomm) -> No
         del value
         assert are_gone(seen)
 
-    def fails() -> weakref.ref[Any]:
+    def fails():
         value = np.ones(5)
         with pytest.raises(mpidist.errors.InvalidArgumentError):
             all_reduce(strategy, "SUM", value, out=np.ones(6))
@@ -225,11 +214,11 @@ def test_repeated_calls_keep_no_array(strategy: Strategy, comm: Intracomm) -> No
 
 
 @pytest.mark.ranks(2, 3)
-def test_repeated_calls_mixed_with_symmetric_keep_no_private_array(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_calls_mixed_with_symmetric_keep_no_private_array(strategy, comm):
     symmetric, value = strategy.symmetric_empty((1 << 18,), np.float64), np.ones(1 << 18)
     for _ in range(2):
         all_reduce(strategy, "SUM", value, out=value)
-    array: Any = symmetric if comm.rank else value
+    array = symmetric if comm.rank else value
     array[...] = 1
     assert (all_reduce(strategy, "SUM", array, out=array) == comm.size).all()
     seen = weakref.ref(value)
@@ -239,15 +228,15 @@ def test_repeated_calls_mixed_with_symmetric_keep_no_private_array(strategy: Str
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("length", [100, 20_000])
-def test_lists_of_one_plan_in_turn(strategy: Strategy, comm: Intracomm, length: int) -> None:
+def test_lists_of_one_plan_in_turn(strategy, comm, length):
     """Into new arrays, themselves, others, of other layouts, started, and refused in between: nothing is kept."""
-    gone: list[weakref.ref[Any]] = []
+    gone = []
 
-    def started(values: list[Any]) -> list[list[Any]]:
+    def started(values):
         pending = [mpidist.get_replica_context().start_all_reduce("SUM", values) for _ in range(2)]
         return [[result[0] for result in its.wait()] for its in pending]
 
-    def call(number: int) -> None:
+    def call(number):
         values = [np.full(length, number * (comm.rank + 1) + at, np.float32) for at in range(6)]
         want = [number * total(comm) + at * comm.size for at in range(6)]
         gone.extend(map(weakref.ref, values))
@@ -275,15 +264,13 @@ def test_lists_of_one_plan_in_turn(strategy: Strategy, comm: Intracomm, length: 
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("length", [9, 20_000])
-def test_repeated_lists_of_several_dtypes_in_turn_are_recognised(
-    strategy: Strategy, comm: Intracomm, repeated: list[bool], length: int
-) -> None:
+def test_repeated_lists_of_several_dtypes_in_turn_are_recognised(strategy, comm, repeated, length):
     """Into new arrays and in place, with numbers; where a rank's are symmetric, or refused; and nothing is kept."""
     again = are_repeated(strategy)
     first = [np.empty(length), np.empty((2, length), np.float32), np.empty((), np.float32), np.empty(length)]
     second = {"a": np.empty(length, np.float32), "b": np.empty(3)}
     symmetric = strategy.symmetric_empty_like(first)
-    calls: list[tuple[Any, bool]] = [(first, False), (second, False), (first, True), (second, True)]
+    calls = [(first, False), (second, False), (first, True), (second, True)]
     for step in range(1, 6):
         if step == 4 and comm.size > 1:
             with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "op"):
@@ -310,22 +297,18 @@ def test_repeated_lists_of_several_dtypes_in_turn_are_recognised(
 
 
 @pytest.mark.ranks(1, 3)
-def test_repeated_number_is_reduced_as_an_array_and_stays_of_its_type(
-    strategy: Strategy, comm: Intracomm, repeated: list[bool]
-) -> None:
+def test_repeated_number_is_reduced_as_an_array_and_stays_of_its_type(strategy, comm, repeated):
     kinds = float, np.float16, np.float32, np.int64
     for kind in kinds:
         for step in range(3):
-            result: Any = all_reduce(strategy, "sum", kind(step + comm.rank))
+            result = all_reduce(strategy, "sum", kind(step + comm.rank))
             assert type(result) is kind
             assert result == step * comm.size + sum(range(comm.size))
     assert repeated == [False, *[are_repeated(strategy)] * 2] * len(kinds)
 
 
 @pytest.mark.ranks(1, 3)
-def test_repeated_calls_are_matched_by_overridden_options(
-    strategy: Strategy, comm: Intracomm, repeated: list[bool]
-) -> None:
+def test_repeated_calls_are_matched_by_overridden_options(strategy, comm, repeated):
     unlike = {"reproducible": False}
     kinds = [None, Options(timeout_seconds=600.0), Options(**unlike), Options(timeout_seconds=500.0, **unlike)]
     for step in range(3):
@@ -338,8 +321,8 @@ def test_repeated_calls_are_matched_by_overridden_options(
 
 
 @pytest.mark.ranks(2)
-def test_deadline_of_a_repeated_call_is_that_of_its_own_options(strategy: Strategy, comm: Intracomm) -> None:
-    def call(seconds: float) -> Any:
+def test_deadline_of_a_repeated_call_is_that_of_its_own_options(strategy, comm):
+    def call(seconds):
         return all_reduce(strategy, "sum", np.ones(5), options=Options(timeout_seconds=seconds))
 
     for _ in range(3):
@@ -355,11 +338,9 @@ def test_deadline_of_a_repeated_call_is_that_of_its_own_options(strategy: Strate
 
 
 @pytest.mark.ranks(1, 3)
-def test_repeated_lists_with_equal_first_arrays_are_all_cached(
-    strategy: Strategy, comm: Intracomm, repeated: list[bool]
-) -> None:
+def test_repeated_lists_with_equal_first_arrays_are_all_cached(strategy, comm, repeated):
     pair = namedtuple("pair", "one two")
-    lists: list[Any] = [[np.full(16, 1.0), np.full(size, 2.0)] for size in (32, 64)]
+    lists = [[np.full(16, 1.0), np.full(size, 2.0)] for size in (32, 64)]
     lists.append(pair(np.full(16, 1.0), np.full(48, 2.0)))
     for _ in range(3):
         for arrays in lists:
@@ -370,7 +351,7 @@ def test_repeated_lists_with_equal_first_arrays_are_all_cached(
 
 
 @pytest.mark.ranks(2)
-def test_nests_without_leaves_are_reduced_or_refused_on_all_ranks(strategy: Strategy, comm: Intracomm) -> None:
+def test_nests_without_leaves_are_reduced_or_refused_on_all_ranks(strategy, comm):
     for _ in range(3):
         assert (all_reduce(strategy, "sum", np.ones(5)) == comm.size).all()
         assert all_reduce(strategy, "sum", [[]]) == [[]]
@@ -380,14 +361,12 @@ def test_nests_without_leaves_are_reduced_or_refused_on_all_ranks(strategy: Stra
 
 
 @pytest.mark.ranks(2)
-def test_list_with_a_number_that_changes_after_its_start_is_reduced_as_it_was(
-    strategy: Strategy, comm: Intracomm
-) -> None:
-    def start(values: list[Any]) -> Any:
+def test_list_with_a_number_that_changes_after_its_start_is_reduced_as_it_was(strategy, comm):
+    def start(values):
         return mpidist.get_replica_context().start_all_reduce("sum", values)
 
     for _ in range(3):
-        values: list[Any] = [np.ones(20_000), 2.5]
+        values = [np.ones(20_000), 2.5]
         started = strategy.run(start, args=(values,))
         values.clear()
         array, number = started.wait()
@@ -397,10 +376,8 @@ def test_list_with_a_number_that_changes_after_its_start_is_reduced_as_it_was(
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("length", [16, 20_000])
-def test_lists_into_new_outs_each_time_are_repeated_unless_memory_is_shared(
-    strategy: Strategy, comm: Intracomm, repeated: list[bool], length: int
-) -> None:
-    def call(values: list[Any], outs: list[Any]) -> None:
+def test_lists_into_new_outs_each_time_are_repeated_unless_memory_is_shared(strategy, comm, repeated, length):
+    def call(values, outs):
         for at, value in enumerate(values):
             value[...] = at + comm.rank
         assert all_reduce(strategy, "sum", values, out=outs) is outs
@@ -427,12 +404,10 @@ def test_lists_into_new_outs_each_time_are_repeated_unless_memory_is_shared(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("shape", [(5,), (1 << 18,)])
 @pytest.mark.parametrize("method", ["lend", "begin"])
-def test_repeated_call_failed_at_its_start_raises_on_all(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], method: str
-) -> None:
+def test_repeated_call_failed_at_its_start_raises_on_all(comm, monkeypatch, shape, method):
     """Before data moves, so that the next call goes well."""
 
-    def no_memory(*_: Any) -> Any:
+    def no_memory(*_):
         raise MemoryError("Unable to allocate 9 TiB")
 
     if method == "begin":  # no call is compiled as a whole then
@@ -450,7 +425,7 @@ def test_repeated_call_failed_at_its_start_raises_on_all(
 
 
 @pytest.mark.ranks(1, 3)
-def test_results_begin_where_other_libraries_take_them_without_a_copy(strategy: Strategy, comm: Intracomm) -> None:
+def test_results_begin_where_other_libraries_take_them_without_a_copy(strategy, comm):
     """From 128 KiB on: alone, and beside others."""
     for count in (1 << 15, (1 << 15) + 3, 3 << 14, 1 << 16, (1 << 16) + 1):
         for step in range(3):
@@ -462,7 +437,7 @@ def test_results_begin_where_other_libraries_take_them_without_a_copy(strategy: 
 
 
 @pytest.mark.ranks(1, 3)
-def test_calls_after_a_reset_are_as_before(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:
+def test_calls_after_a_reset_are_as_before(strategy, comm, repeated):
     for _ in range(2):
         for _ in range(3):
             assert (all_reduce(strategy, "SUM", np.ones(5)) == comm.size).all()
@@ -471,7 +446,7 @@ def test_calls_after_a_reset_are_as_before(strategy: Strategy, comm: Intracomm, 
 
 
 @pytest.mark.ranks(1, 3)
-def test_repeated_calls_of_two_strategies_and_ops_are_separate(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_calls_of_two_strategies_and_ops_are_separate(strategy, comm):
     with Strategy(comm=comm) as second:
         for step in range(4):
             for one in (strategy, second):
@@ -481,12 +456,12 @@ def test_repeated_calls_of_two_strategies_and_ops_are_separate(strategy: Strateg
 
 
 @pytest.mark.ranks(2)
-def test_repeated_call_passes_through_few_functions(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_call_passes_through_few_functions(strategy, comm):
     """Their number is the time of a small call: each takes 0.1 us. What a rank does while it waits is not counted."""
-    calls: set[str] = set()
-    waits: list[Any] = []  # the frame of a wait, while it runs
+    calls = set()
+    waits = []  # the frame of a wait, while it runs
 
-    def note(frame: Any, event: str, _: Any) -> None:
+    def note(frame, event, _):
         if event == "call" and not waits:
             if frame.f_code.co_name == "_wait":  # not in every call: most often where ranks are more than cores
                 waits.append(frame)
@@ -495,7 +470,7 @@ def test_repeated_call_passes_through_few_functions(strategy: Strategy, comm: In
         elif event == "return" and waits == [frame]:
             waits.clear()
 
-    def names_of(value: Any, out: Any, most: int) -> list[str]:
+    def names_of(value, out, most):
         context, least = mpidist.get_replica_context(), [str(count) for count in range(1000)]
         for turn in range(1000):
             if turn % 10 == 0 and max(comm.allgather(len(least))) <= most:

@@ -2,18 +2,14 @@
 
 import logging
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 import mpidist
 from mpidist import CommunicationOptions, nest
-from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.transport.text import count_text
 
@@ -23,7 +19,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize("kib", [16, 32, 64, 128])
 @pytest.mark.parametrize("op", ["SUM", "MAX"])
 @pytest.mark.ranks(1, 2, 3)
-def test_lists_around_each_size_from_which_on_another_way_is_faster(strategy: Strategy, op: str, kib: int) -> None:
+def test_lists_around_each_size_from_which_on_another_way_is_faster(strategy, op, kib):
     """Into new arrays, in place, and the same in memory that the ranks of a node share."""
     size, rank = strategy.topology.size, strategy.topology.rank
     want = size * (size + 1) / 2 if op == "SUM" else size
@@ -42,7 +38,7 @@ def test_lists_around_each_size_from_which_on_another_way_is_faster(strategy: St
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
-def test_small_values_of_several_dtypes_share_a_barrier(strategy: Strategy, op: str) -> None:
+def test_small_values_of_several_dtypes_share_a_barrier(strategy, op):
     """As metrics of a step: numbers, counts, and a histogram. Means of whole numbers are floats."""
     size, rank = strategy.topology.size, strategy.topology.rank
     of_ranks = {"SUM": size * (size + 1) / 2, "MEAN": (size + 1) / 2, "MAX": size}[op]
@@ -60,7 +56,7 @@ def test_small_values_of_several_dtypes_share_a_barrier(strategy: Strategy, op: 
             assert fused.slots.barrier.count == before + 1
 
 
-def test_values_of_another_layout_are_copied_once(strategy: Strategy) -> None:
+def test_values_of_another_layout_are_copied_once(strategy):
     value, out = np.ones((300, 200)).T, np.empty((200, 300))
     most = 0
     for _ in range(3):
@@ -73,7 +69,7 @@ def test_values_of_another_layout_are_copied_once(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_small_integers_wrap_in_sums_and_not_in_means(strategy: Strategy) -> None:
+def test_small_integers_wrap_in_sums_and_not_in_means(strategy):
     """As in NumPy."""
     size = strategy.topology.size
     value = np.full(3, 100, np.int8)
@@ -86,13 +82,13 @@ def test_small_integers_wrap_in_sums_and_not_in_means(strategy: Strategy) -> Non
 
 
 @pytest.mark.ranks(1, 3)
-def test_flags_have_a_least_and_a_greatest(strategy: Strategy, comm: Intracomm) -> None:
+def test_flags_have_a_least_and_a_greatest(strategy, comm):
     """What all ranks agree to, or any. A sum of flags would be no flag."""
 
-    def in_run(name: str) -> Callable[[str, Any], Any]:
+    def in_run(name):
         return lambda op, flags: strategy.run(lambda: getattr(mpidist.get_replica_context(), name)(op, flags))
 
-    calls: list[Callable[[str, Any], Any]] = [
+    calls = [
         in_run("all_reduce"),
         in_run("reduce_scatter"),
         lambda op, flags: in_run("start_all_reduce")(op, flags).wait(),
@@ -114,7 +110,7 @@ def test_flags_have_a_least_and_a_greatest(strategy: Strategy, comm: Intracomm) 
     assert strategy.reduce("min", True) is True
 
 
-def test_dicts_may_be_filled_in_another_order_on_every_rank(strategy: Strategy) -> None:
+def test_dicts_may_be_filled_in_another_order_on_every_rank(strategy):
     """And come back in the caller's own."""
     rank, size = strategy.topology.rank, strategy.topology.size
     names = ["w", "b", "scale", "a"]
@@ -129,14 +125,14 @@ def test_dicts_may_be_filled_in_another_order_on_every_rank(strategy: Strategy) 
     assert all((out[name] == result[name]).all() for name in names)
 
 
-def records_of(caplog: pytest.LogCaptureFixture, call: Callable[[], Any]) -> list[str]:
+def records_of(caplog, call):
     caplog.clear()
     with caplog.at_level(logging.INFO, "mpidist"):
         call()
     return [record.getMessage() for record in caplog.records if record.name == "mpidist.cross_device_ops"]
 
 
-def test_all_reduce_signatures_are_logged_once_on_rank_0(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_reduce_signatures_are_logged_once_on_rank_0(strategy, caplog):
     size, is_chief = strategy.topology.size, strategy.is_chief
     value = [np.ones(6, np.float32), np.ones(2, np.int64), np.ones(4, np.float32)]
     options = CommunicationOptions(1)

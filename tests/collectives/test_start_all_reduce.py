@@ -2,20 +2,17 @@
 
 import random
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from support.deadlines import recorded_seconds
 from support.everywhere import raises_everywhere
 from support.placements import PLACEMENTS
-from support.ranks import Intracomm
 from support.transports import TRANSPORTS
 from support.used import least_called
-from transport.failures.clocks import LONG_SECONDS, Clock
+from transport.failures.clocks import LONG_SECONDS
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -31,7 +28,7 @@ COUNTS = [3, 50_000, 1, 200_000, 7]  # elements: one round, many chunks
 
 
 @pytest.fixture(params=product(TRANSPORTS, ["one node", "even"]), ids="-".join)
-def strategy(comm: Intracomm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+def strategy(comm, request, monkeypatch):
     """A strategy on every transport, on one node and on two."""
     over, nodes = request.param
     monkeypatch.setenv("MPIDIST_TRANSPORT", over)
@@ -41,21 +38,21 @@ def strategy(comm: Intracomm, request: pytest.FixtureRequest, monkeypatch: pytes
         yield made
 
 
-def start(strategy: Strategy, value: Any, op: str = "SUM", **options: Any) -> Any:
+def start(strategy, value, op="SUM", **options):
     return strategy.run(lambda: mpidist.get_replica_context().start_all_reduce(op, value, **options))
 
 
-def numbers(rank: int, at: int, count: int) -> Any:
+def numbers(rank, at, count):
     """What a rank gives in its reduction number `at`."""
     return (np.arange(count) + 5 * rank + 11 * at) % 17.0
 
 
-def total(strategy: Strategy, at: int, count: int) -> Any:
+def total(strategy, at, count):
     return sum(numbers(rank, at, count) for rank in range(strategy.num_replicas_in_sync))
 
 
 @pytest.mark.parametrize("order", ["in order", "last first", "at random"])
-def test_waiting_in_any_order_of_each_rank(strategy: Strategy, order: str) -> None:
+def test_waiting_in_any_order_of_each_rank(strategy, order):
     """The ranks need not wait in the same order: reductions are made in the order of their start."""
     rank = strategy.topology.rank
     for step in range(3):
@@ -72,7 +69,7 @@ def test_waiting_in_any_order_of_each_rank(strategy: Strategy, order: str) -> No
             assert handles[at].wait() is result or (handles[at].wait() == result).all()
 
 
-def test_any_other_call_finishes_those_under_way(strategy: Strategy) -> None:
+def test_any_other_call_finishes_those_under_way(strategy):
     rank, size = strategy.topology.rank, strategy.num_replicas_in_sync
     handles = [start(strategy, numbers(rank, at, count)) for at, count in enumerate(COUNTS)]
     assert strategy.reduce("MAX", float(rank)) == size - 1
@@ -87,7 +84,7 @@ def test_any_other_call_finishes_those_under_way(strategy: Strategy) -> None:
         assert (handle.wait() == total(strategy, at, COUNTS[at])).all()
 
 
-def test_start_all_reduce_completes_by_is_done_alone(strategy: Strategy) -> None:
+def test_start_all_reduce_completes_by_is_done_alone(strategy):
     """Without waiting, as a training loop does between two layers."""
     rank = strategy.topology.rank
     handle = start(strategy, numbers(rank, 1, 300_000))
@@ -97,7 +94,7 @@ def test_start_all_reduce_completes_by_is_done_alone(strategy: Strategy) -> None
 
 
 @pytest.mark.ranks(2, 3)
-def test_mistakes_are_the_error_of_that_reduction_alone(strategy: Strategy, comm: Intracomm) -> None:
+def test_mistakes_are_the_error_of_that_reduction_alone(strategy, comm):
     """No start waits to find out: another rank may be in a call of its own, where it waits for this one."""
     for _ in range(5):
         good = start(strategy, np.ones(5))
@@ -118,7 +115,7 @@ def test_mistakes_are_the_error_of_that_reduction_alone(strategy: Strategy, comm
 
 
 @pytest.mark.ranks(2, 3)
-def test_start_all_reduce_wait_raises_at_its_deadline(strategy: Strategy, comm: Intracomm) -> None:
+def test_start_all_reduce_wait_raises_at_its_deadline(strategy, comm):
     """From when it is waited for; and no reduction under way is forgotten."""
     if comm.rank == 0:
         options = CommunicationOptions(timeout_seconds=0.5)
@@ -134,9 +131,7 @@ def test_start_all_reduce_wait_raises_at_its_deadline(strategy: Strategy, comm: 
 
 
 @pytest.mark.ranks(2)
-def test_deadline_of_a_started_call_does_not_count_the_time_until_all_have_started_it(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_deadline_of_a_started_call_does_not_count_the_time_until_all_have_started_it(comm, monkeypatch, clock):
     """Where a thread moves the data, while the rank computes."""
     monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
     with Strategy(None, CommunicationOptions(timeout_seconds=LONG_SECONDS / 2), comm=comm) as strategy:
@@ -154,7 +149,7 @@ def test_deadline_of_a_started_call_does_not_count_the_time_until_all_have_start
 
 
 @pytest.mark.ranks(2, 3)
-def test_start_all_reduce_given_up_by_reset_raises(strategy: Strategy, comm: Intracomm) -> None:
+def test_start_all_reduce_given_up_by_reset_raises(strategy, comm):
     """A rank that starts what the others do not."""
     handle = start(strategy, np.ones(10)) if comm.rank == 0 else None
     comm.Barrier()
@@ -166,7 +161,7 @@ def test_start_all_reduce_given_up_by_reset_raises(strategy: Strategy, comm: Int
 
 
 @pytest.mark.ranks(3)
-def test_close_finishes_calls_under_way(comm: Intracomm) -> None:
+def test_close_finishes_calls_under_way(comm):
     strategy = Strategy(comm=comm)
     handles = [start(strategy, np.full(count, 1.0)) for count in COUNTS]
     strategy.close()
@@ -176,7 +171,7 @@ def test_close_finishes_calls_under_way(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_numpys_traps_for_overflow_are_left_alone(comm: Intracomm) -> None:
+def test_numpys_traps_for_overflow_are_left_alone(comm):
     """One rank lets NumPy raise where numbers overflow: the reduction gives infinity on all, and the trap stays."""
     huge = np.full(50_000, 3e38, np.float32)
     with Strategy(comm=comm) as strategy, np.errstate(all="raise" if comm.rank == 0 else "ignore"):
@@ -194,7 +189,7 @@ def test_numpys_traps_for_overflow_are_left_alone(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
+def test_starting_never_waits(strategy, comm):
     """Also with a deadline: ranks may have messages of their own to exchange between starting and waiting."""
     options = CommunicationOptions(timeout_seconds=600)
     for step in range(5):
@@ -208,12 +203,12 @@ def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", ["strided", "shared", "list", "late"])
-def test_started_call_like_an_earlier_one_meets_one_that_is_not(strategy: Strategy, comm: Intracomm, kind: str) -> None:
+def test_started_call_like_an_earlier_one_meets_one_that_is_not(strategy, comm, kind):
     for count in (5, 50_000):
         shared, strided, private = strategy.symmetric_empty(count, float), np.empty(2 * count)[::2], np.empty(count)
         for step in range(6):
             is_odd = comm.rank == step % comm.size
-            value: Any = private if not is_odd or kind == "late" else shared if kind == "shared" else strided
+            value = private if not is_odd or kind == "late" else shared if kind == "shared" else strided
             value[:] = np.arange(count) + step
             given = value if kind != "list" else [value, *([np.ones(3)] if step > 3 else [])]
             if kind == "late" and is_odd:
@@ -226,7 +221,7 @@ def test_started_call_like_an_earlier_one_meets_one_that_is_not(strategy: Strate
 
 
 @pytest.mark.ranks(2)
-def test_started_call_like_an_earlier_one_passes_through_few_functions(comm: Intracomm) -> None:
+def test_started_call_like_an_earlier_one_passes_through_few_functions(comm):
     most = 50 if native is not None else 120
     with Strategy(comm=comm) as strategy:
         value = np.ones(5)
@@ -234,15 +229,13 @@ def test_started_call_like_an_earlier_one_passes_through_few_functions(comm: Int
 
 
 @pytest.mark.ranks(2)
-def test_interrupt_that_the_program_catches_stays_the_error_of_its_call(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_that_the_program_catches_stays_the_error_of_its_call(comm, monkeypatch):
     with Strategy(comm=comm) as strategy:
         value = np.ones(5)
         if comm.rank == 0:
             handle = start(strategy, value, out=value)
 
-            def interrupted(*_: Any) -> bool:
+            def interrupted(*_):
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
@@ -258,7 +251,7 @@ def test_interrupt_that_the_program_catches_stays_the_error_of_its_call(
 
 
 @pytest.mark.ranks(2)
-def test_start_all_reduce_is_done_after_another_rank_gave_up(comm: Intracomm) -> None:
+def test_start_all_reduce_is_done_after_another_rank_gave_up(comm):
     with Strategy(comm=comm) as strategy:
         assert all((start(strategy, np.ones(5)).wait() == comm.size).all() for _ in range(3))
         if comm.rank == 1:
@@ -270,7 +263,7 @@ def test_start_all_reduce_is_done_after_another_rank_gave_up(comm: Intracomm) ->
         strategy.reset()
 
 
-def test_start_all_reduce_list_may_be_filled_anew(strategy: Strategy) -> None:
+def test_start_all_reduce_list_may_be_filled_anew(strategy):
     """Only the arrays belong to the reduction, not the list that they came in."""
     size = strategy.num_replicas_in_sync
     bucket = [np.ones(3), np.ones(50_000)]
@@ -283,13 +276,13 @@ def test_start_all_reduce_list_may_be_filled_anew(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(comm: Intracomm) -> None:
+def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(comm):
     """Ranks may wait for calls of two strategies in another order each, as with MPI's own non-blocking calls."""
     options = CommunicationOptions(timeout_seconds=600)
     with Strategy(None, options, comm=comm) as one, Strategy(None, options, comm=comm) as two:
         value = np.ones(1000, np.float32)
 
-        def start() -> Any:
+        def start():
             return mpidist.get_replica_context().start_all_reduce("sum", value)
 
         comm.Barrier()
@@ -304,9 +297,7 @@ def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(comm: Intra
 
 
 @pytest.mark.ranks(3)
-def test_calls_started_in_several_runs_are_compared_by_the_run_of_their_start(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_started_in_several_runs_are_compared_by_the_run_of_their_start(comm, monkeypatch):
     """Of a chosen number of replicas. A rank that joins a call late may be in a later run by then."""
     for nodes in ("0,0,0", "0,1,0"):
         monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes)

@@ -6,13 +6,10 @@ Mistakes in them, and ranks whose arrays lie differently, are in test_repeated_c
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.used import are_gone
 
@@ -34,7 +31,7 @@ SHAPES = [(), (3000,), (1 << 16,), (1 << 20,)]  # one-shot and two-shot, also in
 
 
 @pytest.fixture(params=["no deadline", "a deadline"])
-def strategy(comm: Intracomm, request: pytest.FixtureRequest) -> Iterator[Strategy]:
+def strategy(comm, request):
     """With a deadline, ranks meet twice before each call."""
     options = CommunicationOptions(timeout_seconds=600 if request.param == "a deadline" else None)
     with Strategy(comm=comm, communication_options=options) as made:
@@ -42,12 +39,12 @@ def strategy(comm: Intracomm, request: pytest.FixtureRequest) -> Iterator[Strate
 
 
 @pytest.fixture
-def progress(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+def progress(monkeypatch):
     """How many calls came how far."""
-    really: Callable[..., int] = MpiAgreement.join_at_once
-    seen: Counter[int] = Counter()
+    really = MpiAgreement.join_at_once
+    seen = Counter()
 
-    def join_at_once(*arguments: Any) -> int:
+    def join_at_once(*arguments):
         came = really(*arguments)
         seen[came] += 1
         return came
@@ -56,20 +53,13 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return seen
 
 
-def is_on_one_node(strategy: Strategy) -> bool:
+def is_on_one_node(strategy):
     return strategy.topology.num_nodes == 1
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_in_place", [True, False])
-def test_compiled_call_completes_for_early_and_late_ranks(
-    strategy: Strategy,
-    comm: Intracomm,
-    progress: Counter[int],
-    request: pytest.FixtureRequest,
-    shape: tuple[int, ...],
-    is_in_place: bool,
-) -> None:
+def test_compiled_call_completes_for_early_and_late_ranks(strategy, comm, progress, request, shape, is_in_place):
     value, kept = np.empty(shape, np.float32), []
     for step in range(4 * comm.size):
         if step % comm.size == comm.rank:
@@ -93,7 +83,7 @@ def test_compiled_call_completes_for_early_and_late_ranks(
         assert not progress
 
 
-def test_compiled_calls_are_in_the_flight_recorder(strategy: Strategy, comm: Intracomm, progress: Counter[int]) -> None:
+def test_compiled_calls_are_in_the_flight_recorder(strategy, comm, progress):
     flight = parts_of(strategy).group.agreement.flight
     assert flight is not None
     value, other = np.ones(5), np.ones((3, 3), np.float32)
@@ -113,7 +103,7 @@ def test_compiled_calls_are_in_the_flight_recorder(strategy: Strategy, comm: Int
     assert bool(progress) == is_on_one_node(strategy)
 
 
-def test_flight_recorder_of_more_calls_than_it_keeps_has_the_last_ones(strategy: Strategy) -> None:
+def test_flight_recorder_of_more_calls_than_it_keeps_has_the_last_ones(strategy):
     """Compiled code begins anew at the same place as Python. Of 256 calls the texts are kept; the others come back."""
     values, agreement = [np.ones(length) for length in range(1, 261)], parts_of(strategy).group.agreement
     for _ in range(MAX_CALLS // 260 + 1):
@@ -128,7 +118,7 @@ def test_flight_recorder_of_more_calls_than_it_keeps_has_the_last_ones(strategy:
     assert [", 8 B," in entry.details for entry in entries[-2:]] == [False, True]
 
 
-def nests(make: Callable[[int], Any]) -> list[Any]:
+def nests(make):
     """Nests of what `make` gives for 0 to 4."""
     return [
         [make(0)],
@@ -143,21 +133,19 @@ def nests(make: Callable[[int], Any]) -> list[Any]:
 FORMS = [(3,), (4, 5), (), (700,), (64, 129)]
 
 
-def leaves_of(value: Any) -> list[Any]:
+def leaves_of(value):
     leaves, _ = nest.flatten(value)
     return leaves
 
 
 @pytest.mark.parametrize("is_in_place", [True, False])
 @pytest.mark.parametrize(("op", "dtype"), [("SUM", np.float32), ("MEAN", np.float64), ("MAX", np.int32)])
-def test_nests_are_carried_out_as_a_whole(
-    strategy: Strategy, comm: Intracomm, progress: Counter[int], is_in_place: bool, op: str, dtype: Any
-) -> None:
+def test_nests_are_carried_out_as_a_whole(strategy, comm, progress, is_in_place, op, dtype):
     mean = (comm.size - 1) / 2
     more = {"SUM": mean * comm.size, "MEAN": mean, "MAX": comm.size - 1}[op]
     times = comm.size if op == "SUM" else 1
     for which, value in enumerate(nests(lambda at: np.empty(FORMS[at], dtype))):
-        kept: list[Any] = []
+        kept = []
         progress.clear()
         for step in range(5):
             if not is_in_place:  # other arrays each time
@@ -184,9 +172,7 @@ def test_nests_are_carried_out_as_a_whole(
 
 
 @pytest.mark.parametrize(("op", "dtype"), [("SUM", np.float32), ("MEAN", np.float64), ("MAX", np.int32)])
-def test_lists_into_per_node_arrays_are_carried_out_as_a_whole(
-    strategy: Strategy, comm: Intracomm, progress: Counter[int], op: str, dtype: Any
-) -> None:
+def test_lists_into_per_node_arrays_are_carried_out_as_a_whole(strategy, comm, progress, op, dtype):
     """Of early and late ranks, from new lists of arrays, of which some are views; the results are those of the node."""
     shapes = [(3,), (4, 5), (700,), (64, 129)]
     times = comm.size if op == "SUM" else 1
@@ -210,12 +196,12 @@ def test_lists_into_per_node_arrays_are_carried_out_as_a_whole(
     assert progress.total() == (num_whole if is_on_one_node(strategy) else 0)
 
 
-def test_compiled_call_checks_changed_lists_of_per_node_arrays(strategy: Strategy, comm: Intracomm) -> None:
+def test_compiled_call_checks_changed_lists_of_per_node_arrays(strategy, comm):
     """Other outs, values that are views of the results, or that are symmetric; and an out of another form."""
     outs = [strategy.symmetric_empty_like([np.empty(300), np.empty(7)], per_node=True) for _ in range(2)]
     symmetric = strategy.symmetric_empty_like([np.empty(300), np.empty(7)])
     for step in range(3 * comm.size):
-        values: list[Any] = symmetric if step % comm.size == comm.rank else [np.empty(300), np.empty(7)]
+        values = symmetric if step % comm.size == comm.rank else [np.empty(300), np.empty(7)]
         for value in values:
             value[...] = step
         out = outs[step % 2]
@@ -240,7 +226,7 @@ def test_compiled_call_checks_changed_lists_of_per_node_arrays(strategy: Strateg
 
 
 @pytest.mark.parametrize("dtype", ["f8", ">f8"])
-def test_results_go_to_views_of_per_node_arrays_not_to_values(strategy: Strategy, comm: Intracomm, dtype: str) -> None:
+def test_results_go_to_views_of_per_node_arrays_not_to_values(strategy, comm, dtype):
     """Which no rank can reach by their places: with gaps, or in another byte order."""
     whole = strategy.symmetric_empty_like([np.empty((60, 8)), np.empty((5, 40))], per_node=True)
     outs = [its[:, ::2] if dtype == "f8" else its.view(dtype) for its in whole]
@@ -253,9 +239,7 @@ def test_results_go_to_views_of_per_node_arrays_not_to_values(strategy: Strategy
 
 
 @pytest.mark.parametrize("is_in_place", [True, False])
-def test_calls_of_one_list_in_turn_are_repeated(
-    strategy: Strategy, comm: Intracomm, progress: Counter[int], is_in_place: bool
-) -> None:
+def test_calls_of_one_list_in_turn_are_repeated(strategy, comm, progress, is_in_place):
     values = [np.ones(5), np.ones(6)]
     for _ in range(4):
         for op in ("SUM", "MAX"):
@@ -265,7 +249,7 @@ def test_calls_of_one_list_in_turn_are_repeated(
     assert progress.total() == (6 if is_on_one_node(strategy) else 0)
 
 
-def test_lists_in_turn_have_their_own_arrays(strategy: Strategy, comm: Intracomm) -> None:
+def test_lists_in_turn_have_their_own_arrays(strategy, comm):
     """More lists than are remembered, of one plan and of several."""
     lists = [[np.empty(3 + at % 2), np.empty(5)] for at in range(300)]
     for step in range(3):
@@ -276,7 +260,7 @@ def test_lists_in_turn_have_their_own_arrays(strategy: Strategy, comm: Intracomm
             assert all((value == comm.size * (at + step)).all() for value in values)
 
 
-def test_calls_are_counted_as_all_others(strategy: Strategy, comm: Intracomm) -> None:
+def test_calls_are_counted_as_all_others(strategy, comm):
     traffic, counted = parts_of(strategy).group.levels.world.traffic, []
     for count in (5, 1 << 16):
         value = np.ones(count)
@@ -291,9 +275,7 @@ def test_calls_are_counted_as_all_others(strategy: Strategy, comm: Intracomm) ->
 
 
 @pytest.mark.parametrize("shape", [(5,), (1 << 16,)])
-def test_compiled_call_names_missing_rank_at_the_deadline(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
-) -> None:
+def test_compiled_call_names_missing_rank_at_the_deadline(comm, monkeypatch, shape):
     """Of a repeated call, too; and a new beginning follows."""
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     late, value = comm.size - 1, np.ones(shape)

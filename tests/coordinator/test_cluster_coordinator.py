@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers, worker_test
-from support.ranks import Intracomm
-from transport.failures.clocks import Clock, clock
+from transport.failures.clocks import clock
 
 import mpidist
-from mpidist import InputContext, Variable
+from mpidist import Variable
 from mpidist.errors import CancelledError, OutOfRangeError, PeerFailedError
 from mpidist.experimental import ParameterServerStrategy as Strategy
 from mpidist.experimental import server_rules
@@ -20,51 +19,51 @@ from mpidist.experimental.coordinator import ClusterCoordinator, register
 
 __all__ = ["clock"]
 
-HERE: dict[str, Any] = {}  # what functions of this rank find
+HERE = {}  # what functions of this rank find
 
 
 @register("test: echo")
-def echo(*args: Any, **kwargs: Any) -> Any:
+def echo(*args, **kwargs):
     return {"args": args, "kwargs": kwargs}
 
 
 @register("test: add")
-def add(delta: Any, seconds: float = 0.0) -> int:
+def add(delta, seconds=0.0):
     time.sleep(seconds)
     HERE["variable"].assign_add(delta)
     return int(HERE["rank"])
 
 
 @register("test: fail")
-def fail(text: str, waits_for_chief: bool = False) -> None:
+def fail(text, waits_for_chief=False):
     while waits_for_chief and not HERE["comm"].Iprobe(0):
         time.sleep(0.001)
     raise ZeroDivisionError(text)
 
 
 @register("test: wait")
-def wait(seconds: float) -> float:
+def wait(seconds):
     time.sleep(seconds)
     return seconds
 
 
 @register("test: take")
-def take(iterator: Any) -> Any:
+def take(iterator):
     return [HERE["rank"], next(iterator)]
 
 
 @register("test: return an object")
-def return_object() -> object:
+def return_object():
     return object()
 
 
 @register("test: push too much")
-def push_too_much() -> None:
+def push_too_much():
     HERE["strategy"].push(HERE["variable"], np.ones(2), server_rules.Registered("test: refuse"))
 
 
 @server_rules.register("test: refuse")
-def refuse(value: Any, gradient: Any, memory: Any) -> None:
+def refuse(value, gradient, memory):
     raise ValueError("no such gradient")
 
 
@@ -75,10 +74,10 @@ class LeavesError(BaseException):
 Work = Callable[[ClusterCoordinator], Any]
 
 
-def coordinate(comm: Intracomm, work: Work, **arguments: Any) -> Any:
+def coordinate(comm, work, **arguments):
     """Let the chief do something with a coordinator, and the others serve. Returns what the chief has returned."""
 
-    def on_each(strategy: Strategy) -> Any:
+    def on_each(strategy):
         with strategy.scope():
             HERE.update(variable=Variable(np.zeros(2)), rank=strategy.topology.rank, strategy=strategy)
         coordinator = ClusterCoordinator(strategy)
@@ -91,15 +90,15 @@ def coordinate(comm: Intracomm, work: Work, **arguments: Any) -> Any:
     return on_workers(comm, on_each, **arguments)[0]
 
 
-def data(context: InputContext) -> list[int]:
+def data(context):
     return list(range(100 * context.input_pipeline_id, 100 * context.input_pipeline_id + 50))
 
 
 @pytest.mark.ranks(1, 3, 4)
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, 2])
-def test_functions_are_called_and_joined(comm: Intracomm, num_ps: int) -> None:
-    def work(coordinator: ClusterCoordinator) -> list[float]:
+def test_functions_are_called_and_joined(comm, num_ps):
+    def work(coordinator):
         sums = []
         assert coordinator.done()
         for _ in range(2):
@@ -117,16 +116,16 @@ def test_functions_are_called_and_joined(comm: Intracomm, num_ps: int) -> None:
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
-def test_arguments_and_results_are_nests(comm: Intracomm) -> None:
+def test_arguments_and_results_are_nests(comm):
     large = np.arange(400_000.0)
-    given: list[Any] = [
+    given = [
         (2, (3, 4.5), [5], {"v": 1, 2: None, (1, "b"): True}),
         ["text", "ä", "", 1 + 2j, float("inf"), 10**30, -0.0, False],
         [np.float32(1.5), np.arange(6, dtype=np.int16).reshape(2, 3).T, np.zeros((0, 3)), np.array(7), large],
         [np.array(["a", "bcd"]), np.array([True]), np.array(b"xy"), np.array([1, 2], ">i4"), np.datetime64("2020")],
     ]
 
-    def work(coordinator: ClusterCoordinator) -> None:
+    def work(coordinator):
         value = coordinator.schedule("test: echo", given, {"key": large[::2]})
         changed = coordinator.fetch({"it": value, "other": 5})
         assert changed["other"] == 5
@@ -145,9 +144,9 @@ def test_arguments_and_results_are_nests(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
-def test_errors_are_raised_once_and_cancel_waiting_functions(comm: Intracomm) -> None:
-    def work(coordinator: ClusterCoordinator) -> None:
-        def schedule() -> None:
+def test_errors_are_raised_once_and_cancel_waiting_functions(comm):
+    def work(coordinator):
+        def schedule():
             while True:
                 coordinator.schedule(wait, args=(0.001,))
 
@@ -165,10 +164,10 @@ def test_errors_are_raised_once_and_cancel_waiting_functions(comm: Intracomm) ->
     coordinate(comm, work)
 
 
-def finish(coordinator: ClusterCoordinator) -> Callable[[], None]:
+def finish(coordinator):
     """Return what asks until all functions are done."""
 
-    def ask() -> None:
+    def ask():
         while not coordinator.done():
             time.sleep(0.001)
 
@@ -176,10 +175,10 @@ def finish(coordinator: ClusterCoordinator) -> Callable[[], None]:
 
 
 @pytest.mark.ranks(3)
-def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
+def test_functions_that_wait_are_cancelled(comm):
     HERE["comm"], workers = comm, range(1, comm.size - 1)
 
-    def work(coordinator: ClusterCoordinator) -> None:
+    def work(coordinator):
         first = [coordinator.schedule(wait, args=(0.05,)) for _ in workers[1:]]
         coordinator.schedule(fail, args=("the first", True))
         values = [coordinator.schedule(add, args=(1.0, 0.02)) for _ in range(300)]  # which would take seconds
@@ -202,8 +201,8 @@ def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
-    def work(coordinator: ClusterCoordinator) -> None:
+def test_wrong_functions_and_arguments_are_refused(comm):
+    def work(coordinator):
         value = coordinator.schedule(echo)
         for kind, text, fn, args in (
             (TypeError, "registered on all ranks, got .*lambda.*register", lambda: 1, ()),
@@ -216,9 +215,9 @@ def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
             (TypeError, "args must be a list or tuple, got ndarray", echo, np.ones(1)),
         ):
             with pytest.raises(kind, match=text):
-                coordinator.schedule(fn, args)  # type: ignore[arg-type]
+                coordinator.schedule(fn, args)
         with pytest.raises(TypeError, match="kwargs must be a dict, got list"):
-            coordinator.schedule(echo, (1,), ["item"])  # type: ignore[arg-type]
+            coordinator.schedule(echo, (1,), ["item"])
         assert HERE["dataset"] is not None
         for name, text in (
             ("test: return an object", "the result of 'test: return an object' has an item of type object, and needs"),
@@ -233,13 +232,13 @@ def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
     coordinate(comm, work)
 
 
-def len_of(item: Any) -> int:
+def len_of(item):
     return len(item)
 
 
 @pytest.mark.ranks(1, 3, 4)
-def test_per_worker_dataset_is_separate_on_workers(comm: Intracomm) -> None:
-    def work(coordinator: ClusterCoordinator) -> list[Any]:
+def test_per_worker_dataset_is_separate_on_workers(comm):
+    def work(coordinator):
         with pytest.raises(NotImplementedError, match="in functions that are scheduled"):
             next(iter(HERE["dataset"]))
         first, second = iter(HERE["dataset"]), iter(HERE["dataset"])
@@ -259,7 +258,7 @@ def test_per_worker_dataset_is_separate_on_workers(comm: Intracomm) -> None:
             assert numbers == list(range(100 * max(0, rank - 1), 100 * max(0, rank - 1) + len(numbers)))
 
 
-def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
+def take_all(coordinator, iterator):
     for _ in range(50 * coordinator.strategy.topology.size):
         coordinator.schedule(take, args=(iterator,))
     coordinator.join()
@@ -267,7 +266,7 @@ def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_per_worker_dataset_refuses_other_objects(strategy: Strategy) -> None:
+def test_per_worker_dataset_refuses_other_objects(strategy):
     """At once, or, if a function returns it, in the function that asks for it."""
     coordinator = ClusterCoordinator(strategy)
     with pytest.raises(TypeError, match=r"create_per_worker_dataset.* takes a data set, .* got 3, which"):
@@ -283,8 +282,8 @@ def test_per_worker_dataset_refuses_other_objects(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_coordinator_of_a_strategy_is_unique(comm: Intracomm) -> None:
-    def work(coordinator: ClusterCoordinator) -> None:
+def test_coordinator_of_a_strategy_is_unique(comm):
+    def work(coordinator):
         assert ClusterCoordinator(coordinator.strategy) is coordinator
         assert coordinator.strategy is HERE["strategy"]
         value = coordinator.schedule(add, args=(1.0,))
@@ -295,7 +294,7 @@ def test_coordinator_of_a_strategy_is_unique(comm: Intracomm) -> None:
         with pytest.raises(RuntimeError, match="closed coordinator"):
             coordinator.schedule(add, args=(1.0,))
 
-    def on_each(strategy: Strategy) -> None:
+    def on_each(strategy):
         """Let all workers make calls together again afterwards."""
         with strategy.scope():
             HERE.update(variable=Variable(np.zeros(2)), rank=strategy.topology.rank, strategy=strategy)
@@ -315,7 +314,7 @@ def test_coordinator_of_a_strategy_is_unique(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_worker_waits_for_an_idle_chief_however_long(strategy: Strategy, comm: Intracomm, clock: Clock) -> None:
+def test_worker_waits_for_an_idle_chief_however_long(strategy, comm, clock):
     coordinator = ClusterCoordinator(strategy)
     if strategy.is_chief:
         comm.recv(source=1)
@@ -326,13 +325,13 @@ def test_worker_waits_for_an_idle_chief_however_long(strategy: Strategy, comm: I
 
 
 @pytest.mark.ranks(3)
-def test_other_strategies_are_refused(comm: Intracomm) -> None:
+def test_other_strategies_are_refused(comm):
     """Each rank by itself, before it waits for others."""
     with mpidist.MultiWorkerMirroredStrategy(comm=comm) as mirrored:
         with pytest.raises(ValueError, match="needs a ParameterServerStrategy, got MultiWorkerMirroredStrategy"):
             ClusterCoordinator(mirrored)
         with pytest.raises(TypeError, match="takes a strategy, got str"):
-            ClusterCoordinator("strategy")  # type: ignore[arg-type]
+            ClusterCoordinator("strategy")
     with Strategy(comm=comm, staleness=2) as strategy:
         text = "on a parameter server" if strategy.is_ps else "needs staleness=None, got 2"
         with pytest.raises((ValueError, RuntimeError), match=text):
@@ -341,13 +340,13 @@ def test_other_strategies_are_refused(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.core
-def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm: Intracomm) -> None:
-    def work(strategy: Strategy) -> Any:
+def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm):
+    def work(strategy):
         with strategy.scope():
             HERE.update(variable=Variable(0.0), rank=strategy.topology.rank)
         coordinator = ClusterCoordinator(strategy)
         if strategy.is_chief:
-            values: list[Any] = []
+            values = []
             with suppress(PeerFailedError):  # once all others have closed
                 for _ in range(40):
                     values.append(coordinator.schedule(wait, args=(0.001,)))
@@ -358,7 +357,7 @@ def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm: Intraco
             coordinator.serve()
         return None
 
-    def on_all(strategy: Strategy) -> Any:
+    def on_all(strategy):
         values = work(strategy)
         strategy.close()
         if not values:
@@ -372,7 +371,7 @@ def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm: Intraco
 
 
 @pytest.mark.ranks(3)
-def test_functions_without_a_worker_are_an_error(comm: Intracomm) -> None:
+def test_functions_without_a_worker_are_an_error(comm):
     with suppress(LeavesError), Strategy(comm=comm, on_worker_lost="ignore") as strategy:
         if strategy.is_ps:
             strategy.serve()
@@ -395,7 +394,7 @@ def test_functions_without_a_worker_are_an_error(comm: Intracomm) -> None:
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_workers_go_on_without_a_chief_that_left(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_go_on_without_a_chief_that_left(comm, caplog):
     with suppress(LeavesError), Strategy(comm=comm, on_worker_lost="ignore") as strategy:
         if strategy.is_ps:
             strategy.serve()
@@ -413,8 +412,8 @@ def test_workers_go_on_without_a_chief_that_left(comm: Intracomm, caplog: pytest
 
 
 @pytest.mark.ranks(1, 3)
-def test_error_without_a_join_is_logged(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
-    def work(coordinator: ClusterCoordinator) -> None:
+def test_error_without_a_join_is_logged(comm, caplog):
+    def work(coordinator):
         coordinator.schedule(fail, args=("unseen",))
         if comm.size > 2:
             time.sleep(0.05)

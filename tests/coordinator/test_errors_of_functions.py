@@ -3,20 +3,16 @@
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers
-from support.ranks import Intracomm
 
 from mpidist import Variable
-from mpidist.experimental import ParameterServerStrategy
 from mpidist.experimental.coordinator import ClusterCoordinator, register
 
 CODE = 5  # the exit code of a process that an error has left, in these tests
-HERE: dict[str, Any] = {}  # what functions of this rank find
+HERE = {}  # what functions of this rank find
 
 
 class ShapeError(ValueError):
@@ -26,16 +22,16 @@ class ShapeError(ValueError):
 class PairError(ShapeError):
     """An error that is made from other arguments than a text."""
 
-    def __init__(self, one: int, other: int) -> None:
+    def __init__(self, one, other):
         super().__init__(f"{one} and {other}")
 
 
-def make_variable() -> None:
+def make_variable():
     with HERE["strategy"].scope():
         Variable(0.0)
 
 
-def fork() -> None:
+def fork():
     child = os.fork()
     if not child:
         return  # without os._exit: the child goes on as if it were the rank
@@ -43,7 +39,7 @@ def fork() -> None:
     raise ChildProcessError("the child has failed")
 
 
-def fail(error: Exception) -> None:
+def fail(error):
     raise error
 
 
@@ -59,7 +55,7 @@ BARRIER, VARIABLE, CLOSE, SCHEDULE, END = (
 )
 # Name -> the function, and the error of the chief: of the nearest kind that can be made from a text, if the error's own
 # cannot.
-FUNCTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+FUNCTIONS = {
     "barrier": (lambda: HERE["strategy"].barrier(), RuntimeError, BARRIER),
     "variable": (make_variable, RuntimeError, VARIABLE),
     "close": (lambda: HERE["strategy"].close(), RuntimeError, CLOSE),
@@ -81,10 +77,10 @@ for name, (function, *_) in FUNCTIONS.items():
     register(f"test: {name}")(function)
 
 
-def schedule_and_expect(comm: Intracomm, name: str, kind: type[Exception], text: str) -> None:
+def schedule_and_expect(comm, name, kind, text):
     """Schedule a function that fails, and another one after it."""
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy):
         with strategy.scope():
             variable = Variable(0.0)
         HERE.update(strategy=strategy, coordinator=ClusterCoordinator(strategy), variable=variable)
@@ -109,7 +105,7 @@ def schedule_and_expect(comm: Intracomm, name: str, kind: type[Exception], text:
 
 
 @register("test: right")
-def right(number: int) -> int:
+def right(number):
     HERE["variable"].assign_add(1.0)
     return number + 1
 
@@ -117,6 +113,6 @@ def right(number: int) -> int:
 @pytest.mark.core
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_function_that_fails_is_an_error_of_the_chief_alone(comm: Intracomm, name: str) -> None:
+def test_function_that_fails_is_an_error_of_the_chief_alone(comm, name):
     _, kind, text = FUNCTIONS[name]
     schedule_and_expect(comm, name, kind, text.replace("{name}", name))

@@ -1,7 +1,7 @@
 """Coordinators whose workers or servers are killed in the middle of a call: pushes once, and nobody waits for ever."""
 
 import pytest
-from jobs.faults import FOUR, THREE, Ended, Job, Placement, job
+from jobs.faults import FOUR, THREE, job
 from jobs.ulfm import HAS_ULFM, survivor
 
 __all__ = ["job", "survivor"]
@@ -90,12 +90,12 @@ else:
 """
 
 
-def program(end: str) -> str:
+def program(end):
     before, fault, _ = ENDS[end]
     return WORKER.format(before=before, fault=fault, calls=CALLS)
 
 
-def require_pushes_once(ended: Ended, status: int = 75) -> None:
+def require_pushes_once(ended, status=75):
     assert ended.status == status, ended
     assert set(ended.of("fault")) == {1}
     assert ended.of("sums")[0].text == f"{[111.0 * CALLS, float(sum(range(CALLS)))]} {{{110.0 * CALLS}}}"
@@ -103,7 +103,7 @@ def require_pushes_once(ended: Ended, status: int = 75) -> None:
 
 
 @pytest.mark.parametrize("end", [*list(ENDS)[:2], pytest.param("left", marks=pytest.mark.core)])
-def test_pushes_of_a_worker_that_is_killed_or_leaves_are_made_once(job: Job, end: str) -> None:
+def test_pushes_of_a_worker_that_is_killed_or_leaves_are_made_once(job, end):
     """Those that the servers have made, and those that are under way; its calls are made again."""
     require_pushes_once(job(program(end), FOUR, is_blind=end != "left"), ENDS[end][2])
 
@@ -112,9 +112,7 @@ def test_pushes_of_a_worker_that_is_killed_or_leaves_are_made_once(job: Job, end
     ("placement", "num_ps", "mode"),
     [(THREE._replace(faulty=2), 1, "ignore"), (FOUR._replace(faulty=3), 2, "abort")],
 )
-def test_killed_server_raises_on_the_chief_and_ends_workers(
-    job: Job, placement: Placement, num_ps: int, mode: str
-) -> None:
+def test_killed_server_raises_on_the_chief_and_ends_workers(job, placement, num_ps, mode):
     ended = job(SERVER.format(num_ps=num_ps, mode=mode), placement, is_blind=True)
     assert ended.status != 0, ended
     asked, worked = ended.of("asked")[0], ended.of("worked")
@@ -126,5 +124,5 @@ def test_killed_server_raises_on_the_chief_and_ends_workers(
 if HAS_ULFM:
 
     @pytest.mark.core
-    def test_pushes_are_made_once_after_mpi_reports_a_lost_worker(survivor: Job) -> None:
+    def test_pushes_are_made_once_after_mpi_reports_a_lost_worker(survivor):
         require_pushes_once(survivor(program("killed, made"), FOUR))

@@ -1,28 +1,25 @@
 """Coordinators whose chief or workers are lost, or late."""
 
 import time
-from typing import Any
 
 import numpy as np
 import pytest
-from jobs.faults import FOUR, THREE, Job, Placement, job
+from jobs.faults import FOUR, THREE, job
 from jobs.ulfm import HAS_ULFM, survivor
 from parameter_server.clusters import PATIENT, deadline_of, on_workers
-from support.ranks import Intracomm
 
 from mpidist import Variable
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.experimental import ParameterServerStrategy as Strategy
 from mpidist.experimental import server_rules
 from mpidist.experimental.coordinator import ClusterCoordinator, register
 
 __all__ = ["job", "survivor"]
 
-HERE: dict[str, Any] = {}  # what functions of this rank find
+HERE = {}  # what functions of this rank find
 
 
 @register("losses: wait")
-def wait(num_numbers: int = 1) -> Any:
+def wait(num_numbers=1):
     """Wait until the chief has sent rank 1, which is first to call a function, a message."""
     while not HERE["comm"].Iprobe(0):
         time.sleep(0.01)
@@ -30,7 +27,7 @@ def wait(num_numbers: int = 1) -> Any:
 
 
 @register("losses: push what is refused")
-def push_what_is_refused(fails: bool) -> None:
+def push_what_is_refused(fails):
     """To a variable of each server."""
     for variable in HERE["variables"]:
         HERE["strategy"].push(variable, np.ones(2), server_rules.Registered("losses: refuse"))
@@ -39,13 +36,13 @@ def push_what_is_refused(fails: bool) -> None:
 
 
 @register("losses: add")
-def add() -> None:
+def add():
     for variable in HERE["variables"]:
         variable.assign_add(1.0)
 
 
 @server_rules.register("losses: refuse")
-def refuse(value: Any, gradient: Any, memory: Any) -> None:
+def refuse(value, gradient, memory):
     raise ValueError("no such gradient")
 
 
@@ -55,11 +52,11 @@ class LeavesError(BaseException):
 
 @pytest.mark.core
 @pytest.mark.ranks(4)
-def test_error_caused_by_another_one_keeps_its_cause_at_each_join(comm: Intracomm) -> None:
+def test_error_caused_by_another_one_keeps_its_cause_at_each_join(comm):
     """So that its traceback is not printed beside the other one, also where all workers have left before."""
     HERE["comm"], told = comm, list[PeerFailedError]()
 
-    def work(strategy: Strategy) -> None:
+    def work(strategy):
         coordinator = ClusterCoordinator(strategy)
         if comm.rank == 2:
             comm.recv(source=0)
@@ -86,11 +83,11 @@ def test_error_caused_by_another_one_keeps_its_cause_at_each_join(comm: Intracom
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_deadline_of_the_strategy_holds_for_functions(comm: Intracomm) -> None:
+def test_deadline_of_the_strategy_holds_for_functions(comm):
     """The chief's error ends the wait of the others."""
     HERE["comm"] = comm
 
-    def work(strategy: Strategy) -> None:
+    def work(strategy):
         coordinator = ClusterCoordinator(strategy)
         if not strategy.is_chief:
             coordinator.serve()
@@ -104,7 +101,7 @@ def test_deadline_of_the_strategy_holds_for_functions(comm: Intracomm) -> None:
         comm.recv(source=0)
 
 
-def join_until_the_deadline(comm: Intracomm, strategy: Strategy, coordinator: ClusterCoordinator) -> None:
+def join_until_the_deadline(comm, strategy, coordinator):
     """Wait in vain for the function `wait`, and let it end then."""
     try:
         with deadline_of(strategy, 0.2):
@@ -116,8 +113,8 @@ def join_until_the_deadline(comm: Intracomm, strategy: Strategy, coordinator: Cl
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
 @pytest.mark.parametrize("on_worker_lost", ["abort", "ignore"])
-def test_failed_push_is_an_error_of_its_own_function_alone(comm: Intracomm, on_worker_lost: str) -> None:
-    def work(strategy: Strategy) -> None:
+def test_failed_push_is_an_error_of_its_own_function_alone(comm, on_worker_lost):
+    def work(strategy):
         with strategy.scope():
             HERE.update(strategy=strategy, variables=[Variable(np.zeros(2)) for _ in range(2)])
         coordinator = ClusterCoordinator(strategy)
@@ -136,7 +133,7 @@ def test_failed_push_is_an_error_of_its_own_function_alone(comm: Intracomm, on_w
     on_workers(comm, work, num_ps=max(1, min(2, comm.size - 1)), on_worker_lost=on_worker_lost)
 
 
-def schedule_and_join(coordinator: ClusterCoordinator, calls: int, fails: bool) -> None:
+def schedule_and_join(coordinator, calls, fails):
     for _ in range(calls):
         coordinator.schedule(push_what_is_refused, args=(fails,))
     coordinator.join()
@@ -145,13 +142,11 @@ def schedule_and_join(coordinator: ClusterCoordinator, calls: int, fails: bool) 
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("on_worker_lost", "num_numbers"), [("abort", 1_000_000), ("ignore", 1)])
-def test_workers_end_after_a_chief_that_has_caught_its_deadline(
-    comm: Intracomm, caplog: pytest.LogCaptureFixture, on_worker_lost: str, num_numbers: int
-) -> None:
+def test_workers_end_after_a_chief_that_has_caught_its_deadline(comm, caplog, on_worker_lost, num_numbers):
     """Nobody receives what their functions return."""
     HERE["comm"] = comm
 
-    def work(strategy: Strategy) -> None:
+    def work(strategy):
         coordinator = ClusterCoordinator(strategy)
         if strategy.is_chief:
             coordinator.schedule(wait, args=(num_numbers,))
@@ -185,7 +180,7 @@ note("end")
 
 
 @pytest.mark.no_mpi
-def test_workers_do_not_wait_for_a_chief_that_is_killed(job: Job) -> None:
+def test_workers_do_not_wait_for_a_chief_that_is_killed(job):
     """Neither one that serves nor one that closes its strategy."""
     ended = job(KILLED_CHIEF, FOUR._replace(faulty=0), is_blind=True)
     assert ended.status == 75, ended
@@ -230,9 +225,7 @@ else:
         ("abort", THREE, "PeerFailedError", "done()"),
     ],
 )
-def test_asking_whether_all_is_done_notices_a_worker_that_is_killed(
-    job: Job, mode: str, placement: Placement, kind: str, text: str
-) -> None:
+def test_asking_whether_all_is_done_notices_a_worker_that_is_killed(job, mode, placement, kind, text):
     ended = job(KILLED_WORKER.format(on_worker_lost=mode), placement, is_blind=True)
     asked = ended.of("done")[0]
     assert asked.kind == kind, ended
@@ -243,7 +236,7 @@ if HAS_ULFM:
 
     @pytest.mark.core
     @pytest.mark.no_mpi
-    def test_chief_survives_a_worker_reported_lost_by_mpi(survivor: Job) -> None:
+    def test_chief_survives_a_worker_reported_lost_by_mpi(survivor):
         loop = "while not coordinator.done():\n        time.sleep(0.01)"
         assert loop in KILLED_WORKER
         body = KILLED_WORKER.replace(loop, "coordinator.join()").format(on_worker_lost="ignore")
@@ -254,7 +247,7 @@ if HAS_ULFM:
 
     @pytest.mark.core
     @pytest.mark.no_mpi
-    def test_workers_survive_a_chief_reported_lost_by_mpi(survivor: Job) -> None:
+    def test_workers_survive_a_chief_reported_lost_by_mpi(survivor):
         ended = survivor(KILLED_CHIEF, FOUR._replace(faulty=0))
         assert ended.status == 75, ended
         served = ended.of("serve")[1]
@@ -265,7 +258,7 @@ if HAS_ULFM:
 
 @pytest.mark.core
 @pytest.mark.no_mpi
-def test_interrupt_of_the_chief_in_the_middle_of_a_result_is_an_error_of_later_calls(job: Job) -> None:
+def test_interrupt_of_the_chief_in_the_middle_of_a_result_is_an_error_of_later_calls(job):
     """The result may be lost, and `join` would wait for it for ever."""
     program = """
 strategy.close()

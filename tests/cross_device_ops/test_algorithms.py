@@ -1,9 +1,7 @@
 """Every all-reduce algorithm on every placement of ranks: right, the same bits everywhere, and of the stated cost."""
 
 import pkgutil
-from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from support.contributions import (
 )
 from support.everywhere import same_everywhere
 from support.placements import PLACEMENTS
-from support.ranks import Intracomm
 from support.transports import TRANSPORTS, set_sizes
 
 from mpidist import (
@@ -35,7 +32,6 @@ from mpidist.context_stack import parts_of
 from mpidist.transport.agreement.comparison_rounds import CARRIED_BYTES
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.shared_memory.schedule import chunk_bounds
-from mpidist.transport.topology import Topology
 
 pytestmark = pytest.mark.core
 
@@ -48,7 +44,7 @@ for _module in pkgutil.iter_modules(cross_device_ops.__path__, "mpidist.cross_de
     import_module(_module.name)
 
 # Name -> the algorithm and the options that make it run.
-ALGORITHMS: dict[str, tuple[CrossDeviceOps, CommunicationOptions]] = {
+ALGORITHMS = {
     kind.__name__: (kind(), CommunicationOptions())
     for kind in CrossDeviceOps.__subclasses__()
     if kind.__module__.startswith("mpidist.")
@@ -59,32 +55,30 @@ ALGORITHMS: dict[str, tuple[CrossDeviceOps, CommunicationOptions]] = {
 
 
 @pytest.fixture(params=ALGORITHMS)
-def algorithm(request: pytest.FixtureRequest) -> str:
+def algorithm(request):
     return request.param
 
 
 @pytest.fixture
-def strategy(
-    comm: Intracomm, placement: tuple[int, ...], algorithm: str, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Strategy]:
+def strategy(comm, placement, algorithm, transport, monkeypatch):
     ops, options = ALGORITHMS[algorithm]
     set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=LEAST_BYTES)
     with Strategy(None, options, cross_device_ops=ops, comm=comm) as made:
         yield made
 
 
-def can(op: str, dtype: Any) -> bool:
+def can(op, dtype):
     return dtype.kind != "c" or op not in ("MIN", "MAX")
 
 
-def contributed(op: str, rank: int, size: int, count: int, dtype: Any) -> Any:
+def contributed(op, rank, size, count, dtype):
     if op != "MEAN":
         return contribution(op.lower(), rank, count, dtype)
     numbers = contribution("sum", rank, count, dtype)
     return numbers * dtype.type(size) if dtype in HALVES else numbers  # halves: a mean that rounds nowhere
 
 
-def expected(op: str, size: int, count: int, dtype: Any) -> Any:
+def expected(op, size, count, dtype):
     if op != "MEAN":
         return reduction_of(op.lower(), size, count, dtype)
     if dtype in HALVES:
@@ -95,7 +89,7 @@ def expected(op: str, size: int, count: int, dtype: Any) -> Any:
     return reduction_of("sum", size, count, dtype) / size
 
 
-def complaints(strategy: Strategy, op: str, dtypes: Sequence[Any], counts: Sequence[int], **options: Any) -> list[str]:
+def complaints(strategy, op, dtypes, counts, **options):
     """All-reduce one nest of all dtypes and lengths, and say what is wrong with the result. Collective."""
     rank, size = strategy.topology.rank, strategy.topology.size
     dtypes = [dtype for dtype in dtypes if can(op, dtype)]
@@ -112,9 +106,7 @@ def complaints(strategy: Strategy, op: str, dtypes: Sequence[Any], counts: Seque
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_algorithm_on_any_placement_is_exact_and_the_same_everywhere(
-    strategy: Strategy, comm: Intracomm, op: str
-) -> None:
+def test_algorithm_on_any_placement_is_exact_and_the_same_everywhere(strategy, comm, op):
     """TF's hierarchical copy leaves ranks out. Twice in a row, and below, at and above the leader limit."""
     counts = [0, 1, 5, comm.size, comm.size + 1]
     assert not complaints(strategy, op, DTYPES, counts)
@@ -135,7 +127,7 @@ def test_algorithm_on_any_placement_is_exact_and_the_same_everywhere(
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("placement", ["even"], indirect=True)
 @pytest.mark.parametrize("transport", ["mpi"], indirect=True)
-def test_results_are_exact_on_both_sides_of_the_pack_limits(strategy: Strategy) -> None:
+def test_results_are_exact_on_both_sides_of_the_pack_limits(strategy):
     """Large arrays go by themselves, small ones through a pack buffer, of this machine's sizes."""
     direct, pack = (nbytes // 4 for nbytes in parts_of(strategy).group.levels.message_bytes(device=False))
     assert not complaints(strategy, "SUM", [REALS[0]], [direct - 1, 3, direct, 0, direct + 1, 7])
@@ -143,13 +135,13 @@ def test_results_are_exact_on_both_sides_of_the_pack_limits(strategy: Strategy) 
     assert not complaints(strategy, "SUM", [np.dtype(np.int32)], [pack - 9, 5, 9])
 
 
-def cost(algorithm: str, node_sizes: Sequence[int], node: int, is_leader: bool, total: int) -> dict[str, Any]:
+def cost(algorithm, node_sizes, node, is_leader, total):
     """Say for each level which calls a rank makes, and how many bytes they move: (calls, bytes) by primitive."""
     num_ranks, num_nodes, on_node = sum(node_sizes), len(node_sizes), node_sizes[node]
     is_even = len(set(node_sizes)) == 1
-    world: dict[str, Any] = {}
-    within: dict[str, Any] = {}
-    across: dict[str, Any] = {}
+    world = {}
+    within = {}
+    across = {}
     flat = num_nodes == 1 or num_nodes == num_ranks
     if num_ranks == 1:
         pass
@@ -171,7 +163,7 @@ def cost(algorithm: str, node_sizes: Sequence[int], node: int, is_leader: bool, 
     return {"world": world, "within_node": within, "across_nodes": across}
 
 
-def fused_cost(algorithm: str, topology: Topology, total: int, chunk_bytes: int) -> dict[str, Any]:
+def fused_cost(algorithm, topology, total, chunk_bytes):
     """Say the same of float32 numbers that go through shared memory, and in chunks across nodes."""
     num_ranks, num_nodes, on_node = topology.size, topology.num_nodes, topology.local_size
     if num_nodes == 1:
@@ -197,7 +189,7 @@ def fused_cost(algorithm: str, topology: Topology, total: int, chunk_bytes: int)
     }
 
 
-def is_fused(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
+def is_fused(strategy, algorithm, nbytes):
     fused, nodes = parts_of(strategy).group.levels.fused, strategy.topology.node_of_rank
     if fused is None or nbytes < LEAST_BYTES * (len(set(nodes)) > 1):
         return False
@@ -207,14 +199,14 @@ def is_fused(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
     )
 
 
-def is_carried(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
+def is_carried(strategy, algorithm, nbytes):
     fused, nodes = parts_of(strategy).group.levels.fused, list(strategy.topology.node_of_rank)
     if fused is None or len(set(nodes)) == 1 or nbytes > CARRIED_BYTES:
         return False
     return algorithm == "CollectiveAllReduce" or (algorithm == "in rank order" and nodes == sorted(nodes))
 
 
-def moved(strategy: Strategy, value: Any, **options: Any) -> dict[str, Any]:
+def moved(strategy, value, **options):
     """All-reduce a value, and return what moved, as `cost` says it."""
     levels = parts_of(strategy).group.levels
     traffics = {name: getattr(levels, name).traffic for name in ("world", "within_node", "across_nodes")}
@@ -228,7 +220,7 @@ def moved(strategy: Strategy, value: Any, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
-def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorithm: str, transport: str) -> None:
+def test_bytes_and_calls_are_those_of_the_docstring(strategy, algorithm, transport):
     """Byte counts: below, at and above the leader limit, of lengths that all numbers of ranks and nodes divide.
 
     In shared memory also of one chunk and of several.
@@ -254,7 +246,7 @@ def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorith
 @pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "one node"], indirect=True)
 @pytest.mark.parametrize("algorithm", ["CollectiveAllReduce", "HierarchicalCopyAllReduce"], indirect=True)
 @pytest.mark.parametrize("transport", ["shared_memory"], indirect=True)
-def test_all_reduce_sends_the_least_bytes_between_nodes(strategy: Strategy, comm: Intracomm) -> None:
+def test_all_reduce_sends_the_least_bytes_between_nodes(strategy, comm):
     """2 (K - 1) / K of the message for K nodes, however many ranks they have, and in whatever order."""
     topology, num_nodes = strategy.topology, strategy.topology.num_nodes
     for count in (100_001, LEAST_BYTES // 4):
@@ -270,9 +262,7 @@ def test_all_reduce_sends_the_least_bytes_between_nodes(strategy: Strategy, comm
 
 
 @pytest.mark.ranks(3, 4)
-def test_reproducible_results_do_not_depend_on_the_placement(
-    algorithm: str, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reproducible_results_do_not_depend_on_the_placement(algorithm, comm, monkeypatch):
     """They are added in rank order: to the bit what NumPy makes of the contributions, one after the other."""
     rows = np.random.default_rng(3).standard_normal((comm.size, 90_000))
     ops, options = ALGORITHMS[algorithm]
@@ -294,7 +284,7 @@ def test_reproducible_results_do_not_depend_on_the_placement(
 @pytest.mark.parametrize("algorithm", ["ReductionToOneDevice"], indirect=True)
 @pytest.mark.parametrize("transport", ["shared_memory"], indirect=True)
 @pytest.mark.parametrize("placement", ["uneven"], indirect=True)
-def test_adding_at_one_rank_keeps_the_order_of_ranks(strategy: Strategy) -> None:
+def test_adding_at_one_rank_keeps_the_order_of_ranks(strategy):
     """Its docstring's promise, without an option."""
     rows = np.random.default_rng(5).standard_normal((strategy.topology.size, 900))
     own = rows[strategy.topology.rank]

@@ -3,15 +3,14 @@
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import product
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import (
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture(params=["bound", "in scope", "extended"])
-def ops(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Any]:
+def ops(request, comm):
     """The three ways to the same calls."""
     if request.param == "bound":
         with HierarchicalCopyAllReduce().bind(comm) as bound:
@@ -52,7 +51,7 @@ def ops(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Any]:
             )
 
 
-def destinations(size: int) -> list[tuple[Any, Sequence[int]]]:
+def destinations(size):
     """Every kind of destination, and the ranks that it means."""
     last = size - 1
     return [
@@ -71,10 +70,10 @@ def destinations(size: int) -> list[tuple[Any, Sequence[int]]]:
         (f"/RANK:{last}/cpu:0", [last]),
         (PerReplica((1.0,)), range(size)),
         (Mirrored((1.0,)), range(size)),
-    ]  # type: ignore[list-item]
+    ]
 
 
-def test_reduce_reaches_every_kind_of_destination(ops: Any, comm: Intracomm) -> None:
+def test_reduce_reaches_every_kind_of_destination(ops, comm):
     """A rank that is a destination gets the array, any other None."""
     value = np.full(70_000, comm.rank, np.float32)  # large enough that a message waits for its receiver
     for where, ranks in destinations(comm.size):
@@ -84,7 +83,7 @@ def test_reduce_reaches_every_kind_of_destination(ops: Any, comm: Intracomm) -> 
             assert result is None or (result == right).all(), where
 
 
-def test_batch_reduce_keeps_the_order_of_pairs(ops: Any, comm: Intracomm) -> None:
+def test_batch_reduce_keeps_the_order_of_pairs(ops, comm):
     """All pairs of destinations; rank r holds r and r + 1."""
     kinds = [(0, [0]), (f"/rank:{comm.size - 1}", [comm.size - 1]), ("all", range(comm.size))]
     size, rank = comm.size, comm.rank
@@ -97,7 +96,7 @@ def test_batch_reduce_keeps_the_order_of_pairs(ops: Any, comm: Intracomm) -> Non
             assert result == (right if rank in ranks else None), (one, two)
 
 
-def test_broadcast_sends_the_value_of_rank_0(ops: Any, comm: Intracomm) -> None:
+def test_broadcast_sends_the_value_of_rank_0(ops, comm):
     """To every kind of destination, and of any dtype that memory can hold."""
     for where, ranks in destinations(comm.size):
         value = {
@@ -113,14 +112,14 @@ def test_broadcast_sends_the_value_of_rank_0(ops: Any, comm: Intracomm) -> None:
             assert result["flags"].tolist() == [True]
 
 
-def test_reduce_to_a_variable_does_not_write_it(comm: Intracomm) -> None:
+def test_reduce_to_a_variable_does_not_write_it(comm):
     with Strategy(comm=comm) as strategy, strategy.scope():
         variable = mpidist.Variable(7.0)
         assert strategy.extended.reduce_to("SUM", 1.0, variable) == comm.size
         assert float(np.asarray(variable)) == 7.0
 
 
-VARIANTS: list[CrossDeviceOps] = [
+VARIANTS = [
     ReductionToOneDevice("/rank:0"),
     ReductionToOneDevice(accumulation_fn=lambda parts: functools.reduce(np.add, parts)),
     NcclAllReduce(num_packs=0),
@@ -133,7 +132,7 @@ VARIANTS: list[CrossDeviceOps] = [
 @pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("placement", ["even"], indirect=True)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: type(variant).__name__)
-def test_cross_device_ops_classes_reduce_alike(comm: Intracomm, variant: CrossDeviceOps) -> None:
+def test_cross_device_ops_classes_reduce_alike(comm, variant):
     """Rank r holds 2 r + 1 and 2 r + 2; to one rank, to all, single and batch. See test_algorithms for placements."""
     rank, size = comm.rank, comm.size
     values = [np.full(3, 2.0 * rank + 1), np.full((2, 2), 2.0 * rank + 2)]
@@ -150,11 +149,11 @@ def test_cross_device_ops_classes_reduce_alike(comm: Intracomm, variant: CrossDe
 
 
 @pytest.mark.ranks(1, 3)
-def test_accumulation_gets_one_array_of_each_rank_in_order_and_sums_alone(comm: Intracomm) -> None:
+def test_accumulation_gets_one_array_of_each_rank_in_order_and_sums_alone(comm):
     """Any elementwise function; here the last rank wins."""
-    seen: list[int] = []
+    seen = []
 
-    def take_last(parts: list[Any]) -> Any:
+    def take_last(parts):
         seen.append(len(parts))
         return parts[-1]
 
@@ -175,7 +174,7 @@ def test_accumulation_gets_one_array_of_each_rank_in_order_and_sums_alone(comm: 
         (lambda parts: 7, "7;"),
     ],
 )
-def test_accumulation_fn_that_returns_no_such_array_is_refused(comm: Intracomm, accumulate: Any, got: str) -> None:
+def test_accumulation_fn_that_returns_no_such_array_is_refused(comm, accumulate, got):
     refused = pytest.raises((ValueError, mpidist.errors.PeerFailedError), match=f"accumulation_fn returned {got}")
     with ReductionToOneDevice(accumulation_fn=accumulate).bind(comm) as ops, refused:
         ops.reduce("SUM", np.arange(3), "all")
@@ -184,9 +183,7 @@ def test_accumulation_fn_that_returns_no_such_array_is_refused(comm: Intracomm, 
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.parametrize("over", ["mpi", "shared_memory"])
 @pytest.mark.usefixtures("placement")
-def test_accumulation_fn_is_used_with_any_options_or_refused(
-    comm: Intracomm, over: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accumulation_fn_is_used_with_any_options_or_refused(comm, over, monkeypatch):
     monkeypatch.setenv("MPIDIST_TRANSPORT", over)
     largest = ReductionToOneDevice(accumulation_fn=np.maximum.reduce)
     value = np.full(5, comm.rank + 1.0)
@@ -202,7 +199,7 @@ def test_accumulation_fn_is_used_with_any_options_or_refused(
         Strategy(None, ring, cross_device_ops=largest, comm=comm)
 
 
-def test_reduce_of_empty_nests_is_empty(ops: Any, comm: Intracomm) -> None:
+def test_reduce_of_empty_nests_is_empty(ops, comm):
     assert ops.batch_reduce("SUM", []) == []
     assert ops.reduce("MEAN", {}, "all") == {}
     assert ops.reduce("SUM", [(), {"a": []}], 0) == ([(), {"a": []}] if comm.rank == 0 else None)
@@ -211,12 +208,12 @@ def test_reduce_of_empty_nests_is_empty(ops: Any, comm: Intracomm) -> None:
 
 
 class Thing:
-    def __repr__(self) -> str:
+    def __repr__(self):
         return "a thing"
 
 
 Call = Callable[[Any, int], Any]
-MISTAKES: list[tuple[type[Exception], str, Call]] = [
+MISTAKES = [
     (ValueError, "'bogus' is not a valid ReduceOp", lambda o, n: o.reduce("bogus", 1.0, "all")),
     (ValueError, "None is not a valid ReduceOp", lambda o, n: o.batch_reduce(None, [])),
     *(
@@ -246,7 +243,7 @@ MISTAKES: list[tuple[type[Exception], str, Call]] = [
 ]
 
 
-def test_mistake_on_all_ranks_is_refused_and_forgotten(ops: Any, comm: Intracomm) -> None:
+def test_mistake_on_all_ranks_is_refused_and_forgotten(ops, comm):
     """With one text, and the next call works."""
     for kind, text, call in MISTAKES:
         with raises_everywhere(comm, kind, text):
@@ -259,7 +256,7 @@ def test_mistake_on_all_ranks_is_refused_and_forgotten(ops: Any, comm: Intracomm
 
 
 @pytest.mark.no_mpi
-def test_outside_a_scope_an_unbound_object_is_refused() -> None:
+def test_outside_a_scope_an_unbound_object_is_refused():
     ops = CollectiveAllReduce()
     for call in (
         lambda: ops.reduce("SUM", 1.0, "all"),
@@ -273,7 +270,7 @@ def test_outside_a_scope_an_unbound_object_is_refused() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_bind_makes_another_object_of_the_same_class(comm: Intracomm) -> None:
+def test_bind_makes_another_object_of_the_same_class(comm):
     ops = HierarchicalCopyAllReduce(num_packs=2)
     bound = ops.bind(comm)
     assert type(bound) is type(ops) is HierarchicalCopyAllReduce
@@ -292,11 +289,11 @@ def test_bind_makes_another_object_of_the_same_class(comm: Intracomm) -> None:
         bound.reduce("SUM", 1, "all")
     for wrong in ("world", 3, object):
         with pytest.raises(TypeError, match="intra-communicator of mpi4py"):
-            ops.bind(wrong)  # type: ignore[arg-type]
+            ops.bind(wrong)
 
 
 @pytest.mark.ranks(3)
-def test_parts_of_the_ranks_reduce_by_themselves(comm: Intracomm) -> None:
+def test_parts_of_the_ranks_reduce_by_themselves(comm):
     """And the user's own messages on the same communicator are not disturbed."""
     part = comm.Split(comm.rank % 2, -comm.rank)
     with CollectiveAllReduce().bind(part) as ops:
@@ -307,25 +304,25 @@ def test_parts_of_the_ranks_reduce_by_themselves(comm: Intracomm) -> None:
 
 
 @pytest.mark.no_mpi
-def test_algorithms_refuse_wrong_arguments() -> None:
+def test_algorithms_refuse_wrong_arguments():
     for kind in (NcclAllReduce, HierarchicalCopyAllReduce):
         with pytest.raises(ValueError, match=f"num_packs of {kind.__name__} must be a whole number >= 0, got -1"):
             kind(num_packs=-1)
         for wrong in (1.5, 2.0, True, "2", None, [1]):
             with pytest.raises(TypeError, match=f"num_packs of {kind.__name__} must be a whole number"):
-                kind(wrong)  # type: ignore[arg-type]
+                kind(wrong)
         assert type(BoundOps(kind(np.int64(2)), SyncGroup.solo()).configuration[1]) is int
     with pytest.raises(TypeError, match="accumulation_fn must be a function"):
-        ReductionToOneDevice(accumulation_fn=3)  # type: ignore[arg-type]
+        ReductionToOneDevice(accumulation_fn=3)
     with pytest.raises(TypeError, match="CommunicationOptions"):
-        CollectiveAllReduce({})  # type: ignore[arg-type]
+        CollectiveAllReduce({})
     with pytest.raises(UnavailableError, match="NCCL"):
         CollectiveAllReduce(CommunicationOptions(implementation="NCCL"))
     with pytest.raises(TypeError, match="abstract"):
-        CrossDeviceOps()  # type: ignore[abstract]
+        CrossDeviceOps()
 
 
-def test_cross_device_ops_default_depends_on_nodes(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_cross_device_ops_default_depends_on_nodes(comm, placement):
     """One node leaves it to the transport; several need a hierarchy."""
     with Strategy(comm=comm) as strategy:
         chosen = type(parts_of(strategy).cross_device_ops.algorithm)
@@ -335,14 +332,14 @@ def test_cross_device_ops_default_depends_on_nodes(comm: Intracomm, placement: t
 
 
 @pytest.mark.ranks(2)
-def test_reduce_to_device_without_a_rank_is_refused_by_the_strategy(comm: Intracomm) -> None:
+def test_reduce_to_device_without_a_rank_is_refused_by_the_strategy(comm):
     for device in (7, -1, "nonsense", "/rank:9"):
         with raises_everywhere(comm, ValueError, "rank|destinations must be"):
             Strategy(comm=comm, cross_device_ops=ReductionToOneDevice(device))
 
 
 @pytest.mark.ranks(3)
-def test_long_texts_are_broadcast(comm: Intracomm) -> None:
+def test_long_texts_are_broadcast(comm):
     """Longer than what goes through shared memory at once."""
     with Strategy(comm=comm) as strategy:
         mine = np.array(["a" * 300_000, "b"] if comm.rank == 0 else ["c" * 300_000, "d"])
@@ -351,14 +348,12 @@ def test_long_texts_are_broadcast(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_pieces_of_an_array_that_is_not_contiguous_are_copied_once(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_an_array_that_is_not_contiguous_are_copied_once(comm, monkeypatch):
     """A mean of integers travels in many messages."""
     monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
     value, copies = np.arange(1 << 20, dtype=np.int32).reshape(1024, 1024).T, list[str]()
 
-    def note(_: FrameType, event: str, function: Any) -> None:
+    def note(_, event, function):
         its = getattr(function, "__self__", None)
         if event == "c_call" and isinstance(its, np.ndarray) and its.size == value.size and not its.flags.c_contiguous:
             copies.append(function.__name__)
@@ -374,7 +369,7 @@ def test_pieces_of_an_array_that_is_not_contiguous_are_copied_once(
 
 
 @pytest.mark.ranks(2)
-def test_calls_of_an_unbound_object_in_run_are_refused(comm: Intracomm) -> None:
+def test_calls_of_an_unbound_object_in_run_are_refused(comm):
     calls = {"reduce": ("sum", 1.0, "all"), "batch_reduce": ("sum", [(1.0, "all")]), "broadcast": (1.0, "all")}
     ops = NcclAllReduce()
     with Strategy(comm=comm, cross_device_ops=ops) as strategy, ops.bind(comm) as bound:
@@ -385,7 +380,7 @@ def test_calls_of_an_unbound_object_in_run_are_refused(comm: Intracomm) -> None:
             strategy.run(getattr(bound, call), args=arguments)  # of another group, whatever the strategy does
 
 
-def test_reduce_to_the_value_itself_reaches_all_ranks(comm: Intracomm, ops: Any) -> None:
+def test_reduce_to_the_value_itself_reaches_all_ranks(comm, ops):
     for value in (np.int64(0), np.array(0), np.ones(2), 2.5, [0]):
         result = ops.reduce("sum", value, value)
         assert np.all(np.asarray(result) == comm.size * np.asarray(value))
@@ -394,7 +389,7 @@ def test_reduce_to_the_value_itself_reaches_all_ranks(comm: Intracomm, ops: Any)
     assert (ops.reduce("sum", 0, 0) is not None) == (comm.rank == 0)  # an int is a rank
 
 
-def test_reduce_of_python_ints_with_too_large_sums_is_refused(comm: Intracomm, ops: Any) -> None:
+def test_reduce_of_python_ints_with_too_large_sums_is_refused(comm, ops):
     largest = (2**63 - 1) // comm.size
     for sign, beyond in ((1, largest + 1), (-1, -(2**63))):
         assert ops.reduce("max", sign * largest, "all") == sign * largest
@@ -411,13 +406,13 @@ def test_reduce_of_python_ints_with_too_large_sums_is_refused(comm: Intracomm, o
 class Returning(CrossDeviceOps):
     """An algorithm of a user's, which returns the sum in place of leaving it in the buffer."""
 
-    def _all_reduce(self, levels: Any, buffer: Any, reduction: Any) -> Any:
+    def _all_reduce(self, levels, buffer, reduction):
         return buffer * levels.world.size
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("destinations", "hook"), [("all", "_all_reduce"), (0, "reduce_to_root")])
-def test_algorithm_that_returns_its_result_is_refused(comm: Intracomm, destinations: Any, hook: str) -> None:
+def test_algorithm_that_returns_its_result_is_refused(comm, destinations, hook):
     ops = Returning(reduce_to_root=lambda levels, buffer, reduction, root: buffer * levels.world.size)
     with ops.bind(comm) as bound, pytest.raises(TypeError, match=f"{hook} of Returning returned .*must leave"):
         bound.reduce("sum", np.ones(3), destinations)

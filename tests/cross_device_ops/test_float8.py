@@ -1,12 +1,10 @@
 """float8 of `ml_dtypes`: reduced in float32 over ranks and nodes, moved as it is."""
 
 from itertools import product
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 from support.everywhere import same_everywhere
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -14,12 +12,12 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 DTYPES = [np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")]
 
 
-def numbers(rank: int, count: int, dtype: Any) -> Any:
+def numbers(rank, count, dtype):
     """Return 0 or a half: all sums of 4 ranks are exact."""
     return (((np.arange(count) + rank) % 2) / 2).astype(dtype)
 
 
-def test_float8_on_any_placement_is_reduced_and_moved(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_float8_on_any_placement_is_reduced_and_moved(comm, placement):
     with Strategy(comm=comm) as strategy:
         for dtype, count in product(DTYPES, (3, 70_000)):
             own = numbers(comm.rank, count, dtype)

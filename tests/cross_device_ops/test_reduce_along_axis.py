@@ -1,7 +1,5 @@
 """`reduce(..., axis=k)`: along axes on every rank, and over ranks, where ranks may have unlike numbers of rows."""
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,21 +7,21 @@ from mpi4py import MPI
 from support.everywhere import raises_everywhere
 
 import mpidist
-from mpidist import Mirrored, MultiWorkerMirroredStrategy, PerReplica, Strategy
+from mpidist import Mirrored, MultiWorkerMirroredStrategy, PerReplica
 from mpidist.errors import InvalidArgumentError
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 
 
-def rows(rank: int, count: int, dtype: Any) -> Any:
+def rows(rank, count, dtype):
     """Give a rank's rows [count, 3]: small whole numbers, exact in every dtype."""
     rng = np.random.default_rng(rank)
     return rng.integers(1, 4, (count, 3)).astype(dtype)
 
 
 @pytest.mark.core
-def test_mean_weighs_uneven_ranks_by_their_rows(placement: tuple[int, ...]) -> None:
+def test_mean_weighs_uneven_ranks_by_their_rows(placement):
     """Rank r holds r + 1 copies of r."""
     total = sum(rank * (rank + 1) for rank in range(SIZE))
     count = sum(rank + 1 for rank in range(SIZE))
@@ -35,12 +33,12 @@ def test_mean_weighs_uneven_ranks_by_their_rows(placement: tuple[int, ...]) -> N
                 assert strategy.reduce("MEAN", value, axis=0) == pytest.approx(total / count, rel=1e-6)
 
 
-DTYPES: list[Any] = [np.int8, np.uint16, np.int32, np.uint32, np.int64, np.float16, np.float32, np.float64]
+DTYPES = [np.int8, np.uint16, np.int32, np.uint32, np.int64, np.float16, np.float32, np.float64]
 MEANS = {1: np.float32, 2: np.float32, 4: np.float64, 8: np.float64}
 
 
 @pytest.mark.parametrize("counts", ["even", "uneven", "some empty"])
-def test_reduce_along_axis_equals_numpy_on_all_rows(strategy: Strategy, counts: str) -> None:
+def test_reduce_along_axis_equals_numpy_on_all_rows(strategy, counts):
     """Empty parts count 0."""
     count = {"even": lambda rank: 2, "uneven": lambda rank: 1 + rank % 3, "some empty": lambda rank: rank + 1 & 1}
     for dtype in map(np.dtype, [*DTYPES, np.complex64, ml_dtypes.bfloat16]):
@@ -62,7 +60,7 @@ def test_reduce_along_axis_equals_numpy_on_all_rows(strategy: Strategy, counts: 
 
 @pytest.mark.core
 @pytest.mark.ranks(1, 3)
-def test_reduce_along_axis_counts_axes_as_numpy(strategy: Strategy) -> None:
+def test_reduce_along_axis_counts_axes_as_numpy(strategy):
     """One axis, and several: ranks have unlike numbers of rows then, and a mean is the sum of all over their count."""
     for op in mpidist.ReduceOp:
         parts = [np.random.default_rng(rank).integers(1, 5, (2, 3, 4)) for rank in range(SIZE)]
@@ -84,7 +82,7 @@ def test_reduce_along_axis_counts_axes_as_numpy(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_reduce_along_axis_of_no_rows_is_the_neutral_element(strategy: Strategy) -> None:
+def test_reduce_along_axis_of_no_rows_is_the_neutral_element(strategy):
     nothing = np.ones((0, 2), np.float32)
     assert strategy.reduce("SUM", nothing, axis=0).tolist() == [0, 0]
     assert strategy.reduce("PROD", nothing, axis=0).tolist() == [1, 1]
@@ -97,7 +95,7 @@ def test_reduce_along_axis_of_no_rows_is_the_neutral_element(strategy: Strategy)
 
 
 @pytest.mark.ranks(1, 3)
-def test_means_do_not_wrap_or_overflow_on_their_way(strategy: Strategy) -> None:
+def test_means_do_not_wrap_or_overflow_on_their_way(strategy):
     assert strategy.reduce("MEAN", np.full(100, 100, np.int8), axis=0) == 100
     assert strategy.reduce("MEAN", np.full(3, 2**63, np.uint64), axis=0) == 2.0**63
     assert strategy.reduce("MEAN", np.full(100, 2**31 - 1, np.int32), axis=0) == 2**31 - 1
@@ -105,7 +103,7 @@ def test_means_do_not_wrap_or_overflow_on_their_way(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_layout_and_byte_order_are_each_ranks_own_affair(strategy: Strategy) -> None:
+def test_layout_and_byte_order_are_each_ranks_own_affair(strategy):
     value = np.arange(24, dtype=np.float64).reshape(4, 6)
     views = [value, np.asfortranarray(value), value.astype(">f8"), np.repeat(value, 2, axis=1)[:, ::2]]
     expected = {"SUM": SIZE * value.sum(axis=1), "MEAN": value.mean(axis=1), "MAX": value.max(axis=1)}
@@ -120,7 +118,7 @@ def test_layout_and_byte_order_are_each_ranks_own_affair(strategy: Strategy) -> 
 
 
 @pytest.mark.ranks(3)
-def test_nest_is_reduced_leaf_by_leaf(strategy: Strategy) -> None:
+def test_nest_is_reduced_leaf_by_leaf(strategy):
     value = {"b": PerReplica((np.full((2, 2), RANK),)), "a": [np.ones(3, np.float32)]}
     result = strategy.reduce("MEAN", value, axis=0)
     assert list(result) == ["b", "a"]
@@ -130,7 +128,7 @@ def test_nest_is_reduced_leaf_by_leaf(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy) -> None:
+def test_mirrored_value_has_a_mean_and_no_sum(strategy):
     mirrored = Mirrored((np.array([1.0, 2.0, 6.0]),))
     assert strategy.reduce("MEAN", mirrored, axis=0) == 3.0
     assert strategy.reduce("MAX", mirrored, axis=0) == 6.0
@@ -143,9 +141,9 @@ def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_axis_or_value_that_cannot_be_is_refused(strategy: Strategy) -> None:
+def test_axis_or_value_that_cannot_be_is_refused(strategy):
     """The text names no address, so that all ranks have the same one."""
-    wrong: list[tuple[Any, Any, type[Exception]]] = [
+    wrong = [
         (np.ones((2, 3)), 2, InvalidArgumentError),
         (np.ones((2, 3)), -3, InvalidArgumentError),
         (1.0, 0, InvalidArgumentError),
@@ -164,7 +162,7 @@ def test_axis_or_value_that_cannot_be_is_refused(strategy: Strategy) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
-def test_means_of_small_integers_do_not_wrap_however_long_the_axis(strategy: Strategy, dtype: Any) -> None:
+def test_means_of_small_integers_do_not_wrap_however_long_the_axis(strategy, dtype):
     largest = np.iinfo(dtype).max
     value = np.broadcast_to(np.array(largest, dtype), (2**31 // int(largest) + 10,))
     assert strategy.reduce("MEAN", value, axis=0) == largest

@@ -1,12 +1,9 @@
 """`Strategy.reduce("mean", x, weight=n)`: sums of values times weights over sums of weights."""
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
@@ -16,7 +13,7 @@ from mpidist.errors import InvalidArgumentError
 pytestmark = pytest.mark.core
 
 
-def test_weighted_mean_divides_by_the_sum_of_weights(comm: Intracomm, placement: str) -> None:
+def test_weighted_mean_divides_by_the_sum_of_weights(comm, placement):
     with MultiWorker(comm=comm) as strategy:
         weights = [rank + 1 for rank in range(comm.size)]
         own = comm.rank + 1
@@ -32,7 +29,7 @@ def test_weighted_mean_divides_by_the_sum_of_weights(comm: Intracomm, placement:
 
 
 @pytest.mark.ranks(3)
-def test_weighted_mean_of_exact_numbers_is_exact(comm: Intracomm) -> None:
+def test_weighted_mean_of_exact_numbers_is_exact(comm):
     with MultiWorker(comm=comm) as strategy:
         value, out = np.arange(6.0) * comm.size + comm.rank, np.zeros(6)
         for weight in (1, 8.0, np.float32(0.5), np.array(2)):
@@ -47,7 +44,7 @@ def test_weighted_mean_of_exact_numbers_is_exact(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_dtypes_are_those_of_means(comm: Intracomm) -> None:
+def test_dtypes_are_those_of_means(comm):
     with MultiWorker(comm=comm) as strategy:
         for dtype in map(np.dtype, ("i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", ml_dtypes.bfloat16)):
             value = np.full(3, 2 - comm.rank % 2).astype(dtype)
@@ -57,8 +54,8 @@ def test_dtypes_are_those_of_means(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_wrong_arguments_are_refused_before_data_moves(comm: Intracomm) -> None:
-    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+def test_wrong_arguments_are_refused_before_data_moves(comm):
+    wrong = [
         ({"reduce_op": "sum"}, ValueError, "weight is for means, and the operation is SUM"),
         ({"reduce_op": "min"}, ValueError, "weight is for means, and the operation is MIN"),
         ({"reduce_op": "bogus"}, ValueError, "not a valid ReduceOp"),
@@ -82,7 +79,7 @@ def test_wrong_arguments_are_refused_before_data_moves(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_wrong_arguments_of_one_rank_are_everybodys_error(comm: Intracomm) -> None:
+def test_wrong_arguments_of_one_rank_are_everybodys_error(comm):
     with MultiWorker(comm=comm) as strategy:
         with raises_everywhere(comm, InvalidArgumentError, "got -1"):
             strategy.reduce("mean", 1.0, weight=-1 if comm.rank == 1 else 1)
@@ -92,13 +89,13 @@ def test_wrong_arguments_of_one_rank_are_everybodys_error(comm: Intracomm) -> No
             strategy.reduce("mean", np.ones(3 if comm.rank == 1 else 2), weight=1)
 
 
-def test_replicas_have_weights_of_their_own(comm: Intracomm) -> None:
+def test_replicas_have_weights_of_their_own(comm):
     """The same bits on any number of ranks."""
 
-    def mean_over(comm: Intracomm) -> Any:
+    def mean_over(comm):
         with MultiWorker(comm=comm, replicas=5) as strategy:
 
-            def step(part: Any) -> Any:
+            def step(part):
                 return (part.mean() if len(part) else np.float64("nan")), len(part)
 
             (part,) = strategy.experimental_distribute_dataset([np.arange(4.0) / 3])
@@ -115,7 +112,7 @@ def test_replicas_have_weights_of_their_own(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_mirrored_values_are_their_own_mean(comm: Intracomm) -> None:
+def test_mirrored_values_are_their_own_mean(comm):
     with MultiWorker(comm=comm) as strategy:
         with strategy.scope():
             variable = mpidist.Variable(0.1)
@@ -123,13 +120,13 @@ def test_mirrored_values_are_their_own_mean(comm: Intracomm) -> None:
         assert [float(one) for one in mean] == [0.1, 0.3, 2.0]
 
 
-def test_all_reduce_with_weights_is_the_same_mean(comm: Intracomm, placement: str) -> None:
+def test_all_reduce_with_weights_is_the_same_mean(comm, placement):
     """A part without rows has a mean that is not a number, and does not count."""
     own = comm.rank
     gradients = {"w": np.full((2, 3), float(own)) if own else np.full((2, 3), np.nan), "b": np.full(1, own, np.float32)}
     wanted = sum(rank * rank for rank in range(comm.size)) / max(1, sum(range(comm.size)))
 
-    def step() -> Any:
+    def step():
         context = mpidist.get_replica_context()
         assert context is not None
         new = context.all_reduce("mean", gradients, weight=own if comm.size > 1 else 1)
@@ -143,11 +140,11 @@ def test_all_reduce_with_weights_is_the_same_mean(comm: Intracomm, placement: st
 
 
 @pytest.mark.parametrize("replicas", [None, 5])
-def test_all_reduce_with_weights_writes_outs(comm: Intracomm, replicas: int | None) -> None:
+def test_all_reduce_with_weights_writes_outs(comm, replicas):
     with MultiWorker(comm=comm, replicas=replicas) as strategy:
         count = strategy.num_replicas_in_sync
 
-        def step() -> Any:
+        def step():
             context = mpidist.get_replica_context()
             assert context is not None
             own, out = context.replica_id_in_sync_group + 1, np.zeros((3, 2), np.float32).T
@@ -161,7 +158,7 @@ def test_all_reduce_with_weights_writes_outs(comm: Intracomm, replicas: int | No
 
 
 @pytest.mark.ranks(1, 2)
-def test_weight_that_the_dtype_of_sums_cannot_hold_is_refused(comm: Intracomm) -> None:
+def test_weight_that_the_dtype_of_sums_cannot_hold_is_refused(comm):
     with MultiWorker(comm=comm) as strategy:
         for weight in (1e-50, 1e-44, 1e39):
             with raises_everywhere(comm, ValueError, "does not fit into float32, in which values are added"):
@@ -174,7 +171,7 @@ def test_weight_that_the_dtype_of_sums_cannot_hold_is_refused(comm: Intracomm) -
 
 
 @pytest.mark.ranks(2, 3)
-def test_weighted_mean_sent_as_float16_takes_weights_of_any_size(comm: Intracomm) -> None:
+def test_weighted_mean_sent_as_float16_takes_weights_of_any_size(comm):
     options = mpidist.CommunicationOptions(compression="fp16", compress_everywhere=True)
     with MultiWorker(comm=comm, communication_options=options) as strategy:
         for weight in (8192, 1e-30, np.float32(1e30)):
@@ -193,7 +190,7 @@ def test_weighted_mean_sent_as_float16_takes_weights_of_any_size(comm: Intracomm
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("how", [{"weight": 1.0}, {"axis": 0}], ids=["weight", "axis"])
-def test_ranks_compare_which_outs_of_a_mean_are_per_node(comm: Intracomm, how: dict[str, Any]) -> None:
+def test_ranks_compare_which_outs_of_a_mean_are_per_node(comm, how):
     """Only ranks with such outs would meet once more to write these."""
     with MultiWorker(comm=comm) as strategy:
         value, of_node = np.ones((2, 3)), np.empty((2, 3) if "weight" in how else 3)

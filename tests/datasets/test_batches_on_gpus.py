@@ -1,11 +1,8 @@
 """Batches that are put on GPUs."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from host_cuda.gpus import gpus, one_node, require_gpus
-from support.ranks import Intracomm
 
 from mpidist import InputOptions, MirroredStrategy, Variable
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
@@ -18,16 +15,14 @@ __all__ = ["gpus", "one_node"]
 @pytest.mark.ranks(3)
 @pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize("first_kind", ["GPU", "CPU"])
-def test_parts_are_put_on_the_devices_of_their_replicas(
-    comm: Intracomm, gpus: Any, monkeypatch: pytest.MonkeyPatch, first_kind: str
-) -> None:
+def test_parts_are_put_on_the_devices_of_their_replicas(comm, gpus, monkeypatch, first_kind):
     """On GPUs that one process may not have: the test notes which one would be current at each copy."""
     require_gpus(2 * comm.size)
-    current: list[int] = []
-    copied: list[tuple[int, list[int]]] = []
+    current = []
+    copied = []
     to_device = arrays.to_device
 
-    def noting(array: Any) -> Any:
+    def noting(array):
         copied.append((current[-1], array.tolist()))
         return to_device(array)
 
@@ -50,7 +45,7 @@ def test_parts_are_put_on_the_devices_of_their_replicas(
 
 
 @pytest.mark.ranks(1, 3)
-def test_batches_of_numpy_stay_on_the_host_beside_found_gpus(comm: Intracomm, gpus: Any) -> None:
+def test_batches_of_numpy_stay_on_the_host_beside_found_gpus(comm, gpus):
     """The example of the README: only a GPU that has been named, or an option, makes batches CuPy arrays."""
     batches = [np.ones((2 * comm.size, 3))]
     with MultiWorker(comm=comm) as strategy, strategy.scope():

@@ -2,16 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
-from mpidist import Batches, InputContext, InputOptions, InputReplicationMode, Strategy
+from mpidist import Batches, InputContext, InputOptions, InputReplicationMode
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import InvalidArgumentError, PeerFailedError
 
@@ -24,21 +21,21 @@ RANK, SIZE = WORLD.rank, WORLD.size
 BATCHES = [np.arange(4), np.arange(4, 8), np.arange(8, 10)]
 
 
-def lists(dataset: Iterable[Any]) -> list[list[Any]]:
+def lists(dataset):
     return [batch.tolist() for batch in dataset]
 
 
 class Shuffled:
     """Batches of 10 rows of 40, in another order each time, which a seed decides."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._rng = np.random.default_rng(seed)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         yield from self._rng.permutation(40).reshape(4, 10)
 
 
-def test_iterating_again_starts_anew(strategy: Strategy) -> None:
+def test_iterating_again_starts_anew(strategy):
     dataset = strategy.experimental_distribute_dataset(BATCHES)
     assert lists(dataset) == lists(dataset)
     shuffled = strategy.experimental_distribute_dataset(Shuffled(5))
@@ -49,7 +46,7 @@ def test_iterating_again_starts_anew(strategy: Strategy) -> None:
         assert sorted(everything) == list(range(40))
 
 
-def test_iterators_do_not_disturb_each_other(strategy: Strategy) -> None:
+def test_iterators_do_not_disturb_each_other(strategy):
     dataset = strategy.experimental_distribute_dataset([np.full(SIZE, step) for step in range(3)])
     one, two = iter(dataset), iter(dataset)
     seen = [next(one), next(two), next(one), next(two), next(one), next(two)]
@@ -58,8 +55,8 @@ def test_iterators_do_not_disturb_each_other(strategy: Strategy) -> None:
     assert [list(one), list(two)] == [[], []]
 
 
-def test_loop_may_end_early(strategy: Strategy) -> None:
-    def endless() -> Iterator[Any]:
+def test_loop_may_end_early(strategy):
+    def endless():
         while True:
             yield np.ones(SIZE)
 
@@ -73,7 +70,7 @@ def test_loop_may_end_early(strategy: Strategy) -> None:
     assert strategy.reduce("SUM", 1) == SIZE
 
 
-def test_next_in_run_is_refused(strategy: Strategy) -> None:
+def test_next_in_run_is_refused(strategy):
     dataset = strategy.experimental_distribute_dataset([np.ones(2)])
     steps = iter(dataset)
     with pytest.raises(ValueError, match="should be called from outside"):
@@ -83,7 +80,7 @@ def test_next_in_run_is_refused(strategy: Strategy) -> None:
     assert len(list(steps)) == 1
 
 
-def test_data_set_must_be_iterable_more_than_once(strategy: Strategy) -> None:
+def test_data_set_must_be_iterable_more_than_once(strategy):
     for once in ((batch for batch in BATCHES), iter(BATCHES), zip(BATCHES, BATCHES, strict=True)):
         with pytest.raises(TypeError, match="used up after one pass"):
             strategy.experimental_distribute_dataset(once)
@@ -91,16 +88,16 @@ def test_data_set_must_be_iterable_more_than_once(strategy: Strategy) -> None:
             strategy.distribute_datasets_from_function(lambda context, once=once: once)
     for wrong in (3, None, object()):
         with pytest.raises(TypeError, match="iterable of batches"):
-            strategy.experimental_distribute_dataset(wrong)  # type: ignore[arg-type]
+            strategy.experimental_distribute_dataset(wrong)
     with pytest.raises(TypeError, match="iterable of batches"):
-        strategy.distribute_datasets_from_function(lambda context: None)  # type: ignore[arg-type, return-value]
+        strategy.distribute_datasets_from_function(lambda context: None)
     for wrong in ("fast", 3):
         with pytest.raises(TypeError, match="InputOptions"):
-            strategy.experimental_distribute_dataset([np.ones(2)], wrong)  # type: ignore[arg-type]
+            strategy.experimental_distribute_dataset([np.ones(2)], wrong)
     for policy in ("AUTO", "DATA"):
         with pytest.raises(TypeError, match=r"from_function takes a function that gets an InputContext .*, got list"):
             strategy.distribute_datasets_from_function(
-                [np.ones(2)],  # type: ignore[arg-type]
+                [np.ones(2)],
                 InputOptions(auto_shard_policy=policy),
             )
 
@@ -108,20 +105,20 @@ def test_data_set_must_be_iterable_more_than_once(strategy: Strategy) -> None:
 class BadRecordError(Exception):
     """One that does not survive pickling, as many do not."""
 
-    def __init__(self, path: str, line: int) -> None:
+    def __init__(self, path, line):
         super().__init__(f"{path}:{line} is broken")
 
 
-FAILURES: list[Exception] = [ValueError("no number"), OSError("no such file"), BadRecordError("data.csv", 7)]
+FAILURES = [ValueError("no number"), OSError("no such file"), BadRecordError("data.csv", 7)]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["global", "own"])
-def test_error_of_one_ranks_data_set_reaches_all(strategy: Strategy, kind: str) -> None:
+def test_error_of_one_ranks_data_set_reaches_all(strategy, kind):
     for error in FAILURES:
 
         class Failing:
-            def __iter__(self, error: Exception = error) -> Iterator[Any]:
+            def __iter__(self, error=error):
                 yield np.ones(2 * SIZE)
                 if RANK == SIZE - 1:
                     raise error
@@ -143,9 +140,9 @@ def test_error_of_one_ranks_data_set_reaches_all(strategy: Strategy, kind: str) 
         assert strategy.reduce("SUM", 1) == SIZE
 
 
-def test_data_set_that_cannot_be_opened_on_one_rank_fails_on_all(strategy: Strategy) -> None:
+def test_data_set_that_cannot_be_opened_on_one_rank_fails_on_all(strategy):
     class Missing:
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self):
             if RANK == 0:
                 raise FileNotFoundError("data.csv")
             return iter(BATCHES)
@@ -156,14 +153,14 @@ def test_data_set_that_cannot_be_opened_on_one_rank_fails_on_all(strategy: Strat
 
 
 @pytest.mark.ranks(3)
-def test_next_on_one_rank_and_reduce_on_others_is_an_error_on_all(strategy: Strategy) -> None:
+def test_next_on_one_rank_and_reduce_on_others_is_an_error_on_all(strategy):
     steps = iter(strategy.experimental_distribute_dataset(BATCHES))
     with raises_everywhere(WORLD, InvalidArgumentError, "next of data set 0"):
         next(steps) if RANK == 0 else strategy.reduce("SUM", 1.0)
 
 
 @pytest.mark.no_mpi
-def test_input_context_has_pipelines_and_replicas() -> None:
+def test_input_context_has_pipelines_and_replicas():
     context = InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
     assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (2, 1, 6)
     assert [context.get_per_replica_batch_size(size) for size in (12, 6, 0)] == [2, 1, 0]
@@ -171,10 +168,10 @@ def test_input_context_has_pipelines_and_replicas() -> None:
         context.get_per_replica_batch_size(13)
     assert str(InputContext()) == "InputContext(input pipeline id 0, total: 1)"
     with pytest.raises(AttributeError):
-        context.input_pipeline_id = 0  # type: ignore[misc]
+        context.input_pipeline_id = 0
 
 
-def test_options_change_nothing_on_a_cpu(strategy: Strategy) -> None:
+def test_options_change_nothing_on_a_cpu(strategy):
     for fetch in (True, False):
         options = InputOptions(experimental_fetch_to_device=fetch)
         assert lists(strategy.experimental_distribute_dataset([np.arange(SIZE)], options)) == [[RANK]]
@@ -185,7 +182,7 @@ def test_options_change_nothing_on_a_cpu(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_iteration_of_unlike_data_sets_raises_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_iteration_of_unlike_data_sets_raises_everywhere(comm, strategy):
     train, validate = (strategy.experimental_distribute_dataset([np.arange(4)]) for _ in range(2))
     steps = iter(validate if comm.rank == 0 else train)
     with raises_everywhere(comm, InvalidArgumentError, "rank 0: next of data set 1; rank.* next of data set 0"):
@@ -194,7 +191,7 @@ def test_iteration_of_unlike_data_sets_raises_everywhere(comm: Intracomm, strate
 
 
 @pytest.mark.ranks(3)
-def test_iteration_of_unlike_batch_shapes_raises_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_iteration_of_unlike_batch_shapes_raises_everywhere(comm, strategy):
     batches = [np.zeros((4, 3), "f4" if comm.rank else "f8"), (np.zeros(4), np.zeros(4))[: 1 + bool(comm.rank)]]
     texts = [r"rank 0: float64\[3\]; rank.*: float32\[3\]", r"rank 0: float64\[\]; rank.*: float64\[\], float64\[\]"]
     for batch, text in zip(batches, texts, strict=True):
@@ -206,7 +203,7 @@ def test_iteration_of_unlike_batch_shapes_raises_everywhere(comm: Intracomm, str
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", ["nested", "long double"])
-def test_padding_is_not_compared(comm: Intracomm, kind: str, strategy: MultiWorker) -> None:
+def test_padding_is_not_compared(comm, kind, strategy):
     """Ranks have the same numbers, and other bytes between them, as in memory of `np.empty`."""
     pair = np.dtype([("kind", "i1"), ("weight", "f8")], align=True)
     nested = np.dtype([("inner", pair, 2), ("kind", "i1")], align=True)
@@ -225,7 +222,7 @@ def test_padding_is_not_compared(comm: Intracomm, kind: str, strategy: MultiWork
 
 
 @pytest.mark.ranks(3)
-def test_iteration_of_overlapping_passes_raises_where_ranks_differ(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_iteration_of_overlapping_passes_raises_where_ranks_differ(comm, strategy):
     """An iterator that one rank alone makes, and never asks, is no pass."""
     dataset = strategy.experimental_distribute_dataset(Shuffled(1))
     if comm.rank == 0:
@@ -242,7 +239,7 @@ def test_iteration_of_overlapping_passes_raises_where_ranks_differ(comm: Intraco
 
 
 @pytest.mark.ranks(3)
-def test_without_checks_numbers_in_batches_are_not_compared(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_checks_numbers_in_batches_are_not_compared(comm, monkeypatch):
     """But not the steps: they need the round to end together."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
     with MultiWorker(comm=comm) as strategy:
@@ -254,7 +251,7 @@ def test_without_checks_numbers_in_batches_are_not_compared(comm: Intracomm, mon
 
 
 @pytest.mark.no_mpi
-def test_wrong_options_are_refused() -> None:
+def test_wrong_options_are_refused():
     assert InputOptions() == InputOptions(None, "per_worker", False, 1)
     placed = InputOptions(experimental_place_dataset_on_device=True, experimental_replication_mode="PER_REPLICA")
     assert not placed.experimental_fetch_to_device
@@ -277,16 +274,16 @@ def test_wrong_options_are_refused() -> None:
         (TypeError, {"experimental_place_dataset_on_device": None}),
     ):
         with pytest.raises(error):
-            InputOptions(**wrong)  # type: ignore[arg-type]
+            InputOptions(**wrong)
 
 
 class Counted:
     """Batches that count how many of them were read, and fail after the last if they are told to."""
 
-    def __init__(self, number: int, error: Exception | None = None) -> None:
+    def __init__(self, number, error=None):
         self.number, self.error, self.num_read = number, error, 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for step in range(self.number):
             self.num_read += 1
             yield np.full(4, step)
@@ -294,16 +291,16 @@ class Counted:
             raise self.error
 
 
-def wait_until(condition: Any) -> None:
+def wait_until(condition):
     while not condition():
         time.sleep(0.01)
 
 
-def readers() -> list[threading.Thread]:
+def readers():
     return [thread for thread in threading.enumerate() if thread.name == "mpidist.read_ahead"]
 
 
-def test_batches_are_read_ahead_as_far_as_the_buffer_goes(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_batches_are_read_ahead_as_far_as_the_buffer_goes(comm, strategy):
     source = Counted(9)
     options = InputOptions(experimental_per_replica_buffer_size=3)
     dataset = strategy.experimental_distribute_dataset(source, options)
@@ -317,7 +314,7 @@ def test_batches_are_read_ahead_as_far_as_the_buffer_goes(comm: Intracomm, strat
     assert [len(part) for part in dataset] == [len(range(comm.rank, 4, comm.size))] * 9
 
 
-def test_readers_of_passes_that_were_left_end(strategy: MultiWorker) -> None:
+def test_readers_of_passes_that_were_left_end(strategy):
     """Also those that wait for a place, and with another pass begun meanwhile."""
     options = InputOptions(experimental_per_replica_buffer_size=2)
     dataset = strategy.experimental_distribute_dataset(Counted(1000), options)
@@ -332,9 +329,7 @@ def test_readers_of_passes_that_were_left_end(strategy: MultiWorker) -> None:
     wait_until(lambda: not readers())
 
 
-def test_error_of_a_batch_that_is_read_ahead_comes_in_its_place_and_ends_all_readers(
-    comm: Intracomm, strategy: MultiWorker
-) -> None:
+def test_error_of_a_batch_that_is_read_ahead_comes_in_its_place_and_ends_all_readers(comm, strategy):
     """At once, not when the iterator, which the error refers to, is garbage-collected; files are closed then, too."""
     source = Counted(3, OSError("torn")) if comm.rank == comm.size - 1 else Counted(1000)
     options = InputOptions(experimental_per_replica_buffer_size=8)
@@ -347,11 +342,11 @@ def test_error_of_a_batch_that_is_read_ahead_comes_in_its_place_and_ends_all_rea
     assert strategy.reduce("sum", 1) == comm.size
 
 
-def test_reader_that_calls_the_strategy_is_refused(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_reader_that_calls_the_strategy_is_refused(comm, strategy):
     """Between the program's own calls it would come at another place on each rank."""
 
     class Asking:
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self):
             yield np.arange(4)
             yield strategy.broadcast(np.arange(4))
 
@@ -368,19 +363,17 @@ def test_reader_that_calls_the_strategy_is_refused(comm: Intracomm, strategy: Mu
 
 
 @pytest.mark.parametrize(("seed", "buffer_size"), [(None, 3), (5, 1), (5, 3)])
-def test_ranks_read_their_own_rows_of_files_alone(
-    comm: Intracomm, seed: int | None, buffer_size: int, strategy: MultiWorker
-) -> None:
+def test_ranks_read_their_own_rows_of_files_alone(comm, seed, buffer_size, strategy):
     """Of shuffled batches, too; no row twice in an epoch; and in the thread, where batches are read ahead."""
-    numbers_read: list[int] = []
-    threads: set[str] = set()
+    numbers_read = []
+    threads = set()
 
     class OfFile:
         """As a data set of h5py, which takes slices, and increasing row numbers."""
 
         shape = (10, 2)
 
-        def __getitem__(self, rows: Any) -> Any:
+        def __getitem__(self, rows):
             rows = np.arange(10)[rows]
             assert (np.diff(rows) > 0).all()
             numbers_read.extend(rows.tolist())
@@ -403,7 +396,7 @@ def test_ranks_read_their_own_rows_of_files_alone(
 
 
 @pytest.mark.ranks(3)
-def test_masked_arrays_are_cut_with_their_masks(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_masked_arrays_are_cut_with_their_masks(comm, strategy):
     """On any number of ranks. What is masked may be another number on each rank, and masks must be equal."""
     batch = np.ma.masked_array([1.0, comm.rank, 3.0], [False, True, False])
     (part,) = strategy.experimental_distribute_dataset([batch])
@@ -415,11 +408,11 @@ def test_masked_arrays_are_cut_with_their_masks(comm: Intracomm, strategy: Multi
 
 
 @pytest.mark.ranks(3)
-def test_iteration_of_unlike_row_orders_raises_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_iteration_of_unlike_row_orders_raises_everywhere(comm, strategy):
     class OfFile:
         shape = (100,)
 
-        def __getitem__(self, rows: Any) -> Any:
+        def __getitem__(self, rows):
             return np.arange(100)[rows]
 
     batches = Batches(OfFile(), 50, seed=comm.rank)

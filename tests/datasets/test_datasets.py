@@ -2,13 +2,11 @@
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.replicas import ids_here, local, shared_ranks
 
 import mpidist
@@ -28,18 +26,18 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture
-def strategy(comm: Intracomm, replicas: int | None) -> Iterator[MultiWorker]:
+def strategy(comm, replicas):
     with MultiWorker(replicas=replicas, comm=comm) as made:
         yield made
 
 
 @pytest.fixture
-def total(strategy: MultiWorker) -> int:
+def total(strategy):
     """Give the number of replicas."""
     return strategy.num_replicas_in_sync
 
 
-def of_all(comm: Intracomm, strategy: MultiWorker, value: Any) -> list[Any]:
+def of_all(comm, strategy, value):
     """List the components of all replicas, in the order of replicas. Collective."""
     return [part for of_rank in comm.allgather(local(strategy, value)) for part in of_rank]
 
@@ -49,7 +47,7 @@ def of_all(comm: Intracomm, strategy: MultiWorker, value: Any) -> list[Any]:
 
 @pytest.mark.core
 @pytest.mark.ranks(max=3)
-def test_parts_follow_from_the_number_of_replicas_alone(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_parts_follow_from_the_number_of_replicas_alone(comm, strategy, total):
     """Every row once, in the order of replicas, whatever the length of a batch."""
     whole = [np.arange(2 * length, dtype=np.float32).reshape(length, 2) for length in (10, 0, 1, 17, total)]
     steps = list(strategy.experimental_distribute_dataset(whole))
@@ -63,7 +61,7 @@ def test_parts_follow_from_the_number_of_replicas_alone(comm: Intracomm, strateg
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_devices_that_are_more_than_ranks_are_replicas(comm: Intracomm) -> None:
+def test_devices_that_are_more_than_ranks_are_replicas(comm):
     with MirroredStrategy([f"CPU:{at}" for at in range(4)], comm=comm) as strategy:
         (part,) = strategy.experimental_distribute_dataset([np.arange(10)])
         assert of_all(comm, strategy, part) == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
@@ -72,7 +70,7 @@ def test_devices_that_are_more_than_ranks_are_replicas(comm: Intracomm) -> None:
         assert strategy.gather(part, axis=0).tolist() == list(range(10))
 
 
-def test_nest_is_cut_leaf_by_leaf(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_nest_is_cut_leaf_by_leaf(comm, strategy, total):
     batch = {"pair": Pair(np.arange(10).reshape(5, 2), [np.arange(5, dtype=np.int8)]), "names": np.array(list("abcde"))}
     (part,) = strategy.experimental_distribute_dataset([batch])
     assert list(part) == ["pair", "names"]
@@ -87,18 +85,18 @@ def test_nest_is_cut_leaf_by_leaf(comm: Intracomm, strategy: MultiWorker, total:
 class Lazy:
     """Rows of a file, which are read by slices alone, as those of h5py."""
 
-    def __init__(self, numbers: Any) -> None:
+    def __init__(self, numbers):
         self._numbers = numbers
         self.shape = numbers.shape
         self.read: list[tuple[int, int]] = []
 
-    def __getitem__(self, rows: Any) -> Any:
+    def __getitem__(self, rows):
         assert isinstance(rows, slice)
         self.read.append((rows.start, rows.stop))
         return self._numbers[rows].copy()
 
 
-def test_lazy_rows_are_read_by_their_replicas_alone(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_lazy_rows_are_read_by_their_replicas_alone(comm, strategy, total):
     lazy = Lazy(np.arange(11))
     (part,) = strategy.experimental_distribute_dataset([lazy])
     assert of_all(comm, strategy, part) == [rows.tolist() for rows in np.array_split(np.arange(11), total)]
@@ -108,7 +106,7 @@ def test_lazy_rows_are_read_by_their_replicas_alone(comm: Intracomm, strategy: M
 
 
 @pytest.mark.ranks(3)
-def test_global_batches_unlike_on_ranks_raise_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_global_batches_unlike_on_ranks_raise_everywhere(comm, strategy):
     unlike = strategy.experimental_distribute_dataset([np.arange(4) + comm.rank])
     with raises_everywhere(comm, InvalidArgumentError, "checksum of the first batch: rank 0: .*same seed"):
         next(iter(unlike))
@@ -123,7 +121,7 @@ def test_global_batches_unlike_on_ranks_raise_everywhere(comm: Intracomm, strate
     assert list(steps) == []
 
 
-def test_batches_that_cannot_be_cut_are_refused(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_batches_that_cannot_be_cut_are_refused(comm, strategy):
     for batch, text in (
         ((np.ones(3), np.ones(2)), r"equally long on axis 0, got array \[0\]: \[3\], array \[1\]: \[2\]; if"),
         ([np.ones(2), 1.0], "equally long"),
@@ -151,10 +149,10 @@ def test_batches_that_cannot_be_cut_are_refused(comm: Intracomm, strategy: Multi
 
 
 @pytest.mark.core
-def test_per_replica_mode_makes_a_pipeline_for_replicas(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
-    calls: list[InputContext] = []
+def test_per_replica_mode_makes_a_pipeline_for_replicas(comm, strategy, total):
+    calls = []
 
-    def make(context: InputContext) -> list[Any]:
+    def make(context):
         calls.append(context)
         return [np.full(2, 10 * context.input_pipeline_id + step) for step in range(3)]
 
@@ -170,13 +168,13 @@ def test_per_replica_mode_makes_a_pipeline_for_replicas(comm: Intracomm, strateg
 
 @pytest.mark.core
 @pytest.mark.parametrize("longest", ["first", "last"])
-def test_replica_that_ran_out_gets_empty_ones(comm: Intracomm, strategy: MultiWorker, total: int, longest: str) -> None:
+def test_replica_that_ran_out_gets_empty_ones(comm, strategy, total, longest):
     """The first or the last replica has no batch at all; its form is that of the others."""
 
-    def num_batches(at: int) -> int:
+    def num_batches(at):
         return at if longest == "last" else total - 1 - at
 
-    def make(context: InputContext) -> list[Any]:
+    def make(context):
         batch = Pair(np.full((2, 3), context.input_pipeline_id, np.float16), 5)
         return [batch] * num_batches(context.input_pipeline_id)
 
@@ -193,20 +191,20 @@ def test_replica_that_ran_out_gets_empty_ones(comm: Intracomm, strategy: MultiWo
         assert strategy.reduce("SUM", part.x, axis=0).tolist() == [2 * sum(ids)] * 3
 
 
-def test_dataset_without_batches_has_no_step(strategy: MultiWorker) -> None:
+def test_dataset_without_batches_has_no_step(strategy):
     assert list(strategy.distribute_datasets_from_function(lambda context: [], PER_REPLICA)) == []
     assert list(strategy.distribute_datasets_from_function(lambda context: [])) == []
     assert list(strategy.experimental_distribute_dataset([])) == []
 
 
 @pytest.mark.core
-def test_error_of_one_replicas_pipeline_reaches_all(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_error_of_one_replicas_pipeline_reaches_all(comm, strategy, total):
     class Failing:
-        def __init__(self, context: InputContext) -> None:
+        def __init__(self, context):
             self.fails = context.input_pipeline_id == total - 1
             self.num_passes = 0
 
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self):
             self.num_passes += 1
             yield np.ones(2)
             if self.fails and self.num_passes == 1:
@@ -222,10 +220,10 @@ def test_error_of_one_replicas_pipeline_reaches_all(comm: Intracomm, strategy: M
     assert [of_all(comm, strategy, part) for part in dataset] == [[[1, 1]] * total, [[0, 0]] * total]
 
 
-def test_function_that_fails_for_one_replica_fails_on_all(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_function_that_fails_for_one_replica_fails_on_all(comm, strategy, total):
     """And the strategy is as good as before, also for the next data set."""
 
-    def make(context: InputContext) -> list[Any]:
+    def make(context):
         if context.input_pipeline_id == total - 1:
             raise FileNotFoundError("train.h5")
         return [np.arange(2)]
@@ -233,7 +231,7 @@ def test_function_that_fails_for_one_replica_fails_on_all(comm: Intracomm, strat
     with raises_everywhere(comm, FileNotFoundError, r"train\.h5"):
         strategy.distribute_datasets_from_function(make, PER_REPLICA)
     with raises_everywhere(comm, TypeError, "options must be an InputOptions"):
-        strategy.distribute_datasets_from_function(lambda context: [], "fast")  # type: ignore[arg-type]
+        strategy.distribute_datasets_from_function(lambda context: [], "fast")
     numbers = strategy.distribute_datasets_from_function(lambda context: range(2), PER_REPLICA)
     assert [of_all(comm, strategy, part) for part in numbers] == [[0] * total, [1] * total]
 
@@ -241,19 +239,19 @@ def test_function_that_fails_for_one_replica_fails_on_all(comm: Intracomm, strat
 class Rows:
     """Rows in a form that cannot be sliced, as that of some sparse matrices."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.shape = (count, 2)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         raise TypeError("rows cannot be sliced")
 
 
 @pytest.mark.ranks(3)
-def test_batches_need_not_be_sliced_where_all_replicas_have_as_many(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_batches_need_not_be_sliced_where_all_replicas_have_as_many(comm, strategy):
     """Only a replica that runs out gets an empty one of others; then it is everybody's error."""
 
-    def steps_of(count: Callable[[int], int]) -> Iterator[Any]:
-        def make(context: InputContext) -> list[Any]:
+    def steps_of(count):
+        def make(context):
             return [Rows(3)] * count(context.input_pipeline_id)
 
         return iter(strategy.distribute_datasets_from_function(make, PER_REPLICA))
@@ -271,11 +269,11 @@ def test_batches_need_not_be_sliced_where_all_replicas_have_as_many(comm: Intrac
 
 
 @pytest.mark.core
-def test_replicas_take_turns_at_the_pipeline_of_their_rank(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_replicas_take_turns_at_the_pipeline_of_their_rank(comm, strategy, total):
     num_here = len(ids_here(strategy))
-    calls: list[InputContext] = []
+    calls = []
 
-    def make(context: InputContext) -> Any:
+    def make(context):
         calls.append(context)
         return range(5)
 
@@ -294,13 +292,13 @@ def test_replicas_take_turns_at_the_pipeline_of_their_rank(comm: Intracomm, stra
 
 
 class Endless:
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         while True:
             yield np.full(2, 3)
 
 
 @pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
-def test_dataset_has_length_and_element_spec(strategy: MultiWorker, mode: str) -> None:
+def test_dataset_has_length_and_element_spec(strategy, mode):
     batch = {"x": np.ones((4, 3), np.float32), "y": np.arange(4)}
     options = InputOptions(experimental_replication_mode=mode)
     own = strategy.distribute_datasets_from_function(lambda context: [batch] * 4, options)
@@ -324,7 +322,7 @@ def test_dataset_has_length_and_element_spec(strategy: MultiWorker, mode: str) -
     assert strategy.distribute_datasets_from_function(lambda context: WithSpec(), options).element_spec == "as told"
 
 
-def test_get_next_raises_at_the_end(comm: Intracomm, strategy: MultiWorker, total: int) -> None:
+def test_get_next_raises_at_the_end(comm, strategy, total):
     dataset = strategy.experimental_distribute_dataset([np.full(total, 5)])
     steps = iter(dataset)
     assert of_all(comm, strategy, steps.get_next()) == [[5]] * total
@@ -342,7 +340,7 @@ def test_get_next_raises_at_the_end(comm: Intracomm, strategy: MultiWorker, tota
 
 
 @pytest.mark.ranks(3)
-def test_step_costs_one_round(strategy: MultiWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_costs_one_round(strategy, monkeypatch):
     group = parts_of(strategy).group
     own = strategy.distribute_datasets_from_function(lambda context: [np.ones(2)] * 3, PER_REPLICA)
     for dataset in (strategy.experimental_distribute_dataset([np.ones(4)] * 3), own):
@@ -355,7 +353,7 @@ def test_step_costs_one_round(strategy: MultiWorker, monkeypatch: pytest.MonkeyP
         assert group.agreement.sequence - before == 4
 
 
-def test_steps_are_run_on_the_parts(strategy: MultiWorker) -> None:
+def test_steps_are_run_on_the_parts(strategy):
     dataset = strategy.experimental_distribute_dataset([np.array([5, 6]), np.array([7, 8])])
     squares = [strategy.gather(strategy.run(lambda x: x * x, (part,)), axis=0).tolist() for part in dataset]
     assert squares == [[25, 36], [49, 64]]
@@ -370,11 +368,11 @@ def test_steps_are_run_on_the_parts(strategy: MultiWorker) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_early_stop_of_one_rank_raises_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_early_stop_of_one_rank_raises_everywhere(comm, strategy):
     """A whole program: an early stop by each rank's own loss."""
     train = strategy.experimental_distribute_dataset([np.full(9, step) for step in range(5)])
 
-    def program() -> None:
+    def program():
         for epoch in range(2):
             for number, part in enumerate(train):
                 strategy.run(lambda rows: mpidist.get_replica_context().all_reduce("sum", rows.sum()), args=(part,))
@@ -392,16 +390,16 @@ def test_early_stop_of_one_rank_raises_everywhere(comm: Intracomm, strategy: Mul
 
 
 @pytest.mark.no_mpi
-def test_one_rank_with_replicas_compares_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_with_replicas_compares_no_checksum(monkeypatch):
     monkeypatch.setattr(zlib, "crc32", lambda *arguments: pytest.fail("there is nobody to compare with"))
     with MirroredStrategy(replicas=3) as strategy:
         assert len(list(strategy.experimental_distribute_dataset([np.ones(4)]))) == 1
 
 
-def test_replicas_of_a_rank_must_make_batches_of_one_form(comm: Intracomm) -> None:
+def test_replicas_of_a_rank_must_make_batches_of_one_form(comm):
     last = 2 * comm.size - 1
 
-    def make(context: InputContext) -> list[Any]:
+    def make(context):
         return [(np.ones(2), np.ones(2)) if context.input_pipeline_id == last else {"x": np.ones(2)}]
 
     with MultiWorker(replicas=2 * comm.size, comm=comm) as strategy:
@@ -415,9 +413,7 @@ def test_replicas_of_a_rank_must_make_batches_of_one_form(comm: Intracomm) -> No
 
 @pytest.mark.ranks(3)
 @shared_ranks
-def test_pipelines_of_ranks_are_warned_of_once(
-    comm: Intracomm, strategy: MultiWorker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pipelines_of_ranks_are_warned_of_once(comm, strategy, caplog):
     caplog.set_level(logging.WARNING, "mpidist")
     list(strategy.distribute_datasets_from_function(lambda context: range(2), PER_REPLICA))
     list(strategy.experimental_distribute_dataset([np.ones(2)]))
@@ -436,7 +432,7 @@ def test_pipelines_of_ranks_are_warned_of_once(
 
 @shared_ranks
 @pytest.mark.parametrize("kind", ["global", "PER_WORKER", "PER_REPLICA"])
-def test_steps_are_read_ahead(comm: Intracomm, strategy: MultiWorker, kind: str) -> None:
+def test_steps_are_read_ahead(comm, strategy, kind):
     mode = "PER_REPLICA" if kind == "PER_REPLICA" else "PER_WORKER"
     options = InputOptions(experimental_replication_mode=mode, experimental_per_replica_buffer_size=3)
     ahead, now = (

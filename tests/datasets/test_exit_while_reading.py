@@ -1,7 +1,7 @@
 """Programs that end while a thread reads ahead: at once, with their own exit code, and without a word of the thread."""
 
 import pytest
-from jobs.failing import LONG_SECONDS, Job
+from jobs.failing import LONG_SECONDS
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
@@ -36,14 +36,14 @@ next(steps)
     ],
     ids=["end of program", "closed", "sys.exit", "pass that was left"],
 )
-def test_reader_keeps_no_program_from_ending(job: Job, end: str, status: int, seconds: int, buffer_size: int) -> None:
+def test_reader_keeps_no_program_from_ending(job, end, status, seconds, buffer_size):
     ended = job(PROGRAM.format(seconds=seconds, buffer_size=buffer_size, end=end), ranks=2)
     assert ended.status == status, ended.err
     assert ended.err.count("Traceback") == (status != 0), ended.err  # that of `sys.exit`
     assert not any(word in ended.err for word in ("Thread", "Fatal", "read_ahead")), ended.err
 
 
-def test_exception_ends_the_job_while_threads_read(job: Job) -> None:
+def test_exception_ends_the_job_while_threads_read(job):
     end = "if rank == 1: raise ValueError('mine')\nreduce_for_ever()"
     ended = job(PROGRAM.format(seconds=LONG_SECONDS, buffer_size=8, end=end), ranks=2)
     assert ended.status not in (0, None)

@@ -1,17 +1,14 @@
 """Batches of files: dealt out to ranks and replicas as the `AutoShardPolicy` says, each of them once an epoch."""
 
-from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
-from mpidist import Batches, Files, InputContext, InputOptions
+from mpidist import Batches, Files, InputOptions
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.checkpoint import Checkpoint
 from mpidist.errors import InvalidArgumentError
@@ -23,21 +20,21 @@ NAMES = [f"part{number}" for number in range(9)]
 ALL = [10 * number + at for number in range(9) for at in range(number)]
 
 
-def read(name: str) -> Iterator[Any]:
+def read(name):
     """File 0 is empty, file 1 has one batch, and so on: a batch is one number, the file's number and its own."""
     number = NAMES.index(name)
     return (np.array([10 * number + at]) for at in range(number))
 
 
-def options(policy: str, buffer_size: int = 1) -> InputOptions:
+def options(policy, buffer_size=1):
     return InputOptions(auto_shard_policy=policy, experimental_per_replica_buffer_size=buffer_size)
 
 
-def numbers(parts: Iterable[Any]) -> list[int]:
+def numbers(parts):
     return [int(row) for part in parts for row in part]
 
 
-def of_all(comm: Intracomm, parts: Iterable[Any]) -> list[list[int]]:
+def of_all(comm, parts):
     """List the numbers that each rank gets. Collective; ranks must make as many steps."""
     steps = list(parts)
     assert len(set(comm.allgather(len(steps)))) == 1
@@ -46,9 +43,7 @@ def of_all(comm: Intracomm, parts: Iterable[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("seed", "buffer_size"), [(None, 1), (7, 3)])
 @pytest.mark.parametrize("policy", ["AUTO", "FILE", "DATA", "OFF"])
-def test_files_are_read_once_an_epoch(
-    comm: Intracomm, policy: str, seed: int | None, buffer_size: int, strategy: MultiWorker
-) -> None:
+def test_files_are_read_once_an_epoch(comm, policy, seed, buffer_size, strategy):
     """With OFF on every rank. Numbers of batches differ, so some ranks get empty ones at the end."""
     files = Files(NAMES, read, seed=seed)
     dataset = strategy.experimental_distribute_dataset(files, options(policy, buffer_size))
@@ -69,7 +64,7 @@ def test_files_are_read_once_an_epoch(
 
 
 @pytest.mark.no_mpi
-def test_files_follow_from_seed_and_epoch() -> None:
+def test_files_follow_from_seed_and_epoch():
     files = Files(NAMES, read, seed=3)
     for epoch in (0, 5):
         order = [NAMES[at] for at in np.random.default_rng([3, epoch]).permutation(9)]
@@ -86,14 +81,14 @@ def test_files_follow_from_seed_and_epoch() -> None:
 
 
 @pytest.mark.no_mpi
-def test_files_refuse_wrong_arguments() -> None:
-    wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: Files(None, read), TypeError, "names is a list of files, got None"),  # type: ignore[arg-type]
+def test_files_refuse_wrong_arguments():
+    wrong = [
+        (lambda: Files(None, read), TypeError, "names is a list of files, got None"),
         (lambda: Files("part0", read), TypeError, r"names is a list of files, .* write \['part0'\]"),
         (lambda: Files([1], read), TypeError, "a name is a text or a path, got 1"),
-        (lambda: Files(NAMES, "read"), TypeError, "read is a function that takes a name, got 'read'"),  # type: ignore[arg-type]
+        (lambda: Files(NAMES, "read"), TypeError, "read is a function that takes a name, got 'read'"),
         (lambda: Files(NAMES, read, seed=-1), ValueError, "seed must be a whole number >= 0, got -1"),
-        (lambda: Files(NAMES, read, seed=0.5), TypeError, "seed must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Files(NAMES, read, seed=0.5), TypeError, "seed must be a whole number"),
         (lambda: Files(NAMES, read).shard(0, 0), ValueError, "num_shards must be a whole number >= 1, got 0"),
         (lambda: Files(NAMES, read).shard(2, 2), ValueError, "index must be less than num_shards, 2, got 2"),
         (lambda: InputOptions(auto_shard_policy="HINT"), ValueError, "HINT is for a graph of tf.data"),
@@ -108,9 +103,7 @@ def test_files_refuse_wrong_arguments() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_too_few_files_are_everybodys_error_or_dealt_out_by_batches(
-    comm: Intracomm, caplog: pytest.LogCaptureFixture, strategy: MultiWorker
-) -> None:
+def test_too_few_files_are_everybodys_error_or_dealt_out_by_batches(comm, caplog, strategy):
     few = Files(NAMES[4 : 3 + comm.size], read)  # one file less than ranks
     with raises_everywhere(comm, ValueError, "no files: look for a wrong folder or pattern"):
         strategy.experimental_distribute_dataset(Files([], read))
@@ -122,7 +115,7 @@ def test_too_few_files_are_everybodys_error_or_dealt_out_by_batches(
     assert sorted(row for of_rank in of_all(comm, dataset) for row in of_rank) == sorted(numbers(few))
 
 
-def test_policies_of_files_are_not_for_global_batches(strategy: MultiWorker) -> None:
+def test_policies_of_files_are_not_for_global_batches(strategy):
     for policy in ("FILE", "OFF"):
         with pytest.raises(ValueError, match=rf"auto_shard_policy={policy} of global batches: .* mpidist\.Files"):
             strategy.experimental_distribute_dataset([np.arange(8)], options(policy))
@@ -131,7 +124,7 @@ def test_policies_of_files_are_not_for_global_batches(strategy: MultiWorker) -> 
 
 
 @pytest.mark.ranks(3)
-def test_files_unlike_on_ranks_raise_everywhere(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_files_unlike_on_ranks_raise_everywhere(comm, strategy):
     """As where one has not sorted what `glob` has found; else batches would be lost, and others read twice."""
     names = NAMES[::-1] if comm.rank == 1 else NAMES
     with raises_everywhere(comm, InvalidArgumentError, "part0 to part8; rank 1: 9: part8 to part0.*sort the names"):
@@ -154,10 +147,8 @@ def test_files_unlike_on_ranks_raise_everywhere(comm: Intracomm, strategy: Multi
 
 
 @pytest.mark.parametrize(("policy", "buffer_size"), [("FILE", 3), ("DATA", 1)])
-def test_file_that_cannot_be_read_is_everybodys_error(
-    comm: Intracomm, policy: str, buffer_size: int, strategy: MultiWorker
-) -> None:
-    def failing(name: str) -> Iterator[Any]:
+def test_file_that_cannot_be_read_is_everybodys_error(comm, policy, buffer_size, strategy):
+    def failing(name):
         if comm.rank == comm.size - 1 and name != NAMES[0]:
             raise FileNotFoundError(name)
         yield np.array([0])
@@ -168,19 +159,19 @@ def test_file_that_cannot_be_read_is_everybodys_error(
     assert strategy.reduce("sum", 1) == comm.size
 
 
-def test_function_that_returns_no_batches_is_named(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_function_that_returns_no_batches_is_named(comm, strategy):
     for wrong in (np.ones(3), {"x": np.ones(3)}, None, "text"):
         dataset = strategy.experimental_distribute_dataset(Files(NAMES, lambda name, wrong=wrong: wrong))
         with raises_everywhere(comm, TypeError, r"what read\('part\d'\) returned: .* is an iterable of batches"):
             next(iter(dataset))
 
 
-def first(num_steps: int, parts: Any) -> list[Any]:
+def first(num_steps, parts):
     return [part for _, part in zip(range(num_steps), parts, strict=False)]
 
 
 @pytest.mark.parametrize("num_steps", [0, 2, 99])
-def test_position_in_batches_fits_any_number_of_ranks(comm: Intracomm, tmp_path: Path, num_steps: int) -> None:
+def test_position_in_batches_fits_any_number_of_ranks(comm, tmp_path, num_steps):
     folder = Path(comm.bcast(str(tmp_path)))
     with MultiWorker(comm=comm) as strategy:
         dataset = strategy.experimental_distribute_dataset(Files(NAMES, read, seed=5), options("DATA", 2))
@@ -202,7 +193,7 @@ def test_position_in_batches_fits_any_number_of_ranks(comm: Intracomm, tmp_path:
     comm.Barrier()  # the folder is rank 0's
 
 
-def test_position_is_the_same_on_ranks_that_have_no_batch_left(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_position_is_the_same_on_ranks_that_have_no_batch_left(comm, strategy):
     dataset = strategy.experimental_distribute_dataset(Files(NAMES[:5], read), options("DATA"))
     num_steps = -(-10 // comm.size)
     assert len(first(num_steps, dataset)) == num_steps
@@ -212,7 +203,7 @@ def test_position_is_the_same_on_ranks_that_have_no_batch_left(comm: Intracomm, 
     assert list(dataset) == []
 
 
-def test_position_in_whole_files_needs_as_many_ranks(comm: Intracomm, strategy: MultiWorker) -> None:
+def test_position_in_whole_files_needs_as_many_ranks(comm, strategy):
     make = lambda **given: strategy.experimental_distribute_dataset(Files(NAMES, read, **given), options("FILE"))  # noqa: E731
     dataset = make(seed=5)
     rows = numbers(first(2, dataset))
@@ -241,10 +232,10 @@ def test_position_in_whole_files_needs_as_many_ranks(comm: Intracomm, strategy: 
 
 
 @pytest.mark.parametrize("policy", ["FILE", "DATA"])
-def test_functions_make_the_same_batches_on_all_ranks(comm: Intracomm, policy: str, strategy: MultiWorker) -> None:
+def test_functions_make_the_same_batches_on_all_ranks(comm, policy, strategy):
     contexts = []
 
-    def make(context: InputContext) -> Any:
+    def make(context):
         contexts.append((context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync))
         return Files(NAMES, read) if policy == "FILE" else [np.array([number]) for number in ALL]
 
@@ -264,8 +255,8 @@ def test_functions_make_the_same_batches_on_all_ranks(comm: Intracomm, policy: s
 
 
 @pytest.mark.parametrize("policy", ["FILE", "DATA", "AUTO", "OFF"])
-def test_files_of_a_replica_are_the_same_on_any_number_of_ranks(comm: Intracomm, policy: str) -> None:
-    def steps_over(comm: Intracomm) -> list[Any]:
+def test_files_of_a_replica_are_the_same_on_any_number_of_ranks(comm, policy):
+    def steps_over(comm):
         with MultiWorker(comm=comm, replicas=5) as strategy:
             dataset = strategy.experimental_distribute_dataset(Files(NAMES, read, seed=2), options(policy, 2))
             own = [[value.tolist() for value in part.values] for part in dataset]
@@ -281,7 +272,7 @@ def test_files_of_a_replica_are_the_same_on_any_number_of_ranks(comm: Intracomm,
 
 
 @pytest.mark.no_mpi
-def test_workers_of_parameter_servers_have_their_own_files() -> None:
+def test_workers_of_parameter_servers_have_their_own_files():
     """One rank alone is one worker: it gets all files."""
     with ParameterServerStrategy() as strategy:
         assert numbers(strategy.experimental_distribute_dataset(Files(NAMES, read))) == ALL

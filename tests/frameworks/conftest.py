@@ -1,12 +1,9 @@
 """Tests with PyTorch and JAX, which `make test-all` runs in an environment of their own, `.venv-tensors`."""
 
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from support.process_groups import open_process_group
-from support.ranks import Intracomm
 
 # Where a package is missing, its tests are not there either: the other environments are without it on purpose.
 collect_ignore_glob = [
@@ -16,7 +13,7 @@ collect_ignore_glob = [
 
 
 @pytest.fixture
-def ranks(comm: Intracomm, tmp_path: Path) -> Iterator[tuple[int, int]]:
+def ranks(comm, tmp_path):
     """Open a process group of torch over all ranks, and give this rank and their number."""
     with open_process_group(comm, tmp_path):
         yield comm.rank, comm.size

@@ -15,7 +15,6 @@ import optax
 import pytest
 from flax import nnx, struct
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -28,7 +27,7 @@ LOW = [name for name in dir(ml_dtypes) if name == "bfloat16" or name.startswith(
 OTHERS = ["float32", "float16", "int32", "int16", "int8", "uint8", "uint16", "uint32", "bool", "complex64"]
 
 
-def aligned(count: int, dtype: Any) -> Any:
+def aligned(count, dtype):
     """Return ones at a multiple of 64 bytes, as large results of mpidist are."""
     dtype = np.dtype(dtype)
     memory = np.empty(count * dtype.itemsize + 64, np.uint8)
@@ -37,13 +36,13 @@ def aligned(count: int, dtype: Any) -> Any:
     return array
 
 
-def address(array: Any) -> int:
+def address(array):
     return int(array.__array_interface__["data"][0])
 
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("name", OTHERS + LOW)
-def test_jax_dtypes_are_viewed_both_ways(name: str) -> None:
+def test_jax_dtypes_are_viewed_both_ways(name):
     value = jnp.ones((4, 25)).astype(name)
     array = library_of(value).to_native(value)
     assert (array.dtype.name, array.shape, address(array)) == (name, (4, 25), value.unsafe_buffer_pointer())
@@ -55,7 +54,7 @@ def test_jax_dtypes_are_viewed_both_ways(name: str) -> None:
 
 
 @pytest.mark.no_mpi
-def test_jax_array_may_be_donated_after_a_read() -> None:
+def test_jax_array_may_be_donated_after_a_read():
     """JAX may write where it lies as soon as nobody else has it."""
     value = jnp.ones(1000)
     copied(value)
@@ -64,7 +63,7 @@ def test_jax_array_may_be_donated_after_a_read() -> None:
 
 
 @pytest.mark.no_mpi
-def test_memory_of_others_is_not_donated() -> None:
+def test_memory_of_others_is_not_donated():
     memory = aligned(1000, np.float32)
     value = library_of(jnp.ones(1)).from_native(memory, jnp.ones(1000))
     assert jax.jit(lambda x: x + 1, donate_argnums=0)(value)[0] == 2
@@ -72,7 +71,7 @@ def test_memory_of_others_is_not_donated() -> None:
 
 
 @pytest.mark.no_mpi
-def test_results_are_where_the_values_are() -> None:
+def test_results_are_where_the_values_are():
     one, other = jax.devices("cpu")[:2]
     value = jax.device_put(jnp.ones(4), other)
     assert copied(value).devices() == {other}
@@ -83,7 +82,7 @@ def test_results_are_where_the_values_are() -> None:
     assert longer.devices() == {one}
 
 
-def test_results_of_another_shape_are_where_the_value_is(comm: Intracomm) -> None:
+def test_results_of_another_shape_are_where_the_value_is(comm):
     value = jax.device_put(jnp.ones((2, 3)), jax.devices("cpu")[1])
     with Strategy(comm=comm) as strategy:
         results = (strategy.gather(value, 0), strategy.reduce("sum", value, axis=0))
@@ -92,7 +91,7 @@ def test_results_of_another_shape_are_where_the_value_is(comm: Intracomm) -> Non
     assert jax.jit(lambda x, y: x + y)(results[0][:2], value).tolist() == [[2.0] * 3] * 2
 
 
-def test_weights_may_be_arrays_of_jax(comm: Intracomm, strategy: Strategy) -> None:
+def test_weights_may_be_arrays_of_jax(comm, strategy):
     value, twos = jnp.float32(comm.rank % 2), comm.size // 2
     for dtype in (jnp.int32, jnp.float32, jnp.bfloat16):
         mean = strategy.reduce("mean", value, weight=jnp.asarray(1 + comm.rank % 2, dtype))
@@ -101,8 +100,8 @@ def test_weights_may_be_arrays_of_jax(comm: Intracomm, strategy: Strategy) -> No
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, lambda f: lambda x: jax.vmap(f)(x[None])])
-def test_arrays_without_numbers_are_refused(transform: Any) -> None:
-    def double(x: Any) -> Any:
+def test_arrays_without_numbers_are_refused(transform):
+    def double(x):
         return copied(x) * 2
 
     with pytest.raises(TypeError, match="JAX traces this array, which has no numbers yet: call mpidist outside"):
@@ -110,7 +109,7 @@ def test_arrays_without_numbers_are_refused(transform: Any) -> None:
 
 
 @pytest.mark.no_mpi
-def test_keys_are_refused() -> None:
+def test_keys_are_refused():
     with pytest.raises(TypeError, match=r"key<fry>.*Use jax.random.key_data"):
         copied(jax.random.key(0))
 
@@ -139,7 +138,7 @@ PYTREES = {
 
 
 @pytest.mark.parametrize("make", PYTREES.values(), ids=PYTREES)
-def test_pytrees_keep_their_form(comm: Intracomm, make: Any) -> None:
+def test_pytrees_keep_their_form(comm, make):
     own = make(jnp.full(3, comm.rank + 1.0))
     everyone = [make(jnp.full(3, rank + 1.0)) for rank in range(comm.size)]
     with Strategy(comm=comm) as strategy:
@@ -152,7 +151,7 @@ def test_pytrees_keep_their_form(comm: Intracomm, make: Any) -> None:
 
 
 @pytest.mark.no_mpi
-def test_nest_of_a_function_and_its_arguments_keeps_its_form() -> None:
+def test_nest_of_a_function_and_its_arguments_keeps_its_form():
     partial = jax.tree_util.Partial(len, np.ones(2), (3.0, None))
     leaves, structure = nest.flatten({"f": partial})
     assert leaves[1:] == [3.0, None]
@@ -160,7 +159,7 @@ def test_nest_of_a_function_and_its_arguments_keeps_its_form() -> None:
     assert len(nest.array_names(structure)) == 3
 
 
-def test_batch_of_several_replicas_has_parts_of_jax(comm: Intracomm) -> None:
+def test_batch_of_several_replicas_has_parts_of_jax(comm):
     batch, num_replicas = {"x": jnp.arange(20.0).reshape(10, 2), "y": jnp.arange(10)}, 2 * comm.size
     with Strategy(replicas=num_replicas, comm=comm) as strategy:
         (part,) = strategy.experimental_distribute_dataset([batch])
@@ -171,14 +170,14 @@ def test_batch_of_several_replicas_has_parts_of_jax(comm: Intracomm) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_low_precision_over_nodes(comm: Intracomm, placement: object, name: str, strategy: Strategy) -> None:
+def test_low_precision_over_nodes(comm, placement, name, strategy):
     value = jnp.full((2, 3), 0.5).astype(name)
     for result in (strategy.reduce("sum", value), all_reduce(strategy, "sum", value)):
         assert result.dtype == value.dtype
         assert (result.astype("float32") == comm.size / 2).all()
 
 
-def test_large_results_lie_where_jax_takes_them_without_a_copy(comm: Intracomm, strategy: Strategy) -> None:
+def test_large_results_lie_where_jax_takes_them_without_a_copy(comm, strategy):
     value = {"w": jnp.ones((300, 300)), "b": jnp.ones(100)}
     strategy.reduce("sum", value)  # what is called once leaves no memory behind
     results = [strategy.reduce("sum", value) for _ in range(3)]
@@ -187,7 +186,7 @@ def test_large_results_lie_where_jax_takes_them_without_a_copy(comm: Intracomm, 
     assert all((result["w"] == comm.size).all() for result in results)
 
 
-def test_arrays_of_jax_take_no_results(comm: Intracomm, strategy: Strategy) -> None:
+def test_arrays_of_jax_take_no_results(comm, strategy):
     value = jnp.ones(2)
     with raises_everywhere(comm, InvalidArgumentError, "out 0 cannot be written: arrays of JAX never change"):
         all_reduce(strategy, "sum", value, out=value)

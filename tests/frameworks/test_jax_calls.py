@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -17,7 +15,6 @@ import pytest
 from jobs.faults import run_command
 from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere, same_everywhere
-from support.ranks import Intracomm
 
 import mpidist.jax
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -27,12 +24,12 @@ from mpidist.errors import InvalidArgumentError
 several = pytest.mark.ranks(min=2)
 
 
-def calls_of(strategy: Strategy) -> int:
+def calls_of(strategy):
     """How many calls the ranks have made together."""
     return int(parts_of(strategy).group.agreement.sequence)
 
 
-def ranks_sum(comm: Intracomm) -> int:
+def ranks_sum(comm):
     """The sum of 1, 2, ... over the ranks."""
     return comm.size * (comm.size + 1) // 2
 
@@ -46,7 +43,7 @@ TREE = {
 
 
 @several
-def test_psum_of_tree_in_jit_is_one_call(comm: Intracomm, placement: object) -> None:
+def test_psum_of_tree_in_jit_is_one_call(comm, placement):
     with Strategy(comm=comm) as strategy:
         before = calls_of(strategy)
         total = strategy.run(jax.jit(lambda: mpidist.jax.psum(TREE)))
@@ -65,7 +62,7 @@ def test_psum_of_tree_in_jit_is_one_call(comm: Intracomm, placement: object) -> 
 
 
 @pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "pmin"])
-def test_jax_reductions_are_right_in_jit_and_outside(comm: Intracomm, name: str) -> None:
+def test_jax_reductions_are_right_in_jit_and_outside(comm, name):
     everyone = np.arange(1.0, comm.size + 1)
     want = {"psum": everyone.sum(), "pmean": everyone.mean(), "pmax": everyone.max(), "pmin": everyone.min()}[name]
     call = getattr(mpidist.jax, name)
@@ -76,8 +73,8 @@ def test_jax_reductions_are_right_in_jit_and_outside(comm: Intracomm, name: str)
             assert float(result["n"]) == pytest.approx(want)
 
 
-def test_pmean_in_scan_divides_once_a_step(comm: Intracomm) -> None:
-    def step(weight: Any, _: None) -> Any:
+def test_pmean_in_scan_divides_once_a_step(comm):
+    def step(weight, _):
         return mpidist.jax.pmean(weight) + 1, mpidist.jax.psum(1)
 
     with Strategy(comm=comm) as strategy:
@@ -89,10 +86,10 @@ def test_pmean_in_scan_divides_once_a_step(comm: Intracomm) -> None:
 
 @pytest.mark.parametrize("name", ["psum", "pmean"])
 @pytest.mark.parametrize("order", [1, 2])
-def test_gradient_is_the_same_reduction_of_gradients(comm: Intracomm, name: str, order: int) -> None:
+def test_gradient_is_the_same_reduction_of_gradients(comm, name, order):
     call = getattr(mpidist.jax, name)
 
-    def loss(x: Any, n: Any) -> Any:  # each rank weighs it by its number, from 1 on
+    def loss(x, n):  # each rank weighs it by its number, from 1 on
         result = call({"x": x, "n": n})
         return (comm.rank + 1) * (result["x"] ** 2).sum() + result["n"].sum()
 
@@ -107,7 +104,7 @@ def test_gradient_is_the_same_reduction_of_gradients(comm: Intracomm, name: str,
 
 
 @pytest.mark.parametrize("name", ["pmax", "pmin"])
-def test_gradient_of_pmax_is_refused(comm: Intracomm, name: str) -> None:
+def test_gradient_of_pmax_is_refused(comm, name):
     call = getattr(mpidist.jax, name)
     with Strategy(comm=comm) as strategy, strategy.scope():
         with pytest.raises(NotImplementedError, match=f"{name} has no gradient: pass it jax.lax.stop_gradient"):
@@ -117,8 +114,8 @@ def test_gradient_of_pmax_is_refused(comm: Intracomm, name: str) -> None:
 
 
 @several
-def test_vmap_makes_one_call(comm: Intracomm) -> None:
-    def loss(x: Any) -> Any:
+def test_vmap_makes_one_call(comm):
+    def loss(x):
         return (mpidist.jax.psum({"x": x, "same": jnp.ones(2)})["x"] * jnp.arange(3.0)).sum()
 
     rows = jnp.ones((3, 4)) * (comm.rank + 1)
@@ -131,12 +128,12 @@ def test_vmap_makes_one_call(comm: Intracomm) -> None:
     assert gradients.T.tolist() == [[0, comm.size, 2 * comm.size]] * 4
 
 
-def test_across_ranks_trains_as_one_process_with_the_whole_batch(comm: Intracomm) -> None:
+def test_across_ranks_trains_as_one_process_with_the_whole_batch(comm):
     x = jnp.linspace(-1, 1, 12 * 3).reshape(12, 3)
     weights = {"w": jnp.ones(3), "b": jnp.zeros(())}
 
-    def train(optimizer: Any, x: Any) -> Any:
-        def step(carried: Any, _: None) -> Any:
+    def train(optimizer, x):
+        def step(carried, _):
             weights, state = carried
             gradient = jax.grad(lambda own: ((x @ own["w"] + own["b"] - jnp.sin(x[:, 0])) ** 2).mean())(weights)
             updates, state = optimizer.update(gradient, state, weights)
@@ -153,7 +150,7 @@ def test_across_ranks_trains_as_one_process_with_the_whole_batch(comm: Intracomm
         np.testing.assert_allclose(trained[name], want, rtol=1e-4, atol=1e-5)
 
 
-def test_psum_of_every_device_of_a_rank_is_refused(comm: Intracomm) -> None:
+def test_psum_of_every_device_of_a_rank_is_refused(comm):
     spec, devices = jax.sharding.PartitionSpec("d"), jax.devices()
     with Strategy(comm=comm) as strategy:
         for mesh in (jax.sharding.Mesh(devices[:1], "d"), jax.sharding.Mesh(devices[:2], "d")):
@@ -167,7 +164,7 @@ def test_psum_of_every_device_of_a_rank_is_refused(comm: Intracomm) -> None:
 
 
 @several
-def test_mismatch_in_jit_raises_on_every_rank(comm: Intracomm, strategy: Strategy) -> None:
+def test_mismatch_in_jit_raises_on_every_rank(comm, strategy):
     for own, text in (
         (lambda: mpidist.jax.psum({"w": jnp.ones(2 + comm.rank)}), r"array \['w'\]: rank 0: f32\[2\]; rank 1: f32"),
         (lambda: mpidist.jax.psum(1) if comm.rank else mpidist.jax.pmax(1), "rank 0: mpidist.jax.pmax; rank"),
@@ -182,10 +179,10 @@ def test_mismatch_in_jit_raises_on_every_rank(comm: Intracomm, strategy: Strateg
     assert int(strategy.run(jax.jit(lambda: mpidist.jax.psum(1)))) == comm.size
 
 
-def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm: Intracomm, strategy: Strategy) -> None:
+def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm, strategy):
     """XLA goes on in a thread of its own after a product of large matrices."""
 
-    def step(weight: Any, _: None) -> Any:
+    def step(weight, _):
         weight = mpidist.jax.pmean(jnp.sin(weight @ weight) * 0.01 + 1)
         return weight, mpidist.jax.psum(weight[0, 0])
 
@@ -196,7 +193,7 @@ def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm: Intracomm
         assert float(strategy.reduce("max", sums[-1])) == pytest.approx(comm.size * float(weight[0, 0]))
 
 
-def test_compiled_function_uses_the_strategy_of_the_call(comm: Intracomm) -> None:
+def test_compiled_function_uses_the_strategy_of_the_call(comm):
     count = jax.jit(lambda: mpidist.jax.psum(1))
     half = comm.Split(comm.rank % 2)
     with Strategy(comm=comm) as everyone, Strategy(comm=half) as some:
@@ -206,7 +203,7 @@ def test_compiled_function_uses_the_strategy_of_the_call(comm: Intracomm) -> Non
     half.Free()
 
 
-def test_call_without_ranks_to_combine_is_refused(comm: Intracomm) -> None:
+def test_call_without_ranks_to_combine_is_refused(comm):
     with pytest.raises(RuntimeError, match=r"^mpidist.jax.psum: no strategy is current.* call the function by "):
         jax.jit(mpidist.jax.psum)(1.0)
     why = "has no ranks in lock step with one replica each"
@@ -226,7 +223,7 @@ def test_call_without_ranks_to_combine_is_refused(comm: Intracomm) -> None:
         (None, r"mpidist.jax.psum: layer/w: key<fry> .* pass jax.random.key_data\(key\)"),
     ],
 )
-def test_leaf_without_numbers_is_named(comm: Intracomm, value: Any, text: str) -> None:
+def test_leaf_without_numbers_is_named(comm, value, text):
     value = jax.random.key(0) if value is None else value
     problems = (TypeError, InvalidArgumentError)
     with Strategy(comm=comm) as strategy, strategy.scope(), pytest.raises(problems, match=text):
@@ -234,7 +231,7 @@ def test_leaf_without_numbers_is_named(comm: Intracomm, value: Any, text: str) -
 
 
 @pytest.mark.no_mpi
-def test_import_after_jax_has_computed_is_refused() -> None:
+def test_import_after_jax_has_computed_is_refused():
     program = 'import jax; CONFIG; jax.numpy.ones(1); import mpidist.jax; print("imported")'
     ends = []
     for config in ("0", 'jax.config.update("jax_cpu_enable_async_dispatch", False)'):
@@ -264,7 +261,7 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy:
     ],
     ids=["other shape", "a rank raises"],
 )
-def test_job_ends_with_the_error(tmp_path: Path, fault: str, text: str) -> None:
+def test_job_ends_with_the_error(tmp_path, fault, text):
     file = tmp_path / "program.py"
     file.write_text(FAILS.replace("FAULT", fault))
     ended = run_command(tmp_path, [*Launcher.find(None).command, "-n", "2", sys.executable, str(file)], 2)

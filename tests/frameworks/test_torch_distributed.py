@@ -1,13 +1,8 @@
 """Training with torch.distributed over the backend `mpidist`: DDP, FSDP2, ZeRO, DTensor, and loops of one's own."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Intracomm
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -15,22 +10,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 STEPS = 5
 
 
-def model_of(seed: int = 0) -> Any:
+def model_of(seed=0):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 
 
-def data_of(size: int) -> Any:
+def data_of(size):
     return torch.randn(STEPS, size, 6, 4, generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(model: Any, x: Any) -> Any:
+def loss_of(model, x):
     return model(x).square().mean()
 
 
-def trained(
-    ranks: tuple[int, int], model: Any, optimizer: Any, combine: Callable[[Any], None] = lambda model: None
-) -> list[Any]:
+def trained(ranks, model, optimizer, combine=lambda model: None):
     """Train on this rank's batches, and return the weights."""
     rank, size = ranks
     for batch in data_of(size):
@@ -41,7 +34,7 @@ def trained(
     return [one.detach() for one in model.parameters()]
 
 
-def wanted_weights(size: int) -> list[Any]:
+def wanted_weights(size):
     """Return the weights that one process has, with the means of all ranks' gradients, added in rank order."""
     model = model_of()
     optimizer = torch.optim.Adam(model.parameters())
@@ -53,7 +46,7 @@ def wanted_weights(size: int) -> list[Any]:
     return [one.detach() for one in model.parameters()]
 
 
-def require_weights(ranks: tuple[int, int], weights: list[Any]) -> None:
+def require_weights(ranks, weights):
     """Require the weights of one process; DDP divides before it adds, which rounds other than for powers of two."""
     for one, wanted in zip(weights, wanted_weights(ranks[1]), strict=True):
         assert torch.equal(one, wanted) if ranks[1] != 3 else torch.allclose(one, wanted, rtol=1e-4, atol=1e-6)
@@ -64,14 +57,12 @@ def require_weights(ranks: tuple[int, int], weights: list[Any]) -> None:
     [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
     ids=lambda options: next(iter(options), "default"),
 )
-def test_ddp_has_the_weights_of_one_process(
-    ranks: tuple[int, int], placement: object, options: dict[str, bool]
-) -> None:
+def test_ddp_has_the_weights_of_one_process(ranks, placement, options):
     model = DistributedDataParallel(model_of(ranks[0]), bucket_cap_mb=1e-4, **options)
     require_weights(ranks, trained(ranks, model, torch.optim.Adam(model.parameters())))
 
 
-def test_zero_redundancy_optimizer_has_the_weights_of_one_process(ranks: tuple[int, int]) -> None:
+def test_zero_redundancy_optimizer_has_the_weights_of_one_process(ranks):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(model_of())
@@ -79,7 +70,7 @@ def test_zero_redundancy_optimizer_has_the_weights_of_one_process(ranks: tuple[i
     require_weights(ranks, trained(ranks, model, optimizer))
 
 
-def test_fsdp2_has_the_weights_of_ddp(ranks: tuple[int, int], placement: object) -> None:
+def test_fsdp2_has_the_weights_of_ddp(ranks, placement):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -98,7 +89,7 @@ def test_fsdp2_has_the_weights_of_ddp(ranks: tuple[int, int], placement: object)
 
 
 @pytest.mark.ranks(2, 4)
-def test_dtensor_layers_in_columns_and_rows_have_the_results_of_whole_ones(ranks: tuple[int, int]) -> None:
+def test_dtensor_layers_in_columns_and_rows_have_the_results_of_whole_ones(ranks):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -113,7 +104,7 @@ def test_dtensor_layers_in_columns_and_rows_have_the_results_of_whole_ones(ranks
         assert torch.allclose(one.grad.full_tensor(), other.grad, atol=1e-6)
 
 
-def test_ddp_sends_nothing_before_the_last_part_of_a_batch(ranks: tuple[int, int]) -> None:
+def test_ddp_sends_nothing_before_the_last_part_of_a_batch(ranks):
     rank, size = ranks
     model, data = DistributedDataParallel(model_of()), data_of(size)
     with model.no_sync():
@@ -125,7 +116,7 @@ def test_ddp_sends_nothing_before_the_last_part_of_a_batch(ranks: tuple[int, int
     assert all(map(torch.equal, gradients, (one.grad for one in model.parameters())))
 
 
-def test_ddp_join_takes_unequal_numbers_of_batches(ranks: tuple[int, int]) -> None:
+def test_ddp_join_takes_unequal_numbers_of_batches(ranks):
     rank, size = ranks
     model, data = DistributedDataParallel(model_of()), data_of(size)
     with model.join():
@@ -135,7 +126,7 @@ def test_ddp_join_takes_unequal_numbers_of_batches(ranks: tuple[int, int]) -> No
     dist.barrier()
 
 
-def test_ddp_takes_hooks_of_half_precision(ranks: tuple[int, int]) -> None:
+def test_ddp_takes_hooks_of_half_precision(ranks):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     model, reference = DistributedDataParallel(model_of()), DistributedDataParallel(model_of())
@@ -146,7 +137,7 @@ def test_ddp_takes_hooks_of_half_precision(ranks: tuple[int, int]) -> None:
         assert torch.allclose(one.grad, other.grad, rtol=1e-2, atol=1e-3)
 
 
-def test_distributed_checkpoint_restores_the_model(ranks: tuple[int, int], comm: Intracomm, tmp_path: Path) -> None:
+def test_distributed_checkpoint_restores_the_model(ranks, comm, tmp_path):
     import torch.distributed.checkpoint as checkpoint
 
     folder, model, other = comm.bcast(tmp_path / "saved"), model_of(), model_of(seed=1)
@@ -156,7 +147,7 @@ def test_distributed_checkpoint_restores_the_model(ranks: tuple[int, int], comm:
     assert all(map(torch.equal, state.values(), model.state_dict().values()))
 
 
-def test_all_reduce_gradients_gives_the_weights_of_one_process(ranks: tuple[int, int]) -> None:
+def test_all_reduce_gradients_gives_the_weights_of_one_process(ranks):
     import mpidist.torch
 
     model = model_of(ranks[0])
@@ -166,7 +157,7 @@ def test_all_reduce_gradients_gives_the_weights_of_one_process(ranks: tuple[int,
 
 
 @pytest.mark.ranks(min=2)
-def test_all_reduce_gradients_takes_missing_ones_for_zeros(ranks: tuple[int, int]) -> None:
+def test_all_reduce_gradients_takes_missing_ones_for_zeros(ranks):
     import mpidist.torch
 
     rank, size = ranks
@@ -179,13 +170,13 @@ def test_all_reduce_gradients_takes_missing_ones_for_zeros(ranks: tuple[int, int
 
 
 @pytest.mark.parametrize("uses_ddp", [True, False], ids=["ddp", "own_loop"])
-def test_sparse_gradients_have_the_weights_of_dense_ones(ranks: tuple[int, int], uses_ddp: bool) -> None:
+def test_sparse_gradients_have_the_weights_of_dense_ones(ranks, uses_ddp):
     import mpidist.torch
 
     weights = []
     for is_sparse in (False, True):
         torch.manual_seed(0)
-        model: Any = torch.nn.Sequential(torch.nn.Embedding(9, 3, sparse=is_sparse), torch.nn.Linear(3, 2))
+        model = torch.nn.Sequential(torch.nn.Embedding(9, 3, sparse=is_sparse), torch.nn.Linear(3, 2))
         model[1].sparse = True  # of the user's, who means something else
         model = DistributedDataParallel(model) if uses_ddp else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -203,7 +194,7 @@ def test_sparse_gradients_have_the_weights_of_dense_ones(ranks: tuple[int, int],
         assert torch.allclose(dense, sparse, rtol=1e-5, atol=1e-7)
 
 
-def test_broadcast_gives_all_ranks_the_state_of_an_optimizer(ranks: tuple[int, int]) -> None:
+def test_broadcast_gives_all_ranks_the_state_of_an_optimizer(ranks):
     import mpidist.torch
 
     rank, size = ranks
@@ -213,7 +204,7 @@ def test_broadcast_gives_all_ranks_the_state_of_an_optimizer(ranks: tuple[int, i
         loss_of(model, torch.ones(1, 4)).backward()
         optimizer.step()
     mpidist.torch.broadcast(model, optimizer, root=size - 1)
-    states: list[Any] = [None] * size
+    states = [None] * size
     dist.all_gather_object(states, (model.state_dict(), optimizer.state_dict()))
     assert all(str(state) == str(states[-1]) for state in states)
     assert states[0][1]["state"]

@@ -2,12 +2,9 @@
 
 import re
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support.ranks import Intracomm
 from support.replicas import context
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -22,12 +19,12 @@ class Nested(torch.autograd.Function):
     """The identity, whose backward pass makes another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, depth: int, hook: Callable[[], None]) -> Any:
+    def forward(ctx, x, depth, hook):
         ctx.depth, ctx.hook = depth, hook
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, None, None]:
+    def backward(ctx, gradient):
         with torch.enable_grad():
             x = torch.ones(1, requires_grad=True)
             (Nested.apply(x, ctx.depth - 1, ctx.hook) if ctx.depth else x * 2).backward()
@@ -36,11 +33,11 @@ class Nested(torch.autograd.Function):
         return gradient, None, None
 
 
-def call_in_backward(hook: Callable[[], None]) -> None:
+def call_in_backward(hook):
     """Call a hook in a thread of autograd, which this one waits for."""
     threads = []
 
-    def noting() -> None:
+    def noting():
         threads.append(threading.current_thread())
         hook()
 
@@ -49,14 +46,14 @@ def call_in_backward(hook: Callable[[], None]) -> None:
     assert threads != [threading.current_thread()]
 
 
-def test_calls_go_to_the_thread_of_a_hook_and_back(comm: Intracomm) -> None:
+def test_calls_go_to_the_thread_of_a_hook_and_back(comm):
     """In each step: started ones, too, which the program then waits for."""
-    started: list[Any] = []
+    started = []
 
-    def step() -> None:
+    def step():
         ctx, gradient = context(), torch.full((3,), float(comm.rank))
 
-        def reduce() -> None:
+        def reduce():
             assert ctx.all_reduce("sum", gradient).tolist() == [1.0] * 3
             started.append(ctx.start_all_reduce("sum", gradient, out=gradient))
 
@@ -73,20 +70,20 @@ def test_calls_go_to_the_thread_of_a_hook_and_back(comm: Intracomm) -> None:
             assert started.pop() == 2
 
 
-def test_other_threads_are_refused_in_the_hook_and_after_it(comm: Intracomm) -> None:
-    refused: list[str] = []
+def test_other_threads_are_refused_in_the_hook_and_after_it(comm):
+    refused = []
 
-    def call() -> None:
+    def call():
         with pytest.raises(OtherThreadError) as raised:
             strategy.reduce("sum", 1.0)
         refused.append(str(raised.value))
 
-    def call_in_another() -> None:
+    def call_in_another():
         thread = threading.Thread(target=call, name="loader")
         thread.start()
         thread.join()
 
-    def hook() -> None:
+    def hook():
         assert strategy.reduce("sum", 1.0) == 2
         call_in_another()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from jobs.failing import PROJECT
-from jobs.faults import THREE, Ended, Job, environment, job, of_others, run_command
+from jobs.faults import THREE, environment, job, of_others, run_command
 from mpi_session.launch import Launcher
 
 __all__ = ["job"]  # a fixture
@@ -122,34 +122,34 @@ initialise("gloo")
 """
 
 
-def run_file(folder: Path, ranks: int, file: Path, *arguments: str, **variables: str) -> Ended:
+def run_file(folder, ranks, file, *arguments, **variables):
     launcher = [*Launcher.find(None).command, "-n", str(ranks)]
     return run_command(folder, [*launcher, sys.executable, str(file), *arguments], ranks, **variables)
 
 
-def run(folder: Path, ranks: int, program: str, **variables: str) -> Ended:
+def run(folder, ranks, program, **variables):
     file = folder / "program.py"
     file.write_text(program)
     return run_file(folder, ranks, file, **variables)
 
 
-def test_program_needs_nothing_but_the_launcher(tmp_path: Path) -> None:
+def test_program_needs_nothing_but_the_launcher(tmp_path):
     ended = run(tmp_path, 2, HEAD + "assert (int(os.environ['LOCAL_RANK']), size) == (rank, 2)" + END)
     assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
 
 
-def test_import_leaves_every_way_to_an_address_open(tmp_path: Path) -> None:
+def test_import_leaves_every_way_to_an_address_open(tmp_path):
     ended = run(tmp_path, 2, HEAD + ADDRESSES + END)
     assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
 
 
-def test_group_that_one_rank_has_given_up_is_destroyed_with_a_warning(tmp_path: Path) -> None:
+def test_group_that_one_rank_has_given_up_is_destroyed_with_a_warning(tmp_path):
     ended = run(tmp_path, 2, HEAD + GIVEN_UP + END)
     assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
     assert "a group was destroyed that other ranks had given up" in ended.err
 
 
-def test_example_goes_on_from_a_checkpoint_with_other_ranks(tmp_path: Path) -> None:
+def test_example_goes_on_from_a_checkpoint_with_other_ranks(tmp_path):
     losses = {}
     for folder, ranks, steps in [("continued", 2, "4"), ("continued", 3, "8"), ("undisturbed", 1, "8")]:
         ended = run_file(tmp_path, ranks, Path(PROJECT) / "docs/examples/gpt.py", str(tmp_path / folder), steps)
@@ -161,7 +161,7 @@ def test_example_goes_on_from_a_checkpoint_with_other_ranks(tmp_path: Path) -> N
     assert losses["continued"] < 4  # at first, the logarithm of the number of letters: 4.6
 
 
-def test_entry_point_registers_the_backend_and_imports_no_mpidist() -> None:
+def test_entry_point_registers_the_backend_and_imports_no_mpidist():
     program = "import sys, torch; print(torch.distributed.Backend.MPIDIST, *sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
@@ -172,38 +172,38 @@ def test_entry_point_registers_the_backend_and_imports_no_mpidist() -> None:
 
 
 @pytest.mark.parametrize("backend", ["'mpidist'", "backend='cpu:mpidist,cuda:nccl'", "'MPIDIST', 'env://'"])
-def test_installed_backend_needs_no_import_of_mpidist(tmp_path: Path, backend: str) -> None:
+def test_installed_backend_needs_no_import_of_mpidist(tmp_path, backend):
     head = re.sub(r".*mpidist\b.*import.*\n|import mpidist.*\n", "", HEAD).replace('"mpidist"', backend)
     ended = run(tmp_path, 2, head + "assert (int(os.environ['LOCAL_RANK']), size) == (rank, 2)" + END)
     assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
 
 
-def test_installed_backend_is_a_group_of_one_without_a_launcher(tmp_path: Path) -> None:
+def test_installed_backend_is_a_group_of_one_without_a_launcher(tmp_path):
     program = "import torch.distributed as dist; dist.init_process_group('mpidist'); print(dist.get_world_size())"
     ended = run_command(tmp_path, [sys.executable, "-c", program], 1)
     assert (ended.status, ended.out) == (0, "1\n"), ended.err
 
 
-def test_installed_backend_changes_no_other_backend(tmp_path: Path) -> None:
+def test_installed_backend_changes_no_other_backend(tmp_path):
     program = "import torch.distributed as dist; dist.init_process_group('gloo')"
     ended = run_command(tmp_path, [sys.executable, "-c", program], 1)
     assert ended.status == 1
     assert "environment variable RANK expected, but not set" in ended.err
 
 
-def test_environment_of_a_launcher_that_mpi_does_not_see_is_refused(tmp_path: Path) -> None:
+def test_environment_of_a_launcher_that_mpi_does_not_see_is_refused(tmp_path):
     ended = run(tmp_path, 2, HEAD + END, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     assert 0 < ended.status < 128
     assert "leave RANK and WORLD_SIZE unset, or give the numbers of MPI" in ended.err
 
 
-def test_receive_from_a_rank_that_has_left_raises_its_error(tmp_path: Path) -> None:
+def test_receive_from_a_rank_that_has_left_raises_its_error(tmp_path):
     ended = run(tmp_path, 2, HEAD + LEAVES + END)
     assert (ended.status, ended.out.count("right")) == (0, 1), ended.err
 
 
 @pytest.mark.parametrize("call", ["all_gather_into_tensor(out, torch.ones(3), ", "broadcast(out, 0, "])
-def test_rank_that_leaves_in_a_started_call_ends_that_of_others(tmp_path: Path, call: str) -> None:
+def test_rank_that_leaves_in_a_started_call_ends_that_of_others(tmp_path, call):
     ended = run(tmp_path, 2, HEAD + LEAVES_STARTED.replace("CALL", f"{call}async_op=True)") + END)
     assert (ended.status, ended.out.count("right")) == (0, 1), ended.err
 
@@ -219,7 +219,7 @@ def test_rank_that_leaves_in_a_started_call_ends_that_of_others(tmp_path: Path, 
     ],
     ids=["forward", "backward", "static", "leaves", "other_call"],
 )
-def test_rank_that_fails_in_training_is_named(tmp_path: Path, place: str, fault: str, static: bool, named: str) -> None:
+def test_rank_that_fails_in_training_is_named(tmp_path, place, fault, static, named):
     steps = STEPS.replace("PLACE", place).replace("FAULT", fault).replace("STATIC", str(static))
     ended = run(tmp_path, 3, HEAD + steps + END)
     assert 0 < ended.status < 128, ended  # ended by no signal
@@ -228,7 +228,7 @@ def test_rank_that_fails_in_training_is_named(tmp_path: Path, place: str, fault:
     assert "right" not in ended.out
 
 
-def test_killed_rank_is_named_on_every_other(job: Job) -> None:
+def test_killed_rank_is_named_on_every_other(job):
     body = """
 import torch
 import torch.distributed as dist

@@ -1,14 +1,10 @@
 """Mixed process groups: `init_process_group("cpu:mpidist,cuda:nccl")`, where torch has no NCCL."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from support.everywhere import raises_everywhere
 from support.process_groups import open_process_group
-from support.ranks import Intracomm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpidist.errors import InvalidArgumentError, UnavailableError
@@ -21,13 +17,13 @@ pytestmark = [
 ]
 
 
-def cuda_tensor() -> Any:
+def cuda_tensor():
     """Make a tensor that torch takes for one on a CUDA device, with no memory behind it."""
     with FakeTensorMode():
         return torch.empty(2, device="cuda")
 
 
-def test_mixed_group_reduces_tensors_in_host_memory(comm: Intracomm, tmp_path: Path) -> None:
+def test_mixed_group_reduces_tensors_in_host_memory(comm, tmp_path):
     with open_process_group(comm, tmp_path, backend="cpu:mpidist,cuda:nccl"):
         value = torch.ones(2)
         dist.all_reduce(value)
@@ -44,9 +40,7 @@ def test_mixed_group_reduces_tensors_in_host_memory(comm: Intracomm, tmp_path: P
         ("mpidist", ValueError, r'call init_process_group\("cpu:mpidist,cuda:nccl"\)'),
     ],
 )
-def test_mixed_group_without_nccl_refuses_cuda_tensors_on_every_rank(
-    comm: Intracomm, tmp_path: Path, backend: str, kind: type[Exception], text: str
-) -> None:
+def test_mixed_group_without_nccl_refuses_cuda_tensors_on_every_rank(comm, tmp_path, backend, kind, text):
     with open_process_group(comm, tmp_path, backend=backend):
         for call in (
             lambda value: dist.all_reduce(value),
@@ -60,7 +54,7 @@ def test_mixed_group_without_nccl_refuses_cuda_tensors_on_every_rank(
 
 
 @pytest.mark.ranks(3)
-def test_mixed_group_cuda_tensor_of_one_rank_raises_on_every_rank(comm: Intracomm, tmp_path: Path) -> None:
+def test_mixed_group_cuda_tensor_of_one_rank_raises_on_every_rank(comm, tmp_path):
     with open_process_group(comm, tmp_path, backend="cpu:mpidist,cuda:nccl"):
         with raises_everywhere(comm, InvalidArgumentError, "rank 1.*built without NCCL"):
             dist.all_reduce(cuda_tensor() if comm.rank == 1 else torch.ones(2))

@@ -24,7 +24,7 @@ EXCEPTIONS = {
 }
 
 
-def test_own_tests_of_torch_pass(tmp_path: Path) -> None:
+def test_own_tests_of_torch_pass(tmp_path):
     program = Path(__file__).with_name("torch_own_tests.py")
     launcher = [*Launcher.find(None).command, "-n", "3"]
     command = [*launcher, sys.executable, str(program), "mpidist", str(tmp_path)]

@@ -1,16 +1,12 @@
 """The calls of torch.distributed over the backend `mpidist`: results, dtypes, groups of some ranks, and errors."""
 
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.everywhere import raises_everywhere
 from support.process_groups import open_process_group
-from support.ranks import Intracomm
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 
@@ -23,16 +19,16 @@ COPIED = [getattr(torch, name) for name in (*_FLOATS, *_INTEGERS)]
 REDUCED = [dtype for dtype in COPIED if not str(dtype).startswith("torch.float8")]
 
 
-def full(value: float, *shape: int, dtype: Any = torch.float32) -> Any:
+def full(value, *shape, dtype=torch.float32):
     return torch.full(shape or (3,), value, dtype=dtype)
 
 
-def equal(result: Any, wanted: Any) -> None:
+def equal(result, wanted):
     assert result.tolist() == wanted
 
 
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
-def test_all_reduce_has_the_sum_of_every_dtype(ranks: tuple[int, int], dtype: Any) -> None:
+def test_all_reduce_has_the_sum_of_every_dtype(ranks, dtype):
     rank, size = ranks
     value = torch.tensor([[rank, 1], [0, 0]]).to(dtype).t()  # not in row-major order
     dist.all_reduce(value)
@@ -44,7 +40,7 @@ def test_all_reduce_has_the_sum_of_every_dtype(ranks: tuple[int, int], dtype: An
     ("op", "wanted"),
     [("AVG", 0.5), ("MIN", 0), ("MAX", 1), ("PRODUCT", 0)],
 )
-def test_all_reduce_has_the_result_of_every_operation(ranks: tuple[int, int], op: str, wanted: float) -> None:
+def test_all_reduce_has_the_result_of_every_operation(ranks, op, wanted):
     rank, size = ranks
     value = full(rank / max(1, size - 1), 3, 2).t()
     dist.all_reduce(value, getattr(dist.ReduceOp, op))
@@ -53,7 +49,7 @@ def test_all_reduce_has_the_result_of_every_operation(ranks: tuple[int, int], op
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
-def test_all_reduce_of_sparse_tensors_has_the_dense_sum(ranks: tuple[int, int], dtype: Any, is_async: bool) -> None:
+def test_all_reduce_of_sparse_tensors_has_the_dense_sum(ranks, dtype, is_async):
     rank, size = ranks
     places = torch.tensor([[rank, 1, 1][: rank + 1], [0, 2, 2][: rank + 1]])
     everyone = [torch.tensor([1, 2, 3, 4][: min(3, one + 1)]).to(dtype) for one in range(size)]
@@ -67,7 +63,7 @@ def test_all_reduce_of_sparse_tensors_has_the_dense_sum(ranks: tuple[int, int], 
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool], ids=str)
-def test_all_reduce_combines_bits(ranks: tuple[int, int], dtype: Any) -> None:
+def test_all_reduce_combines_bits(ranks, dtype):
     rank, size = ranks
     value = torch.tensor([1 << rank, 1, rank]).to(dtype)
     everyone = [torch.tensor([1 << one, 1, one]).to(dtype) for one in range(size)]
@@ -79,7 +75,7 @@ def test_all_reduce_combines_bits(ranks: tuple[int, int], dtype: Any) -> None:
         assert torch.equal(result, wanted)
 
 
-def test_all_reduce_is_one_call_if_waited_for_now_or_later(ranks: tuple[int, int]) -> None:
+def test_all_reduce_is_one_call_if_waited_for_now_or_later(ranks):
     rank, size = ranks
     value = full(1.0)
     works = [dist.all_reduce(value, async_op=rank > 0) for _ in range(3)]
@@ -87,7 +83,7 @@ def test_all_reduce_is_one_call_if_waited_for_now_or_later(ranks: tuple[int, int
     equal(value, [size**3] * 3)
 
 
-def test_reduce_gives_one_rank_the_sum(ranks: tuple[int, int], placement: object) -> None:
+def test_reduce_gives_one_rank_the_sum(ranks, placement):
     rank, size = ranks
     value = full(rank)
     dist.reduce(value, size - 1)
@@ -95,7 +91,7 @@ def test_reduce_gives_one_rank_the_sum(ranks: tuple[int, int], placement: object
 
 
 @pytest.mark.parametrize("dtype", COPIED, ids=str)
-def test_copies_keep_every_dtype(ranks: tuple[int, int], dtype: Any) -> None:
+def test_copies_keep_every_dtype(ranks, dtype):
     rank, size = ranks
     each = [full(one % 2, 2, 1).to(dtype) for one in range(size)]
     value = each[rank].clone()
@@ -109,12 +105,12 @@ def test_copies_keep_every_dtype(ranks: tuple[int, int], dtype: Any) -> None:
     assert torch.equal(_bits(out.t().contiguous()), _bits(torch.cat([one.t() for one in each])))
 
 
-def _bits(tensor: Any) -> Any:
+def _bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
-def test_reduce_scatter_gives_each_rank_its_part(ranks: tuple[int, int], is_async: bool) -> None:
+def test_reduce_scatter_gives_each_rank_its_part(ranks, is_async):
     rank, size = ranks
     out = torch.zeros(2)
     work = dist.reduce_scatter_tensor(out, torch.arange(2.0 * size), async_op=is_async)
@@ -128,7 +124,7 @@ def test_reduce_scatter_gives_each_rank_its_part(ranks: tuple[int, int], is_asyn
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
-def test_reduce_scatter_takes_parts_of_other_lengths(ranks: tuple[int, int], is_async: bool) -> None:
+def test_reduce_scatter_takes_parts_of_other_lengths(ranks, is_async):
     rank, size = ranks
     for dtype in (torch.float32, torch.bool, torch.complex64):
         parts = [torch.full((2, one), rank + 1).to(dtype) for one in range(size)]
@@ -139,7 +135,7 @@ def test_reduce_scatter_takes_parts_of_other_lengths(ranks: tuple[int, int], is_
         assert all(part.eq(torch.tensor(rank + 1).to(dtype)).all() for part in parts)
 
 
-def test_gather_and_scatter_have_their_tensors(ranks: tuple[int, int], placement: object) -> None:
+def test_gather_and_scatter_have_their_tensors(ranks, placement):
     rank, size = ranks
     outs = [torch.zeros(1) for _ in range(size)] if rank == 0 else None
     dist.gather(full(rank, 1), outs, 0)
@@ -150,7 +146,7 @@ def test_gather_and_scatter_have_their_tensors(ranks: tuple[int, int], placement
     equal(out, [2 * rank])
 
 
-def test_all_to_all_has_the_parts_of_all_ranks(ranks: tuple[int, int], placement: object) -> None:
+def test_all_to_all_has_the_parts_of_all_ranks(ranks, placement):
     rank, size = ranks
     each = list(range(size))
     outs = [torch.zeros(1) for _ in each]
@@ -166,7 +162,7 @@ def test_all_to_all_has_the_parts_of_all_ranks(ranks: tuple[int, int], placement
     equal(torch.cat([columns[0], columns[1], in_place]), 3 * [10 * one + rank for one in each])
 
 
-def test_empty_tensors_and_scalars_are_values(ranks: tuple[int, int]) -> None:
+def test_empty_tensors_and_scalars_are_values(ranks):
     rank, size = ranks
     for value in (torch.empty(0), torch.empty(2, 0)):
         dist.all_reduce(value)
@@ -179,7 +175,7 @@ def test_empty_tensors_and_scalars_are_values(ranks: tuple[int, int]) -> None:
     assert scalar.item() == size - 1
 
 
-def test_coalesced_calls_have_the_results_of_single_ones(ranks: tuple[int, int]) -> None:
+def test_coalesced_calls_have_the_results_of_single_ones(ranks):
     rank, size = ranks
     values = [full(rank), full(2 * rank, 2)]
     dist.all_reduce_coalesced(values)
@@ -193,7 +189,7 @@ def test_coalesced_calls_have_the_results_of_single_ones(ranks: tuple[int, int])
     assert [one.tolist() for one in outs] == [[size], [sum(range(size))] * 2]
 
 
-def test_functional_collectives_have_their_results(ranks: tuple[int, int]) -> None:
+def test_functional_collectives_have_their_results(ranks):
     from torch.distributed import _functional_collectives as calls
 
     rank, size = ranks
@@ -206,7 +202,7 @@ def test_functional_collectives_have_their_results(ranks: tuple[int, int]) -> No
     assert [one.wait().tolist() for one in results] == [[sum(group)] * 3, [size]]
 
 
-def test_calls_show_in_the_profiler(ranks: tuple[int, int]) -> None:
+def test_calls_show_in_the_profiler(ranks):
     with torch.profiler.profile() as profile:
         dist.all_reduce(full(1.0))
         dist.broadcast(full(1.0), 0)
@@ -214,7 +210,7 @@ def test_calls_show_in_the_profiler(ranks: tuple[int, int]) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_messages_arrive(ranks: tuple[int, int], placement: object) -> None:
+def test_messages_arrive(ranks, placement):
     rank, size = ranks
     if rank == 0:
         dist.send(full(7.0, 1), 1)
@@ -235,7 +231,7 @@ def test_messages_arrive(ranks: tuple[int, int], placement: object) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_message_of_no_rank_or_no_tag_of_mpi_is_refused(ranks: tuple[int, int]) -> None:
+def test_message_of_no_rank_or_no_tag_of_mpi_is_refused(ranks):
     rank, size = ranks
     other = (rank + 1) % size
     for peer, tag in [(-1, 0), (-2, 0), (size, 0), (other, -1), (other, -2), (other, 2**31 - 1)]:
@@ -246,7 +242,7 @@ def test_message_of_no_rank_or_no_tag_of_mpi_is_refused(ranks: tuple[int, int]) 
 
 
 @pytest.mark.ranks(min=3)
-def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], placement: object) -> None:
+def test_groups_of_some_ranks_leave_the_world_usable(ranks, placement):
     rank, size = ranks
     sets = ((1, 2), (0, 1), (0, 2)) if size == 3 else ((0, 1), (2, 3), (1, 2, 3))
     for turn in range(20):
@@ -285,7 +281,7 @@ def test_groups_of_some_ranks_leave_the_world_usable(ranks: tuple[int, int], pla
     ],
     ids=["shape", "op", "dtype", "sparse", "root", "call", "gather", "scatter", "reduce_scatter", "all_to_all"],
 )
-def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, call: Callable[[int], Any]) -> None:
+def test_mismatch_raises_on_every_rank(ranks, comm, call):
     with raises_everywhere(comm, InvalidArgumentError, "ranks? 1"):
         call(comm.rank)
     dist.barrier()
@@ -335,16 +331,14 @@ def test_mismatch_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm, 
         "sparse_index",
     ],
 )
-def test_bad_arguments_of_one_rank_raise_on_every_rank(
-    ranks: tuple[int, int], comm: Intracomm, call: Callable[[int, int], Any]
-) -> None:
+def test_bad_arguments_of_one_rank_raise_on_every_rank(ranks, comm, call):
     rank, size = ranks
     with raises_everywhere(comm, InvalidArgumentError, "rank 1(?!.*ModuleNotFound)"):
         call(size, int(rank == 1))
     dist.barrier()
 
 
-def test_root_that_is_no_rank_raises_on_every_rank(ranks: tuple[int, int], comm: Intracomm) -> None:
+def test_root_that_is_no_rank_raises_on_every_rank(ranks, comm):
     calls = (dist.broadcast, ()), (dist.reduce, ()), (dist.gather, (None,)), (dist.scatter, (None,))
     for root in (-1, ranks[1]):
         for call, lists in calls:
@@ -353,7 +347,7 @@ def test_root_that_is_no_rank_raises_on_every_rank(ranks: tuple[int, int], comm:
     dist.barrier()
 
 
-def test_output_that_cannot_be_written_raises_there_and_leaves_the_group_usable(ranks: tuple[int, int]) -> None:
+def test_output_that_cannot_be_written_raises_there_and_leaves_the_group_usable(ranks):
     rank, size = ranks
     for call in (lambda out: dist.broadcast(out, 0), lambda out: dist.all_gather([out] * size, torch.ones(3))):
         if rank == size - 1:
@@ -368,7 +362,7 @@ def test_output_that_cannot_be_written_raises_there_and_leaves_the_group_usable(
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("count", [1, 4])
-def test_message_of_another_length_raises_and_leaves_the_group_usable(ranks: tuple[int, int], count: int) -> None:
+def test_message_of_another_length_raises_and_leaves_the_group_usable(ranks, count):
     rank, _ = ranks
     if rank == 0:
         with pytest.raises(InvalidArgumentError, match="recv from rank 1"):
@@ -379,7 +373,7 @@ def test_message_of_another_length_raises_and_leaves_the_group_usable(ranks: tup
 
 
 @pytest.mark.ranks(min=2)
-def test_late_rank_is_named_at_the_timeout(comm: Intracomm, tmp_path: Path) -> None:
+def test_late_rank_is_named_at_the_timeout(comm, tmp_path):
     with open_process_group(comm, tmp_path):
         dist.barrier()
         dist.group.WORLD.set_timeout(timedelta(seconds=2))

@@ -1,17 +1,13 @@
 """Calls of torch.distributed with `async_op=True`: programs that wait for them late, in any order, or never."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.everywhere import raises_everywhere
 from support.process_groups import open_process_group
-from support.ranks import Intracomm
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 
@@ -21,15 +17,15 @@ pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.filterwarnings("ignore::Futur
 COUNT = 1 << 20  # several chunks of shared memory, and no message that is sent before it is received
 
 
-def full(value: float, count: int = COUNT) -> Any:
+def full(value, count=COUNT):
     return torch.full((count,), float(value))
 
 
-def is_gathered(out: Any, size: int) -> bool:
+def is_gathered(out, size):
     return bool((out.reshape(size, -1) == torch.arange(float(size))[:, None]).all())
 
 
-def gather(rank: int, size: int, group: Any = None) -> tuple[Any, Any]:
+def gather(rank, size, group=None):
     out = torch.empty(size * COUNT)
     return out, dist.all_gather_into_tensor(out, full(rank), group=group, async_op=True)
 
@@ -40,9 +36,7 @@ def gather(rank: int, size: int, group: Any = None) -> tuple[Any, Any]:
     ids=["broadcast", "barrier"],
 )
 @pytest.mark.parametrize("has_sent_first", [True, False], ids=["send", "recv"])
-def test_started_call_lets_a_message_pass(
-    placement: object, ranks: tuple[int, int], start: Callable[..., Any], has_sent_first: bool
-) -> None:
+def test_started_call_lets_a_message_pass(placement, ranks, start, has_sent_first):
     rank, _ = ranks
     value, message = full(5.0 * (rank == 0)), full(3)
     if rank == 0:
@@ -58,9 +52,7 @@ def test_started_call_lets_a_message_pass(
     assert message.eq(3).all()
 
 
-def test_started_calls_of_two_groups_may_come_in_another_order_on_each_rank(
-    placement: object, ranks: tuple[int, int]
-) -> None:
+def test_started_calls_of_two_groups_may_come_in_another_order_on_each_rank(placement, ranks):
     rank, size = ranks
     groups = dist.new_group(), dist.new_group()
     works = [gather(rank, size, group) for group in groups[:: 1 if rank % 2 else -1]]
@@ -78,7 +70,7 @@ def test_started_calls_of_two_groups_may_come_in_another_order_on_each_rank(
 
 
 @pytest.mark.ranks(2)
-def test_started_calls_and_another_groups_thread_do_not_meet(placement: object, ranks: tuple[int, int]) -> None:
+def test_started_calls_and_another_groups_thread_do_not_meet(placement, ranks):
     rank, size = ranks
     group = dist.new_group()  # between nodes, a thread advances its all-reduces
     for _ in range(20):
@@ -91,7 +83,7 @@ def test_started_calls_and_another_groups_thread_do_not_meet(placement: object, 
         assert all(value.eq(size).all() for value in values)
 
 
-def test_started_calls_have_their_results_in_any_order(placement: object, ranks: tuple[int, int]) -> None:
+def test_started_calls_have_their_results_in_any_order(placement, ranks):
     rank, size = ranks
     exchanged, scattered, bits = torch.empty(size), torch.empty(2), torch.tensor([1 << rank])
     sums, part, listed = full(rank, 5), torch.empty(COUNT), [torch.empty(1) for _ in range(size)]
@@ -116,7 +108,7 @@ def test_started_calls_have_their_results_in_any_order(placement: object, ranks:
     assert gathered is None or torch.cat(gathered).tolist() == [*range(size)]
 
 
-def test_started_call_is_one_with_a_call_at_once_and_needs_no_wait(ranks: tuple[int, int]) -> None:
+def test_started_call_is_one_with_a_call_at_once_and_needs_no_wait(ranks):
     rank, size = ranks
     out = torch.empty(size * COUNT)
     work = dist.all_gather_into_tensor(out, full(rank), async_op=rank == 0)
@@ -129,7 +121,7 @@ def test_started_call_is_one_with_a_call_at_once_and_needs_no_wait(ranks: tuple[
     assert value.eq(1).all()
 
 
-def test_started_calls_that_differ_raise_on_every_rank_that_waits(ranks: tuple[int, int], comm: Intracomm) -> None:
+def test_started_calls_that_differ_raise_on_every_rank_that_waits(ranks, comm):
     rank, _ = ranks
     work = dist.broadcast(torch.zeros(2 + rank), 0, async_op=True)
     with raises_everywhere(comm, InvalidArgumentError, "broadcast.*rank 1"):
@@ -137,7 +129,7 @@ def test_started_calls_that_differ_raise_on_every_rank_that_waits(ranks: tuple[i
     dist.barrier()
 
 
-def test_started_call_late_rank_is_named_at_the_timeout_after_a_message(comm: Intracomm, tmp_path: Path) -> None:
+def test_started_call_late_rank_is_named_at_the_timeout_after_a_message(comm, tmp_path):
     with open_process_group(comm, tmp_path):
         dist.barrier()
         dist.group.WORLD.set_timeout(timedelta(seconds=2))
@@ -155,7 +147,7 @@ def test_started_call_late_rank_is_named_at_the_timeout_after_a_message(comm: In
 
 
 @pytest.mark.ranks(2)
-def test_started_call_of_another_thread_is_left_to_it(ranks: tuple[int, int]) -> None:
+def test_started_call_of_another_thread_is_left_to_it(ranks):
     rank, size = ranks
     out, work = gather(rank, size)
     with ThreadPoolExecutor(1) as other:

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,21 +19,21 @@ OF_NUMPY = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", 
             "bool", "complex64", "complex128"]  # fmt: skip
 
 
-def native(value: Any) -> Any:
+def native(value):
     return library_of(value).to_native(value)
 
 
-def address(array: Any) -> int:
+def address(array):
     return int(array.__array_interface__["data"][0])
 
 
-def test_there_are_dtypes_of_ml_dtypes() -> None:
+def test_there_are_dtypes_of_ml_dtypes():
     assert {"bfloat16", "float8_e4m3fn", "float8_e5m2"} <= set(OF_ML_DTYPES)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", OF_NUMPY + OF_ML_DTYPES)
-def test_torch_dtypes_are_viewed_both_ways(name: str, shape: tuple[int, ...]) -> None:
+def test_torch_dtypes_are_viewed_both_ways(name, shape):
     tensor = torch.ones(shape).to(getattr(torch, name))
     array = native(tensor)
     assert (array.dtype.name, array.shape) == (name, shape)
@@ -49,7 +48,7 @@ def test_torch_dtypes_are_viewed_both_ways(name: str, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2"])
-def test_tensor_part_is_viewed_in_place(name: str) -> None:
+def test_tensor_part_is_viewed_in_place(name):
     tensor = torch.arange(12.0).reshape(3, 4).to(getattr(torch, name)).t()[::2]
     array = native(tensor)
     assert (address(array), array.strides) == (tensor.data_ptr(), tuple(s * tensor.itemsize for s in tensor.stride()))
@@ -58,7 +57,7 @@ def test_tensor_part_is_viewed_in_place(name: str) -> None:
     assert tensor.float().tolist() == [[0, 7, 8], [2, 6, 10]]
 
 
-def test_parameters_are_their_numbers() -> None:
+def test_parameters_are_their_numbers():
     parameter = torch.nn.Parameter(torch.ones(3))
     assert address(native(parameter)) == parameter.data_ptr()
     assert address(library_of(parameter).to_target(parameter)) == parameter.data_ptr()
@@ -67,7 +66,7 @@ def test_parameters_are_their_numbers() -> None:
     assert not again.requires_grad
 
 
-def test_tensor_with_a_gradient_is_viewed_under_no_grad_alone() -> None:
+def test_tensor_with_a_gradient_is_viewed_under_no_grad_alone():
     loss = torch.nn.Linear(2, 1)(torch.ones(2)).sum()
     with pytest.raises(TypeError, match=r"PyTorch differentiates \(SumBackward0\).*pass tensor.detach\(\)"):
         native(loss)
@@ -85,12 +84,12 @@ def test_tensor_with_a_gradient_is_viewed_under_no_grad_alone() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_tensor_without_a_view_is_refused(make: Any, text: str) -> None:
+def test_tensor_without_a_view_is_refused(make, text):
     with pytest.raises(TypeError, match=text):
         native(make())
 
 
-def test_conjugated_numbers_are_read_and_not_written() -> None:
+def test_conjugated_numbers_are_read_and_not_written():
     tensor = torch.tensor([1 + 2j]).conj()
     assert native(tensor).tolist() == [1 - 2j]
     assert native(tensor.imag).tolist() == [-2]
@@ -103,7 +102,7 @@ def test_conjugated_numbers_are_read_and_not_written() -> None:
     assert native(tensor).tolist() == [5 - 2j]
 
 
-def test_tensor_native_array_is_cached_while_valid() -> None:
+def test_tensor_native_array_is_cached_while_valid():
     tensor = torch.arange(4.0).reshape(2, 2)
     first = native(tensor)
     assert native(tensor) is first
@@ -123,7 +122,7 @@ def test_tensor_native_array_is_cached_while_valid() -> None:
     assert native(tensor).shape == (3,)
 
 
-def test_dataset_of_samples_is_no_data_set_of_batches() -> None:
+def test_dataset_of_samples_is_no_data_set_of_batches():
     samples = torch.utils.data.TensorDataset(torch.arange(8.0).reshape(2, 4))
     strategy = mpidist.get_strategy()
     with pytest.raises(TypeError, match="a TensorDataset has items; pass a DataLoader of it"):
@@ -132,7 +131,7 @@ def test_dataset_of_samples_is_no_data_set_of_batches() -> None:
         strategy.experimental_distribute_dataset(batches)
 
 
-def test_tensor_is_not_kept_by_its_native_array() -> None:
+def test_tensor_is_not_kept_by_its_native_array():
     tensor = torch.ones(5)
     array = native(tensor)
     gone, memory = weakref.ref(tensor), weakref.ref(array)
@@ -142,7 +141,7 @@ def test_tensor_is_not_kept_by_its_native_array() -> None:
     assert memory() is None
 
 
-def test_writable_memory_becomes_a_tensor() -> None:
+def test_writable_memory_becomes_a_tensor():
     for like in (torch.ones(3, dtype=torch.bfloat16), torch.nn.Parameter(torch.ones(3))):
         memory = np.zeros(3, native(like).dtype)
         made = writable_like(like, memory)

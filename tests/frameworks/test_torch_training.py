@@ -5,13 +5,11 @@ import weakref
 from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.reductions import all_reduce, are_repeated
 from support.replicas import context, replica_id
 
@@ -24,13 +22,13 @@ from mpidist.errors import InvalidArgumentError
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def model_of(dtype: Any, seed: int = 0) -> Any:
+def model_of(dtype, seed=0):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(dtype)
 
 
 @each_dtype
-def test_symmetric_gradients_are_tensors(comm: Intracomm, placement: object, dtype: Any, strategy: Strategy) -> None:
+def test_symmetric_gradients_are_tensors(comm, placement, dtype, strategy):
     model = model_of(dtype)
     made = strategy.symmetric_empty_like(list(model.parameters()))
     for parameter, memory in zip(model.parameters(), made, strict=True):
@@ -48,13 +46,13 @@ def test_symmetric_gradients_are_tensors(comm: Intracomm, placement: object, dty
     assert shared.places([parameter.grad.view(torch.uint8).numpy() for parameter in model.parameters()]) is not None
 
 
-def test_one_tensor_for_a_node(comm: Intracomm, strategy: Strategy) -> None:
+def test_one_tensor_for_a_node(comm, strategy):
     one = strategy.symmetric_empty_like(torch.ones(5), per_node=True)
     assert all_reduce(strategy, "sum", torch.ones(5), out=one) is one
     assert one.tolist() == [comm.size] * 5
 
 
-def test_weights_and_states_keep_their_form(comm: Intracomm, strategy: Strategy) -> None:
+def test_weights_and_states_keep_their_form(comm, strategy):
     model = model_of(torch.float32, seed=comm.rank)
     first = model_of(torch.float32, seed=0)
     weights = list(model.parameters())
@@ -72,15 +70,15 @@ def test_weights_and_states_keep_their_form(comm: Intracomm, strategy: Strategy)
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
-def test_compiled_step_calls_a_function_without_compilation(comm: Intracomm, strategy: Strategy) -> None:
+def test_compiled_step_calls_a_function_without_compilation(comm, strategy):
     """As the page on PyTorch advises: mpidist cannot be traced. Importing the compiler takes seconds."""
     weights = torch.zeros(3, requires_grad=True)
 
     @torch.compiler.disable
-    def add_up(gradient: Any) -> None:
+    def add_up(gradient):
         all_reduce(strategy, "sum", gradient, out=gradient)
 
-    def step(x: Any) -> Any:
+    def step(x):
         (weights * x).sum().backward()
         add_up(weights.grad)
         return x + weights.grad
@@ -91,13 +89,13 @@ def test_compiled_step_calls_a_function_without_compilation(comm: Intracomm, str
         assert compiled(torch.full((3,), factor)).tolist() == [factor * (1 + comm.size)] * 3
 
 
-def test_mean_of_counts_is_a_tensor_of_floats(comm: Intracomm, strategy: Strategy) -> None:
+def test_mean_of_counts_is_a_tensor_of_floats(comm, strategy):
     mean = strategy.reduce("mean", torch.tensor(comm.rank))
     assert (mean.dtype, mean.item()) == (torch.float64, (comm.size - 1) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
-def test_weights_may_be_tensors(comm: Intracomm, dtype: Any, strategy: Strategy) -> None:
+def test_weights_may_be_tensors(comm, dtype, strategy):
     value, weight = torch.tensor(comm.rank % 2.0), torch.tensor(1 + comm.rank % 2, dtype=dtype)
     twos = comm.size // 2
     mean = strategy.reduce("mean", value, weight=weight)
@@ -109,7 +107,7 @@ def test_weights_may_be_tensors(comm: Intracomm, dtype: Any, strategy: Strategy)
 
 
 @each_dtype
-def test_reduce_scatter_gives_replicas_their_part_of_a_tensor(comm: Intracomm, dtype: Any) -> None:
+def test_reduce_scatter_gives_replicas_their_part_of_a_tensor(comm, dtype):
     total = 2 * comm.size
     with Strategy(comm=comm, replicas=total) as strategy:
         parts = strategy.run(
@@ -119,17 +117,17 @@ def test_reduce_scatter_gives_replicas_their_part_of_a_tensor(comm: Intracomm, d
         assert torch.equal(part, torch.full((2, 3), float(total), dtype=dtype))
 
 
-def test_batches_of_a_tensor_that_requires_a_gradient_are_differentiated(strategy: Strategy) -> None:
+def test_batches_of_a_tensor_that_requires_a_gradient_are_differentiated(strategy):
     points = torch.arange(10.0).requires_grad_()
     for part in strategy.experimental_distribute_dataset(mpidist.Batches(points, 4)):
         (gradient,) = torch.autograd.grad((part**2).sum(), part)
         assert torch.equal(gradient, 2 * part)
 
 
-AUTOCAST: Final = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
+AUTOCAST = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
 
 
-def modes() -> tuple[Any, ...]:
+def modes():
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
@@ -137,10 +135,10 @@ def modes() -> tuple[Any, ...]:
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("outer", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode, torch.enable_grad, AUTOCAST])
-def test_modes_of_torch_are_those_of_each_replica(enter: Any, outer: Any) -> None:
+def test_modes_of_torch_are_those_of_each_replica(enter, outer):
     """Although replicas take turns on one thread; also after an error. Functions of calls run in them, too."""
 
-    def step(fails: bool) -> None:
+    def step(fails):
         assert modes() == before
         with enter():
             own = modes()
@@ -158,7 +156,7 @@ def test_modes_of_torch_are_those_of_each_replica(enter: Any, outer: Any) -> Non
         assert modes() == before
 
 
-def test_tensors_of_any_layout_take_results(comm: Intracomm, strategy: Strategy) -> None:
+def test_tensors_of_any_layout_take_results(comm, strategy):
     turned = torch.arange(6.0, dtype=torch.bfloat16).reshape(2, 3).t()
     assert all_reduce(strategy, "sum", turned, out=turned) is turned
     assert turned.tolist() == (np.arange(6.0).reshape(2, 3).T * comm.size).tolist()
@@ -167,7 +165,7 @@ def test_tensors_of_any_layout_take_results(comm: Intracomm, strategy: Strategy)
     assert target.tolist() == [comm.size] * 3
 
 
-def test_tensors_of_each_replica_take_results(comm: Intracomm) -> None:
+def test_tensors_of_each_replica_take_results(comm):
     with Strategy(comm=comm, replicas=2 * comm.size) as strategy:
         outs = strategy.run(lambda: context().all_reduce("sum", torch.ones(3), out=torch.zeros(3)))
         assert [out.tolist() for out in strategy.experimental_local_results(outs)] == [[2.0 * comm.size] * 3] * 2
@@ -177,7 +175,7 @@ ones = torch.ones
 MODEL = torch.nn.Linear(1, 1)
 
 
-WRONG: list[tuple[Any, Any, type[Exception], str]] = [
+WRONG = [
     (ones(3), ones(3).bfloat16(), InvalidArgumentError, r"f32\[3\], got bf16\[3\]"),
     (ones(3), ones(1).expand(3), InvalidArgumentError, "elements that share memory"),
     ([None], None, TypeError, r"\[0\] is None, .*: leave the place out, .* or pass zeros"),
@@ -187,7 +185,7 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
 ]
 
 
-def test_all_reduce_wrong_tensors_and_outs_raise_everywhere(comm: Intracomm, strategy: Strategy) -> None:
+def test_all_reduce_wrong_tensors_and_outs_raise_everywhere(comm, strategy):
     for value, out, kind, text in WRONG:
         with raises_everywhere(comm, kind, text):
             all_reduce(strategy, "sum", value, out=out)
@@ -195,7 +193,7 @@ def test_all_reduce_wrong_tensors_and_outs_raise_everywhere(comm: Intracomm, str
 
 
 @pytest.mark.ranks(min=2)
-def test_reduce_unlike_dtypes_raises_everywhere(comm: Intracomm) -> None:
+def test_reduce_unlike_dtypes_raises_everywhere(comm):
     dtype = torch.bfloat16 if comm.rank else torch.float16
     with Strategy(comm=comm) as strategy, raises_everywhere(comm, InvalidArgumentError, r"f16\[2\].*bf16\[2\]"):
         strategy.reduce("sum", torch.ones(2, dtype=dtype))
@@ -204,11 +202,11 @@ def test_reduce_unlike_dtypes_raises_everywhere(comm: Intracomm) -> None:
 SIZES = [5, 300, 2, 4000]
 
 
-def tensors_of(dtype: Any = torch.float32) -> list[Any]:
+def tensors_of(dtype=torch.float32):
     return [torch.zeros(size, dtype=dtype) for size in SIZES]
 
 
-def require_sums(strategy: Strategy, tensors: Any, step: int, in_place: bool = True) -> Any:
+def require_sums(strategy, tensors, step, in_place=True):
     """Reduce tensors, filled with other numbers in each step, and look at the results."""
     rank, size = strategy.topology.rank, strategy.topology.size
     own = list(tensors.values()) if isinstance(tensors, dict) else tensors
@@ -228,9 +226,7 @@ def require_sums(strategy: Strategy, tensors: Any, step: int, in_place: bool = T
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", [list, tuple, dict])
-def test_repeated_all_reduce_results_are_separate(
-    strategy: Strategy, repeated: list[bool], dtype: Any, in_place: bool, form: Any
-) -> None:
+def test_repeated_all_reduce_results_are_separate(strategy, repeated, dtype, in_place, form):
     own = tensors_of(dtype)
     tensors = dict(zip("abcd", own, strict=True)) if form is dict else form(own)
     kept = []
@@ -246,7 +242,7 @@ def test_repeated_all_reduce_results_are_separate(
 
 @pytest.mark.usefixtures("placement")
 @each_dtype
-def test_gradients_that_stay_are_repeated_in_place(repeated: list[bool], comm: Intracomm, dtype: Any) -> None:
+def test_gradients_that_stay_are_repeated_in_place(repeated, comm, dtype):
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)).to(dtype)
     with Strategy(comm=comm) as strategy:
         for _ in range(5):
@@ -264,37 +260,37 @@ def test_gradients_that_stay_are_repeated_in_place(repeated: list[bool], comm: I
             assert repeated[-2:] == [True, True]
 
 
-def test_parameters_are_averaged_in_place(strategy: Strategy) -> None:
+def test_parameters_are_averaged_in_place(strategy):
     parameters = [torch.nn.Parameter(tensor) for tensor in tensors_of()]
     for step in range(1, 5):
         require_sums(strategy, parameters, step)
     assert all(parameter.requires_grad for parameter in parameters)
 
 
-def move(tensor: Any) -> None:
+def move(tensor):
     tensor.data = torch.zeros(tensor.shape)
 
 
-def cut(tensor: Any) -> None:
+def cut(tensor):
     tensor.resize_(3)
 
 
-def turn(tensor: Any) -> None:
+def turn(tensor):
     tensor.unsqueeze_(0)
 
 
-def spread(tensor: Any) -> None:
+def spread(tensor):
     tensor.set_(torch.zeros(2 * tensor.numel()).untyped_storage(), 0, tensor.shape, (2,))
 
 
-def retype(tensor: Any) -> None:
+def retype(tensor):
     tensor.data = tensor.data.view(torch.int32)
 
 
 @pytest.mark.parametrize("change", [move, cut, turn, spread, retype])
 @pytest.mark.parametrize("at", [0, 1, 3])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_repeated_all_reduce_follows_changed_tensors(strategy: Strategy, change: Any, at: int, in_place: bool) -> None:
+def test_repeated_all_reduce_follows_changed_tensors(strategy, change, at, in_place):
     tensors = tensors_of()
     for step in range(1, 5):
         require_sums(strategy, tensors, step, in_place)
@@ -303,7 +299,7 @@ def test_repeated_all_reduce_follows_changed_tensors(strategy: Strategy, change:
         require_sums(strategy, tensors, step, in_place)
 
 
-def test_memory_that_comes_back_is_written_itself(strategy: Strategy) -> None:
+def test_memory_that_comes_back_is_written_itself(strategy):
     """And not the memory that a tensor had meanwhile."""
     tensors = tensors_of()
     first = tensors[1].data
@@ -316,7 +312,7 @@ def test_memory_that_comes_back_is_written_itself(strategy: Strategy) -> None:
     require_sums(strategy, tensors, 7)
 
 
-def test_another_tensor_in_a_place_is_noticed(strategy: Strategy) -> None:
+def test_another_tensor_in_a_place_is_noticed(strategy):
     tensors = tensors_of()
     for step in range(1, 9):
         require_sums(strategy, tensors, step)
@@ -324,7 +320,7 @@ def test_another_tensor_in_a_place_is_noticed(strategy: Strategy) -> None:
             tensors[2] = torch.zeros(2)
 
 
-def test_repeated_all_reduce_refuses_a_tensor_with_new_history(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_all_reduce_refuses_a_tensor_with_new_history(strategy, comm):
     tensors = tensors_of()
     for step in range(1, 5):
         require_sums(strategy, tensors, step)
@@ -336,7 +332,7 @@ def test_repeated_all_reduce_refuses_a_tensor_with_new_history(strategy: Strateg
     require_sums(strategy, tensors_of(), 9)
 
 
-def test_repeated_all_reduce_refuses_a_parameter_with_new_history(strategy: Strategy) -> None:
+def test_repeated_all_reduce_refuses_a_parameter_with_new_history(strategy):
     """Its `requires_grad` is what it was."""
     parameter = torch.nn.Parameter(torch.ones(300))
     tensors = [parameter, torch.ones(2)]
@@ -353,7 +349,7 @@ class Own(torch.Tensor):
     """A tensor that answers few questions."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.Tensor.is_complex:
             raise NotImplementedError
         return super().__torch_function__(func, types, args, kwargs or {})
@@ -369,7 +365,7 @@ class Own(torch.Tensor):
         lambda: [torch.ones(3), torch.ones(2, dtype=torch.complex64).conj()],
     ],
 )
-def test_lists_may_begin_with_a_tensor(strategy: Strategy, comm: Intracomm, make: Any) -> None:
+def test_lists_may_begin_with_a_tensor(strategy, comm, make):
     """Whatever comes after it. One rank has another list, and so notes what the others do not."""
     values = make()
     for step in range(1, 6):
@@ -380,17 +376,17 @@ def test_lists_may_begin_with_a_tensor(strategy: Strategy, comm: Intracomm, make
             assert bool(np.all(np.asarray(got == value * comm.size)))
 
 
-def test_repeated_all_reduce_mixes_tensors_and_numpy_arrays(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_all_reduce_mixes_tensors_and_numpy_arrays(strategy, comm):
     tensors, arrays = tensors_of(), [np.zeros(size, np.float32) for size in SIZES]
     for step in range(1, 7):
-        own: list[Any] = arrays if (comm.rank + step // 4) % 2 else tensors
+        own = arrays if (comm.rank + step // 4) % 2 else tensors
         for one in own:
             one[:] = step * (comm.rank + 1)
         all_reduce(strategy, "sum", own, out=own)
         assert all((one == step * comm.size * (comm.size + 1) // 2).all() for one in own)
 
 
-def test_symmetric_tensors_are_reduced_where_they_lie(strategy: Strategy) -> None:
+def test_symmetric_tensors_are_reduced_where_they_lie(strategy):
     tensors = strategy.symmetric_empty_like(tensors_of())
     private = tensors_of()
     for step in range(1, 6):
@@ -399,7 +395,7 @@ def test_symmetric_tensors_are_reduced_where_they_lie(strategy: Strategy) -> Non
         require_sums(strategy, tensors, step, in_place=False)
 
 
-def test_repeated_all_reduce_works_after_a_mistake_of_one_rank(strategy: Strategy, comm: Intracomm) -> None:
+def test_repeated_all_reduce_works_after_a_mistake_of_one_rank(strategy, comm):
     tensors = tensors_of()
     for step in range(1, 5):
         require_sums(strategy, tensors, step)
@@ -410,7 +406,7 @@ def test_repeated_all_reduce_works_after_a_mistake_of_one_rank(strategy: Strateg
         require_sums(strategy, tensors, step)
 
 
-def test_repeated_all_reduce_keeps_no_tensors_or_memory(strategy: Strategy) -> None:
+def test_repeated_all_reduce_keeps_no_tensors_or_memory(strategy):
     tensors = tensors_of()
     for step in range(1, 6):
         require_sums(strategy, tensors, step)

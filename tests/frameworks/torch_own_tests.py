@@ -11,11 +11,9 @@ import signal
 import sys
 import unittest
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from mpi4py import MPI
 
@@ -51,11 +49,11 @@ class Late(Exception):
     """A test has taken too long."""
 
 
-def go_by_the_name_of_gloo() -> None:
+def go_by_the_name_of_gloo():
     """Make process groups of the backend wherever a test wants one of gloo."""
     make = c10d._new_process_group_helper
 
-    def renamed(size: int, rank: int, ranks: Any, name: str, *rest: Any, **options: Any) -> Any:
+    def renamed(size, rank, ranks, name, *rest, **options):
         group, store = make(size, rank, ranks, c10d.Backend(BACKEND) if name == "gloo" else name, *rest, **options)
         if group in c10d._world.pg_map:
             c10d._world.pg_map[group] = "gloo", c10d._world.pg_map[group][1]
@@ -65,8 +63,8 @@ def go_by_the_name_of_gloo() -> None:
 
 
 @contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    def end(*_: Any) -> None:
+def limited(seconds):
+    def end(*_):
         raise Late(f"the test took longer than {seconds} s")
 
     signal.signal(signal.SIGALRM, end)
@@ -77,11 +75,11 @@ def limited(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def run(number: int, name: str) -> tuple[str, str]:
+def run(number, name):
     """Run one test on this rank, and return its verdict and a text."""
     try:
         with limited(600):
-            case: Any = Case(name)
+            case = Case(name)
             case.rank, case.file_name = WORLD.rank, str(FOLDER / f"init{number}")
             timeout = distributed_test.CUSTOM_PG_TIMEOUT.get(name, 60)
             dist.init_process_group(
@@ -117,13 +115,13 @@ def run(number: int, name: str) -> tuple[str, str]:
                     print(f"[{WORLD.rank}] {name}: destroy_process_group: {error}", file=sys.stderr)
 
 
-def main() -> None:
+def main():
     for folder in ("barrier", "test_dir", "init_dir"):
         (FOLDER / folder).mkdir(exist_ok=True)
     if BACKEND != "gloo":
         go_by_the_name_of_gloo()
     names = [name for name in sorted(dir(Case)) if name.startswith("test_") and re.search(PATTERN, name)]
-    results: dict[str, Any] = {}
+    results = {}
     for number, name in enumerate(name for name in names if not re.search("cuda|nccl|gpu|rocm", name)):
         verdicts, texts = zip(*WORLD.allgather(run(number, name)), strict=True)
         verdict = next((one for one in ("failed", "passed") if one in verdicts), "skipped")

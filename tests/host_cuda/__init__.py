@@ -5,6 +5,6 @@ import os
 __all__ = ["are_emulated"]
 
 
-def are_emulated() -> bool:
+def are_emulated():
     """Tell whether this process has GPUs that are not there."""
     return "HOST_CUDA" in os.environ

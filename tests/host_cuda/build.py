@@ -24,7 +24,7 @@ LIBRARIES = {  # in the order in which they are loaded, as the others need the f
 COMPILER = ["g++", "-O1", "-g1", "-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 
 
-def build() -> None:
+def build():
     """Compile the libraries, note where CuPy's runtime has its functions, and have processes preload them."""
     shutil.rmtree(TARGET, ignore_errors=True)
     (TARGET / "kernels").mkdir(parents=True)  # what nvrtc.cpp compiles
@@ -44,7 +44,7 @@ def build() -> None:
     (SITE / "host_cuda.pth").write_text(line)
 
 
-def symbols(option: str, library: Path) -> dict[str, int]:
+def symbols(option, library):
     """Return the functions of a library, with their offsets."""
     command = ["nm", *option.split(), "--defined-only", str(library)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

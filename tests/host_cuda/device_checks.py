@@ -1,14 +1,11 @@
 """What every communicator of device memory must do, whoever carries it."""
 
-from collections.abc import Callable
-
 import numpy as np
 from support.contributions import DTYPES, contribution, reduction_of
 from transport.communicator_checks import A_FEW, CheckedMemory, checks_of
 
 from host_cuda.gpus import down, up
 from mpidist.transport import cuda
-from mpidist.transport.communicator import Communicator
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["CHECKS", "CHUNK"]
@@ -17,7 +14,7 @@ CHUNK = 192  # bytes, of those whose messages are cut; the parts of 1 to 4 ranks
 DEVICE = CheckedMemory(up, down, [dtype for dtype in DTYPES if dtype.char not in "gG"], A_FEW, CHUNK)
 
 
-def check_streams(its: Communicator) -> None:
+def check_streams(its):
     """Work follows the current stream, after a kernel and after a copy: nothing of the caller's waits but events."""
     cupy, size = cuda.current().cupy, 4 * CHUNK
     runtime, memory = cupy.cuda.runtime, cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(4 * size), 0)
@@ -38,4 +35,4 @@ def check_streams(its: Communicator) -> None:
             del buffer
 
 
-CHECKS: dict[str, Callable[[Communicator], None]] = checks_of(DEVICE) | {"streams": check_streams}
+CHECKS = checks_of(DEVICE) | {"streams": check_streams}

@@ -4,7 +4,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +13,11 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import pytest
 from support.contributions import contribution, reduction_of
-from support.ranks import Intracomm
 
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
-from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
@@ -45,7 +43,7 @@ _ON_GPUS = pytest.param("GPU", marks=pytest.mark.gpu)  # the mark is that of all
 
 
 @pytest.fixture(params=[_ON_GPUS])
-def gpus(comm: Intracomm) -> Iterator[cuda.Cuda]:
+def gpus(comm):
     """CuPy with NCCL. Ranks may share GPUs."""
     with _gpus_of(comm) as found:
         yield found
@@ -60,7 +58,7 @@ class Memory(NamedTuple):
 
 
 @pytest.fixture(params=["host", _ON_GPUS])
-def memory(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Memory]:
+def memory(request, comm):
     """The host's memory, and that of GPUs."""
     if request.param == "host":
         yield Memory(np.asarray, np.asarray)
@@ -70,7 +68,7 @@ def memory(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Memory]:
 
 
 @contextmanager
-def _gpus_of(comm: Intracomm) -> Iterator[cuda.Cuda]:
+def _gpus_of(comm):
     found = cuda.current()
     reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
     if reasons:
@@ -83,37 +81,37 @@ def _gpus_of(comm: Intracomm) -> Iterator[cuda.Cuda]:
     assert comm.allgather(problems()) == [""] * comm.size
 
 
-def require_gpus(number: int) -> None:
+def require_gpus(number):
     """Skip the test where this process has fewer."""
     if cuda.current().support.num_devices < number:
         pytest.skip(f"needs a GPU: {number} of them")
 
 
-def use_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_own_settings(monkeypatch):
     """Let device memory go as the test says, and not as who has started the tests (see benchmarks/gpu/running.py)."""
     for name in ("MPIDIST_NCCL", "MPIDIST_PRETEND_NODES", "MPIDIST_STAGING_BYTES"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_node(monkeypatch):
     """Let all ranks be on one node, whatever who has started the tests pretends: some strategies need that."""
     monkeypatch.delenv("MPIDIST_PRETEND_NODES", raising=False)
 
 
 @pytest.fixture
-def only_emulated() -> None:
+def only_emulated():
     """Skip the test where GPUs are real."""
     _require_emulated()
 
 
-def _require_emulated() -> None:
+def _require_emulated():
     if not are_emulated():
         pytest.skip("needs a GPU that is emulated")
 
 
 @pytest.fixture
-def emulated(gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+def emulated(gpus, comm, monkeypatch):
     """GPUs that show what they are asked for, and let it fail."""
     use_own_settings(monkeypatch)
     _require_emulated()
@@ -136,18 +134,18 @@ class Compiler:
         late: Those of them that a call compiled while its deadline ran.
     """
 
-    def __init__(self, raw_module: Callable[..., Any]) -> None:
+    def __init__(self, raw_module):
         self.seconds = 0.0
         self.error: Exception | None = None
         self.compiled: set[str] = set()
         self.late: set[str] = set()
         self._raw_module = raw_module
 
-    def __call__(self, code: str, options: tuple[str, ...]) -> Any:
+    def __call__(self, code, options):
         """Return a module whose kernels are compiled when they are asked for."""
         module = self._raw_module(code=code, options=options)
 
-        def get_function(name: str) -> Any:
+        def get_function(name):
             self.compiled.add(kernel := name.removeprefix("mpidist_").removeprefix("combine_"))
             if threading.current_thread() is threading.main_thread():
                 self.late.add(kernel)
@@ -161,7 +159,7 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+def compiler(gpus, monkeypatch):
     """What compiles mpidist's kernels."""
     its = Compiler(gpus.cupy.RawModule)
     monkeypatch.setattr(gpus.cupy, "RawModule", its)
@@ -169,9 +167,7 @@ def compiler(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 @pytest.fixture(params=["1", "0"], ids=["NCCL", "staged"])
-def group(
-    request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SyncGroup]:
+def group(request, gpus, comm, monkeypatch):
     """Ranks whose device memory goes by NCCL, or through the host."""
     use_own_settings(monkeypatch)
     monkeypatch.setenv("MPIDIST_NCCL", request.param)
@@ -179,20 +175,20 @@ def group(
 
 
 @pytest.fixture
-def connected(emulated: Emulated, comm: Intracomm) -> Iterator[SyncGroup]:
+def connected(emulated, comm):
     """Ranks of one node, whose communicators are made."""
     for made in opened(comm):
         assert is_working(made)
         yield made
 
 
-def is_working(group: SyncGroup, options: CommunicationOptions | None = None, dtype: str = "f8") -> bool:
+def is_working(group, options=None, dtype="f8"):
     """Add the ones of all ranks; say whether the sum is right. Collective."""
     result = BoundOps(NcclAllReduce(), group).all_reduce("SUM", up(np.ones(5, dtype)), options)
     return bool((down(result) == group.topology.size).all())
 
 
-def opened(comm: Intracomm) -> Iterator[SyncGroup]:
+def opened(comm):
     """Make a group, and close it."""
     made = SyncGroup.from_mpi(comm)
     yield made
@@ -200,14 +196,14 @@ def opened(comm: Intracomm) -> Iterator[SyncGroup]:
 
 
 @contextmanager
-def allocations() -> Iterator[list[int]]:
+def allocations():
     """Note the bytes of each array that is made meanwhile."""
-    noted: list[int] = []
+    noted = []
 
-    class Noting(cuda.current().cupy.cuda.memory_hook.MemoryHook):  # type: ignore[misc]
+    class Noting(cuda.current().cupy.cuda.memory_hook.MemoryHook):
         name = "noting"
 
-        def malloc_postprocess(self, *, size: int, **_: Any) -> None:
+        def malloc_postprocess(self, *, size, **_):
             noted.append(size)
 
     with Noting():
@@ -215,7 +211,7 @@ def allocations() -> Iterator[list[int]]:
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
+def capturing():
     """Let what is launched meanwhile go into a CUDA graph."""
     with cuda.current().cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
@@ -223,7 +219,7 @@ def capturing() -> Iterator[None]:
         stream.end_capture()
 
 
-def holdings() -> dict[str, int]:
+def holdings():
     """Count what the process holds now."""
     cupy = cuda.current().cupy
     cupy.cuda.runtime.deviceSynchronize()
@@ -243,11 +239,11 @@ def holdings() -> dict[str, int]:
     }
 
 
-def grown_by(call: Callable[[], object], number: int) -> dict[str, int]:
+def grown_by(call, number):
     """Say what grows in so many calls, after a tenth of them."""
     # Of which libraries take some, too, now and then; and on a real GPU other processes.
     coarse = ("host memory", "device memory of CuPy", "device memory of the GPU")
-    grown: dict[str, int] = {}
+    grown = {}
     for _ in range(_TRIALS):
         for _ in range(number // 10):
             call()
@@ -262,12 +258,12 @@ def grown_by(call: Callable[[], object], number: int) -> dict[str, int]:
 
 
 @contextmanager
-def busy() -> Iterator[Any]:
+def busy():
     """Keep the current stream busy until the body ends. Yields the event of the end."""
     its, kernel = cuda.current().cupy.cuda, cuda.current().cupy.RawKernel(_BUSY, "busy")
     is_over = np.ndarray(1, np.int32, buffer=its.PinnedMemoryPointer(its.PinnedMemory(512), 0))
 
-    def launch(ends_at_once: bool) -> None:
+    def launch(ends_at_once):
         is_over[0] = ends_at_once
         kernel((1,), (1,), (is_over.ctypes.data, int(_LIMIT_SECONDS * 1e9)))
 
@@ -282,21 +278,21 @@ def busy() -> Iterator[Any]:
         event.synchronize()
 
 
-def up(numbers: Any) -> Any:
+def up(numbers):
     """Copy numbers to the device."""
     return cuda.current().cupy.asarray(numbers)
 
 
-def down(array: Any) -> Any:
+def down(array):
     """Copy an array to the host."""
     return cuda.current().cupy.asnumpy(array)
 
 
-def mine(rank: int, count: int, dtype: Any = np.float32) -> Any:
+def mine(rank, count, dtype=np.float32):
     """Return what a rank adds, whose sums are exact in any order, on the device."""
     return up(contribution("sum", rank, count, np.dtype(dtype)))
 
 
-def is_total(array: Any, size: int, count: int, dtype: Any = np.float32) -> bool:
+def is_total(array, size, count, dtype=np.float32):
     """Whether an array, in any memory, is the sum of what so many ranks add."""
     return bool((down(array) == reduction_of("sum", size, count, np.dtype(dtype))).all())

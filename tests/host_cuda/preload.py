@@ -12,7 +12,7 @@ PAGE = mmap.PAGESIZE
 WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
 
 
-def preload() -> None:
+def preload():
     """Load the libraries, which CuPy then finds by their names, and lead its own CUDA runtime to them."""
     os.environ["HOST_CUDA"] = str(HERE)
     os.environ["CUDA_PATH"] = str(HERE)  # where CuPy looks for headers
@@ -29,7 +29,7 @@ def preload() -> None:
         overwrite(base + offset, b"\x48\xb8" + address.to_bytes(8, "little") + b"\xff\xe0")  # mov rax, address; jmp rax
 
 
-def overwrite(at: int, code: bytes) -> None:
+def overwrite(at, code):
     """Put machine code at an address."""
     first = at // PAGE * PAGE
     nbytes = (at + len(code) - first + PAGE - 1) // PAGE * PAGE

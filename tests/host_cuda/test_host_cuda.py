@@ -2,12 +2,11 @@
 
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
-from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
+from host_cuda.emulated import memory_is_given_back_late, problems
 from host_cuda.gpus import busy, emulated, gpus, only_emulated
 from mpidist.transport import cuda
 
@@ -32,24 +31,24 @@ TAKING = 'struct Many {{ char of[{}]; }}; extern "C" __global__ void take_{}(con
 
 
 @pytest.fixture
-def cupy(only_emulated: None) -> Any:
+def cupy(only_emulated):
     return cuda.current().cupy
 
 
-def test_kernels_are_found_that_a_macro_makes(cupy: Any) -> None:
+def test_kernels_are_found_that_a_macro_makes(cupy):
     module, array = cupy.RawModule(code=MADE_BY_A_MACRO), cupy.zeros(4, np.int64)
     for name in ("add_3", "add_5"):
         module.get_function(name)((1,), (4,), (array,))
     assert array.get().tolist() == [8, 8, 8, 8]
 
 
-def test_threads_of_a_block_wait_for_each_other(cupy: Any) -> None:
+def test_threads_of_a_block_wait_for_each_other(cupy):
     array = cupy.arange(32)
     cupy.RawKernel(REVERSING, "reverse")((1,), (32,), (array,))
     assert array.get().tolist() == [*range(31, -1, -1)]
 
 
-def test_streams_do_not_wait_for_each_other_without_an_event(cupy: Any) -> None:
+def test_streams_do_not_wait_for_each_other_without_an_event(cupy):
     array, (first, second) = cupy.zeros(1), (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     cupy.cuda.Device().synchronize()
     with first, busy():
@@ -63,7 +62,7 @@ def test_streams_do_not_wait_for_each_other_without_an_event(cupy: Any) -> None:
     assert "a race" in problems()
 
 
-def test_copy_of_the_wrong_kind_is_a_problem(cupy: Any) -> None:
+def test_copy_of_the_wrong_kind_is_a_problem(cupy):
     array, runtime = cupy.zeros(4), cupy.cuda.runtime
     with pytest.raises(runtime.CUDARuntimeError):
         runtime.memcpyAsync(array.data.ptr, array.data.ptr, 8, runtime.memcpyHostToDevice, 0)
@@ -71,7 +70,7 @@ def test_copy_of_the_wrong_kind_is_a_problem(cupy: Any) -> None:
     assert problems() == ""
 
 
-def test_kernel_of_another_device_is_a_problem(cupy: Any) -> None:
+def test_kernel_of_another_device_is_a_problem(cupy):
     with cupy.cuda.Device(1):
         stream = cupy.cuda.Stream(non_blocking=True)
     array = cupy.zeros(4, np.int64)
@@ -92,9 +91,7 @@ def test_kernel_of_another_device_is_a_problem(cupy: Any) -> None:
         (32_765, "", "CompileException"),
     ],
 )
-def test_kernel_takes_as_many_parameters_as_its_compiler_and_driver(
-    cupy: Any, emulated: Emulated, nbytes: int, old: str, refusal: str | None
-) -> None:
+def test_kernel_takes_as_many_parameters_as_its_compiler_and_driver(cupy, emulated, nbytes, old, refusal):
     """4,096 bytes before CUDA 12.1, which is driver 530, and 32,764 since."""
     emulated.wish(old, 12_000)
     name = f"{nbytes}_{''.join(filter(str.isalpha, old))}"
@@ -109,7 +106,7 @@ def test_kernel_takes_as_many_parameters_as_its_compiler_and_driver(
     assert ("more parameters than the driver takes" in problems()) == (refusal == "CUDADriverError")
 
 
-def test_streams_that_use_the_same_memory_at_once_are_a_problem(cupy: Any) -> None:
+def test_streams_that_use_the_same_memory_at_once_are_a_problem(cupy):
     """Also where it goes well, as the host waits between; reading is no problem."""
     array, streams = cupy.zeros(1000), [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
@@ -127,7 +124,7 @@ def test_streams_that_use_the_same_memory_at_once_are_a_problem(cupy: Any) -> No
         assert ("a race" in problems()) == (not is_ordered)
 
 
-def test_memory_that_is_freed_too_early_is_a_problem(cupy: Any) -> None:
+def test_memory_that_is_freed_too_early_is_a_problem(cupy):
     stream = cupy.cuda.Stream(non_blocking=True)
     for waits in (True, False):
         with memory_is_given_back_late():
@@ -141,11 +138,11 @@ def test_memory_that_is_freed_too_early_is_a_problem(cupy: Any) -> None:
         assert ("a race" in problems()) == (not waits)
 
 
-def test_memory_that_another_thread_frees_is_not_mistaken_for_its_next(cupy: Any) -> None:
+def test_memory_that_another_thread_frees_is_not_mistaken_for_its_next(cupy):
     """Which has the identity of the object that is gone, on another stream."""
     stream, arrays = cupy.cuda.Stream(non_blocking=True), []
 
-    def free_and_allocate() -> None:
+    def free_and_allocate():
         arrays.clear()
         with stream:
             arrays.append(cupy.zeros(5000))
@@ -161,7 +158,7 @@ def test_memory_that_another_thread_frees_is_not_mistaken_for_its_next(cupy: Any
     assert problems() == ""
 
 
-def test_kernel_with_memory_of_another_device_is_a_problem(cupy: Any) -> None:
+def test_kernel_with_memory_of_another_device_is_a_problem(cupy):
     with cupy.cuda.Device(1):
         array = cupy.zeros(4, np.int64)
         cupy.cuda.Device().synchronize()
@@ -169,7 +166,7 @@ def test_kernel_with_memory_of_another_device_is_a_problem(cupy: Any) -> None:
     assert "a kernel uses memory of another device" in problems()
 
 
-def test_nccl_takes_no_memory_of_another_device(cupy: Any) -> None:
+def test_nccl_takes_no_memory_of_another_device(cupy):
     nccl = cuda.current().nccl
     communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     with cupy.cuda.Device(1):
@@ -182,9 +179,7 @@ def test_nccl_takes_no_memory_of_another_device(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("may_share", ["0", "1"])
-def test_communicators_of_one_gpu_need_the_variable_of_nccl(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, may_share: str
-) -> None:
+def test_communicators_of_one_gpu_need_the_variable_of_nccl(cupy, monkeypatch, may_share):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)
     nccl = cuda.current().nccl
     unique_id = nccl.get_unique_id()

@@ -4,10 +4,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mpi_session import HANG_SECONDS, OPEN_MPI, clean_environment
@@ -39,7 +38,7 @@ def await_signs(*names):  # the test's limit ends a wait in vain
 """
 
 
-def environment() -> dict[str, str]:
+def environment():
     return {
         **clean_environment(),
         "PYTHONPATH": PROJECT,
@@ -62,7 +61,7 @@ class Ended:
     out: str
     err: str
 
-    def lines_of(self, rank: int) -> list[str]:
+    def lines_of(self, rank):
         """Return what a rank wrote with its name in front, as `mpidist` does for an uncaught error."""
         prefix = f"[rank {rank} on {HERE}] "
         return [line.partition(prefix)[2] for line in self.err.splitlines() if prefix in line]
@@ -72,10 +71,10 @@ Job = Callable[..., Ended]
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     """Run a program on 3 ranks of the MPI library that these tests run with."""
 
-    def run(body: str, ranks: int = 3, head: str = HEAD, before: Sequence[str] = (), **variables: str) -> Ended:
+    def run(body, ranks=3, head=HEAD, before=(), **variables):
         script = tmp_path / "program.py"
         script.write_text(head + body)
         command = [*Launcher.find(None).command, "-n", str(ranks), *before, sys.executable, str(script)]
@@ -84,18 +83,18 @@ def job(tmp_path: Path) -> Job:
     return run
 
 
-def stand_in(folder: Path, name: str, body: str) -> None:
+def stand_in(folder, name, body):
     """Write a program that answers for another one, such as one of Slurm's."""
     (folder / name).write_text(f"#!/bin/sh\n{body}\n")
     (folder / name).chmod(0o755)
 
 
-def ran(command: Sequence[str], **how: Any) -> "subprocess.CompletedProcess[str]":
+def ran(command, **how):
     """Run a command to its end, whatever that is, and keep what it writes."""
     return subprocess.run(command, capture_output=True, text=True, check=False, **how)
 
 
-def end_of(command: list[str], **variables: str) -> Ended:
+def end_of(command, **variables):
     """Run a command to its end, with temporary files of its own: a killed launcher leaves some, by its number."""
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary:
         its = {**environment(), "TMPDIR": temporary, **variables}

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -131,19 +131,19 @@ class Placement(NamedTuple):
     faulty: int
 
     @property
-    def size(self) -> int:
+    def size(self):
         return len(self.nodes)
 
     @property
-    def others(self) -> list[int]:
+    def others(self):
         return [rank for rank in range(self.size) if rank != self.faulty]
 
     @property
-    def is_seen(self) -> bool:
+    def is_seen(self):
         """Whether a rank is on the node of the faulty one, and sees what becomes of its process."""
         return self.nodes.count(self.nodes[self.faulty]) > 1
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"nodes {','.join(map(str, self.nodes))} fault on {self.faulty}"
 
 
@@ -174,7 +174,7 @@ class Ended(EndedJob):
 
     notes: tuple[Note, ...]
 
-    def of(self, what: str) -> dict[int, Note]:
+    def of(self, what):
         """Return the notes of that name, by rank."""
         return {note.rank: note for note in self.notes if note.what == what}
 
@@ -184,14 +184,14 @@ Interfere = Callable[["subprocess.Popen[bytes]", Path], None]
 
 
 def run_job(
-    folder: Path,  # for its files
-    body: str,  # what follows on HEAD
-    placement: Placement,  # where the ranks are, and which has the fault
-    is_blind: bool = False,  # whether the launcher shall not notice that a rank dies
-    before: Sequence[str] = (),  # words in front of the command
-    interfere: Interfere | None = None,
-    **variables: str,  # more of the environment
-) -> Ended:
+    folder,  # for its files
+    body,  # what follows on HEAD
+    placement,  # where the ranks are, and which has the fault
+    is_blind=False,  # whether the launcher shall not notice that a rank dies
+    before=(),  # words in front of the command
+    interfere=None,
+    **variables,  # more of the environment
+):
     """Run a program on ranks of the MPI library that these tests run with, and require that all of it ends."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     script = folder / "program.py"
@@ -208,25 +208,25 @@ Job = Callable[..., Ended]
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     """Run a program with a fault in it: `run_job` in a folder of its own."""
     return functools.partial(run_job, tmp_path)
 
 
-def on(*placements: Placement) -> pytest.MarkDecorator:
+def on(*placements):
     """Run a test with each of these placements."""
     return pytest.mark.parametrize("placement", placements, ids=str)
 
 
 def run_command(
-    folder: Path,
-    command: Sequence[str],
-    ranks: int,
-    interfere: Interfere | None = None,
-    may_stay: str | None = None,  # what the commands look like that may be left, as a pattern; by default none may
-    seconds: float = _JOB_SECONDS,  # how long it may take
-    **variables: str,
-) -> Ended:
+    folder,
+    command,
+    ranks,
+    interfere=None,
+    may_stay=None,  # what the commands look like that may be left, as a pattern; by default none may
+    seconds=_JOB_SECONDS,  # how long it may take
+    **variables,
+):
     """Run a command that starts ranks of a program with HEAD; see `run_job`."""
     notes, mark = folder / "notes", uuid.uuid4().hex
     notes.touch()
@@ -260,11 +260,11 @@ def run_command(
     return Ended(process.returncode, *said, found)
 
 
-def _bury(mark: str, may_stay: str | None) -> list[str]:
+def _bury(mark, may_stay):
     """Wait for the processes of a job to end, kill those that do not, and return their commands."""
     sought = f"{_MARK}={mark}".encode()
 
-    def those_left() -> list[str]:
+    def those_left():
         commands = _processes_with(sought).values()
         return [command for command in commands if may_stay is None or not re.search(may_stay, command)]
 
@@ -276,7 +276,7 @@ def _bury(mark: str, may_stay: str | None) -> list[str]:
     return left
 
 
-def _processes_with(sought: bytes) -> dict[int, str]:
+def _processes_with(sought):
     """Return the commands of processes that have something in their environment."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
@@ -286,18 +286,18 @@ def _processes_with(sought: bytes) -> dict[int, str]:
     return {pid: command for pid, command in found.items() if command}  # without one, it is just ending
 
 
-def _wait_until(is_so: Callable[[], bool], seconds: float = _JOB_SECONDS) -> None:
+def _wait_until(is_so, seconds=_JOB_SECONDS):
     limit = time.monotonic() + seconds
     while not is_so() and time.monotonic() < limit:
         time.sleep(0.02)
 
 
-def late(*ranks: int, size: int) -> str:
+def late(*ranks, size):
     """Return how an error names the ranks that did not come, as a pattern."""
     return rf"{name_ranks(ranks)} of {size} ranks did not join it"
 
 
-def require_deadline(notes: Sequence[Note], pattern: str, seconds: float = DEADLINE_SECONDS) -> None:
+def require_deadline(notes, pattern, seconds=DEADLINE_SECONDS):
     """Require that ranks that waited all have their error at the deadline, and not before it.
 
     A rank that came to the call after others hears from them, and so before it has waited as long itself.
@@ -310,14 +310,14 @@ def require_deadline(notes: Sequence[Note], pattern: str, seconds: float = DEADL
     assert all(note.seconds >= seconds for note in waited), waited
 
 
-def of_others(ended: Ended, what: str, placement: Placement) -> list[Note]:
+def of_others(ended, what, placement):
     """Return the notes of all ranks but the faulty one, and require that there are some of all of them."""
     notes = ended.of(what)
     assert sorted({*notes} - {placement.faulty}) == placement.others, ended
     return [notes[rank] for rank in placement.others]
 
 
-def require_right(ended: Ended, what: str, placement: Placement) -> None:
+def require_right(ended, what, placement):
     """Require that the call after a fault worked on all ranks."""
     texts = [note.text for note in ended.of(f"{what}, after").values()]
     assert texts == [f"{placement.size:.1f}"] * placement.size

@@ -3,7 +3,7 @@
 import enum
 import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from fractions import Fraction
@@ -55,10 +55,10 @@ class WithAttrs:
 
     __attrs_attrs__ = (SimpleNamespace(name="a", metadata={}), SimpleNamespace(name="b", metadata={"static": True}))
 
-    def __init__(self, a: Any, b: Any) -> None:
+    def __init__(self, a, b):
         self.a, self.b = a, b
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, WithAttrs) and (self.a, self.b) == (other.a, other.b)
 
 
@@ -76,23 +76,23 @@ class Place:
 class Loud(str):
     """A text that ranks would write differently."""
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"Loud at {id(self)}"
 
 
 class Key:
     """An object that ranks can only tell by its place. Whoever prints or compares one makes a test fail."""
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         raise AssertionError("printed")
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         raise AssertionError("compared")
 
     __hash__ = object.__hash__
 
 
-ROWS: list[tuple[Any, list[Any]]] = [
+ROWS = [
     (1, [1]),
     ("text", ["text"]),
     (None, [None]),
@@ -117,16 +117,16 @@ ROWS: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("value", "leaves"), ROWS)
-def test_leaves_are_listed_with_dicts_by_sorted_keys_and_rebuild_undoes_it(value: Any, leaves: list[Any]) -> None:
+def test_leaves_are_listed_with_dicts_by_sorted_keys_and_rebuild_undoes_it(value, leaves):
     assert nest.flatten(value)[0] == leaves
     again = nest.rebuild(value, leaves)
     assert again == value
     assert type(again) is type(value)
 
 
-def test_rebuild_keeps_the_order_of_keys_and_the_default() -> None:
+def test_rebuild_keeps_the_order_of_keys_and_the_default():
     """The caller's order, though the leaves travel by sorted keys."""
-    value = defaultdict(list, {"z": [1], "a": {"y": 2, "b": 3}})  # type: ignore[dict-item]
+    value = defaultdict(list, {"z": [1], "a": {"y": 2, "b": 3}})
     again = nest.rebuild(value, nest.flatten(value)[0])
     assert again == value
     assert again.default_factory is list
@@ -134,15 +134,15 @@ def test_rebuild_keeps_the_order_of_keys_and_the_default() -> None:
     assert list(again["a"]) == ["y", "b"]
 
 
-def test_arrays_are_leaves_and_stay_themselves() -> None:
+def test_arrays_are_leaves_and_stay_themselves():
     array = np.zeros((2, 3))
     leaves, _ = nest.flatten({"w": array})
     assert leaves[0] is array
     assert nest.rebuild({"w": array}, leaves)["w"] is array
 
 
-def test_nests_of_one_form_have_one_structure() -> None:
-    pairs: list[tuple[Any, Any]] = [
+def test_nests_of_one_form_have_one_structure():
+    pairs = [
         ({"a": 1, "b": 2}, {"b": 3, "a": 4}),
         (OrderedDict(a=1), {"a": 2}),
         ([1, (2, {})], [3, (4, {})]),
@@ -155,8 +155,8 @@ def test_nests_of_one_form_have_one_structure() -> None:
         assert repr(first) == repr(second)
 
 
-def test_nests_of_other_forms_have_other_structures() -> None:
-    pairs: list[tuple[Any, Any]] = [
+def test_nests_of_other_forms_have_other_structures():
+    pairs = [
         ([1, 2], (1, 2)),
         ([1, [2]], [[1], 2]),
         ({"a": 1}, {"b": 1}),
@@ -176,14 +176,14 @@ def test_nests_of_other_forms_have_other_structures() -> None:
         assert repr(first) != repr(second)
 
 
-def test_map_structure_changes_the_leaves_alone() -> None:
+def test_map_structure_changes_the_leaves_alone():
     value = {"b": Layer(1, [2, 3]), "a": ()}
     assert nest.map_structure(lambda leaf: 10 * leaf, value) == {"b": Layer(10, [20, 30]), "a": ()}
     assert value == {"b": Layer(1, [2, 3]), "a": ()}
     assert nest.map_structure(lambda leaf: -leaf, 3) == -3
 
 
-VALUES: list[Callable[[], list[Any]]] = [
+VALUES = [
     lambda: [1, 2.5, 1j, False, None, Fraction(1, 3), np.int64(7)],
     lambda: ["a", b"a", np.str_("b"), Loud("c"), PurePosixPath("a/b")],
     lambda: [date(2026, 1, 1), date(2025, 1, 1)],
@@ -194,7 +194,7 @@ VALUES: list[Callable[[], list[Any]]] = [
 ]
 
 
-def test_keys_that_are_values_may_be_filled_in_in_any_order() -> None:
+def test_keys_that_are_values_may_be_filled_in_in_any_order():
     """Other ranks make equal keys of their own."""
     for make in VALUES:
         one, other = make(), make()[::-1]
@@ -205,7 +205,7 @@ def test_keys_that_are_values_may_be_filled_in_in_any_order() -> None:
         assert sorted(leaves) == list(range(len(one)))
 
 
-def test_flatten_sorts_variable_keys_by_name() -> None:
+def test_flatten_sorts_variable_keys_by_name():
     """Their numbers must not be looked at: they differ from step to step, or from rank to rank."""
     one, other = mpidist.Variable(1.0, name="w"), mpidist.Variable([2.0, 3.0], name="b")
     leaves, structure = nest.flatten({one: "w", other: "b"})
@@ -217,14 +217,14 @@ def test_flatten_sorts_variable_keys_by_name() -> None:
     assert [(key is one, value) for key, value in result.items()] == [(True, "w"), (False, "b")]
 
 
-def test_flatten_separates_variable_keys_of_one_name() -> None:
+def test_flatten_separates_variable_keys_of_one_name():
     twins = [mpidist.Variable(0.0, name="w") for _ in range(3)]
     leaves, structure = nest.flatten({twin: index for index, twin in enumerate(twins)})
     assert leaves == [0, 1, 2]
     assert len(set(paths(structure))) == 3
 
 
-def test_other_objects_are_keys_by_their_place() -> None:
+def test_other_objects_are_keys_by_their_place():
     """The mapping's own order; they are neither printed nor compared, and come after the others."""
     keys = [Key() for _ in range(20)]
     value = {keys[0]: 0, "b": 1, **{key: index + 2 for index, key in enumerate(keys[1:])}, "a": 3}
@@ -237,17 +237,17 @@ def test_other_objects_are_keys_by_their_place() -> None:
     assert list(again.values()) == list(value.values())
 
 
-def test_map_structure_copies_objects_and_keeps_other_attributes() -> None:
+def test_map_structure_copies_objects_and_keeps_other_attributes():
     """Also frozen ones, and without their initialiser."""
     dense = Dense(np.ones(2), 1.0, name="first")
-    dense.extra = "kept"  # type: ignore[attr-defined]
+    dense.extra = "kept"
     again = nest.map_structure(lambda leaf: leaf * 2, dense)
     assert (again.kernel.tolist(), again.bias, again.name, again.extra) == ([2, 2], 2.0, "first", "kept")
     assert (dense.kernel.tolist(), dense.bias) == ([1, 1], 1.0)
     assert nest.map_structure(str, Frozen(3)) == Frozen("3")
 
 
-def test_flatten_ends_a_cycle_with_a_leaf() -> None:
+def test_flatten_ends_a_cycle_with_a_leaf():
     root = Branch(1)
     root.parent = [Branch(2, parent=root), root]
     leaves, structure = nest.flatten(root)
@@ -259,7 +259,7 @@ def test_flatten_ends_a_cycle_with_a_leaf() -> None:
 class GetAttrKey(NamedTuple):
     name: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f".{self.name}"
 
 
@@ -274,17 +274,17 @@ class Registry:
         kind: type | None = None
         names: tuple[str, ...] = ()
 
-        def node_data(self) -> tuple[type, Any] | None:
+        def node_data(self):
             return None if self.kind is None else (self.kind, self.names)
 
-        def unflatten(self, children: list[Any]) -> Any:
+        def unflatten(self, children):
             assert self.kind is not None
             return self.kind(**dict(zip(self.names, children, strict=True)))
 
-    def __init__(self, names_its_children: bool) -> None:
+    def __init__(self, names_its_children):
         self.names_its_children = names_its_children
 
-    def tree_flatten_with_path(self, tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Def]:
+    def tree_flatten_with_path(self, tree, is_leaf):
         assert not is_leaf(tree)
         if not isinstance(tree, SimpleNamespace):
             return [((), tree)], self.Def()
@@ -295,9 +295,7 @@ class Registry:
 
 
 @pytest.mark.parametrize(("names_its_children", "steps"), [(True, [".w", ".b"]), (False, ["[0]", "[1]"])])
-def test_flatten_opens_jax_nodes_only_if_jax_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, names_its_children: bool, steps: list[str]
-) -> None:
+def test_flatten_opens_jax_nodes_only_if_jax_is_loaded(monkeypatch, names_its_children, steps):
     """And only there: `import mpidist` does not load JAX."""
     value = [SimpleNamespace(w=1, b={"c": None}), Dense(2, object())]
     assert nest.flatten(value)[0] == [value[0], 2, value[1].bias]
@@ -323,13 +321,13 @@ def test_flatten_opens_jax_nodes_only_if_jax_is_loaded(
         ({}, [], "{}"),
     ],
 )
-def test_leaves_and_forms_are_written_as_in_python(value: Any, where: list[str], form: str | None) -> None:
+def test_leaves_and_forms_are_written_as_in_python(value, where, form):
     structure = nest.flatten(value)[1]
     assert paths(structure) == where
     assert form in (None, form_text(structure))
 
 
-def test_equal_forms_alone_have_equal_texts() -> None:
+def test_equal_forms_alone_have_equal_texts():
     """Ranks compare the texts."""
     values = [value for value, _ in ROWS] + [Dense(1, 2), Frozen(1), {"*": 1}, ["*"], [1] * 5, [1] * 6, ([1],)]
     structures = {nest.flatten(value)[1] for value in values}
@@ -341,16 +339,16 @@ class Pair(NamedTuple):
     right: int
 
 
-ITEMS: list[Any] = [
+ITEMS = [
     None, True, 0, -1, 10**40, 0.1, -0.0, float("inf"), 2 - 3j, "", "ä\0\n", [], (), {}, [[[]]], {"a": {1: (None,)}},
 ]  # fmt: skip
-DTYPES: list[Any] = [
+DTYPES = [
     "?", "i1", "u8", ">i4", "f2", "c16", "U3", "S2", "M8[s]",
     ml_dtypes.bfloat16, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4,
 ]  # fmt: skip
 
 
-def test_decode_restores_objects_of_python() -> None:
+def test_decode_restores_objects_of_python():
     for item in ITEMS:
         found = decode(encode([item, item], "it"))
         assert found == [item, item]
@@ -359,8 +357,8 @@ def test_decode_restores_objects_of_python() -> None:
     assert np.isnan(decode(encode(float("nan"), "it")))
 
 
-def test_arrays_come_back() -> None:
-    shapes: list[tuple[int, ...]] = [(), (3,), (0, 2), (2, 1, 2)]
+def test_arrays_come_back():
+    shapes = [(), (3,), (0, 2), (2, 1, 2)]
     for dtype, shape in product(DTYPES, shapes):
         array = np.arange(int(np.prod(shape)), dtype=np.int16).reshape(shape).astype(dtype)
         found, other = decode(encode({"it": (array, array.T)}, "it"))["it"]
@@ -371,7 +369,7 @@ def test_arrays_come_back() -> None:
         assert found.flags.aligned
 
 
-def test_results_share_no_memory() -> None:
+def test_results_share_no_memory():
     data = encode([np.zeros(3), np.zeros(3)], "it")
     first, second = decode(data)
     first += 1
@@ -379,19 +377,19 @@ def test_results_share_no_memory() -> None:
     assert (decode(data)[0] == 0).all()
 
 
-def test_anything_else_is_refused() -> None:
-    wrong: list[Any] = [{1}, object(), len, np.array([None]), np.zeros(2, "V3"), b"bytes", Pair(1, 2), range(3)]
+def test_anything_else_is_refused():
+    wrong = [{1}, object(), len, np.array([None]), np.zeros(2, "V3"), b"bytes", Pair(1, 2), range(3)]
     for item in wrong:
         with pytest.raises(TypeError, match=r"the result of 'step' has an? .*need"):
             encode([1, {"a": (item,)}], "the result of 'step'")
 
 
-def test_handles_stand_for_something_else() -> None:
+def test_handles_stand_for_something_else():
     data = encode([range(3), 1], "it", lambda item: (len(item), -1) if isinstance(item, range) else None)
     assert decode(data, lambda handle: f"data set {handle}") == ["data set (3, -1)", 1]
 
 
-def test_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_bytes_are_refused(monkeypatch):
     monkeypatch.setattr("mpidist.nest.encoding.MAX_BYTES", 100)
     with pytest.raises(ValueError, match=r"it takes \d+ bytes, and at most 100 can be sent"):
         encode(np.zeros(20), "it")
@@ -400,7 +398,7 @@ def test_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 class Apart(UserDict[str, Any]):
     """A mapping whose shallow copy shares the dict that holds its items."""
 
-    def __copy__(self) -> "Apart":
+    def __copy__(self):
         copied = Apart()
         copied.data, copied.note = self.data, self.note
         return copied
@@ -409,37 +407,37 @@ class Apart(UserDict[str, Any]):
 
 
 class OfTwo(tuple[Any, ...]):
-    def __new__(cls, one: Any, other: Any) -> "OfTwo":
+    def __new__(cls, one, other):
         return super().__new__(cls, (one, other))
 
 
 class Zeros(list[Any]):
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         super().__init__([0.0] * length)
 
 
 class Tagged(Mapping[str, Any]):
-    def __init__(self, items: Any, tag: str) -> None:
+    def __init__(self, items, tag):
         self.items_, self.tag = items, tag
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key):
         return self.items_[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self):
         return iter(self.items_)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.items_)
 
 
-def test_rebuild_of_class_with_other_arguments_names_it() -> None:
+def test_rebuild_of_class_with_other_arguments_names_it():
     for value in (OfTwo(1, 2), Zeros(2), Tagged({"a": 1}, "tag")):
         name = type(value).__name__
         with pytest.raises(TypeError, match=f"a {name} cannot be made of new leaves: .*; pass a plain tuple, list"):
             nest.map_structure(str, value)
 
 
-def test_mapping_that_is_rebuilt_leaves_the_given_one_as_it_was() -> None:
+def test_mapping_that_is_rebuilt_leaves_the_given_one_as_it_was():
     weights = np.ones(3)
     given = Apart(w=weights)
     given.note = "own"

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from jobs.faults import FOUR, THREE, Ended, Job, Placement, job
+from jobs.faults import FOUR, THREE, Placement, job
 
 __all__ = ["job"]
 
@@ -34,11 +34,11 @@ def reads():
 """
 
 
-def cluster(body: str, arguments: str = "") -> str:
+def cluster(body, arguments=""):
     return CLUSTER.format(arguments=arguments) + VARIABLE + READS + body
 
 
-def tracebacks(ended: Ended) -> int:
+def tracebacks(ended):
     return ended.err.count("Traceback (most recent call last):")
 
 
@@ -55,7 +55,7 @@ note("end")
 
 
 @pytest.mark.core
-def test_cluster_waits_for_late_ranks_and_lets_workers_end_early(job: Job) -> None:
+def test_cluster_waits_for_late_ranks_and_lets_workers_end_early(job):
     ended = job(CLUSTER.format(arguments="num_ps=2") + LATE + VARIABLE + EARLY, FOUR)
     assert (ended.status, ended.err) == (0, "")
     assert len(ended.of("end")) == 4
@@ -79,7 +79,7 @@ except ZeroDivisionError:
 
 @pytest.mark.core
 @pytest.mark.parametrize("body", ["with", "bare"])
-def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job: Job, body: str) -> None:
+def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job, body):
     ended = job(cluster(RAISES if body == "with" else RAISES.replace("with strategy:", "if True:")), THREE)
     assert ended.status == 1
     assert tracebacks(ended) == 1, ended.err
@@ -106,7 +106,7 @@ else:
 
 
 @pytest.mark.core
-def test_server_serves_no_more_after_an_interrupted_serve(job: Job) -> None:
+def test_server_serves_no_more_after_an_interrupted_serve(job):
     ended = job(cluster(BROKEN_OFF), THREE)
     assert ended.status == 1
     text = r"PeerFailedError: .*rank 2 left because of an exception: its serve\(\) was broken off"
@@ -130,7 +130,7 @@ elif rank == 0:
 """
 
 
-def test_forked_child_makes_no_request_of_its_parent(job: Job) -> None:
+def test_forked_child_makes_no_request_of_its_parent(job):
     ended = job(cluster(FORKED), THREE)
     assert (ended.status, [note.what for note in ended.notes][3:]) == (0, ["refused"] * 2), ended.err
 
@@ -153,7 +153,7 @@ else:
 
 
 @pytest.mark.core
-def test_killed_server_raises_on_its_workers(job: Job) -> None:
+def test_killed_server_raises_on_its_workers(job):
     ended = job(cluster(KILLED.format(before="", signal="SIGKILL")), SERVER_IS_FAULTY, is_blind=True)
     for rank in (0, 1):
         first, second = ended.of("first")[rank], ended.of("second")[rank]
@@ -186,7 +186,7 @@ os._exit(0)
 
 
 @pytest.mark.long
-def test_workers_that_have_caught_the_loss_of_a_server_end_the_other_servers(job: Job) -> None:
+def test_workers_that_have_caught_the_loss_of_a_server_end_the_other_servers(job):
     """Of which none waits for the lost one, and none would learn of it."""
     ended = job(cluster(ONE_OF_TWO_SERVERS, "num_ps=2"), FOUR._replace(faulty=2), is_blind=True)
     assert {note.kind for note in ended.of("reads").values()} == {"UnavailableError"}, ended
@@ -196,7 +196,7 @@ def test_workers_that_have_caught_the_loss_of_a_server_end_the_other_servers(job
 
 @pytest.mark.long
 @pytest.mark.parametrize(("placement", "signal"), [(SERVER_IS_APART, "SIGKILL"), (SERVER_IS_FAULTY, "SIGSTOP")])
-def test_silent_server_raises_at_the_deadline(job: Job, placement: Placement, signal: str) -> None:
+def test_silent_server_raises_at_the_deadline(job, placement, signal):
     """Of another node nobody sees the process; and a process that is stopped may go on."""
     # The launcher must not wait for one that is stopped.
     before = "" if signal == "SIGKILL" else 'subprocess.Popen(["sh", "-c", KILL])'
@@ -225,7 +225,7 @@ os._exit(0)
 
 
 @pytest.mark.long
-def test_worker_killed_at_the_end_raises_on_all(job: Job) -> None:
+def test_worker_killed_at_the_end_raises_on_all(job):
     """Its server has served all, and waits for no worker any more."""
     ended = job(cluster(KILLED_AT_THE_END), THREE, is_blind=True)
     for rank in (0, 2):
@@ -245,7 +245,7 @@ with strategy:
 """
 
 
-def test_error_of_all_workers_is_printed_once(job: Job) -> None:
+def test_error_of_all_workers_is_printed_once(job):
     ended = job(cluster(TOGETHER), THREE)
     assert ended.status == 1
     assert tracebacks(ended) == 1, ended.err

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from jobs.faults import FOUR, THREE, TWO, Ended, Job, Placement, job
+from jobs.faults import FOUR, THREE, TWO, Placement, job
 from jobs.ulfm import HAS_ULFM, survivor
 
 __all__ = ["job", "survivor"]
@@ -64,11 +64,11 @@ INTERRUPTED = """
 """
 
 
-def program(fault: str, arguments: str = "", begin: str = "if True:") -> str:
+def program(fault, arguments="", begin="if True:"):
     return PROGRAM.format(fault=fault, arguments=arguments, begin=begin)
 
 
-def require_rest(ended: Ended, placement: Placement, num_ps: int = 1) -> None:
+def require_rest(ended, placement, num_ps=1):
     """Require that all ranks but the faulty one came to their end, and that what it had changed is there."""
     workers = placement.size - num_ps
     value = 30 * (workers - 1) + 10
@@ -91,7 +91,7 @@ if rank == 1:
 
 @pytest.mark.long
 @pytest.mark.core
-def test_ended_ranks_log_once_the_rank_they_wait_for(job: Job) -> None:
+def test_ended_ranks_log_once_the_rank_they_wait_for(job):
     """One worker works long after the strategy, and nothing is wrong: the others wait for ever, but not in silence."""
     ended = job(program("pass") + WORKS_LONG, THREE, MPIDIST_STALL_SECONDS="4")
     assert ended.status == 0, ended
@@ -113,7 +113,7 @@ def test_ended_ranks_log_once_the_rank_they_wait_for(job: Job) -> None:
     ],
     ids=["raise", "exit", "signal"],
 )
-def test_others_finish_without_a_worker_that_fails(job: Job, fault: str, begin: str, status: int, line: str) -> None:
+def test_others_finish_without_a_worker_that_fails(job, fault, begin, status, line):
     """The traceback is shown once, and the exit status tells."""
     ended = job(program(fault, begin=begin), THREE)
     assert ended.status == status, ended
@@ -123,7 +123,7 @@ def test_others_finish_without_a_worker_that_fails(job: Job, fault: str, begin: 
     require_rest(ended, THREE)
 
 
-def test_later_failure_of_a_lost_worker_leaves_the_others_alone(job: Job) -> None:
+def test_later_failure_of_a_lost_worker_leaves_the_others_alone(job):
     """It has left with an exception that was caught; another one ends its program."""
     ended = job(program(LATER), THREE)
     assert ended.status == 1
@@ -157,7 +157,7 @@ with strategy:
 """
 
 
-def test_others_finish_without_a_worker_that_a_server_has_not_answered_in_time(job: Job) -> None:
+def test_others_finish_without_a_worker_that_a_server_has_not_answered_in_time(job):
     ended = job(LATE_SERVER, THREE)
     assert ended.status == 1
     assert ended.err.count("The above exception was the direct cause") == 1, ended.err
@@ -171,7 +171,7 @@ def test_others_finish_without_a_worker_that_a_server_has_not_answered_in_time(j
     [(FOUR, "staleness=0", 1), (TWO_NODES, "num_ps=2", 2)],
     ids=["synchronous", "two servers, two nodes"],
 )
-def test_others_finish_without_a_killed_worker(job: Job, placement: Placement, arguments: str, num_ps: int) -> None:
+def test_others_finish_without_a_killed_worker(job, placement, arguments, num_ps):
     """Where the launcher lets them: then the last rank says at the end why the job cannot end well."""
     ended = job(program(KILLED, arguments), placement, is_blind=True)
     assert ended.status == 75, ended
@@ -201,24 +201,24 @@ os._exit(0)
 """
 
 
-def require_told(ended: Ended) -> None:
+def require_told(ended):
     notes = ended.of("serve") | ended.of("works")
     assert {rank: note.kind for rank, note in notes.items()} == dict.fromkeys((0, 2, 3), "PeerFailedError"), ended
 
 
-def test_server_that_has_given_up_is_awaited_no_longer(job: Job) -> None:
+def test_server_that_has_given_up_is_awaited_no_longer(job):
     """Its process lives on."""
     require_told(job(STAYS, FOUR, is_blind=True))
 
 
 if HAS_ULFM:
 
-    def test_killed_worker_is_named_by_all_with_open_mpi(survivor: Job) -> None:
+    def test_killed_worker_is_named_by_all_with_open_mpi(survivor):
         require_told(survivor(STAYS, FOUR))
 
     @pytest.mark.core
     @pytest.mark.parametrize("fault", [KILLED, QUITS], ids=["killed", "quits"])
-    def test_open_mpi_survives_a_worker_that_is_killed(survivor: Job, fault: str) -> None:
+    def test_open_mpi_survives_a_worker_that_is_killed(survivor, fault):
         """MPI itself says that a process has failed, and the others go on."""
         ended = survivor(program(fault), FOUR)
         assert ended.status == 75, ended
@@ -227,7 +227,7 @@ if HAS_ULFM:
 
 
 @pytest.mark.parametrize("mode", ["ignore", "abort"])
-def test_failed_server_ends_the_job(job: Job, mode: str) -> None:
+def test_failed_server_ends_the_job(job, mode):
     """Nothing goes on without it, and its traceback is the only one."""
     body = program("pass").replace('"ignore"', repr(mode)).replace("strategy.serve()", "{}['mine']")
     ended = job(body, TWO)
@@ -258,7 +258,7 @@ else:
 """
 
 
-def test_worker_killed_in_a_request_blocks_no_server(job: Job) -> None:
+def test_worker_killed_in_a_request_blocks_no_server(job):
     """The worker is killed while it sends a large array."""
     ended = job(IN_A_REQUEST, THREE, is_blind=True)
     assert ended.status == 75, ended
@@ -295,7 +295,7 @@ os._exit(0)
 
 @pytest.mark.core
 @pytest.mark.parametrize(("placement", "seconds"), [(TWO._replace(faulty=0), 0.2), (THREE, 0.27)])
-def test_worker_killed_in_a_push_is_named(job: Job, placement: Placement, seconds: float) -> None:
+def test_worker_killed_in_a_push_is_named(job, placement, seconds):
     """By its server, also where that waits for it alone, and by the other worker."""
     ended = job(PUSHES.format(seconds=seconds), placement, is_blind=True)
     server = len(placement.nodes) - 1
@@ -332,7 +332,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("call", ["variable.numpy()", "while True: changes()"])
-def test_changes_under_way_to_a_server_that_is_killed_are_an_error(job: Job, call: str) -> None:
+def test_changes_under_way_to_a_server_that_is_killed_are_an_error(job, call):
     """Of the next call that waits; the first change is named."""
     ended = job(SERVER.format(call=call), TWO._replace(faulty=1), is_blind=True)
     note = ended.of("changes")[0]

@@ -1,12 +1,10 @@
 """Whole programs as TensorFlow's scripts write them, and many requests in one program."""
 
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 from parameter_server.clusters import PATIENT, on_workers, worker_test
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import Variable
@@ -22,7 +20,7 @@ TARGETS = FEATURES @ TRUTH
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("staleness", [None, 0])
-def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
+def test_linear_regression(comm, staleness):
     """Every worker takes its part of the data, and all find the same weights."""
     strategy = ParameterServerStrategy(staleness=staleness, comm=comm)
     if strategy.is_ps:
@@ -38,7 +36,7 @@ def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
             ]
         )
 
-        def train_step(features: np.ndarray, targets: np.ndarray) -> None:  # type: ignore[type-arg]
+        def train_step(features, targets):
             current = weights.numpy()
             gradient = features.T @ (features @ current - targets) / len(features)
             weights.assign_sub(0.1 * gradient)
@@ -56,7 +54,7 @@ def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_server_serves_open_strategies_one_after_the_other(comm: Intracomm) -> None:
+def test_server_serves_open_strategies_one_after_the_other(comm):
     """Workers that close the first one need not wait until the server has closed it."""
     strategies = [ParameterServerStrategy(comm=comm, communication_options=PATIENT) for _ in range(2)]
     for strategy in strategies:
@@ -75,7 +73,7 @@ def test_server_serves_open_strategies_one_after_the_other(comm: Intracomm) -> N
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_strategy_with_servers_busy_in_another_is_refused(comm: Intracomm) -> None:
+def test_strategy_with_servers_busy_in_another_is_refused(comm):
     first, second = (ParameterServerStrategy(comm=comm, communication_options=PATIENT) for _ in range(2))
     if first.is_ps:
         first.serve()
@@ -99,30 +97,30 @@ def test_strategy_with_servers_busy_in_another_is_refused(comm: Intracomm) -> No
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_update_and_merge_call(strategy: ParameterServerStrategy) -> None:
+def test_update_and_merge_call(strategy):
     with strategy.scope():
         variable = Variable(1.0)
     strategy.extended.update(variable, lambda var, delta: var.assign_add(delta), args=(2.0,))
 
-    def merge(_: mpidist.Strategy, delta: float) -> None:
+    def merge(_, delta):
         variable.assign_add(delta)
 
-    strategy.run(lambda: mpidist.get_replica_context().merge_call(merge, args=(1.0,)))  # type: ignore[union-attr]
+    strategy.run(lambda: mpidist.get_replica_context().merge_call(merge, args=(1.0,)))
     strategy.barrier()
     assert float(variable) == 1.0 + 3.0 * strategy.topology.size
     assert strategy.experimental_local_results(variable.numpy())[0] == float(variable)
 
 
 @pytest.mark.ranks(3)
-def test_server_sleeps_when_idle(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_sleeps_when_idle(comm, monkeypatch):
     """Between its looks at the workers; a machine that is busy makes them fewer."""
     looks, look = list[float](), ParameterServer._advance
 
-    def note(server: ParameterServer, *only: Any) -> bool:
+    def note(server, *only):
         looks.append(time.monotonic())
         return look(server, *only)
 
-    def work(strategy: ParameterServerStrategy) -> float:
+    def work(strategy):
         begun = time.monotonic()
         time.sleep(1.0)
         return begun

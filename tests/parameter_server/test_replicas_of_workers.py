@@ -1,20 +1,16 @@
 """Workers of several replicas: what those change in `run` is aggregated first, and the server gets one change."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from parameter_server.clusters import num_workers, on_workers, worker_test
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import InvalidArgumentError
-from mpidist.experimental import ParameterServerStrategy as Strategy
 from mpidist.experimental import partitioners
 
 
-def replica_id() -> int:
+def replica_id():
     return mpidist.get_replica_context().replica_id_in_sync_group
 
 
@@ -22,7 +18,7 @@ def replica_id() -> int:
 @pytest.mark.core
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @worker_test()
-def test_replicas_add_once_and_the_step_counts_once(strategy: Strategy, comm: Intracomm, replicas: int) -> None:
+def test_replicas_add_once_and_the_step_counts_once(strategy, comm, replicas):
     """A worker's own replicas count."""
     assert strategy.num_replicas_in_sync == replicas
     with strategy.scope():
@@ -31,7 +27,7 @@ def test_replicas_add_once_and_the_step_counts_once(strategy: Strategy, comm: In
         mean = Variable([0.0, 5.0], aggregation="MEAN")
         z = Variable(30, aggregation="ONLY_FIRST_REPLICA")
 
-    def step() -> float:
+    def step():
         x.assign_add(np.ones(()))
         y.assign_add(np.ones(()))
         mean.assign_sub(np.full(2, float(replica_id())))
@@ -49,11 +45,11 @@ def test_replicas_add_once_and_the_step_counts_once(strategy: Strategy, comm: In
 
 @pytest.mark.ranks(1, 3)
 @worker_test(replicas=3, variable_partitioner=partitioners.FixedShardsPartitioner(2))
-def test_replicas_push_their_sum(strategy: Strategy, comm: Intracomm) -> None:
+def test_replicas_push_their_sum(strategy, comm):
     with strategy.scope():
         weights, table = Variable(np.zeros(5)), Variable(np.zeros((8, 2)))
 
-    def step() -> None:
+    def step():
         own = replica_id()
         strategy.push([weights, table], [np.full(5, own + 1.0), IndexedSlices(np.ones((own, 2)), np.arange(own))])
 
@@ -67,11 +63,11 @@ def test_replicas_push_their_sum(strategy: Strategy, comm: Intracomm) -> None:
 
 @pytest.mark.ranks(3)
 @worker_test(replicas=2)
-def test_rows_of_replicas(strategy: Strategy, comm: Intracomm) -> None:
+def test_rows_of_replicas(strategy, comm):
     with strategy.scope():
         made = {how: Variable(np.zeros((4, 2)), aggregation=how) for how in ("SUM", "MEAN", "ONLY_FIRST_REPLICA")}
 
-    def step() -> None:
+    def step():
         for variable in made.values():
             variable.scatter_add(IndexedSlices(np.full((2, 2), replica_id() + 1.0), [0, replica_id() + 1]))
 
@@ -87,11 +83,11 @@ def test_rows_of_replicas(strategy: Strategy, comm: Intracomm) -> None:
 
 @pytest.mark.ranks(3)
 @worker_test(replicas=2)
-def test_replicas_refuse_unaggregated_and_unlike_changes(strategy: Strategy, comm: Intracomm) -> None:
+def test_replicas_refuse_unaggregated_and_unlike_changes(strategy, comm):
     with strategy.scope():
         none, total = Variable(np.zeros(3)), Variable(np.zeros(3), aggregation="SUM")
 
-    def refused(kind: type[Exception], text: str, fn: Any) -> None:
+    def refused(kind, text, fn):
         with pytest.raises(kind, match=text):
             strategy.run(fn)
 
@@ -110,16 +106,16 @@ def test_replicas_refuse_unaggregated_and_unlike_changes(strategy: Strategy, com
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("variable_partitioner", [partitioners.FixedShardsPartitioner(count) for count in (1, 2)])
-def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, variable_partitioner: Any) -> None:
-    def work(strategy: Strategy) -> None:
+def test_update_changes_a_variable_once_for_all_replicas(comm, variable_partitioner):
+    def work(strategy):
         with strategy.scope():
             weights = Variable(np.zeros(4))
 
-        def merged(strategy: Strategy, gradients: Any) -> None:
+        def merged(strategy, gradients):
             mean = strategy.reduce("MEAN", gradients)
             strategy.extended.update(weights, lambda variable, delta: variable.assign_add(delta), args=(mean,))
 
-        def step() -> None:
+        def step():
             mpidist.get_replica_context().merge_call(merged, args=(np.full(4, replica_id() + 1.0),))
 
         strategy.run(step)
@@ -135,15 +131,15 @@ def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, variab
 
 @pytest.mark.ranks(3)
 @worker_test(replicas=2)
-def test_replica_assigning_alone_is_named(strategy: Strategy) -> None:
+def test_replica_assigning_alone_is_named(strategy):
     with strategy.scope():
         total = Variable(np.zeros(2), aggregation="SUM")
 
-    def alone() -> None:
+    def alone():
         if replica_id() == 0:
             total.assign_add(np.ones(2))
 
-    def fails() -> None:
+    def fails():
         if replica_id() == 1:
             raise KeyError("mine")
         total.assign_add(np.ones(2))

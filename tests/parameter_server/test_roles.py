@@ -1,15 +1,12 @@
 """Which rank is a worker and which one a server, and clusters that are refused on every rank."""
 
 import json
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -23,15 +20,15 @@ from mpidist.parameter_server.cluster import Role, Wanted
 SimpleTask = tuple[str, int]
 
 
-def resolver_of(tasks: list[SimpleTask], rank: int) -> SimpleClusterResolver:
+def resolver_of(tasks, rank):
     """Make the resolver of a rank, where rank r is the r-th task."""
-    jobs: dict[str, list[str]] = {}
+    jobs = {}
     for job, _ in tasks:
         jobs.setdefault(job, []).append("n:1")
     return SimpleClusterResolver(ClusterSpec(jobs), "", *tasks[rank])
 
 
-def end(strategy: ParameterServerStrategy) -> None:
+def end(strategy):
     if strategy.is_ps:
         strategy.serve()
     strategy.close()
@@ -39,7 +36,7 @@ def end(strategy: ParameterServerStrategy) -> None:
 
 PS, WORKER = ("ps", 0), ("worker", 0)
 # What makes the strategy of each of 3 ranks, which of them serve, and which one is the chief: the lowest worker.
-ROLES: dict[str, tuple[Callable[[int], dict[str, Any]], list[int], int]] = {
+ROLES = {
     "default": (lambda rank: {}, [2], 0),
     "two servers": (lambda rank: {"num_ps": 2}, [1, 2], 0),
     "named ranks": (lambda rank: {"ps_ranks": [0]}, [0], 1),
@@ -50,7 +47,7 @@ ROLES: dict[str, tuple[Callable[[int], dict[str, Any]], list[int], int]] = {
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("how", ROLES)
-def test_roles_of_ranks_follow_the_arguments(comm: Intracomm, how: str) -> None:
+def test_roles_of_ranks_follow_the_arguments(comm, how):
     """Devices are those of the servers, and of this worker."""
     arguments, servers, chief = ROLES[how]
     strategy = ParameterServerStrategy(comm=comm, **arguments(comm.rank))
@@ -62,18 +59,18 @@ def test_roles_of_ranks_follow_the_arguments(comm: Intracomm, how: str) -> None:
     if not strategy.is_ps:
         assert strategy.topology.size == len(workers)
         assert (strategy.topology.rank == 0) == strategy.is_chief
-        assert strategy.run(lambda: mpidist.get_replica_context().devices) == own  # type: ignore[union-attr]
+        assert strategy.run(lambda: mpidist.get_replica_context().devices) == own
     end(strategy)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_close_failed_on_the_chief_releases_the_others(comm: Intracomm) -> None:
+def test_close_failed_on_the_chief_releases_the_others(comm):
     strategy = ParameterServerStrategy(comm=comm, on_worker_lost="ignore")
     role = parts_of(strategy).peers
     assert isinstance(role, Role)
 
-    def fail(reason: str | None) -> None:
+    def fail(reason):
         raise KeyError("mine")
 
     if strategy.is_chief:
@@ -86,7 +83,7 @@ def test_close_failed_on_the_chief_releases_the_others(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_one_rank_alone_is_worker_and_server_in_one() -> None:
+def test_one_rank_alone_is_worker_and_server_in_one():
     """Also in a program that asks for more servers."""
     strategy = ParameterServerStrategy(num_ps=2, comm=MPI.COMM_SELF)
     assert (strategy.is_ps, strategy.is_chief, strategy.num_ps) == (False, True, 1)
@@ -103,7 +100,7 @@ def test_one_rank_alone_is_worker_and_server_in_one() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_tf_config_gives_roles_to_all_ranks_and_a_duplicate(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_gives_roles_to_all_ranks_and_a_duplicate(comm, monkeypatch):
     job, index = [("ps", 0), ("ps", 1), ("worker", 0)][comm.rank]
     cluster = {"ps": ["a:1", "b:1"], "worker": ["c:1"]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": job, "index": index}}))
@@ -116,7 +113,7 @@ def test_tf_config_gives_roles_to_all_ranks_and_a_duplicate(comm: Intracomm, mon
 
 
 @pytest.mark.ranks(3)
-def test_evaluator_has_variables_of_its_own(comm: Intracomm) -> None:
+def test_evaluator_has_variables_of_its_own(comm):
     tasks = [("evaluator", 0), ("worker", 0), ("ps", 0)]
     strategy = ParameterServerStrategy(resolver_of(tasks, comm.rank), comm=comm)
     assert not strategy.is_chief or comm.rank == 1
@@ -127,22 +124,22 @@ def test_evaluator_has_variables_of_its_own(comm: Intracomm) -> None:
     end(strategy)
 
 
-def cluster(jobs: dict[str, list[str]], *tasks: tuple[Any, Any]) -> Callable[[int], dict[str, Any]]:
+def cluster(jobs, *tasks):
     """Give a resolver of these jobs to each rank: of its own task, or of the last one."""
     listed = tasks or [(job, index) for job, hosts in jobs.items() for index in range(len(hosts))]
     return lambda rank: {"cluster_resolver": SimpleClusterResolver(ClusterSpec(jobs), "", *listed[: rank + 1][-1])}
 
 
-def of_last(**arguments: Any) -> Callable[[int], dict[str, Any]]:
+def of_last(**arguments):
     return lambda rank: arguments if rank == 2 else {}
 
 
-def of_all(**arguments: Any) -> Callable[[int], dict[str, Any]]:
+def of_all(**arguments):
     return lambda rank: arguments
 
 
 TWO = {"worker": ["a"], "ps": ["b"]}
-REFUSED: list[tuple[Callable[[int], dict[str, Any]], type[Exception], str]] = [
+REFUSED = [
     (cluster({"ps": ["a"]}), ValueError, "at least one worker"),
     (cluster({"worker": ["a", "b"]}), ValueError, "needs to have `ps` jobs"),
     (cluster({"chief": ["a", "b"], "ps": ["c"]}), ValueError, "at most one chief"),
@@ -180,7 +177,7 @@ REFUSED: list[tuple[Callable[[int], dict[str, Any]], type[Exception], str]] = [
 
 
 @pytest.mark.ranks(3)
-def test_strategy_of_wrong_arguments_is_refused_on_every_rank(comm: Intracomm) -> None:
+def test_strategy_of_wrong_arguments_is_refused_on_every_rank(comm):
     """Wrong on one rank, or on all, or different; also options that have no effect here."""
     for arguments, kind, text in REFUSED:
         with raises_everywhere(comm, kind, text):
@@ -188,7 +185,7 @@ def test_strategy_of_wrong_arguments_is_refused_on_every_rank(comm: Intracomm) -
 
 
 @pytest.mark.ranks(1)
-def test_numbers_of_any_class_become_those_of_python() -> None:
+def test_numbers_of_any_class_become_those_of_python():
     """For sums that would overflow, and texts of errors that could not be made."""
     options = CommunicationOptions(timeout_seconds=Fraction(5, 2))
     fields = Wanted(np.uint8(255), "abort", "bytes", None, np.int64(1), None, options, np.int8(2)).fields()
@@ -198,7 +195,7 @@ def test_numbers_of_any_class_become_those_of_python() -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_server_of_tensorflows_scripts_joins_until_workers_are_done(comm: Intracomm) -> None:
+def test_server_of_tensorflows_scripts_joins_until_workers_are_done(comm):
     """`join` returns, and the ranks can make another cluster after."""
     cluster = {"worker": [f"n:{rank}" for rank in range(comm.size - 1)], "ps": ["n:9"]}
     for _ in range(2):
@@ -220,7 +217,7 @@ def test_server_of_tensorflows_scripts_joins_until_workers_are_done(comm: Intrac
 
 
 @pytest.mark.ranks(3)
-def test_server_takes_a_strategy(comm: Intracomm) -> None:
+def test_server_takes_a_strategy(comm):
     strategy = ParameterServerStrategy(comm=comm)
     server = Server(strategy)
     if strategy.is_chief:
@@ -233,15 +230,15 @@ def test_server_takes_a_strategy(comm: Intracomm) -> None:
 
 
 @pytest.mark.no_mpi
-def test_server_refuses_wrong_arguments() -> None:
+def test_server_refuses_wrong_arguments():
     with pytest.raises(ValueError, match="job_name and task_index"):
         Server({"ps": ["a"]})
     with pytest.raises(TypeError, match="ClusterSpec"):
-        Server(3, "ps", 0)  # type: ignore[arg-type]
+        Server(3, "ps", 0)
 
 
 @pytest.mark.ranks(3)
-def test_server_makes_no_requests(comm: Intracomm) -> None:
+def test_server_makes_no_requests(comm):
     strategy = ParameterServerStrategy(comm=comm)
     if strategy.is_ps:
         with strategy.scope(), pytest.raises(RuntimeError, match="a server only serves"):
@@ -253,7 +250,7 @@ def test_server_makes_no_requests(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_calls_of_a_worker_on_a_server_are_refused(comm: Intracomm) -> None:
+def test_calls_of_a_worker_on_a_server_are_refused(comm):
     strategy = ParameterServerStrategy(comm=comm)
     if strategy.is_ps:
         arguments = {"run": (int,), "reduce": ("sum", 1.0), "gather": ([1.0], 0), "reduce_to": ("sum", 1.0, "all")}
@@ -267,7 +264,7 @@ def test_calls_of_a_worker_on_a_server_are_refused(comm: Intracomm) -> None:
 
 
 @pytest.mark.no_mpi
-def test_arguments_of_a_server_that_have_no_effect_are_refused() -> None:
+def test_arguments_of_a_server_that_have_no_effect_are_refused():
     for name, value in (("protocol", "grpc"), ("config", {}), ("start", False)):
         with pytest.raises(ValueError, match=f"Server: {name} must be .*; leave it out"):
-            Server({"ps": ["a:1"]}, "ps", 0, **{name: value})  # type: ignore[arg-type]
+            Server({"ps": ["a:1"]}, "ps", 0, **{name: value})

@@ -1,13 +1,11 @@
 """Rules of servers against the same rules on one process, and functions that a program registers."""
 
 from itertools import product
-from typing import Any
 
 import ml_dtypes  # noqa: F401  it gives NumPy bfloat16 by name
 import numpy as np
 import pytest
 from parameter_server.clusters import worker_test
-from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import PeerFailedError
@@ -18,25 +16,25 @@ LARGE = 600_001
 
 
 @server_rules.register("clipped step")
-def clipped_step(value: Any, gradient: Any, memory: dict[str, Any], limit: float, rate: float) -> None:
+def clipped_step(value, gradient, memory, limit, rate):
     memory["count"] += 0
     value -= rate * np.clip(gradient, -limit, limit)
 
 
 @server_rules.register("fails")
-def fails(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def fails(value, gradient, memory):
     value += 100
     raise ZeroDivisionError("by intent, of a file \udcff")  # as names of files may be
 
 
 @server_rules.register("keeps its gradients")
-def keeps(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def keeps(value, gradient, memory):
     memory["kept"] = [*memory.get("kept", []), gradient]
     value[...] = sum(memory["kept"])
 
 
 @server_rules.register("fails of three")
-def fails_of_three(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def fails_of_three(value, gradient, memory):
     if len(value) == 3:
         raise ValueError("by intent")
     value += gradient
@@ -46,13 +44,13 @@ class Sequential:
     """The rules, written out once more, for all gradients in their order."""
 
     @staticmethod
-    def sgd(value: Any, gradients: list[Any]) -> Any:
+    def sgd(value, gradients):
         for gradient in gradients:
             value = value - 0.1 * gradient
         return value
 
     @staticmethod
-    def momentum(value: Any, gradients: list[Any]) -> Any:
+    def momentum(value, gradients):
         velocity = 0.0 * value
         for gradient in gradients:
             velocity = 0.9 * velocity + gradient
@@ -60,7 +58,7 @@ class Sequential:
         return value
 
     @staticmethod
-    def nesterov(value: Any, gradients: list[Any]) -> Any:
+    def nesterov(value, gradients):
         velocity = 0.0 * value
         for gradient in gradients:
             velocity = 0.9 * velocity + gradient
@@ -68,7 +66,7 @@ class Sequential:
         return value
 
     @staticmethod
-    def adam(value: Any, gradients: list[Any]) -> Any:
+    def adam(value, gradients):
         mean, variance = 0.0 * value, 0.0 * value
         for count, gradient in enumerate(gradients, 1):
             mean = 0.9 * mean + 0.1 * gradient
@@ -91,7 +89,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("size", [3, LARGE])
 @worker_test()
-def test_rules_follow_their_formulas(strategy: Strategy, name: str, size: int) -> None:
+def test_rules_follow_their_formulas(strategy, name, size):
     """All workers push the same gradients, so that their order does not matter."""
     rng = np.random.default_rng(1)
     start, gradient = rng.random(size) + 1, rng.random(size) + 0.5
@@ -108,7 +106,7 @@ def test_rules_follow_their_formulas(strategy: Strategy, name: str, size: int) -
 
 @pytest.mark.ranks(2, 3)
 @worker_test()
-def test_rules_take_rows(strategy: Strategy) -> None:
+def test_rules_take_rows(strategy):
     """A row that is named twice gets the sum; other rows stay as they are."""
     rows, times = IndexedSlices(np.array([[1.0, 2], [3, 4], [5, 6]]), [2, 0, 2]), strategy.topology.size
     for name, rule in RULES.items():
@@ -128,7 +126,7 @@ STEPS = [(name, TINY.astype(dtype)) for name in ("momentum", "adam") for dtype i
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_state_of_variables_is_as_precise_as_their_formulas_need(strategy: Strategy) -> None:
+def test_state_of_variables_is_as_precise_as_their_formulas_need(strategy):
     """Half precision has more in its state, and Adam steps along a complex gradient."""
     for (name, gradient), is_in_rows in product(STEPS, (False, True)):
         with strategy.scope():
@@ -149,7 +147,7 @@ def test_state_of_variables_is_as_precise_as_their_formulas_need(strategy: Strat
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_steps_that_are_fractions_need_a_variable_that_holds_them(strategy: Strategy) -> None:
+def test_steps_that_are_fractions_need_a_variable_that_holds_them(strategy):
     """Before anything is sent: on a server the rate became a whole number, 0, and the variable did not change."""
     for name, dtype in (("sgd", "int64"), ("momentum", "uint8"), ("adam", "bool")):
         with strategy.scope():
@@ -164,7 +162,7 @@ def test_steps_that_are_fractions_need_a_variable_that_holds_them(strategy: Stra
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_rule_keeps_its_state_when_the_learning_rate_changes(strategy: Strategy) -> None:
+def test_rule_keeps_its_state_when_the_learning_rate_changes(strategy):
     """What the server keeps belongs to the rule, whatever its numbers."""
     if not strategy.is_chief:
         with strategy.scope():
@@ -182,7 +180,7 @@ def test_rule_keeps_its_state_when_the_learning_rate_changes(strategy: Strategy)
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_rule_registered_by_the_program_is_applied(strategy: Strategy) -> None:
+def test_rule_registered_by_the_program_is_applied(strategy):
     with strategy.scope():
         variable = Variable(np.zeros(LARGE))
     strategy.push(variable, np.arange(LARGE, dtype=float), server_rules.Registered("clipped step", 2.0, 0.5))
@@ -195,7 +193,7 @@ def test_rule_registered_by_the_program_is_applied(strategy: Strategy) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("size", [3, LARGE])
 @worker_test()
-def test_rule_that_raises_is_reported_and_changes_nothing(strategy: Strategy, size: int) -> None:
+def test_rule_that_raises_is_reported_and_changes_nothing(strategy, size):
     """The worker that pushed is told at its next request; the server goes on."""
     with strategy.scope():
         variable = Variable(np.zeros(size))
@@ -210,7 +208,7 @@ def test_rule_that_raises_is_reported_and_changes_nothing(strategy: Strategy, si
 
 
 @pytest.mark.no_mpi
-def test_rule_without_registration_is_refused() -> None:
+def test_rule_without_registration_is_refused():
     with pytest.raises(ValueError, match="no rule 'magic' is registered"):
         server_rules.Registered("magic")
     with pytest.raises(ValueError, match="choose another name"):
@@ -219,13 +217,13 @@ def test_rule_without_registration_is_refused() -> None:
         server_rules.register("fails")(clipped_step)
     assert server_rules.register("fails")(fails) is fails  # of a module that is imported twice
     with pytest.raises(TypeError, match=r"Momentum takes numbers, such as 0\.1, got 0\.1, 'a', False"):
-        server_rules.Momentum(0.1, "a")  # type: ignore[arg-type]
+        server_rules.Momentum(0.1, "a")
     with pytest.raises(ValueError, match="up to 6 numbers"):
         server_rules.Registered("fails", 1, 2, 3, 4, 5, 6, 7)
     assert repr(server_rules.SGD(0.5)) == "SGD(0.5)"
     assert repr(server_rules.Registered("fails", 1)) == "Registered('fails', 1.0)"
     with pytest.raises(TypeError, match=r"register takes a name: .*\("):
-        server_rules.register(fails)  # type: ignore[arg-type]
+        server_rules.register(fails)
     with pytest.raises(TypeError, match=r"rule 'Step' must be a function of \(value, .*the class Sequential"):
         server_rules.register("Step")(Sequential)
     server_rules.register("pure")(lambda value, gradient, memory: value - gradient)
@@ -235,7 +233,7 @@ def test_rule_without_registration_is_refused() -> None:
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_rule_of_one_rank_alone_is_refused_by_the_server(strategy: Strategy) -> None:
+def test_rule_of_one_rank_alone_is_refused_by_the_server(strategy):
     server_rules.register("of workers")(lambda value, gradient, memory: None)
     with strategy.scope():
         variable = Variable(0.0)
@@ -246,7 +244,7 @@ def test_rule_of_one_rank_alone_is_refused_by_the_server(strategy: Strategy) -> 
 
 @pytest.mark.ranks(2)
 @pytest.mark.core
-def test_close_raises_for_a_failed_change(comm: Intracomm) -> None:
+def test_close_raises_for_a_failed_change(comm):
     """At the latest; and the server does not wait for that worker."""
     strategy = Strategy(comm=comm)
     if strategy.is_ps:
@@ -264,7 +262,7 @@ def test_close_raises_for_a_failed_change(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(1, 2)
 @worker_test()
-def test_rule_may_keep_its_gradients(strategy: Strategy) -> None:
+def test_rule_may_keep_its_gradients(strategy):
     """Which came in memory that the next request uses again."""
     with strategy.scope():
         variables = [Variable(np.zeros(count)) for count in (4, 20_000, 400_000)]
@@ -276,7 +274,7 @@ def test_rule_may_keep_its_gradients(strategy: Strategy) -> None:
 
 @pytest.mark.ranks(1, 2)
 @worker_test()
-def test_changes_behind_one_that_fails_are_made(strategy: Strategy) -> None:
+def test_changes_behind_one_that_fails_are_made(strategy):
     with strategy.scope():
         variables = [Variable(np.zeros(count)) for count in (3, 4)]
     for given in ([np.ones(3), np.ones(4)], [IndexedSlices(np.ones(4), [0, 1, 2, 0]), IndexedSlices([1.0], [3])]):
@@ -286,6 +284,6 @@ def test_changes_behind_one_that_fails_are_made(strategy: Strategy) -> None:
         assert variables[1].numpy()[3] == 1
 
 
-def push_and_wait(strategy: Strategy, variables: Any, given: Any) -> None:
+def push_and_wait(strategy, variables, given):
     strategy.push(variables, given, server_rules.Registered("fails of three"))
     strategy.flush()

@@ -4,14 +4,12 @@ import copy
 import pickle
 import random
 import time
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers, worker_test
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import IndexedSlices, Variable
@@ -21,7 +19,7 @@ from mpidist.experimental import ParameterServerStrategy
 LARGE = (3 << 20) // 4 + 5  # float32 numbers that take several messages
 
 
-def made(strategy: ParameterServerStrategy, *args: Any, **kwargs: Any) -> Any:
+def made(strategy, *args, **kwargs):
     with strategy.scope():
         return Variable(*args, **kwargs)
 
@@ -30,7 +28,7 @@ def made(strategy: ParameterServerStrategy, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.core
 @pytest.mark.parametrize("count", [2, 5 * LARGE])
 @worker_test()
-def test_read_is_a_snapshot_of_whole_writes(strategy: ParameterServerStrategy, count: int) -> None:
+def test_read_is_a_snapshot_of_whole_writes(strategy, count):
     """All numbers that are written together are read together, and never fall behind."""
     variable = made(strategy, np.zeros(count, np.float32))
     last, delta = 0.0, np.ones(count, np.float32)
@@ -51,7 +49,7 @@ def test_read_is_a_snapshot_of_whole_writes(strategy: ParameterServerStrategy, c
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("num_ps", "servers"), [(1, [0] * 5), (2, [0, 1, 1, 0, 1])])
 @worker_test()
-def test_variables_are_placed_in_turn(strategy: ParameterServerStrategy, num_ps: int, servers: list[int]) -> None:
+def test_variables_are_placed_in_turn(strategy, num_ps, servers):
     """`colocate_vars_with` does not take a turn."""
     with strategy.scope():
         n, x = Variable(1.0), Variable(2.0)
@@ -63,18 +61,18 @@ def test_variables_are_placed_in_turn(strategy: ParameterServerStrategy, num_ps:
 
 @pytest.mark.ranks(3)
 @worker_test(num_ps=2, placement="bytes")
-def test_variables_can_be_placed_by_bytes(strategy: ParameterServerStrategy) -> None:
+def test_variables_can_be_placed_by_bytes(strategy):
     with strategy.scope():
         assert [Variable(np.zeros(size)).server for size in (100, 10, 10, 10, 80, 1)] == [0, 1, 1, 1, 1, 0]
 
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_reductions_are_those_of_the_workers_own_replica(strategy: ParameterServerStrategy) -> None:
+def test_reductions_are_those_of_the_workers_own_replica(strategy):
     rank = float(strategy.topology.rank)
     context = strategy.run(mpidist.get_replica_context)
     assert context.num_replicas_in_sync == strategy.num_replicas_in_sync == 1
-    inside = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", rank))  # type: ignore[union-attr]
+    inside = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", rank))
     with pytest.raises(ValueError, match="rank"):
         strategy.extended.reduce_to("SUM", rank, 1)  # another worker
     assert float(strategy.reduce("MEAN", rank)) == float(inside) == rank
@@ -82,7 +80,7 @@ def test_reductions_are_those_of_the_workers_own_replica(strategy: ParameterServ
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_variables_of_any_dtype_are_assigned_and_read(strategy: ParameterServerStrategy) -> None:
+def test_variables_of_any_dtype_are_assigned_and_read(strategy):
     for dtype in map(np.dtype, (ml_dtypes.bfloat16, "int8", "complex64", "bool")):
         variable = made(strategy, np.ones((2, 3), dtype))
         assert variable.dtype == dtype
@@ -97,7 +95,7 @@ def test_variables_of_any_dtype_are_assigned_and_read(strategy: ParameterServerS
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_results_belong_to_the_caller(strategy: ParameterServerStrategy) -> None:
+def test_results_belong_to_the_caller(strategy):
     value = np.zeros(LARGE, np.float32)
     variable = made(strategy, value)
     value += 1
@@ -112,7 +110,7 @@ def test_results_belong_to_the_caller(strategy: ParameterServerStrategy) -> None
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_assign_takes_any_layout(strategy: ParameterServerStrategy) -> None:
+def test_assign_takes_any_layout(strategy):
     """Reversed, Fortran-ordered, big-endian, 0-d, read-only, empty."""
     if not strategy.is_chief:
         with strategy.scope():
@@ -136,7 +134,7 @@ def test_assign_takes_any_layout(strategy: ParameterServerStrategy) -> None:
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_rows_are_changed_on_the_server(strategy: ParameterServerStrategy) -> None:
+def test_rows_are_changed_on_the_server(strategy):
     table = made(strategy, np.zeros((10, 2)))
     rank, workers = strategy.topology.rank, strategy.topology.size
     table.scatter_add(IndexedSlices(np.ones((3, 2)), [rank, 9, 9]))
@@ -164,7 +162,7 @@ def test_rows_are_changed_on_the_server(strategy: ParameterServerStrategy) -> No
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
 @worker_test()
-def test_nests_are_read_into_arrays_that_are_kept(strategy: ParameterServerStrategy) -> None:
+def test_nests_are_read_into_arrays_that_are_kept(strategy):
     """Of any layout: side by side in one buffer, columns of a matrix, the other byte order, other parts of shards."""
     with strategy.scope():
         variables = [Variable(np.full(size, float(at), np.float32)) for at, size in enumerate([3, LARGE, 0])]
@@ -192,7 +190,7 @@ def test_nests_are_read_into_arrays_that_are_kept(strategy: ParameterServerStrat
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_read_refuses_wrong_outs(strategy: ParameterServerStrategy) -> None:
+def test_read_refuses_wrong_outs(strategy):
     variables = {"a": made(strategy, np.arange(3.0)), "b": made(strategy, np.zeros(2))}
     a, b = np.full(3, 9.0), np.full(2, 9.0)
     read_only = b.copy()
@@ -221,7 +219,7 @@ def test_read_refuses_wrong_outs(strategy: ParameterServerStrategy) -> None:
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_changes_of_wrong_values_are_refused_before_data_moves(strategy: ParameterServerStrategy) -> None:
+def test_changes_of_wrong_values_are_refused_before_data_moves(strategy):
     variable, whole = made(strategy, np.zeros((2, 3), np.float32)), made(strategy, np.zeros(2, np.int8))
     flag = made(strategy, True)
     for kind, text, call in (
@@ -262,7 +260,7 @@ def test_changes_of_wrong_values_are_refused_before_data_moves(strategy: Paramet
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_server_variable_has_name_rules_and_repr(strategy: ParameterServerStrategy) -> None:
+def test_server_variable_has_name_rules_and_repr(strategy):
     with strategy.scope():
         first, second = Variable(1.0, name="w", aggregation="SUM"), Variable([1, 2], trainable=False)
         third = Variable(0.0, synchronization="ON_READ")
@@ -280,7 +278,7 @@ def test_server_variable_has_name_rules_and_repr(strategy: ParameterServerStrate
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_workers_must_make_the_same_variables(comm: Intracomm) -> None:
+def test_workers_must_make_the_same_variables(comm):
     """The text is the same on all workers; then they can go on."""
     strategy = ParameterServerStrategy(comm=comm)
     workers = comm.Split(int(strategy.is_ps), comm.rank)
@@ -301,8 +299,8 @@ def test_workers_must_make_the_same_variables(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_initial_value_that_raises_is_an_error_of_all_workers(strategy: ParameterServerStrategy) -> None:
-    def initial() -> float:
+def test_initial_value_that_raises_is_an_error_of_all_workers(strategy):
+    def initial():
         if strategy.topology.rank == 0:
             raise KeyError("no file")
         return 1.0
@@ -315,11 +313,11 @@ def test_initial_value_that_raises_is_an_error_of_all_workers(strategy: Paramete
 
 @pytest.mark.core
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operations_are_those_of_a_sequential_model(comm: Intracomm, seed: int) -> None:
+def test_random_operations_are_those_of_a_sequential_model(comm, seed):
     """Each worker has variables of its own among those of the others, so every one of its reads is known."""
     num_ps = 2 if comm.size > 3 else 1
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy):
         rank, workers = strategy.topology.rank, strategy.topology.size
         shapes = [(), (4,), (6, 3), (1500, 2), (300_000,)]
         with strategy.scope():

@@ -1,12 +1,10 @@
 """Partitioners, and variables that several servers hold."""
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers, role_of, worker_test
-from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, Variable, get_replica_context
 from mpidist.errors import InvalidArgumentError
@@ -31,12 +29,12 @@ from mpidist.experimental import ParameterServerStrategy, ShardedVariable, parti
         (partitioners.MaxSizePartitioner(16), (10, 2), [5, 1]),
     ],
 )
-def test_numbers_of_shards(partitioner: Any, shape: tuple[int, ...], shards: list[int]) -> None:
+def test_numbers_of_shards(partitioner, shape, shards):
     assert partitioner(shape=shape, dtype=np.float32) == shards
 
 
 @pytest.mark.no_mpi
-def test_partitioners_of_wrong_numbers_are_refused() -> None:
+def test_partitioners_of_wrong_numbers_are_refused():
     for make in (
         lambda number: partitioners.FixedShardsPartitioner(number),
         lambda number: partitioners.MinSizePartitioner(number),
@@ -54,7 +52,7 @@ def test_partitioners_of_wrong_numbers_are_refused() -> None:
 @pytest.mark.parametrize("num_ps", [1, 2])
 @pytest.mark.core
 @worker_test(variable_partitioner=partitioners.FixedShardsPartitioner(4))
-def test_shards_are_dealt_to_servers(strategy: ParameterServerStrategy, num_ps: int) -> None:
+def test_shards_are_dealt_to_servers(strategy, num_ps):
     """10 rows in 4 shards are 3, 3, 2, 2; servers take turns across shards and variables."""
     with strategy.scope():
         table, number = Variable(np.arange(20.0).reshape(10, 2), name="t"), Variable(3.0)
@@ -75,7 +73,7 @@ def test_shards_are_dealt_to_servers(strategy: ParameterServerStrategy, num_ps: 
 
 @pytest.mark.ranks(1, 3)
 @worker_test(variable_partitioner=partitioners.FixedShardsPartitioner(2), num_ps=2)
-def test_shards_change_as_one_array(strategy: ParameterServerStrategy) -> None:
+def test_shards_change_as_one_array(strategy):
     with strategy.scope():
         table = Variable(np.zeros((5, 2)))
     rank, workers = strategy.topology.rank, strategy.topology.size
@@ -104,10 +102,10 @@ def test_shards_change_as_one_array(strategy: ParameterServerStrategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_shards_of_a_closed_strategy_are_not_read(comm: Intracomm) -> None:
-    tables: list[Variable] = []
+def test_shards_of_a_closed_strategy_are_not_read(comm):
+    tables = []
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy):
         with strategy.scope():
             tables.append(Variable(np.zeros((5, 2))))
 
@@ -123,7 +121,7 @@ WRONG_COUNTS = [None, [0, 1], [2, 2], [1, 1, 1], "ab"]
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("variable_partitioner", [lambda shape, dtype, its=its: its for its in WRONG_COUNTS])
 @worker_test()
-def test_wrong_answer_of_partitioner_is_refused(strategy: ParameterServerStrategy, variable_partitioner: Any) -> None:
+def test_wrong_answer_of_partitioner_is_refused(strategy, variable_partitioner):
     with strategy.scope():
         assert float(Variable(1.0)) == 1.0  # a variable without axes is not cut
         with pytest.raises((ValueError, InvalidArgumentError), match="variable_partitioner must return"):
@@ -132,7 +130,7 @@ def test_wrong_answer_of_partitioner_is_refused(strategy: ParameterServerStrateg
 
 @pytest.mark.ranks(3)
 @worker_test(variable_partitioner=partitioners.FixedShardsPartitioner(2))
-def test_wrong_indices_and_values_are_refused(strategy: ParameterServerStrategy) -> None:
+def test_wrong_indices_and_values_are_refused(strategy):
     with strategy.scope():
         table = Variable(np.zeros((5, 2)))
     for kind, text, call in (
@@ -158,7 +156,7 @@ def test_wrong_indices_and_values_are_refused(strategy: ParameterServerStrategy)
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_sharded_variables_can_be_made_of_variables(strategy: ParameterServerStrategy) -> None:
+def test_sharded_variables_can_be_made_of_variables(strategy):
     with strategy.scope():
         first, second, third = (Variable(np.full((rows, 2), float(rows))) for rows in (1, 2, 1))
         integers, longer, number = Variable([[1, 2]]), Variable(np.zeros((1, 3))), Variable(0.0)
@@ -178,19 +176,17 @@ def test_sharded_variables_can_be_made_of_variables(strategy: ParameterServerStr
         ([number], ValueError, "same shape but for axis 0"),
     ):
         with pytest.raises(kind, match=text):
-            ShardedVariable(wrong)  # type: ignore[arg-type]
+            ShardedVariable(wrong)
 
 
 @server_rules.register("fails, and a shard is left out")
-def fails(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def fails(value, gradient, memory):
     raise ValueError("by intent")
 
 
 @pytest.mark.ranks(3)
 @worker_test(num_ps=2)
-def test_sharded_change_reporting_an_earlier_error_changes_no_shard(
-    strategy: ParameterServerStrategy,
-) -> None:
+def test_sharded_change_reporting_an_earlier_error_changes_no_shard(strategy):
     with strategy.scope():
         shards = [Variable(np.zeros(2)) for _ in range(2)]
     table, channel = ShardedVariable(shards), vars(role_of(strategy).servers)["_channels"][shards[1].server]
@@ -205,13 +201,13 @@ def test_sharded_change_reporting_an_earlier_error_changes_no_shard(
 
 
 @pytest.mark.ranks(1)
-def test_replicas_change_different_rows_of_shards(comm: Intracomm) -> None:
+def test_replicas_change_different_rows_of_shards(comm):
     partitioner = partitioners.FixedShardsPartitioner(2)
     with ParameterServerStrategy(comm=comm, replicas=2, variable_partitioner=partitioner) as strategy:
         with strategy.scope():
             table = Variable(np.zeros((4, 2)), aggregation="sum")
 
-        def change(rows: list[list[int]]) -> None:
+        def change(rows):
             own = rows[get_replica_context().replica_id_in_sync_group]
             table.scatter_add(IndexedSlices(np.ones((len(own), 2)), own))
 

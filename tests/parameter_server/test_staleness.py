@@ -1,12 +1,10 @@
 """How far workers get ahead of each other."""
 
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 from parameter_server.clusters import PATIENT, meet, on_workers, set_deadline_of_meetings, worker_test
-from support.ranks import Intracomm
 
 from mpidist import Variable
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
@@ -21,10 +19,10 @@ STEPS = 8
 @pytest.mark.ranks(3, 4)
 @pytest.mark.core
 @pytest.mark.parametrize(("staleness", "num_ps"), [(0, 1), (3, 1), pytest.param(1, 2, marks=pytest.mark.ranks(4))])
-def test_staleness_bounds_reads_by_the_slowest_worker(comm: Intracomm, staleness: int, num_ps: int) -> None:
+def test_staleness_bounds_reads_by_the_slowest_worker(comm, staleness, num_ps):
     """Each worker writes the steps it has done beside those of the others."""
 
-    def work(strategy: Strategy) -> int:
+    def work(strategy):
         rank, workers = strategy.topology.rank, strategy.topology.size
         with strategy.scope():
             done = [Variable(np.zeros(workers)) for _ in range(num_ps)]
@@ -52,7 +50,7 @@ def test_staleness_bounds_reads_by_the_slowest_worker(comm: Intracomm, staleness
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, pytest.param(2, marks=pytest.mark.ranks(4))])
 @worker_test(staleness=0, communication_options=PATIENT)
-def test_workers_with_unlike_numbers_of_steps_meet(strategy: Strategy, num_ps: int) -> None:
+def test_workers_with_unlike_numbers_of_steps_meet(strategy, num_ps):
     """Who waits in a call of all workers holds nobody up, on any server; the next epoch goes on."""
     workers, rank = strategy.topology.size, strategy.topology.rank
     with strategy.scope():
@@ -69,14 +67,14 @@ def test_workers_with_unlike_numbers_of_steps_meet(strategy: Strategy, num_ps: i
 
 
 @server_rules.register("cannot be applied")
-def cannot_be_applied(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def cannot_be_applied(value, gradient, memory):
     raise KeyError("mine")
 
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.core
 @worker_test(staleness=0, num_ps=2, communication_options=PATIENT)
-def test_staleness_holds_after_a_failed_push(strategy: Strategy) -> None:
+def test_staleness_holds_after_a_failed_push(strategy):
     """All workers learn of it; the servers count the worker afterwards, also where workers do not meet."""
     workers, rank = strategy.topology.size, strategy.topology.rank
     with strategy.scope():
@@ -99,7 +97,7 @@ def test_staleness_holds_after_a_failed_push(strategy: Strategy) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @worker_test(staleness=1)
-def test_staleness_ignores_workers_that_have_ended(strategy: Strategy) -> None:
+def test_staleness_ignores_workers_that_have_ended(strategy):
     """Nor one that ends while others wait for it."""
     with strategy.scope():
         variable = Variable(0.0)
@@ -114,7 +112,7 @@ def test_staleness_ignores_workers_that_have_ended(strategy: Strategy) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("call", ["read", "barrier"])
 @worker_test(staleness=0, communication_options=PATIENT)
-def test_staleness_deadline_names_late_workers(strategy: Strategy, comm: Intracomm, call: str) -> None:
+def test_staleness_deadline_names_late_workers(strategy, comm, call):
     workers = comm.Create_group(comm.Get_group().Excl([comm.size - 1]))
     with strategy.scope():
         variable = Variable(0.0)
@@ -133,17 +131,17 @@ def test_staleness_deadline_names_late_workers(strategy: Strategy, comm: Intraco
 
 
 @pytest.mark.ranks(min=4)
-def test_staleness_holds_for_a_worker_slow_to_leave_a_call(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staleness_holds_for_a_worker_slow_to_leave_a_call(comm, monkeypatch):
     """Where workers do not meet, a server counts all of them again as soon as one of them goes on."""
     start, slow = Channel.start, comm.size - 3
 
-    def start_late(channel: Channel, call: str, op: int, *args: Any, **more: Any) -> None:
+    def start_late(channel, call, op, *args, **more):
         if op == Op.STEP and more.get("rows") in (Step.GOES_ON, Step.ALL_GO_ON):
             monkeypatch.setattr(Channel, "start", start)
             assert comm.recv(None, 0) == "has waited"
         start(channel, call, op, *args, **more)
 
-    def work(strategy: Strategy) -> None:
+    def work(strategy):
         with strategy.scope():
             _, elsewhere = Variable(0.0), Variable(0.0)
         if comm.rank == slow:
@@ -165,12 +163,10 @@ def test_staleness_holds_for_a_worker_slow_to_leave_a_call(comm: Intracomm, monk
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("end", ["barrier()", "close()"])
-def test_staleness_without_step_done_warns_and_is_an_error_at_the_end(
-    comm: Intracomm, caplog: pytest.LogCaptureFixture, end: str
-) -> None:
+def test_staleness_without_step_done_warns_and_is_an_error_at_the_end(comm, caplog, end):
     """All its changes are made, and all ranks end their parts in order."""
 
-    def texts() -> list[str]:
+    def texts():
         return [record.getMessage() for record in caplog.records if "never called step_done()" in record.getMessage()]
 
     strategy = Strategy(comm=comm, staleness=1)
@@ -196,10 +192,10 @@ def test_staleness_without_step_done_warns_and_is_an_error_at_the_end(
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_staleness_with_step_done_is_no_error(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+def test_staleness_with_step_done_is_no_error(comm, caplog):
     """Also of steps that change a variable for each of several gradients, after the first one."""
 
-    def work(strategy: Strategy) -> None:
+    def work(strategy):
         with strategy.scope():
             counts = [Variable(0.0) for _ in range(3)]
         for step in range(3):

@@ -25,7 +25,7 @@ NUM_MESSAGES = len(plan_messages(tuple(8 * size for size in SIZES)))
 class Worker:
     """A connection to a worker that sends ones, up to some message, and takes so much of what it reads."""
 
-    def __init__(self, num_messages: int = NUM_MESSAGES, lane: Lane | None = None) -> None:
+    def __init__(self, num_messages=NUM_MESSAGES, lane=None):
         self.num_messages, self.lane = num_messages, lane
         self.sent = 0
         self.rank = self.worker = 0
@@ -33,44 +33,44 @@ class Worker:
         self.steps: Iterator[bool] | None = None
         self.memory = np.zeros(8 * sum(SIZES), np.uint8)
 
-    def receive(self, sizes: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
+    def receive(self, sizes):
         for at, pieces in enumerate(plan_messages(sizes)):
             while at >= self.num_messages:
                 yield (), None
             count = sum(stop - start for _, start, stop in pieces) // 8
             yield pieces, np.ones(count).view(np.uint8)
 
-    def whole(self, nbytes: int) -> Any:
+    def whole(self, nbytes):
         return self.memory[:nbytes]
 
-    def send(self, parts: list[Any]) -> Iterator[bool]:
+    def send(self, parts):
         while self.sent >= self.num_messages:
             yield False
         self.sent += 1
         yield True
 
-    def abandon(self) -> None:
+    def abandon(self):
         if self.steps is not None:
             cast("Generator[bool]", self.steps).close()
         self.has_ended = True
 
 
-def connection(*args: Any) -> Connection:
+def connection(*args):
     return cast("Connection", Worker(*args))
 
 
-def made_store() -> Store:
+def made_store():
     store = Store()
     for key, size in enumerate(SIZES):
         store.allocate(key, np.zeros(size))
     return store
 
 
-def header(change: int, *numbers: float, rows: int = 0) -> Header:
+def header(change, *numbers, rows=0):
     return Header(Op.CHANGE, 1, -1, rows, change, 0, numbers)
 
 
-def run(steps: Iterator[bool], at_most: int = 100) -> bool:
+def run(steps, at_most=100):
     """Go on as long as there is progress. Returns whether all is done."""
     for _ in range(at_most):
         try:
@@ -83,7 +83,7 @@ def run(steps: Iterator[bool], at_most: int = 100) -> bool:
 
 @pytest.mark.parametrize("num_messages", [0, 1, NUM_MESSAGES - 1, NUM_MESSAGES])
 @pytest.mark.parametrize("change", ["add", "assign", "momentum"])
-def test_change_of_a_lost_worker_is_made_whole_or_not_at_all(num_messages: int, change: str) -> None:
+def test_change_of_a_lost_worker_is_made_whole_or_not_at_all(num_messages, change):
     store = made_store()
     wanted = VariableList(list(store.variables.values()), is_near=False)
     number = {"add": Change.ADD, "assign": Change.ASSIGN}.get(change)
@@ -97,7 +97,7 @@ def test_change_of_a_lost_worker_is_made_whole_or_not_at_all(num_messages: int, 
         assert not stored.queue
 
 
-def test_variable_that_mpi_sends_from_its_own_memory_is_not_changed_meanwhile() -> None:
+def test_variable_that_mpi_sends_from_its_own_memory_is_not_changed_meanwhile():
     """As one that fits into a message, but shares it with no other."""
     stored, worker = made_store().variables[3], Worker(0)
     reads = send_variables(cast("Connection", worker), VariableList([stored], is_near=False))
@@ -109,7 +109,7 @@ def test_variable_that_mpi_sends_from_its_own_memory_is_not_changed_meanwhile() 
     assert stored.may_go(change)
 
 
-def test_change_under_way_completes_after_its_worker_is_lost() -> None:
+def test_change_under_way_completes_after_its_worker_is_lost():
     store = made_store()
     large = store.variables[1]
     wanted = VariableList([large], is_near=False)
@@ -123,7 +123,7 @@ def test_change_under_way_completes_after_its_worker_is_lost() -> None:
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, NUM_MESSAGES - 1, NUM_MESSAGES])
-def test_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: int) -> None:
+def test_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages):
     """Another worker reads one of the variables meanwhile, for longer than a lost worker is listened to."""
     store, awaited = made_store(), AwaitedPeers()
     reader, is_all = store.variables[1].enter(writes=False), num_messages == NUM_MESSAGES
@@ -131,7 +131,7 @@ def test_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: int)
     wanted = VariableList(list(store.variables.values()), is_near=False)
     lost.steps = Changing(lost, store, header(Change.ADD), may_be_lost=True).run(wanted)
 
-    def advance(one: Connection) -> bool:
+    def advance(one):
         try:
             return next(cast("Generator[bool]", one.steps))
         except StopIteration:
@@ -154,7 +154,7 @@ def test_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: int)
         assert not stored.queue
 
 
-def test_chunks_are_added_as_they_come_where_a_lost_worker_ends_the_job() -> None:
+def test_chunks_are_added_as_they_come_where_a_lost_worker_ends_the_job():
     store = made_store()
     wanted = VariableList(list(store.variables.values()), is_near=False)
     steps = Changing(connection(1), store, header(Change.ADD), may_be_lost=False).run(wanted)
@@ -166,7 +166,7 @@ def test_chunks_are_added_as_they_come_where_a_lost_worker_ends_the_job() -> Non
 
 
 @pytest.mark.parametrize("num_messages", [0, 2])
-def test_read_of_a_lost_worker_blocks_no_writer(num_messages: int) -> None:
+def test_read_of_a_lost_worker_blocks_no_writer(num_messages):
     store = made_store()
     wanted = VariableList(list(store.variables.values()), is_near=False)
     steps = send_variables(connection(num_messages), wanted)
@@ -175,7 +175,7 @@ def test_read_of_a_lost_worker_blocks_no_writer(num_messages: int) -> None:
     assert not any(stored.queue for stored in store.variables.values())
 
 
-def shared_store() -> tuple[Store, Lane, Lane]:
+def shared_store():
     """A store whose variables lie in memory that a worker shares, and the two ends of the worker's lane."""
     store, memory, at = Store(), np.zeros(8 * sum(SIZES), np.uint8), 0
     for key, size in enumerate(SIZES):
@@ -185,7 +185,7 @@ def shared_store() -> tuple[Store, Lane, Lane]:
     return store, Lane(shared, 0, memory, None), Lane(shared, 1, memory, None)
 
 
-def test_variables_are_lent_one_by_one() -> None:
+def test_variables_are_lent_one_by_one():
     """A writer waits for those alone that the reader has not copied."""
     store, worker, server = shared_store()
     variables = [store.variables[1], store.variables[3]] * 3
@@ -202,7 +202,7 @@ def test_variables_are_lent_one_by_one() -> None:
     assert not any(stored.queue for stored in store.variables.values())
 
 
-def test_lent_variable_is_writable_after_its_reader_is_lost() -> None:
+def test_lent_variable_is_writable_after_its_reader_is_lost():
     store, _, server = shared_store()
     variables = list(store.variables.values())
     steps = send_variables(connection(9, server), VariableList(variables, is_near=True))
@@ -216,7 +216,7 @@ def test_lent_variable_is_writable_after_its_reader_is_lost() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["short", "key"])
-def test_rows_that_do_not_fit_change_nothing(wrong: str) -> None:
+def test_rows_that_do_not_fit_change_nothing(wrong):
     """Not even the variables before those that do not fit."""
     store = Store()
     store.allocate(0, np.zeros((4, 2)))
@@ -240,7 +240,7 @@ QUEUE = [
 ]  # fmt: skip
 
 
-def test_queue_lets_reads_go_together_and_writes_alone() -> None:
+def test_queue_lets_reads_go_together_and_writes_alone():
     stored, places = Stored(np.zeros(2)), dict[str, Any]()
     for what, who, may_go in QUEUE:
         if what == "leaves":

@@ -4,15 +4,12 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from parameter_server.clusters import PATIENT, deadline_of, meet, on_workers, set_deadline_of_meetings, worker_test
 from support.deadlines import recorded_seconds
-from support.ranks import Intracomm
-from transport.failures.clocks import Clock, clock
+from transport.failures.clocks import clock
 
 from mpidist import Variable
 from mpidist.context_stack import parts_of
@@ -23,15 +20,13 @@ from mpidist.transport.failures.awaited_peers import AwaitedPeers
 
 __all__ = ["clock"]
 
-HERE: dict[str, Any] = {}  # what a rule of this rank finds
+HERE = {}  # what a rule of this rank finds
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @worker_test(communication_options=PATIENT)
-def test_deadline_of_a_call_of_all_workers_comes_to_the_first_that_waits_and_not_early(
-    strategy: ParameterServerStrategy, comm: Intracomm
-) -> None:
+def test_deadline_of_a_call_of_all_workers_comes_to_the_first_that_waits_and_not_early(strategy, comm):
     """The others that wait with it are told whose it was; afterwards the strategy works: reset() has nothing to do."""
     workers = comm.Create_group(comm.Get_group().Excl([comm.size - 1]))
     with strategy.scope():
@@ -61,13 +56,13 @@ def test_deadline_of_a_call_of_all_workers_comes_to_the_first_that_waits_and_not
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @worker_test()
-def test_one_thread_makes_the_requests(strategy: ParameterServerStrategy) -> None:
+def test_one_thread_makes_the_requests(strategy):
     """As in the other strategies: another one is refused as long as the first one lives, and later takes over."""
     with strategy.scope():
         variable = Variable(0.0)
     has_called, is_over = threading.Event(), threading.Event()
 
-    def first() -> None:
+    def first():
         variable.assign_add(1.0)
         has_called.set()
         is_over.wait()
@@ -86,7 +81,7 @@ def test_one_thread_makes_the_requests(strategy: ParameterServerStrategy) -> Non
 
 @pytest.mark.ranks(3)
 @worker_test()
-def test_status_of_a_server_names_its_last_request(strategy: ParameterServerStrategy, comm: Intracomm) -> None:
+def test_status_of_a_server_names_its_last_request(strategy, comm):
     with strategy.scope():
         variable = Variable(0.0)
     role, server = parts_of(strategy).peers, comm.size - 1
@@ -104,14 +99,14 @@ def test_status_of_a_server_names_its_last_request(strategy: ParameterServerStra
 
 
 @server_rules.register("sleeps")
-def sleeps(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def sleeps(value, gradient, memory):
     while not HERE["comm"].Iprobe(0):
         time.sleep(0.01)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm: Intracomm) -> None:
+def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm):
     """The server that did not answer it in time learns of it, and so do the other workers."""
     HERE["comm"], error = comm, None
     try:
@@ -141,13 +136,13 @@ def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm: Intraco
 
 
 @server_rules.register("takes a moment")
-def take_a_moment(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def take_a_moment(value, gradient, memory):
     time.sleep(0.05)
 
 
 @pytest.mark.ranks(3)
 @worker_test(communication_options=PATIENT)
-def test_deadline_of_a_request_is_its_own(strategy: ParameterServerStrategy, clock: Clock) -> None:
+def test_deadline_of_a_request_is_its_own(strategy, clock):
     with strategy.scope():
         variable = Variable(0.0)
     for _ in range(3):
@@ -157,14 +152,14 @@ def test_deadline_of_a_request_is_its_own(strategy: ParameterServerStrategy, clo
 
 
 @server_rules.register("is_away")
-def is_away(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def is_away(value, gradient, memory):
     for rank in range(1, HERE["comm"].size - 1):
         while not HERE["comm"].Iprobe(rank):
             time.sleep(0.01)
 
 
 @pytest.mark.ranks(3)
-def test_lost_server_stays_lost_after_its_finder_ends_by_another_error(comm: Intracomm) -> None:
+def test_lost_server_stays_lost_after_its_finder_ends_by_another_error(comm):
     """The worker has caught that error, and ends with one of its own, in other words."""
     HERE["comm"], error, is_ps = comm, None, False
     try:
@@ -199,8 +194,8 @@ def test_lost_server_stays_lost_after_its_finder_ends_by_another_error(comm: Int
 
 
 @pytest.mark.ranks(3)
-def test_exception_of_a_worker_ends_the_waits_of_the_others(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> None:
+def test_exception_of_a_worker_ends_the_waits_of_the_others(comm):
+    def work(strategy):
         with strategy.scope():
             variable = Variable(0.0)
         if not strategy.is_chief:
@@ -216,12 +211,12 @@ def test_exception_of_a_worker_ends_the_waits_of_the_others(comm: Intracomm) -> 
 class Tells(logging.Handler):
     """Tells a rank of a warning with a certain text."""
 
-    def __init__(self, comm: Intracomm, pattern: str, to: int = 0) -> None:
+    def __init__(self, comm, pattern, to=0):
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
-        self._comm, self._to, self._pattern, self._sends = comm, to, re.compile(pattern), []  # type: ignore[var-annotated]
+        self._comm, self._to, self._pattern, self._sends = comm, to, re.compile(pattern), []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         text = record.getMessage()
         self.texts.append(text)
         if self._pattern.match(text):
@@ -229,7 +224,7 @@ class Tells(logging.Handler):
 
 
 @contextmanager
-def told(comm: Intracomm, pattern: str, to: int = 0) -> Iterator[Tells]:
+def told(comm, pattern, to=0):
     """Tell a rank of warnings in the body."""
     tells, ours = Tells(comm, pattern, to), logging.getLogger("mpidist")
     ours.addHandler(tells)
@@ -239,7 +234,7 @@ def told(comm: Intracomm, pattern: str, to: int = 0) -> Iterator[Tells]:
         ours.removeHandler(tells)
 
 
-def meet_message(comm: Intracomm, source: int) -> None:
+def meet_message(comm, source):
     """Wait for a message, and leave the cores to others."""
     while not comm.iprobe(source):
         time.sleep(0.01)
@@ -256,11 +251,11 @@ LATE = {
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("call", LATE)
-def test_server_warns_of_late_workers(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_server_warns_of_late_workers(comm, monkeypatch, call):
     """And the worker that waits does not warn of the server, which answers it."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.3")
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy):
         with strategy.scope():
             variable = Variable(0.0)
         if strategy.is_chief:
@@ -279,21 +274,21 @@ def test_server_warns_of_late_workers(comm: Intracomm, monkeypatch: pytest.Monke
 
 
 @server_rules.register("waits for a warning")
-def wait_for_a_warning(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def wait_for_a_warning(value, gradient, memory):
     meet_message(HERE["comm"], 1)
     value += 1
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_worker_warns_of_a_server_in_a_long_rule(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_warns_of_a_server_in_a_long_rule(comm, monkeypatch):
     """The server cannot warn meanwhile."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.3")
     monkeypatch.setattr(AwaitedPeers, "busy_seconds", 0.3)
     monkeypatch.setitem(HERE, "comm", comm)
     text = r"mpidist: barrier\(\) at parameter server 0 .*on rank 1 has waited for .*rank 2 .*does not answer"
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy):
         with strategy.scope():
             variable = Variable(0.0)
         if strategy.is_chief:

@@ -5,17 +5,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from mpi_session import clean_environment
 from mpi_session.selection import plan, teams_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def totals() -> dict[tuple[str, str], int]:
+def totals():
     """Return today's totals, by section and name."""
     package = [ast.parse(path.read_text()) for path in ROOT.glob("mpidist/**/*.py")]
     return {
@@ -29,17 +27,17 @@ def totals() -> dict[tuple[str, str], int]:
     }
 
 
-def _files(folder: str, *endings: str) -> Iterator[Path]:
+def _files(folder, *endings):
     for path in (ROOT / folder).rglob("*.*"):
         if path.suffix[1:] in endings and "_build" not in path.parts:
             yield path
 
 
-def _lines(folder: str, *endings: str) -> int:
+def _lines(folder, *endings):
     return sum(len(path.read_text().splitlines()) for path in _files(folder, *endings))
 
 
-def _runs() -> int:
+def _runs():
     """Let a session of its own collect all tests, which ends with `pytest_collection_finish` below."""
     command = [
         sys.executable,
@@ -63,7 +61,7 @@ def _runs() -> int:
     return int(found[1])
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     runs = plan(session.items, teams_of([1, 2, 3, 4], num_lanes=1))
     print(f"\n{sum(map(len, runs.values()))} runs")
 

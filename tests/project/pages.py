@@ -9,7 +9,6 @@ A block of commands without a mark is run as it stands, and what it prints is co
 
 import re
 import socket
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,19 +40,19 @@ class Command(NamedTuple):
     status: int | None = None  # its exit status, if the block shows it by `echo $?`
 
     @property
-    def is_safe(self) -> bool:
+    def is_safe(self):
         return _SAFE.fullmatch(self.line) is not None
 
     @property
-    def is_by_many(self) -> bool:
+    def is_by_many(self):
         """Whether several processes print at once."""
         return "mpiexec" in self.line or "mpidist run" in self.line
 
     @property
-    def shows_failure(self) -> bool:
+    def shows_failure(self):
         return any(line.endswith(_TRACEBACK) for line in self.shown)
 
-    def ends_with(self, status: int) -> bool:
+    def ends_with(self, status):
         """Whether this is the exit status of which the block speaks: with a traceback, any but 0."""
         return (status != 0) == self.shows_failure if self.status is None else status == self.status
 
@@ -71,9 +70,9 @@ class Block:
     text: str  # what is between the fences
 
     @cached_property
-    def commands(self) -> list[Command]:
+    def commands(self):
         """The commands in the block, in order."""
-        found: list[Command] = []
+        found = []
         for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
             line, *shown = part.splitlines()
             if line == "echo $?":
@@ -83,7 +82,7 @@ class Block:
         return found
 
 
-def blocks_of(page: Path) -> list[Block]:
+def blocks_of(page):
     """Return the blocks of a page, in order. A program without a name is called after its place."""
     text, found = page.read_text(), []
     for match in BLOCK.finditer(text):
@@ -93,7 +92,7 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-def difference(command: Command, printed: str) -> str:
+def difference(command, printed):
     """Return in what the output of a command differs from what its block shows; nothing, if in nothing.
 
     Hosts, numbers of processes, times and folders are those of the day, and the lines of the library itself in a
@@ -125,13 +124,13 @@ def difference(command: Command, printed: str) -> str:
     return "" if leaves_out or not rest else f"not in the block: {rest[0]!r}"
 
 
-def _rank_of(line: str) -> str:
+def _rank_of(line):
     """Return the name of the rank with which a line begins, if it does."""
     match = re.match(r"\[rank \d+ ", line)
     return match[0] if match else ""
 
 
-def _first(lines: list[str], fits: Callable[[str], object], is_by_many: bool, leaves_out: bool) -> int | None:
+def _first(lines, fits, is_by_many, leaves_out):
     """Return the place of the first line that fits, if no line comes before that the same process wrote."""
     at = next((at for at, line in enumerate(lines) if fits(line)), None)
     if at is None or leaves_out:
@@ -139,13 +138,13 @@ def _first(lines: list[str], fits: Callable[[str], object], is_by_many: bool, le
     return None if any(_is_by_same(line, lines[at], is_by_many) for line in lines[:at]) else at
 
 
-def _is_by_same(one: str, other: str, is_by_many: bool) -> bool:
+def _is_by_same(one, other, is_by_many):
     if not is_by_many:
         return True
     return _rank_of(one) == _rank_of(other) != ""
 
 
-def _pattern(line: str) -> re.Pattern[str]:
+def _pattern(line):
     return re.compile(".*".join(map(re.escape, line.split(_LEFT_OUT))))
 
 
@@ -167,7 +166,7 @@ _OWN_FRAME = re.compile(rf'{_RANK}  File "({re.escape(str(Path(mpidist.__file__)
 _UNDERLINED = re.compile(rf"{_RANK} +[~^]+")
 
 
-def _comparable(lines: Iterable[str]) -> list[str]:
+def _comparable(lines):
     """Return lines as they are compared: what is of the day has a name, and what tells nothing is left out."""
     found, own, is_in_box = [], None, False
     for line in filter(None, (line.strip("\0").rstrip() for line in lines)):

@@ -7,7 +7,6 @@ import ast
 import graphlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,25 +54,25 @@ class Module:
     tree: ast.Module
 
     @property
-    def is_package(self) -> bool:
+    def is_package(self):
         return self.path.name == "__init__.py"
 
     @property
-    def folder(self) -> str:
+    def folder(self):
         """The package that the file lies in: of an `__init__`, the package that it makes."""
         return self.name if self.is_package else self.name.rpartition(".")[0]
 
-    def at(self, line: int) -> str:
+    def at(self, line):
         return f"{self.path.relative_to(PACKAGE.parent)}:{line}"
 
-    def imports(self) -> Iterator[Import]:
+    def imports(self):
         yield from _imports(self.tree, in_function=False, only_typing=False)
 
-    def own_imports(self) -> Iterator[Import]:
+    def own_imports(self):
         return (found for found in self.imports() if found.target.split(".")[0] == "mpidist")
 
 
-def _modules() -> dict[str, Module]:
+def _modules():
     modules = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -82,7 +81,7 @@ def _modules() -> dict[str, Module]:
     return modules
 
 
-def _imports(node: ast.AST, in_function: bool, only_typing: bool) -> Iterator[Import]:
+def _imports(node, in_function, only_typing):
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
@@ -109,11 +108,11 @@ NAMES = {
 MODULES = _modules()
 
 
-def is_in(name: str, package: str) -> bool:
+def is_in(name, package):
     return name == package or name.startswith(package + ".")
 
 
-def test_package_was_found() -> None:
+def test_package_was_found():
     """Else every rule below would hold."""
     assert len(MODULES) > 40
     assert sum(1 for module in MODULES.values() for _ in module.own_imports()) > 200
@@ -121,14 +120,14 @@ def test_package_was_found() -> None:
     assert {"mpidist.strategy", "mpidist.strategy_parts", "mpidist.replicas"} <= edges
 
 
-def require_no_import(is_wrong: Callable[[Module, Import], bool]) -> None:
+def require_no_import(is_wrong):
     every = ((module, found) for module in MODULES.values() for found in module.imports())
     assert [
         f"{module.at(found.line)} imports {found.target}" for module, found in every if is_wrong(module, found)
     ] == []
 
 
-def test_transport_imports_only_itself_and_errors() -> None:
+def test_transport_imports_only_itself_and_errors():
     require_no_import(
         lambda module, found: (
             is_in(module.name, "mpidist.transport")
@@ -138,7 +137,7 @@ def test_transport_imports_only_itself_and_errors() -> None:
     )
 
 
-def test_strategies_are_imported_by_the_tables_of_contents_alone() -> None:
+def test_strategies_are_imported_by_the_tables_of_contents_alone():
     """And none by another: a strategy is a composition, never an override of another one."""
     require_no_import(
         lambda module, found: (
@@ -149,27 +148,27 @@ def test_strategies_are_imported_by_the_tables_of_contents_alone() -> None:
     )
 
 
-def require_no_cycle(graph: Mapping[str, set[str]]) -> None:
+def require_no_cycle(graph):
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"these import each other: {' <- '.join(error.args[1])}")
 
 
-def test_imports_make_no_cycle() -> None:
+def test_imports_make_no_cycle():
     """Of imports for types, too: who names another's class knows of it."""
     require_no_cycle({module.name: {found.target for found in module.own_imports()} for module in MODULES.values()})
 
 
-def unit(name: str) -> str:
+def unit(name):
     """A module's folder; a module at the top is one by itself."""
     folder = MODULES[name].folder
     return name if folder == PACKAGE.name else folder
 
 
-def test_folders_make_no_cycle() -> None:
+def test_folders_make_no_cycle():
     """Of imports for types, too. An `__init__` may name what is in folders within its own."""
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for module in MODULES.values():
         for found in module.own_imports():
             one, other = unit(module.name), unit(found.target)
@@ -193,7 +192,7 @@ TABLES_OF_CONTENTS = {
 }
 
 
-def test_names_are_imported_from_the_module_that_defines_them() -> None:
+def test_names_are_imported_from_the_module_that_defines_them():
     """Else an import reads a folder's other modules, too, and hides where a name comes from."""
     assert {
         module.name for module in MODULES.values() if module.is_package and listed_names(module)
@@ -209,23 +208,22 @@ def test_names_are_imported_from_the_module_that_defines_them() -> None:
     assert wrong == []
 
 
-def listed_names(module: Module) -> list[str]:
+def listed_names(module):
     """What a module's `__all__` has; none if there is none."""
     if module.name == PACKAGE.name:  # it makes its list of a table
         return mpidist.__all__
     for node in module.tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names: list[str] = ast.literal_eval(node.value)
-            return names
+            return ast.literal_eval(node.value)
     return []
 
 
-def test_functions_import_the_guarded_libraries_alone() -> None:
+def test_functions_import_the_guarded_libraries_alone():
     require_no_import(lambda _, found: found.in_function and found.target.split(".")[0] not in GUARDED)
 
 
 @pytest.mark.parametrize("library", GUARDED)
-def test_guarded_libraries_have_few_doors(library: str) -> None:
+def test_guarded_libraries_have_few_doors(library):
     found = [
         (module, found)
         for module in MODULES.values()
@@ -239,7 +237,7 @@ def test_guarded_libraries_have_few_doors(library: str) -> None:
         assert its.in_function or its.only_typing, f"{module.at(its.line)} imports {library} when it is loaded"
 
 
-def test_variables_of_launchers_are_named_in_one_module() -> None:
+def test_variables_of_launchers_are_named_in_one_module():
     """Else a launcher that changes is known here, and not there. The resolver of Slurm reads where its tasks lie."""
     pattern = re.compile(r'"(PMI_|PMIX_|OMPI_COMM_WORLD|MV2_COMM_WORLD|MPI_LOCAL|SLURM_STEP_NUM_TASKS|SLURM_PROCID)')
     naming = {module.name for module in MODULES.values() if pattern.search(module.path.read_text())}
@@ -248,14 +246,14 @@ def test_variables_of_launchers_are_named_in_one_module() -> None:
     }
 
 
-def test_folders_and_modules_stay_small() -> None:
+def test_folders_and_modules_stay_small():
     counts = Counter(module.folder for module in MODULES.values() if not module.is_package)
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
     lengths = {module.at(1): len(module.path.read_text().splitlines()) for module in MODULES.values()}
     assert {name: length for name, length in lengths.items() if length > MAX_MODULE_LINES} == {}
 
 
-def body_lines(function: Function) -> int:
+def body_lines(function):
     """Count a function's lines without its signature and docstring."""
     body = function.body
     if ast.get_docstring(function, clean=False) is not None:
@@ -263,7 +261,7 @@ def body_lines(function: Function) -> int:
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-def test_functions_stay_small() -> None:
+def test_functions_stay_small():
     lengths = {
         f"{module.at(node.lineno)} {node.name}": body_lines(node)
         for module in MODULES.values()
@@ -273,11 +271,11 @@ def test_functions_stay_small() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
 
 
-def is_without_definitions(module: Module) -> bool:
+def is_without_definitions(module):
     return all(isinstance(node, (ast.Expr, ast.ImportFrom)) for node in module.tree.body)
 
 
-def test_public_names_are_listed() -> None:
+def test_public_names_are_listed():
     wrong = []
     for module in MODULES.values():
         listed = listed_names(module)
@@ -294,7 +292,7 @@ def test_public_names_are_listed() -> None:
     assert wrong == []
 
 
-def test_private_names_stay_in_their_files() -> None:
+def test_private_names_stay_in_their_files():
     wrong = [
         f"{module.at(node.lineno)} imports {alias.name}"
         for module in MODULES.values()
@@ -306,22 +304,22 @@ def test_private_names_stay_in_their_files() -> None:
     assert wrong == []
 
 
-def test_modules_have_docstrings() -> None:
+def test_modules_have_docstrings():
     for module in MODULES.values():
         first = (ast.get_docstring(module.tree) or "").splitlines()[:1]
         assert first, f"{module.at(1)} has no docstring"
         assert first[0].endswith((".", "?", "`")), f"{module.at(1)}: the first line is no sentence: {first[0]!r}"
 
 
-def bases(node: ast.ClassDef) -> list[str]:
+def bases(node):
     return [ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases]
 
 
-def decorators(node: ast.ClassDef | Function) -> set[str]:
+def decorators(node):
     return {ast.unparse(decorator).split("(")[0].rpartition(".")[2] for decorator in node.decorator_list}
 
 
-def is_abstract(node: ast.ClassDef) -> bool:
+def is_abstract(node):
     methods = [part for part in node.body if isinstance(part, Function)]
     has_members = any(isinstance(part, (ast.Assign, ast.AnnAssign)) for part in node.body)
     return (
@@ -332,7 +330,7 @@ def is_abstract(node: ast.ClassDef) -> bool:
     )
 
 
-def test_classes_are_abstract_or_final() -> None:
+def test_classes_are_abstract_or_final():
     """The rule of the house. Kinds of error are neither: programs may refine them."""
     nodes = ((module, node) for module in MODULES.values() for node in ast.walk(module.tree))
     classes = [(module, node) for module, node in nodes if isinstance(node, ast.ClassDef)]
@@ -351,14 +349,14 @@ TESTS = Path(__file__).parents[1]
 
 
 @cache
-def modules_of_tests() -> list[tuple[str, str, ast.Module]]:
+def modules_of_tests():
     """Return (path, name, tree) of all modules of tests, each with the name it would have inside mpidist."""
     inner = [path.relative_to(TESTS) for path in sorted(TESTS.rglob("*.py"))]
     names = [".".join((PACKAGE.name, *path.with_suffix("").parts)) for path in inner]
     return [(str(path), name, ast.parse((TESTS / path).read_text())) for path, name in zip(inner, names, strict=True)]
 
 
-def test_folders_of_tests_mirror_those_of_the_package() -> None:
+def test_folders_of_tests_mirror_those_of_the_package():
     own = {"fixtures", "frameworks", "host_cuda", "jobs", "project", "random_programs", "slurm", "support"}
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
     mirrors = {folder for folder in folders if not own & {*folder.parts}}
@@ -367,7 +365,7 @@ def test_folders_of_tests_mirror_those_of_the_package() -> None:
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
-def test_names_of_tests_begin_with_their_feature() -> None:
+def test_names_of_tests_begin_with_their_feature():
     """With no article or clause; and programs in them report and match, they do not tell and know."""
     refused = re.compile(
         r"test_((an?|the|what|that|whatever|each|every)_|(\w+_)?(ask(ed)?|heard?|known?|learn|say|said|tell|told)s?(_|$))"
@@ -392,7 +390,7 @@ TOUCH_PRIVATES = {
 }
 
 
-def privates_of(tree: ast.Module) -> set[str]:
+def privates_of(tree):
     """Return the private names that a module asks other objects for, or puts something else in place of."""
     own = {
         node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
@@ -408,7 +406,7 @@ def privates_of(tree: ast.Module) -> set[str]:
     return {name for name in (asked - own) | replaced if name.startswith("_") and not name.startswith("__")}
 
 
-def test_tests_touch_few_privates() -> None:
+def test_tests_touch_few_privates():
     of_others = {"_asdict", "_exit", "_fields", "_replace"}  # of Python's own
     found = {
         path: privates_of(tree) - of_others

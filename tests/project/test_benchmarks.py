@@ -8,9 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +44,7 @@ SMALL = {
 WAY = Way([], lambda at: None)
 
 
-def run(*options: str, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def run(*options, launcher=()):
     """Run a benchmark, and require that it ends well."""
     command = [*launcher, sys.executable, str(BENCHMARKS), *options]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
@@ -54,56 +52,56 @@ def run(*options: str, launcher: Sequence[str] = ()) -> subprocess.CompletedProc
     return done
 
 
-def measured(folder: Path, *options: str) -> str:
+def measured(folder, *options):
     """Run a benchmark with the library of this environment, and return what it prints."""
     done = run(*options, "--env", f"mpich={sys.executable}", "--out", str(folder))
     assert "left out" not in done.stderr, done.stderr
     return done.stdout
 
 
-def rows_in(path: Path) -> list[dict[str, str]]:
+def rows_in(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, str]], Path]:
+def quick(tmp_path_factory):
     """Measure the library of this environment, and one that is not there."""
     folder = tmp_path_factory.mktemp("results")
     said = measured(folder, "all_reduce", "--quick", "--peers", "mpich,gloo", f"--env=gloo={folder / 'python'}")
     return said, rows_in(folder / "all_reduce-2-ranks.csv"), folder
 
 
-def test_quick_run_has_a_row_for_each_work_and_way(quick: Any) -> None:
+def test_quick_run_has_a_row_for_each_work_and_way(quick):
     found = {(row["work"], row["way"]) for row in quick[1]}
     ways = {"raw", "raw in place", "mpidist", "mpidist in place", "mpidist per node", "mpidist symmetric"}
     assert {(name, way) for name in ("4", "64K", "1M", "20x1K") for way in ways} <= found
 
 
-def test_quick_run_records_medians_within_their_spread(quick: Any) -> None:
+def test_quick_run_records_medians_within_their_spread(quick):
     for row in quick[1]:
         assert 0 < float(row["us_low"]) <= float(row["us"]) <= float(row["us_high"])
         assert len(row["us_rounds"].split()) == int(row["rounds"])
 
 
-def test_quick_run_prints_each_way_beside_its_baseline(quick: Any) -> None:
+def test_quick_run_prints_each_way_beside_its_baseline(quick):
     lines = [line for line in quick[0].splitlines() if line.startswith("mpidist in place (mpich)")]
     assert len(lines) == 4
     assert all(line.split("|")[2].rstrip().endswith(", raw in place (mpich)") for line in lines)
 
 
-def test_library_that_is_missing_is_named_and_skipped(quick: Any) -> None:
+def test_library_that_is_missing_is_named_and_skipped(quick):
     assert "gloo: not installed: no environment" in quick[0]
 
 
-def test_record_names_no_machine_and_no_path(quick: Any) -> None:
+def test_record_names_no_machine_and_no_path(quick):
     text = (quick[2] / "all_reduce-2-ranks.csv").read_text()
     assert os.uname().nodename not in text
     assert str(BENCHMARKS.parent) not in text
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
-def test_ranks_are_asleep_between_turns() -> None:
+def test_ranks_are_asleep_between_turns():
     group = Group(PEERS[0], Path(sys.executable), 2)
     try:
         group.join()
@@ -114,7 +112,7 @@ def test_ranks_are_asleep_between_turns() -> None:
         group.close()
 
 
-def test_failed_group_gives_its_error_and_ends() -> None:
+def test_failed_group_gives_its_error_and_ends():
     group = Group(PEERS[0], Path(sys.executable), 2)
     try:
         group.join()
@@ -127,7 +125,7 @@ def test_failed_group_gives_its_error_and_ends() -> None:
             time.sleep(0.02)
 
 
-def _state(pid: int) -> str:
+def _state(pid):
     for _ in range(6000):  # a signal is on its way for a moment, or longer on a busy machine
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "T":
@@ -137,7 +135,7 @@ def _state(pid: int) -> str:
 
 
 @pytest.mark.parametrize("part", [None, slice(900, 1900)])
-def test_wrong_sum_in_the_middle_of_an_array_is_noticed(part: slice | None) -> None:
+def test_wrong_sum_in_the_middle_of_an_array_is_noticed(part):
     arrays, way = [np.empty((700, 3), np.float32)], Way([], lambda at: None, part=part)
     write_pattern(arrays, 1)
     total = 2 * arrays[0] - 1  # ranks 0 and 1
@@ -149,13 +147,13 @@ def test_wrong_sum_in_the_middle_of_an_array_is_noticed(part: slice | None) -> N
 
 
 @pytest.mark.parametrize("sums", [[[5.0, 4.0]], [[5.0, 5.0, 5.0]], []])
-def test_wrong_ends_and_shapes_are_noticed(sums: list[list[float]]) -> None:
+def test_wrong_ends_and_shapes_are_noticed(sums):
     check([np.array([5.0, 5.0])], WAY, [(2,)], 2, 2)
     with pytest.raises(ArithmeticError):
         check([np.array(one) for one in sums], WAY, [(2,)], 2, 2)
 
 
-def test_lists_are_read_by_name_and_by_number() -> None:
+def test_lists_are_read_by_name_and_by_number():
     sizes, lists = works_of("all_reduce", "64K,1M", ""), works_of("all_reduce", "", "3x1K,resnet50")
     assert [(one.nbytes, one.calls) for one in sizes] == [(64 << 10, 1), (1 << 20, 1)]
     assert [(len(one.shapes), one.nbytes > 3000) for one in lists] == [(3, True), (161, True)]
@@ -163,13 +161,13 @@ def test_lists_are_read_by_name_and_by_number() -> None:
         list(works_of("reductions", "", "resnet50"))
 
 
-def test_barrier_ends_when_a_rank_does_not_come(tmp_path: Path) -> None:
+def test_barrier_ends_when_a_rank_does_not_come(tmp_path):
     Barrier(tmp_path / "alone", 0, 1).wait()
     with pytest.raises(TimeoutError):
         Barrier(tmp_path / "two", 0, 2).wait(timeout_seconds=0.1)
 
 
-def test_prediction_is_that_of_the_model_for_its_algorithms_and_none_for_others() -> None:
+def test_prediction_is_that_of_the_model_for_its_algorithms_and_none_for_others():
     model, placement = CostModel(link_bytes_per_second=25e6), (2, 2)
     bound = Prediction(model, placement)
     assert bound.bound("two_shot", 1 << 20) == model.seconds("two_shot", 1 << 20, placement)
@@ -177,12 +175,12 @@ def test_prediction_is_that_of_the_model_for_its_algorithms_and_none_for_others(
     assert bound.bound("ring", 4096) is None
 
 
-def timing(peer: str, way: str, baseline: str, seconds: list[float], sent: tuple[float, ...] = ()) -> Timing:
+def timing(peer, way, baseline, seconds, sent=()):
     one = Work("size", "1K", ((256,),), benchmark="network")
     return Timing(one, peer, way, baseline, 9.0, np.array(seconds), 1, sent)
 
 
-def test_way_is_held_against_its_own_mpi_or_the_faster_one() -> None:
+def test_way_is_held_against_its_own_mpi_or_the_faster_one():
     raw = [timing("mpich", "raw in place", "", [3.0, 3.0]), timing("openmpi", "raw in place", "", [2.0, 4.0, 2.0])]
     ours, gloo = (
         timing("mpich", "mpidist", "raw in place", [1.0, 2.0]),
@@ -197,13 +195,13 @@ def test_way_is_held_against_its_own_mpi_or_the_faster_one() -> None:
     assert lines_of(rows)[-1].split("|")[2].strip() == "0.50 (0.50 to 1.00), raw in place (openmpi)"
 
 
-def test_bytes_sent_by_hosts_are_compared_with_the_least() -> None:
+def test_bytes_sent_by_hosts_are_compared_with_the_least():
     link = Link(hosts=2, bits_per_second=8192.0)
     row = row_of(timing("mpich", "mpidist", "", [2.0], (1024 + 660.0, 10.0)), [], link)
     assert (row["bound_us"], row["share_of_bound"], row["net_sent_to_least"]) == ("1000000.00", "0.500", "1.0000")
 
 
-def test_libraries_have_a_folder_to_search() -> None:
+def test_libraries_have_a_folder_to_search():
     assert {peer.environment for peer in PEERS} <= set(FOLDERS)
 
 
@@ -214,14 +212,14 @@ def test_libraries_have_a_folder_to_search() -> None:
         (("calls", "--peers=mpich,gloo"), "gloo is no library of calls: there are mpich, openmpi, intel, torch, mpich"),
     ],
 )
-def test_peer_that_a_case_cannot_measure_is_refused_in_one_line(given: tuple[str, ...], text: str) -> None:
+def test_peer_that_a_case_cannot_measure_is_refused_in_one_line(given, text):
     command = [sys.executable, str(BENCHMARKS), *given]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"error: {text}" in done.stderr.splitlines()[-1]
 
 
-def test_named_ways_are_measured_after_other_work(tmp_path: Path) -> None:
+def test_named_ways_are_measured_after_other_work(tmp_path):
     options = ["--peers=mpich,mpich release-gather", "--sizes=4,64K", "--lists=", "--ways=mpidist,raw in place"]
     measured(tmp_path, "all_reduce", *options, "--after=64K", "--rounds=1", "--seconds=0.01")
     rows = rows_in(tmp_path / "all_reduce-2-ranks-after-other-work.csv")
@@ -232,14 +230,14 @@ def test_named_ways_are_measured_after_other_work(tmp_path: Path) -> None:
     assert {row["calls"] for row in rows} == {"1"}
 
 
-def test_tuned_library_is_started_with_its_settings_for_raw_calls() -> None:
+def test_tuned_library_is_started_with_its_settings_for_raw_calls():
     tuned = {peer.name: peer for peer in TUNED}
     assert environment_of(tuned["intel pt2pt"], 2)["I_MPI_COLL_INTRANODE"] == "pt2pt"
     assert tuned["openmpi coll-sm"].options[:3] == ("--mca", "coll_sm_priority", "90")
     assert {peer.ways for peer in TUNED} == {("raw in place",)}
 
 
-def test_performance_writes_a_row_for_each_number_and_keeps_other_runs(tmp_path: Path) -> None:
+def test_performance_writes_a_row_for_each_number_and_keeps_other_runs(tmp_path):
     options = ["performance", "--quick", "--machine=m", f"--results={tmp_path}", f"--env=mpich={sys.executable}"]
     nobody = [f"--env={name}={tmp_path / 'python'}" for name in ("openmpi", "intel", "gloo", "horovod")]
     (tmp_path / "m").mkdir()
@@ -262,7 +260,7 @@ node,m,64K,65536,openmpi coll-sm,raw in place,us,10,d,v,2 ranks,mpi Open MPI 5
 """
 
 
-def test_page_compares_with_the_fastest_tuned_library(tmp_path: Path) -> None:
+def test_page_compares_with_the_fastest_tuned_library(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "latest.csv").write_text(NUMBERS)
     text = page.text_of_page(tmp_path).replace("\u00a0", " ")
@@ -273,18 +271,18 @@ def test_page_compares_with_the_fastest_tuned_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_benchmark_runs_and_its_results_are_right(tmp_path: Path, name: str) -> None:
+def test_benchmark_runs_and_its_results_are_right(tmp_path, name):
     measured(tmp_path, name, "--peers", "mpich", "--rounds", "1", "--seconds", "0.01", *SMALL[name])
     found = rows_in(tmp_path / f"{name}-2-ranks.csv")
     assert len(found) == len({(row["work"], row["way"]) for row in found}) >= 3
 
 
-def test_shards_of_uneven_length_are_right(tmp_path: Path) -> None:
+def test_shards_of_uneven_length_are_right(tmp_path):
     measured(tmp_path, "reductions", "--peers=mpich", "--ranks=3", "--sizes=4K", "--rounds=1", "--seconds=0.01")
     assert {"reduce_scatter", "all_gather"} <= {row["way"] for row in rows_in(tmp_path / "reductions-3-ranks.csv")}
 
 
-def test_faults_names_the_rank_and_line_of_an_exception_by_mpidist_and_plain_mpi(tmp_path: Path) -> None:
+def test_faults_names_the_rank_and_line_of_an_exception_by_mpidist_and_plain_mpi(tmp_path):
     pythons = [f"--env=mpich={sys.executable}", f"--env=openmpi={tmp_path}"]
     run("faults", "--faults=exception", "--tools=mpidist,mpich,openmpi", *pythons, f"--out={tmp_path}")
     *found, lacking = rows_in(tmp_path / "faults.csv")
@@ -298,7 +296,7 @@ def test_faults_names_the_rank_and_line_of_an_exception_by_mpidist_and_plain_mpi
     assert os.uname().nodename not in str(found)
 
 
-def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
+def test_older_commit_is_measured_beside(tmp_path):
     """The commit of now: an older one may not be in a shallow copy of the repository."""
     if subprocess.run(["git", "-C", str(BENCHMARKS), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
         pytest.skip("there is no history of git here")
@@ -311,13 +309,13 @@ def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
     assert "gloo: not installed" in said  # asked for, and beside an older mpidist
 
 
-def test_ranks_of_a_job_are_measured(tmp_path: Path) -> None:
+def test_ranks_of_a_job_are_measured(tmp_path):
     options = ["--sizes", "4", "--lists", "2x1K", "--rounds", "1", "--seconds", "0.01", "--out", str(tmp_path)]
     run("all_reduce", "--in-job", *options, launcher=[*Launcher.find(None).command, "-n", "2"])
     assert {row["peer"] for row in rows_in(tmp_path / "all_reduce-2-ranks.csv")} == {"job"}
 
 
-def test_parameter_servers_are_compared_with_mpidist(tmp_path: Path) -> None:
+def test_parameter_servers_are_compared_with_mpidist(tmp_path):
     measured(tmp_path, "servers", "--quick", "--sizes=4,64K")
     rows = rows_in(tmp_path / "servers-2-workers-1-servers.csv")
     found = [(row["work"], row["peer"], row["way"]) for row in rows]
@@ -326,7 +324,7 @@ def test_parameter_servers_are_compared_with_mpidist(tmp_path: Path) -> None:
     assert baselines == {f"{way} (mpidist)" for way in ("push", "pull", "push, pull")}
 
 
-def test_time_that_is_added_is_compared_with_that_of_the_baseline() -> None:
+def test_time_that_is_added_is_compared_with_that_of_the_baseline():
     work = Work("list", "x", ((3,),), benchmark="torch_steps")
     ways = {"no reduction": ("", 2.0), "DDP over gloo": ("", 6.0), "all_reduce_gradients": ("DDP over gloo", 3.0)}
     timings = [
@@ -337,7 +335,7 @@ def test_time_that_is_added_is_compared_with_that_of_the_baseline() -> None:
     assert lines_of(rows)[-1].split("|")[-1].strip() == "0.25"
 
 
-def test_parts_of_a_work_hold_all_its_numbers() -> None:
+def test_parts_of_a_work_hold_all_its_numbers():
     from backends.servers import place_parts
 
     large = Work("size", "64M", ((16 << 20,),))
@@ -346,17 +344,17 @@ def test_parts_of_a_work_hold_all_its_numbers() -> None:
     assert place_parts(Work("size", "4", ((1,),)), 2) == [[1], []]
 
 
-def test_servers_that_lose_a_push_are_noticed() -> None:
+def test_servers_that_lose_a_push_are_noticed():
     from backends.servers import ServerBackend
 
     class Forgetful(ServerBackend):
-        def __init__(self) -> None:
+        def __init__(self):
             self.size, self.servers, self.barrier = 1, 10_000, lambda: None  # too many to pin this process
 
-        def begin(self, work: Work) -> Any:
+        def begin(self, work):
             array, pushes = np.zeros(work.nbytes // 4), [0]
 
-            def push() -> None:
+            def push():
                 pushes[0] += 1
                 array[pushes[0] - 1 :] += 1
 

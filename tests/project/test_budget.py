@@ -9,7 +9,7 @@ from project.budget import totals
 pytestmark = pytest.mark.no_mpi
 
 
-def test_budget_totals_have_not_grown() -> None:
+def test_budget_totals_have_not_grown():
     budget = ConfigParser()
     budget.read(Path(__file__).with_name("budget.cfg"))
     numbers = {

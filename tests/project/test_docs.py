@@ -4,8 +4,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -54,24 +53,24 @@ class Ran(NamedTuple):
     printed: str
 
 
-def named(page: Path) -> str:
+def named(page):
     return str(page.relative_to(ROOT))
 
 
-def place(block: Block) -> str:
+def place(block):
     return f"{named(block.page)}:{block.number}"
 
 
-def is_run(block: Block) -> bool:
+def is_run(block):
     return block.mark != "not run" and (not block.needs or find_spec(block.needs) is not None)
 
 
-def commands_of(block: Block) -> list[Command]:
+def commands_of(block):
     """Return what to do with a block. A program is run alone at least."""
     return block.commands if block.kind == "console" else [Command(f"python {block.word}")]
 
 
-def is_done_elsewhere(block: Block) -> bool:
+def is_done_elsewhere(block):
     """Whether another block of the page has a program run alone."""
     others = [other for other in CODE if other.page == block.page and other.kind == "console" and is_run(other)]
     return block.kind == "python" and any(commands_of(block)[0].line == c.line for o in others for c in o.commands)
@@ -81,12 +80,12 @@ CODE = [block for page in PAGES for block in blocks_of(page) if block.kind in ("
 RUN = [block for block in CODE if is_run(block) and not is_done_elsewhere(block)]
 
 
-def programs_of(page: Path) -> list[Block]:
+def programs_of(page):
     return [block for block in CODE if block.page == page and block.kind == "python" and is_run(block)]
 
 
 @pytest.fixture(scope="module")
-def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environ(tmp_path_factory):
     """The environment of a person who reads the pages: the commands are those of these tests."""
     folder = tmp_path_factory.mktemp("bin")
     run = (sys.executable, "-m", "mpidist")
@@ -98,9 +97,7 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def jobs(
-    request: pytest.FixtureRequest, environ: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Block, Future[list[Ran]]]]:
+def jobs(request, environ, tmp_path_factory):
     """What the chosen tests will ask for, begun in advance, some at a time."""
     chosen = [getattr(item, "callspec", None) for item in request.session.items]
     blocks = [each.params["block"] for each in chosen if each is not None and "block" in each.params]
@@ -109,7 +106,7 @@ def jobs(
         pool.shutdown(cancel_futures=True)
 
 
-def run(block: Block, folder: Path, environ: Mapping[str, str]) -> list[Ran]:
+def run(block, folder, environ):
     """Run a block's commands one after the other, in a folder with the programs of its page."""
     assert commands_of(block), f"{place(block)} has no command; make it a block of text"
     for command in commands_of(block):
@@ -119,7 +116,7 @@ def run(block: Block, folder: Path, environ: Mapping[str, str]) -> list[Ran]:
     return [end_of(command, folder, environ) for command in commands_of(block)]
 
 
-def end_of(command: Command, folder: Path, environ: Mapping[str, str]) -> Ran:
+def end_of(command, folder, environ):
     with (folder / "printed").open("w+") as file:
         process = subprocess.Popen(
             ["bash", "-c", command.line],
@@ -137,7 +134,7 @@ def end_of(command: Command, folder: Path, environ: Mapping[str, str]) -> Ran:
         return Ran(command, status, file.read())
 
 
-def problem_of(block: Block, ended: list[Ran]) -> str:
+def problem_of(block, ended):
     """Return what is not as the block shows it; nothing, if nothing."""
     for command, status, printed in ended:
         told = f"`{command.line}` at {place(block)} ended with exit status {status}, and printed\n{printed}"
@@ -150,7 +147,7 @@ def problem_of(block: Block, ended: list[Ran]) -> str:
 
 @pytest.mark.timeout(5 * HANG_SECONDS)
 @pytest.mark.parametrize("block", RUN, ids=place)
-def test_block_prints_the_output_on_its_page(block: Block, jobs: Mapping[Block, Future[list[Ran]]]) -> None:
+def test_block_prints_the_output_on_its_page(block, jobs):
     problem = problem_of(block, jobs[block].result())
     assert problem == "", problem
 
@@ -192,11 +189,11 @@ OF_OPEN_MPI = "{0}\nMPI_ABORT was invoked on\n[1]\n{0}\n{0}\nprterun has exited\
         (MANY, ERROR, ERROR.replace("rank 1", "rank 0"), False),
     ],
 )
-def test_difference_of_output_is_found(line: str, shown: str, printed: str, is_same: bool) -> None:
+def test_difference_of_output_is_found(line, shown, printed, is_same):
     assert (difference(Command(line, tuple(shown.splitlines())), printed) == "") == is_same
 
 
-def test_commands_that_could_do_harm_are_not_run(tmp_path: Path) -> None:
+def test_commands_that_could_do_harm_are_not_run(tmp_path):
     for line in ("pip install x", "python a.py; rm -r .", "kill 1", "python a.py > b", "sbatch a.py", "python -m pip"):
         assert not Command(line).is_safe
     block = Block(DOCS / "index.md", 1, "console", "", "", "", "$ touch it\n")
@@ -205,13 +202,13 @@ def test_commands_that_could_do_harm_are_not_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reasons_of_blocks_that_are_not_run() -> None:
+def test_reasons_of_blocks_that_are_not_run():
     """Nothing is left out in silence: what is left out, here or where a module is missing, stands above."""
     needed = Counter(f"needs {block.needs}" for block in CODE if block.needs)
     assert needed + Counter(block.word for block in CODE if block.mark == "not run") == NOT_RUN
 
 
-def test_code_is_marked_and_found() -> None:
+def test_code_is_marked_and_found():
     """A mark that the pattern does not fit would be a program that nobody runs, and so would a name used twice."""
     for page in PAGES:
         text, blocks = page.read_text(), [block for block in CODE if block.page == page]
@@ -224,14 +221,14 @@ def test_code_is_marked_and_found() -> None:
     assert len(RUN) > 50
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return what GitHub and MyST make of the headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=named)
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files(page):
     for match in LINK.finditer(BLOCK.sub("", page.read_text())):
         target, _, anchor = match["target"].partition("#")
         if re.match(r"\w+:", target):
@@ -242,7 +239,7 @@ def test_links_lead_to_files(page: Path) -> None:
             assert anchor in anchors(file), f"{named(page)} links to {match['target']}, which has no such heading"
 
 
-def test_reference_names_everything_public() -> None:
+def test_reference_names_everything_public():
     documented = set(re.findall(r"\w+", "".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))))
     modules = mpidist, mpidist.checkpoint, mpidist.cluster_resolver, mpidist.experimental
     public = [name for module in modules for name in module.__all__]
@@ -252,7 +249,7 @@ def test_reference_names_everything_public() -> None:
     assert not [name for name in public if name not in documented]
 
 
-def test_pages_stay_short() -> None:
+def test_pages_stay_short():
     """A number here may fall; a commit that raises it gives the reason."""
     words = {page: len(page.read_text().split()) for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst"))}
     assert max(words.values()) <= 5_500
@@ -267,18 +264,18 @@ UNWANTED = re.compile(
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=named)
-def test_page_keeps_to_the_style(page: Path) -> None:
+def test_page_keeps_to_the_style(page):
     assert UNWANTED.findall(page.read_text()) == []
 
 
-def test_performance_page_is_that_of_its_numbers() -> None:
+def test_performance_page_is_that_of_its_numbers():
     sys.path.append(str(ROOT / "benchmarks"))
     from page import text_of_page
 
     assert (DOCS / "performance.md").read_text() == text_of_page(), "write it with `python benchmarks page`"
 
 
-def test_architecture_names_files_that_exist() -> None:
+def test_architecture_names_files_that_exist():
     table = (DOCS / "architecture.md").read_text().partition("## Where to change what")[2].partition("## ")[0]
     files = {path.name for path in Path(mpidist.__file__).parent.rglob("*.*")}
     assert [name for name in re.findall(r"(\w+\.(?:py|c|sh))`", table) if name not in files] == []

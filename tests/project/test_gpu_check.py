@@ -57,7 +57,7 @@ REST = "the rest of this part"
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+def environment(tmp_path, monkeypatch):
     """Let modules of `PROGRAMS` be parts, and be patient with none of them."""
     monkeypatch.setattr(running, "LEAST_SECONDS", 1.0)
     monkeypatch.setattr(running, "GRACE", 1.0)
@@ -68,7 +68,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
 
 
 @pytest.fixture
-def outside_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def outside_mpi(monkeypatch):
     """Let programs that are started not take themselves for a rank of these tests."""
     for name in set(os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
@@ -76,15 +76,15 @@ def outside_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
-def run(name: str, environment: Environment, folder: Path, limit: float = 600) -> running.Outcome:
+def run(name, environment, folder, limit=600):
     return running.run(Part(name, f"{name}:ask", "is it there", limit), 600, environment, folder)
 
 
-def said_of(outcome: running.Outcome) -> dict[str, tuple[str, str]]:
+def said_of(outcome):
     return {row.question: (row.got, row.note) for row in outcome.rows}
 
 
-def _is_running(pid: int) -> bool:
+def _is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -107,9 +107,7 @@ YES, LATE, NOT_MEASURED = ("yes", ""), "not done within 15 s", "not measured"
          {"is it there": (NOT_MEASURED, "RuntimeError: no luck"), "is it fast": ("no", "")}, REST),
     ],
 )  # fmt: skip
-def test_failed_part_gives_its_reason_and_keeps_its_answers(
-    environment: Environment, tmp_path: Path, name: str, why: str, answers: dict[str, tuple[str, str]], last: str
-) -> None:
+def test_failed_part_gives_its_reason_and_keeps_its_answers(environment, tmp_path, name, why, answers, last):
     """With all that it started; a question that fails does not stop the next one."""
     outcome = run(name, environment, tmp_path, 15 if why == LATE else 600)
     assert outcome.why.startswith(why)
@@ -122,7 +120,7 @@ def test_failed_part_gives_its_reason_and_keeps_its_answers(
 
 
 @pytest.mark.no_mpi
-def test_part_is_not_started_without_time_or_mpi(environment: Environment, tmp_path: Path) -> None:
+def test_part_is_not_started_without_time_or_mpi(environment, tmp_path):
     part = Part("answers", "answers:ask", "is it there", 600)
     late = running.run(part, 0.9, environment, tmp_path)
     assert said_of(late) == {"is it there": ("not measured", "no time was left")}
@@ -134,7 +132,7 @@ def test_part_is_not_started_without_time_or_mpi(environment: Environment, tmp_p
 
 
 @pytest.mark.no_mpi
-def test_check_goes_on_and_writes_after_each_part(environment: Environment, tmp_path: Path) -> None:
+def test_check_goes_on_and_writes_after_each_part(environment, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     parts = [Part(name, f"{name}:ask", "is it there", 600, alone=name != "fails") for name in ("crashes", "answers")]
@@ -163,7 +161,7 @@ def test_check_goes_on_and_writes_after_each_part(environment: Environment, tmp_
 
 
 @pytest.mark.no_mpi
-def test_parts_that_measure_leave_time_to_the_others() -> None:
+def test_parts_that_measure_leave_time_to_the_others():
     """Whatever hangs. The others begin when these have ended."""
     alone = [part.alone for part in PARTS]
     assert sorted(alone, reverse=True) == alone
@@ -172,10 +170,10 @@ def test_parts_that_measure_leave_time_to_the_others() -> None:
 
 
 @pytest.mark.no_mpi
-def test_stopped_check_writes_its_answers(environment: Environment, tmp_path: Path) -> None:
+def test_stopped_check_writes_its_answers(environment, tmp_path):
     check = gpu_check.Check([Part(name, f"{name}:ask", name, 600) for name in ("hangs", "answers")], tmp_path, 600)
 
-    def stop() -> None:
+    def stop():
         while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
             time.sleep(0.1)
         check.stop(0, None)
@@ -188,7 +186,7 @@ def test_stopped_check_writes_its_answers(environment: Environment, tmp_path: Pa
 
 
 @pytest.mark.no_mpi
-def test_command_without_a_gpu_exits_with_3_and_writes_nothing(tmp_path: Path) -> None:
+def test_command_without_a_gpu_exits_with_3_and_writes_nothing(tmp_path):
     program = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--out", str(tmp_path), "--wheels", str(tmp_path)]
     hidden = {**clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(program, env=hidden, capture_output=True, text=True, check=False)
@@ -198,14 +196,14 @@ def test_command_without_a_gpu_exits_with_3_and_writes_nothing(tmp_path: Path) -
 
 
 @pytest.mark.no_mpi
-def test_parts_are_programs_with_questions_of_their_own() -> None:
+def test_parts_are_programs_with_questions_of_their_own():
     assert len({part.name for part in PARTS}) == len({part.question for part in PARTS}) == len(PARTS)
     for module, _, function in (part.ask.partition(":") for part in PARTS if part.ask != "tests"):
         assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.no_mpi
-def test_parts_are_chosen_by_name() -> None:
+def test_parts_are_chosen_by_name():
     program = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--only", "kernels", "sprint"]
     done = subprocess.run(program, env=clean_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -213,7 +211,7 @@ def test_parts_are_chosen_by_name() -> None:
 
 
 @pytest.mark.no_mpi
-def test_table_of_recorded_rows() -> None:
+def test_table_of_recorded_rows():
     rows = {
         "pack": [
             Row("pack", "89 % | 47 us", "at least 85 %: met"),
@@ -233,7 +231,7 @@ def test_table_of_recorded_rows() -> None:
 
 
 @pytest.mark.no_mpi
-def test_answer_that_was_cut_off_is_no_answer(tmp_path: Path) -> None:
+def test_answer_that_was_cut_off_is_no_answer(tmp_path):
     path = tmp_path / "part.jsonl"
     report = Report(path)
     report.add("is it there", "yes")
@@ -245,7 +243,7 @@ def test_answer_that_was_cut_off_is_no_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.no_mpi
-def test_wheels_are_installed_where_programs_find_their_libraries(tmp_path: Path) -> None:
+def test_wheels_are_installed_where_programs_find_their_libraries(tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "some-1.0-py3-none-any.whl", "w") as archive:
@@ -268,14 +266,14 @@ def test_wheels_are_installed_where_programs_find_their_libraries(tmp_path: Path
 
 
 @pytest.mark.no_mpi
-def test_files_with_gpu_tests_are_found() -> None:
+def test_files_with_gpu_tests_are_found():
     found = {Path(name).stem for name in running.files_with_gpu_tests()}
     assert found >= {"test_nccl", "test_host_staging", "test_device_overlap", "test_compression"}
     assert not found & {"test_gpu_support", "test_results"}
 
 
 @pytest.mark.no_mpi
-def test_tiny_check_runs_tests_that_keep_the_settings_of_their_part() -> None:
+def test_tiny_check_runs_tests_that_keep_the_settings_of_their_part():
     """MPIDIST_NCCL=0 and pretended nodes: tests with the fixtures `emulated` and `group` have their own."""
     parts = {part.name: part for part in PARTS}
     tiny = Environment({"GPU_CHECK_TINY": "1"}, (), "")
@@ -302,7 +300,7 @@ def test_tiny_check_runs_tests_that_keep_the_settings_of_their_part() -> None:
         ("", "ERROR: file or directory not found: tests/test_nowhere.py", WRONG, "ended with code 4: ERROR"),
     ],
 )
-def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, verdict: str, note: str) -> None:
+def test_tests_that_need_a_gpu_are_counted(tmp_path, body, got, verdict, note):
     """Also those that take too long, and a file that is not there."""
     path = tmp_path / "test_it.py"
     if body:
@@ -320,6 +318,6 @@ def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, 
 
 
 @pytest.mark.no_mpi
-def test_text_gives_medians_and_ends() -> None:
+def test_text_gives_medians_and_ends():
     assert text_of(np.arange(101) * 1e-6) == "50 us (5 us to 95 us)"
     assert text_of(np.array([0.0123] * 3)) == "12.3 ms (12.3 ms to 12.3 ms)"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
 from host_cuda.gpus import emulated, gpus, only_emulated
 
 from mpidist.transport import cuda
@@ -22,10 +21,10 @@ from gpu.bench import Bench
 from gpu.report import Report, read_rows
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    pass
 
 
-def measured(gpus: cuda.Cuda, ask: str, path: Path | None = None, comm: Intracomm | None = None) -> Report:
+def measured(gpus, ask, path=None, comm=None):
     """Run a part's measurements."""
     report = Report(path, judges=False)
     module, _, function = ask.partition(":")
@@ -39,9 +38,7 @@ def measured(gpus: cuda.Cuda, ask: str, path: Path | None = None, comm: Intracom
     ("ask", "answers"),
     [("kernels:machine", 2), ("kernels:measure", 17), ("calls:public_call", 4)],
 )
-def test_measurement_of_one_rank(
-    gpus: cuda.Cuda, tmp_path: Path, capfd: pytest.CaptureFixture[str], ask: str, answers: int
-) -> None:
+def test_measurement_of_one_rank(gpus, tmp_path, capfd, ask, answers):
     report = measured(gpus, ask, tmp_path / "part.jsonl")
     others = [row for row in report.rows if "torch" not in row.question]
     assert len(others) == answers, [row.question for row in others]
@@ -52,11 +49,11 @@ def test_measurement_of_one_rank(
 
 
 @pytest.mark.ranks(max=1)
-def test_public_calls_that_are_timed_write_their_results(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_calls_that_are_timed_write_their_results(emulated, monkeypatch):
     """In place one rank has nothing to write: the row of that says nothing of others."""
     launches = {}
 
-    def count(bench: Bench, ways: dict[str, Any], turns: int, clock: str) -> dict[str, Any]:
+    def count(bench, ways, turns, clock):
         for name, call in ways.items():
             call()
             emulated.forget()
@@ -73,14 +70,7 @@ def test_public_calls_that_are_timed_write_their_results(emulated: Emulated, mon
 @pytest.mark.parametrize(
     ("ask", "answers"), [("calls:peers", 3), ("calls:staging", 2), ("calls:overlap", 1), ("calls:faults", 2)]
 )
-def test_measurement_of_two_ranks(
-    only_emulated: None,
-    gpus: cuda.Cuda,
-    comm: Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
-    ask: str,
-    answers: int,
-) -> None:
+def test_measurement_of_two_ranks(only_emulated, gpus, comm, monkeypatch, ask, answers):
     """On real GPUs the check itself asks: there NCCL of two ranks on a GPU wants settings from its start."""
     for name in ("MPIDIST_NCCL", "MPIDIST_PRETEND_NODES", "MPIDIST_STAGING_BYTES", "NCCL_HOSTID"):
         monkeypatch.setenv(name, "")  # and back, after the measurement has set it
@@ -95,11 +85,11 @@ def test_measurement_of_two_ranks(
 
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize("what", ["one byte", "too late"])
-def test_wrong_results_are_not_timed(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_wrong_results_are_not_timed(gpus, monkeypatch, what):
     from gpu import kernels
 
-    class Wrong(kernels.DeviceKernels):  # type: ignore[misc]
-        def pack(self, sources: Any, buffer: Any, layout: Any) -> None:
+    class Wrong(kernels.DeviceKernels):
+        def pack(self, sources, buffer, layout):
             super().pack(sources, buffer, layout=layout)
             if what == "one byte":
                 buffer.view(np.uint8)[7:8] = 1

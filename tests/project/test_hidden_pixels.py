@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ WANTED = 0.205  # the mean of each pixel has an error of 0.27
 ROW = re.compile(r"^(in step|at most 8 steps ahead|free) +(?:0|8|None) +(\d+) +[\d.]+ +[\d.]+ +([\d.]+)$", re.MULTILINE)
 
 
-def run(folder: Path, ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(folder, ranks, *arguments, **variables):
     program = [sys.executable, str(ROOT / "docs" / "examples" / "hidden_pixels.py"), *arguments]
     command = [*Launcher.find(None).command, "-n", str(ranks), *program] if ranks else program
     return ran(command, env={**environment(), **variables}, cwd=folder)
@@ -30,7 +29,7 @@ def run(folder: Path, ranks: int, *arguments: str, **variables: str) -> subproce
 
 @pytest.mark.core
 @pytest.mark.parametrize(("ranks", "workers", "servers"), [(4, 2, 2), (0, 1, 1), (3, 1, 2)])
-def test_hidden_pixels_reaches_the_error_in_all_modes(tmp_path: Path, ranks: int, workers: int, servers: int) -> None:
+def test_hidden_pixels_reaches_the_error_in_all_modes(tmp_path, ranks, workers, servers):
     """0 ranks: without mpiexec."""
     plot = ["--plot", "curves.png"] if find_spec("matplotlib") else []
     done = run(tmp_path, ranks, "--steps", "300", "--pause", "0.002", *plot)
@@ -44,7 +43,7 @@ def test_hidden_pixels_reaches_the_error_in_all_modes(tmp_path: Path, ranks: int
     assert not plot or (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_hidden_pixels_servers_are_set_by_option_or_variable(tmp_path: Path) -> None:
+def test_hidden_pixels_servers_are_set_by_option_or_variable(tmp_path):
     few = "--steps", "5", "--pause", "0"
     assert "workers: 2, servers: 1;" in run(tmp_path, 3, "--servers", "1", *few).stdout
     assert "workers: 2, servers: 1;" in run(tmp_path, 3, *few, NUM_PS="1").stdout
@@ -58,7 +57,7 @@ def test_hidden_pixels_servers_are_set_by_option_or_variable(tmp_path: Path) -> 
         (0, ["--steps", "-1"], "--steps must be 1 or more, got -1"),
     ],
 )
-def test_wrong_numbers_are_refused(tmp_path: Path, ranks: int, arguments: list[str], text: str) -> None:
+def test_wrong_numbers_are_refused(tmp_path, ranks, arguments, text):
     done = run(tmp_path, ranks, *arguments)
     assert done.returncode != 0
     assert text in done.stderr + done.stdout
@@ -66,7 +65,7 @@ def test_wrong_numbers_are_refused(tmp_path: Path, ranks: int, arguments: list[s
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize("ranks", ["x", "0", "-1", "2.5", ""])
-def test_make_refuses_a_number_of_ranks_that_is_none(ranks: str) -> None:
+def test_make_refuses_a_number_of_ranks_that_is_none(ranks):
     """The launcher would start nothing, say nothing, and end with 0."""
     command = ["make", "--dry-run", "train-ps", f"RANKS={ranks}"]
     done = ran(command, cwd=ROOT, env=dict(os.environ))

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.no_mpi
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_seeded_faults_fit_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeded_faults_fit_the_sources(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools/mutants"))
     from tables import tables
 

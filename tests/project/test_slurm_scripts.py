@@ -1,7 +1,6 @@
 """The job scripts: which ranks they start, and how they are written. A stand-in answers for srun."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ CPUS = {"SLURM_CPUS_PER_TASK_HET_GROUP_0": "10", "SLURM_CPUS_PER_TASK_HET_GROUP_
     ],
     ids=["two components", "two components with cores", "plain", "plain with NUM_PS"],
 )
-def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, started: str) -> None:
+def test_roles_of_a_job(tmp_path, variables, said, started):
     stand_in(tmp_path, "srun", 'echo "$NUM_PS $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS: $*"')
     stand_in(tmp_path, "scontrol", "")
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
@@ -53,16 +52,14 @@ def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, st
         (0, 1, "0", False),
     ],
 )
-def test_requeue_after_exit_code_75_or_a_lost_node(
-    tmp_path: Path, code: int, answer: int, attempt: str, is_requeued: bool
-) -> None:
+def test_requeue_after_exit_code_75_or_a_lost_node(tmp_path, code, answer, attempt, is_requeued):
     srun = f'case "$*" in *python*) exit {code};; *"--nodes=2 --ntasks=2"*true) exit {answer};; esac'
     done = requeue(tmp_path, srun, {"SLURM_RESTART_COUNT": attempt})
     assert done.returncode == (75 if is_requeued else code), done.stderr
     assert ("scontrol requeue 7\n" in done.stdout) == is_requeued
 
 
-def test_requeue_of_an_array_is_of_one_task(tmp_path: Path) -> None:
+def test_requeue_of_an_array_is_of_one_task(tmp_path):
     """The last task has the job ID of the array, with which `scontrol requeue` would end the others, too."""
     done = requeue(tmp_path, "exit 75", {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"})
     assert done.returncode == 75, done.stderr
@@ -70,7 +67,7 @@ def test_requeue_of_an_array_is_of_one_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "are_nodes_asked"), [(0, False), (1, True), (2, False)])
-def test_nodes_are_not_to_blame_for_wrong_arguments(tmp_path: Path, code: int, are_nodes_asked: bool) -> None:
+def test_nodes_are_not_to_blame_for_wrong_arguments(tmp_path, code, are_nodes_asked):
     """As `--expect` with a file that is not there, which `mpidist doctor` refuses with 2."""
     done = requeue(tmp_path, f"exit {code}", {"SLURM_JOB_NODELIST": "n1"}, "healthcheck.sbatch")
     assert done.returncode == code, done.stderr
@@ -81,9 +78,7 @@ def test_nodes_are_not_to_blame_for_wrong_arguments(tmp_path: Path, code: int, a
 @pytest.mark.parametrize(
     ("variables", "option"), [({}, ""), (TWO_COMPONENTS, "--het-group=0,1 ")], ids=["plain", "het"]
 )
-def test_interactive_allocation_without_a_number_of_tasks(
-    tmp_path: Path, variables: dict[str, str], option: str, is_shell: bool
-) -> None:
+def test_interactive_allocation_without_a_number_of_tasks(tmp_path, variables, option, is_shell):
     stand_in(tmp_path, "srun", 'echo "$*"')
     stand_in(tmp_path, "salloc", 'shift; exec "$@"')
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
@@ -93,9 +88,7 @@ def test_interactive_allocation_without_a_number_of_tasks(
     assert done.stdout.splitlines()[1:] == [f"{option}--mpi=pmi2 --kill-on-bad-exit=1 python train.py"]
 
 
-def requeue(
-    folder: Path, srun: str, variables: dict[str, str], script: str = "requeue.sbatch"
-) -> subprocess.CompletedProcess[str]:
+def requeue(folder, srun, variables, script="requeue.sbatch"):
     """Run a script, with a stand-in for srun, and others that say how they were called."""
     for name, body in {"srun": srun, "scontrol": 'echo "scontrol $*"', "sleep": ""}.items():
         stand_in(folder, name, body)
@@ -105,7 +98,7 @@ def requeue(
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sbatch")), ids=lambda script: script.name)
-def test_scripts_outside_a_job_exit_with_2(tmp_path: Path, script: Path) -> None:
+def test_scripts_outside_a_job_exit_with_2(tmp_path, script):
     environment = {"PATH": "/usr/bin:/bin", "JOB_ENV": JOB["JOB_ENV"], "IMAGE": "image.sif"}
     command = ["bash", str(script), "train.py"]
     done = ran(command, env=environment, cwd=tmp_path)
@@ -114,13 +107,13 @@ def test_scripts_outside_a_job_exit_with_2(tmp_path: Path, script: Path) -> None
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.s*")), ids=lambda script: script.name)
-def test_how_scripts_are_written(script: Path) -> None:
+def test_how_scripts_are_written(script):
     lines = script.read_text().splitlines()
     assert len(lines) <= 70
     assert max(map(len, lines)) <= 120
 
 
-def test_jobs_of_a_chain_have_a_name_of_their_own() -> None:
+def test_jobs_of_a_chain_have_a_name_of_their_own():
     """It is what singleton waits for, and scancel ends."""
     names = {
         script.stem: re.findall("^#SBATCH --job-name=(.*)$", script.read_text(), re.M) for script in FOLDER.iterdir()

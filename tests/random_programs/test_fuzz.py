@@ -10,14 +10,13 @@ import os
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.random_calls import BFLOAT16, Numbers
-from support.ranks import Intracomm
 from support.replicas import inside
 
 import mpidist
@@ -37,27 +36,27 @@ fuzzed = settings(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-SECONDS: Final = 600.0  # a deadline, for the day on which a call hangs
+SECONDS = 600.0  # a deadline, for the day on which a call hangs
 Both = namedtuple("Both", "first rest")
 
 
 class Opaque:
     """What no array can be made of, under one name on all ranks."""
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return "Opaque"
 
 
 class Unreadable:
     """An array that cannot be read after all."""
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         raise OSError("no file")
 
 
-def endless() -> list[Any]:
+def endless():
     """A list that holds itself."""
-    items: list[Any] = []
+    items = []
     items.append(items)
     return items
 
@@ -65,8 +64,8 @@ def endless() -> list[Any]:
 ORDINARY = ["f4", "f8", "i4", "i8"]
 NUMBERS = ["f2", BFLOAT16, "g", "F", "D", "b", "B", "h", "H", "I", "Q"]
 OTHERS = ["?", "O", "U3", "S2", "M8[s]", "m8[s]", "V3", [("a", "i4")], [("b", "f4")]]
-SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (3,), (4,), (0,), (2, 3), (3, 2), (1, 0, 2), (5000,)]
-LAYOUTS: dict[str, Callable[[Array], Any]] = {
+SHAPES = [(), (1,), (3,), (3,), (4,), (0,), (2, 3), (3, 2), (1, 0, 2), (5000,)]
+LAYOUTS = {
     "fortran": np.asfortranarray,
     "strided": lambda array: np.stack([array, array], -1)[..., 0],
     "reversed": lambda array: array[::-1].copy()[::-1] if array.ndim else array,
@@ -77,13 +76,13 @@ LAYOUTS: dict[str, Callable[[Array], Any]] = {
     "per replica": lambda array: PerReplica((array,)),
     "mirrored": lambda array: Mirrored((array,)),
 }
-ODDITIES: dict[str, Callable[[], Any]] = {
+ODDITIES = {
     "int": lambda: 2, "float": lambda: 1.5, "complex": lambda: 1j, "bool": lambda: True, "None": lambda: None,
     "str": lambda: "text", "bytes": lambda: b"text", "huge": lambda: 1 << 70, "nan": lambda: np.nan,
     "inf": lambda: -np.inf, "set": lambda: {1}, "opaque": Opaque, "iterator": lambda: iter([1.0]),
     "unreadable": Unreadable, "endless": endless, "key": lambda: {Opaque(): 1.0}, "range": lambda: range(3),
 }  # fmt: skip
-FORMS: dict[str, Callable[[list[Any]], Any]] = {
+FORMS = {
     "leaf": lambda leaves: leaves[0],
     "list": list,
     "tuple": tuple,
@@ -107,7 +106,7 @@ class Leaf:
     layout: str = ""
     oddity: str = ""
 
-    def make(self, rank: int) -> Any:
+    def make(self, rank):
         if self.oddity:
             return ODDITIES[self.oddity]()
         rank = 0 if self.layout == "mirrored" else rank
@@ -132,11 +131,11 @@ class Call:
     options: Any
     out: str
 
-    def value(self, rank: int) -> Any:
+    def value(self, rank):
         return FORMS[self.form]([leaf.make(rank) for leaf in self.leaves])
 
 
-def mostly(good: list[Any], others: list[Any], share: int = 4) -> st.SearchStrategy[Any]:
+def mostly(good, others, share=4):
     """Draw one of the good, or once in `share` times one of the others."""
     return st.integers(1, share).flatmap(lambda at: st.sampled_from(others if at == share else good))
 
@@ -165,7 +164,7 @@ leaf_recipes = st.one_of(
 
 
 # What else matters to a call: the share of deviations that mean nothing shall be small.
-FIELDS: Final = {
+FIELDS = {
     "reduce": "op options", "along an axis": "op axis options", "all_reduce": "op options out",
     "start_all_reduce": "op options out", "reduce_scatter": "op axis options", "gather": "axis",
     "all_gather": "axis options", "reduce_to": "op to options", "batch_reduce_to": "op to options out",
@@ -174,7 +173,7 @@ FIELDS: Final = {
 }  # fmt: skip
 
 
-def calls() -> st.SearchStrategy[Call]:
+def calls():
     """Draw a call, mostly with arguments that most of the calls take."""
     return st.builds(
         Call,
@@ -191,10 +190,10 @@ def calls() -> st.SearchStrategy[Call]:
     )
 
 
-def examples() -> st.SearchStrategy[tuple[Call, Call | None, int]]:
+def examples():
     """Draw a call, the call of the rank that deviates, if one does, and which rank it is."""
 
-    def deviating(usual: Call) -> st.SearchStrategy[Any]:
+    def deviating(usual):
         """Draw the same call with one field of another."""
         other = calls()
         fields = ["name", "form", "leaves", *2 * FIELDS[usual.name].split()]
@@ -207,18 +206,18 @@ def examples() -> st.SearchStrategy[tuple[Call, Call | None, int]]:
     )
 
 
-def make_out(kind: str, value: Any) -> Any:
+def make_out(kind, value):
     """Make what is passed as `out`: a nest like the value, or almost."""
     try:
         leaves = [np.asarray(leaf) for leaf in nest.flatten(value)[0]]
-        outs: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        outs = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     except Exception:  # it has no such nest
         return endless()
     if kind in ("", "value"):
         return value if kind else None
     for out in outs:
         out.flags.writeable = kind != "read-only"
-    changes: dict[str, list[Any]] = {
+    changes = {
         "shape": [out[None] for out in outs],
         "dtype": [np.zeros(out.shape, np.int16) for out in outs],
         "none at all": [None for _ in outs],
@@ -229,41 +228,39 @@ def make_out(kind: str, value: Any) -> Any:
     return {"form": (value, value), "endless": endless()}.get(kind) or nest.rebuild(value, outs)
 
 
-def reduce_there(strategy: Strategy, op: Any, *values: Any) -> Any:
+def reduce_there(strategy, op, *values):
     """What `merge_call` is given: values arrive as distributed ones."""
     return strategy.reduce(op, list(values), options=CommunicationOptions(timeout_seconds=SECONDS))
 
 
-def merge(strategy: Strategy, call: Call, value: Any) -> Any:
-    args: dict[str, Any] = {"shape": 5, "none at all": None, "form": "text", "endless": endless()}
+def merge(strategy, call, value):
+    args = {"shape": 5, "none at all": None, "form": "text", "endless": endless()}
     if call.out in args:
         return inside(strategy, "merge_call", reduce_there, args[call.out])
-    function: Any = {"dtype": len, "value": 5, "read-only": None}.get(call.out, reduce_there)
+    function = {"dtype": len, "value": 5, "read-only": None}.get(call.out, reduce_there)
     return inside(strategy, "merge_call", function, (call.op, *value) if type(value) is list else (call.op, value))
 
 
-def shared(strategy: Strategy, call: Call, value: Any) -> Any:
+def shared(strategy, call, value):
     first = call.leaves[0]
     return strategy.symmetric_empty(value if first.oddity else first.shape, first.dtype, per_node=bool(call.out))
 
 
-def made(strategy: Strategy, call: Call, value: Any) -> Any:
+def made(strategy, call, value):
     """A variable. Its aggregation may be the name of what is none."""
     with strategy.scope():
         given = (lambda: value) if call.out else value
-        return mpidist.Variable(  # type: ignore[abstract]
-            given, aggregation=call.op, name=f"{call.axis}" if call.axis else None
-        ).local_value()
+        return mpidist.Variable(given, aggregation=call.op, name=f"{call.axis}" if call.axis else None).local_value()
 
 
-def batch(strategy: Strategy, call: Call, value: Any) -> Any:
-    pairs: Any = [(leaf, call.to) for leaf in value] if type(value) is list else ((value, call.to) for _ in range(2))
-    changes: dict[str, Any] = {"shape": [(value,)], "dtype": 5, "none at all": None, "form": [[value, 0]]}
+def batch(strategy, call, value):
+    pairs = [(leaf, call.to) for leaf in value] if type(value) is list else ((value, call.to) for _ in range(2))
+    changes = {"shape": [(value,)], "dtype": 5, "none at all": None, "form": [[value, 0]]}
     return strategy.extended.batch_reduce_to(call.op, changes.get(call.out, pairs), call.options)
 
 
 Function = Callable[[Strategy, Call, Any], Any]
-CALLS: Final[dict[str, Function]] = {
+CALLS = {
     "reduce": lambda s, call, value: s.reduce(call.op, value, options=call.options),
     "along an axis": lambda s, call, value: s.reduce(call.op, value, call.axis, call.options),
     "all_reduce": lambda s, call, value: inside(
@@ -285,14 +282,14 @@ CALLS: Final[dict[str, Function]] = {
 }
 
 
-def natives(value: Any) -> list[Array]:
+def natives(value):
     """Return the leaves of a nest as arrays, of this machine's byte order."""
     leaves = [leaf.values[0] if isinstance(leaf, (PerReplica, Mirrored)) else leaf for leaf in nest.flatten(value)[0]]
     arrays = [np.asarray(leaf) for leaf in leaves]
     return [array.astype(array.dtype.newbyteorder("=")) for array in arrays]
 
 
-def wanted(call: Call, values: list[list[Array]], at: int, rank: int) -> Array | None:
+def wanted(call, values, at, rank):
     """Say what array number `at` must be on this rank, which all ranks got without an error."""
     ours = [leaves[at] for leaves in values]
     if call.name == "broadcast_to":
@@ -306,7 +303,7 @@ def wanted(call: Call, values: list[list[Array]], at: int, rank: int) -> Array |
     return np.array_split(total, len(ours), int(call.axis))[rank] if call.name == "reduce_scatter" else total
 
 
-def complaint(call: Call, values: list[Any], result: Any, rank: int) -> str:
+def complaint(call, values, result, rank):
     """Say what is wrong with a result, if something is."""
     if call.name == "symmetric_empty":
         first = call.leaves[0]
@@ -333,7 +330,7 @@ def complaint(call: Call, values: list[Any], result: Any, rank: int) -> str:
     return ""
 
 
-def roundoff_of(call: Call, got: Array, parts: list[Array]) -> float:
+def roundoff_of(call, got, parts):
     """Say what a compressed result may be off."""
     is_compressed = isinstance(call.options, CommunicationOptions) and call.options.compression.name == "BF16"
     if not is_compressed or got.dtype != np.float32:
@@ -341,7 +338,7 @@ def roundoff_of(call: Call, got: Array, parts: list[Array]) -> float:
     return 2.0**-6 * float(sum(np.max(np.abs(part[np.isfinite(part)]), initial=0.0) for part in parts))
 
 
-def is_close(got: Array, want: Array, roundoff: float = 0.0) -> bool:
+def is_close(got, want, roundoff=0.0):
     if got.dtype.kind not in "fc" and got.dtype != BFLOAT16:
         return np.array_equal(got, want)
     wide = np.complex128 if got.dtype.kind == "c" else np.float64
@@ -350,7 +347,7 @@ def is_close(got: Array, want: Array, roundoff: float = 0.0) -> bool:
 
 
 @np.errstate(all="ignore")
-def try_out(comm: Intracomm, strategy: Strategy, calls_of_all: list[Call]) -> None:
+def try_out(comm, strategy, calls_of_all):
     """Make a call of each rank, and compare over ranks what came of it. Collective; fails on all ranks or on none."""
     call = calls_of_all[comm.rank]
     kind, text, problem = "returned", "", ""
@@ -386,12 +383,12 @@ def try_out(comm: Intracomm, strategy: Strategy, calls_of_all: list[Call]) -> No
 
 
 @pytest.mark.parametrize("placement", ["one node", "cyclic"], indirect=True)
-def test_all_ranks_return_or_all_raise(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_all_ranks_return_or_all_raise(comm, placement):
     strategy = Strategy(None, CommunicationOptions(timeout_seconds=SECONDS), comm=comm)
 
     @fuzzed
     @given(examples())
-    def run(example: tuple[Call, Call | None, int]) -> None:
+    def run(example):
         usual, odd, at = example
         calls_of_all = [usual] * comm.size
         if odd is not None:

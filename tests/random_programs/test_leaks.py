@@ -4,12 +4,9 @@
 """
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.used import Used
 
@@ -27,7 +24,7 @@ NOISE_BYTES = 3 << 20  # what the allocator may keep
 NOISE_BLOCKS = 400  # objects of Python's own: caches, frames, interned strings
 
 
-def check_growth(work: Callable[[int], None], number: int) -> None:
+def check_growth(work, number):
     """Run something a few times, then often, and see that the many times used up nothing."""
     for step in range(max(20, number // 4)):
         work(step)
@@ -42,7 +39,7 @@ def check_growth(work: Callable[[int], None], number: int) -> None:
 
 
 @pytest.mark.usefixtures("placement", "transport")
-def test_calls_leave_nothing_behind(comm: Intracomm) -> None:
+def test_calls_leave_nothing_behind(comm):
     """Of all sizes and kinds of arrays."""
     with Strategy(comm=comm) as strategy:
         like = [np.ones(100, np.float32), np.ones((3, 50_000)), np.ones(7, np.int16)]
@@ -51,7 +48,7 @@ def test_calls_leave_nothing_behind(comm: Intracomm) -> None:
         for array in symmetric:
             array[...] = 1
         many = [np.ones(index % 9, np.float32) for index in range(60)]
-        calls: list[Callable[[], Any]] = [
+        calls = [
             lambda: strategy.reduce("MEAN", 1.0),
             lambda: all_reduce(strategy, "SUM", like),
             lambda: all_reduce(strategy, "SUM", many),
@@ -67,10 +64,10 @@ def test_calls_leave_nothing_behind(comm: Intracomm) -> None:
 
 
 @pytest.mark.usefixtures("placement", "transport")
-def test_strategies_and_arrays_leave_nothing_behind(comm: Intracomm) -> None:
+def test_strategies_and_arrays_leave_nothing_behind(comm):
     """Nor do variables, resets, and calls that failed on all ranks."""
 
-    def live(step: int) -> None:
+    def live(step):
         with Strategy(comm=comm) as strategy:
             arrays = strategy.symmetric_empty_like([np.ones(1000), np.ones(3)], per_node=bool(step % 2))
             all_reduce(strategy, "SUM", [np.ones(1000), np.ones(3)], out=arrays)
@@ -85,11 +82,11 @@ def test_strategies_and_arrays_leave_nothing_behind(comm: Intracomm) -> None:
 
 
 @pytest.mark.usefixtures("placement", "transport")
-def test_variables_that_are_gone_leave_nothing_behind(comm: Intracomm) -> None:
+def test_variables_that_are_gone_leave_nothing_behind(comm):
     """Those of which a node has one copy, too, while their strategy lives on."""
     with Strategy(comm=comm, per_node_variables=True) as strategy, strategy.scope():
 
-        def live(step: int) -> None:
+        def live(step):
             variable = mpidist.Variable(np.ones(100_000, np.float32), name="weights", aggregation="SUM")
             strategy.run(lambda: variable.assign_add(np.ones(100_000, np.float32)))
             assert (variable[step] == comm.size + 1).all()

@@ -3,26 +3,24 @@
 import re
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Final
 
 import numpy as np
 import pytest
-from jobs.failing import Job, ran
+from jobs.failing import ran
 from mpi_session import HANG_SECONDS, clean_environment
 
-NUM_DISTURBANCES: Final = 20
+NUM_DISTURBANCES = 20
 NUM_SAMPLES, NUM_EPOCHS = 96, 20
-STEPS_PER_EPOCH: Final = 10  # the last batch of an epoch is a smaller one
-MOST_STEPS: Final = 6  # that a job makes before it is preempted
-HEAD: Final = """
+STEPS_PER_EPOCH = 10  # the last batch of an epoch is a smaller one
+MOST_STEPS = 6  # that a job makes before it is preempted
+HEAD = """
 import hashlib, os, signal, sys, threading, time
 import numpy as np
 import mpidist
 from mpidist import Batches
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 """
-TRAINING: Final = """
+TRAINING = """
 strategy = mpidist.MirroredStrategy(replicas=6)
 rows = np.random.default_rng(3).normal(size=({samples}, 8))
 with strategy.scope():
@@ -64,9 +62,7 @@ strategy.close()
 """
 
 
-def training(
-    folder: Path, *, disturbed: int = -1, at_step: int = 0, seconds: float = 0.0, background: bool = False
-) -> str:
+def training(folder, *, disturbed=-1, at_step=0, seconds=0.0, background=False):
     return TRAINING.format(
         samples=NUM_SAMPLES,
         epochs=NUM_EPOCHS,
@@ -81,7 +77,7 @@ def training(
 
 @pytest.mark.no_mpi
 @pytest.mark.timeout(5 * HANG_SECONDS)
-def test_preempted_training_has_the_weights_and_the_samples_of_one_that_was_not(job: Job, tmp_path: Path) -> None:
+def test_preempted_training_has_the_weights_and_the_samples_of_one_that_was_not(job, tmp_path):
     undisturbed = job(training(tmp_path / "undisturbed"), head=HEAD, ranks=2)
     assert undisturbed.status == 0, undisturbed.err
     assert re.fullmatch(r"weights [0-9a-f]{16} True\n", undisturbed.out)
@@ -107,7 +103,7 @@ def test_preempted_training_has_the_weights_and_the_samples_of_one_that_was_not(
 
 
 # A rank is killed, or all ranks at once, while they start, make a step or save: at once or after some steps.
-LOSSES: Final = """
+LOSSES = """
 restarts = int(os.environ["MPIDIST_RESTARTS"])
 draw = np.random.default_rng([5, restarts])
 numbers = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -130,9 +126,7 @@ if restarts < {losses} and (not of_all or rank == killed or (rank == 0 and not e
 
 @pytest.mark.no_mpi
 @pytest.mark.timeout(5 * HANG_SECONDS)
-def test_training_that_loses_ranks_has_the_weights_and_the_samples_of_one_that_did_not(
-    job: Job, tmp_path: Path
-) -> None:
+def test_training_that_loses_ranks_has_the_weights_and_the_samples_of_one_that_did_not(job, tmp_path):
     undisturbed = job(training(tmp_path / "undisturbed"), head=HEAD, ranks=2)
     assert undisturbed.status == 0, undisturbed.err
     body = training(tmp_path / "lost")

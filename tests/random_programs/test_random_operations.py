@@ -13,32 +13,31 @@ import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from parameter_server.clusters import num_workers
-from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, ShardedVariable, Variable
 from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
 
-SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
-NUM_PROGRAMS: Final = int(os.environ.get("TEST_FUZZ_EXAMPLES", "6"))
-NUM_ROUNDS: Final = 3  # with a barrier between, so that the search stays short
-ROWS: Final = 5
-PRIME: Final = 1009
+SEED = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
+NUM_PROGRAMS = int(os.environ.get("TEST_FUZZ_EXAMPLES", "6"))
+NUM_ROUNDS = 3  # with a barrier between, so that the search stays short
+ROWS = 5
+PRIME = 1009
 Array = np.ndarray[Any, Any]
 
 
 @server_rules.register("random operations: mix")
-def mix(value: Array, gradient: Array, memory: Any) -> None:
+def mix(value, gradient, memory):
     """Depend on the order of all changes."""
     value[...] = (3 * value + gradient + memory["count"]) % PRIME
 
 
 @server_rules.register("random operations: fail")
-def fail(value: Array, gradient: Array, memory: Any) -> None:
+def fail(value, gradient, memory):
     value += 1
     raise ValueError("no such gradient")
 
@@ -72,22 +71,22 @@ class Event:
     ended: float = float("inf")  # when it was known to be done
 
 
-RULES: Final[dict[str, server_rules.Rule]] = {
+RULES = {
     "sgd": server_rules.SGD(0.5),
     "momentum": server_rules.Momentum(0.5, 0.5),
     "mix": server_rules.Registered("random operations: mix"),
 }
-FAILS: Final = server_rules.Registered("random operations: fail")
+FAILS = server_rules.Registered("random operations: fail")
 DENSE = ("assign", "assign_add", "assign_sub", *RULES)
 SPARSE = ("scatter_update", "scatter_add", "scatter_sub", "scatter_mul", "scatter_max", "scatter_min", *RULES)
 
 
-def draw_kinds(draw: random.Random) -> list[Kind]:
+def draw_kinds(draw):
     widths = [1, draw.choice([1, 40]), draw.choice([1, 900]), draw.choice([200_000, 120_000])]
     return [Kind(draw.choice(["f8", "f8", "f4", "i8"]), width, draw.random() < 0.4) for width in widths]
 
 
-def draw_operation(draw: random.Random, kinds: list[Kind]) -> Operation:
+def draw_operation(draw, kinds):
     """Draw one operation, mostly of small variables."""
     of_all = draw.choices(range(len(kinds)), [6, 4, 4, 2])[0]
     chance = draw.random()
@@ -121,7 +120,7 @@ class Worker:
     torn: list[str] = field(default_factory=list)  # reads that were no snapshots
     _open: list[tuple[int, Event]] = field(default_factory=list)
 
-    def make(self, operation: Operation) -> None:
+    def make(self, operation):
         """Make an operation, and note what came of it."""
         begun = time.monotonic()
         variables = [self.variables[one] for one in operation.variables]
@@ -132,12 +131,12 @@ class Worker:
         else:
             self._change(operation, variables, begun)
 
-    def finish(self) -> None:
+    def finish(self):
         """Wait until all changes of this worker are made."""
         self.strategy.flush()
         self._close(range(self.strategy.num_ps))
 
-    def _go_wrong(self, method: str, variable: Any) -> None:
+    def _go_wrong(self, method, variable):
         if method == "wait":
             time.sleep(0.001)
         elif method == "wrong shape":
@@ -155,11 +154,11 @@ class Worker:
                     with suppress(RuntimeError):  # of the other servers of the shards
                         self.strategy.flush()
 
-    def _push_what_fails(self, variable: Any) -> None:
+    def _push_what_fails(self, variable):
         self.strategy.push(variable, np.ones(variable.shape, variable.dtype), FAILS)
         self.strategy.flush()
 
-    def _read(self, operation: Operation, variables: list[Any], begun: float) -> None:
+    def _read(self, operation, variables, begun):
         if operation.rows is not None:
             (variable,) = variables
             found = [variable.sparse_read(list(operation.rows))]
@@ -172,7 +171,7 @@ class Worker:
                 self.torn.append(f"{variable.name}: {[np.unique(row)[:4].tolist() for row in flat]}")
             self._note(variable, "read", operation.rows, flat[:, 0].copy(), begun, ended)
 
-    def _change(self, operation: Operation, variables: list[Any], begun: float) -> None:
+    def _change(self, operation, variables, begun):
         method, rows = operation.method, operation.rows
         numbers = [np.array(of_one, one.dtype) for of_one, one in zip(operation.numbers, variables, strict=True)]
         values = [
@@ -192,7 +191,7 @@ class Worker:
         for variable, of_one in zip(variables, numbers, strict=True):
             self._note(variable, method, rows, of_one, begun, None)
 
-    def _note(self, variable: Any, method: str, rows: Any, numbers: Array, begun: float, ended: float | None) -> None:
+    def _note(self, variable, method, rows, numbers, begun, ended):
         """Note an operation at each shard that it meets. What was under way at its server is done."""
         start, servers, changes = 0, [], []
         for shard in shards_of(variable):
@@ -213,7 +212,7 @@ class Worker:
             self._close(servers)
         self._open += changes
 
-    def _close(self, servers: Any) -> None:
+    def _close(self, servers):
         now = time.monotonic()
         for server, event in self._open:
             if server in servers:
@@ -221,7 +220,7 @@ class Worker:
         self._open = [(server, event) for server, event in self._open if server not in servers]
 
 
-def shards_of(variable: Any) -> list[Any]:
+def shards_of(variable):
     return variable.variables if isinstance(variable, ShardedVariable) else [variable]
 
 
@@ -233,11 +232,11 @@ class State(NamedTuple):
     count: int
 
     @property
-    def key(self) -> tuple[bytes, bytes, int]:
+    def key(self):
         return self.value.tobytes(), self.velocity.tobytes(), self.count
 
 
-def changed(state: State, event: Event) -> State:
+def changed(state, event):
     """Make one change in the model."""
     value, velocity, count = state.value.copy(), state.velocity.copy(), state.count
     given, rows, method = event.numbers, event.rows, event.method
@@ -271,11 +270,11 @@ def changed(state: State, event: Event) -> State:
     return State(value, velocity, count)
 
 
-def outcomes(states: list[State], parts: list[list[Event]]) -> list[State]:
+def outcomes(states, parts):
     """Find all states that may be left by orders of the events of all workers that explain what was read."""
     todo = [(state, (0,) * len(parts)) for state in states]
     seen = {(state.key, at) for state, at in todo}
-    ends: list[State] = []
+    ends = []
     while todo:
         state, at = todo.pop()
         left = [part[place] for part, place in zip(parts, at, strict=True) if place < len(part)]
@@ -304,7 +303,7 @@ def outcomes(states: list[State], parts: list[list[Event]]) -> list[State]:
 Log = dict[str, list[Event]]
 
 
-def check(first: dict[str, Array], rounds: list[list[Log]], text: str) -> None:
+def check(first, rounds, text):
     """See that there is an order for every array."""
     for name, value in first.items():
         states = [State(value, np.zeros_like(value), 0)]
@@ -316,7 +315,7 @@ def check(first: dict[str, Array], rounds: list[list[Log]], text: str) -> None:
             assert states, f"{text}: {where}:\n{shown}"
 
 
-def run_program(comm: Intracomm, seed: int) -> None:
+def run_program(comm, seed):
     """Let the workers work, and look for an order."""
     draw = random.Random(seed)
     num_ps = draw.randint(1, max(1, min(3, comm.size - 1)))
@@ -328,9 +327,9 @@ def run_program(comm: Intracomm, seed: int) -> None:
     plans = [[[draw_operation(draw, kinds) for _ in range(count)] for count in of_worker] for of_worker in counts]
     staleness, placement = draw.choice([None, None, 0, 1]), draw.choice(["round_robin", "bytes"])
     cut = FixedIfCut(draw.randint(2, 4))
-    logs: list[Log] = [{} for _ in range(NUM_ROUNDS + 1)]
-    torn: list[str] = []
-    first: dict[str, Array] = {}
+    logs = [{} for _ in range(NUM_ROUNDS + 1)]
+    torn = []
+    first = {}
     with ParameterServerStrategy(
         comm=comm, num_ps=num_ps, staleness=staleness, placement=placement, variable_partitioner=cut
     ) as strategy:
@@ -363,15 +362,15 @@ def run_program(comm: Intracomm, seed: int) -> None:
 class FixedIfCut:
     """A partitioner that cuts some of the variables, which are made in order."""
 
-    def __init__(self, num_shards: int) -> None:
+    def __init__(self, num_shards):
         self.is_cut = False
         self._fixed = partitioners.FixedShardsPartitioner(num_shards)
 
-    def __call__(self, shape: Any, dtype: Any) -> Any:
+    def __call__(self, shape, dtype):
         return self._fixed(shape, dtype) if self.is_cut else [1, 1]
 
 
-def make_variables(strategy: ParameterServerStrategy, kinds: list[Kind], cut: FixedIfCut) -> list[Any]:
+def make_variables(strategy, kinds, cut):
     """Make the variables: row r begins with the number r."""
     variables = []
     with strategy.scope():
@@ -383,16 +382,16 @@ def make_variables(strategy: ParameterServerStrategy, kinds: list[Kind], cut: Fi
 
 
 @pytest.mark.core
-def test_reads_of_workers_are_explained_by_an_order(comm: Intracomm) -> None:
+def test_reads_of_workers_are_explained_by_an_order(comm):
     for number in range(NUM_PROGRAMS):
         run_program(comm, SEED + number)
 
 
 @pytest.mark.no_mpi
-def test_search_of_an_order_fails_where_there_is_none() -> None:
+def test_search_of_an_order_fails_where_there_is_none():
     """Else the test above could not fail."""
 
-    def event(worker: int, method: str, number: float, begun: float, ended: float = np.inf) -> Event:
+    def event(worker, method, number, begun, ended=np.inf):
         return Event(worker, method, None, np.array([number]), begun, ended)
 
     zero = [State(np.zeros(1), np.zeros(1), 0)]

@@ -11,9 +11,9 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,18 +31,17 @@ from support.random_calls import (
     precision_of,
     result_dtype,
 )
-from support.ranks import Intracomm
 from support.used import Used
 
 import mpidist
-from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist import nest
 
-NUM_CALLS: Final = int(os.environ.get("TEST_SOAK_CALLS", "100"))
-SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
-NOISE_BYTES: Final = 32 << 20  # what the allocator may keep of arrays of some MiB, and plans of a thousand shapes
-SYMMETRIC: Final = 20_000  # elements
-F64: Final = np.dtype(np.float64)
+NUM_CALLS = int(os.environ.get("TEST_SOAK_CALLS", "100"))
+SEED = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
+NOISE_BYTES = 32 << 20  # what the allocator may keep of arrays of some MiB, and plans of a thousand shapes
+SYMMETRIC = 20_000  # elements
+F64 = np.dtype(np.float64)
 Array = np.ndarray[Any, Any]
 
 
@@ -63,34 +62,32 @@ class Soak:
     variables: dict[str, Any] = field(default_factory=dict)  # by aggregation
 
     @property
-    def rank(self) -> int:
+    def rank(self):
         return self.strategy.topology.rank
 
     @property
-    def size(self) -> int:
+    def size(self):
         return self.strategy.num_replicas_in_sync
 
-    def inside(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def inside(self, method, *args, **kwargs):
         """Call a method of the replica context."""
         return self.strategy.run(lambda: getattr(mpidist.get_replica_context(), method)(*args, **kwargs))
 
-    def check(
-        self, got: Any, want: Array, dtype: Any, is_common: bool = True, options: CommunicationOptions | None = None
-    ) -> None:
+    def check(self, got, want, dtype, is_common=True, options=None):
         """See that a result is right; if all ranks have it, its bits are compared at the end."""
         if not near(got, want, dtype, 4 * self.size, precision_of(dtype, options)):
             raise AssertionError(f"got {got!r}, needed {want!r} of {dtype}")
         if is_common:
             self.bits = zlib.crc32(np.ascontiguousarray(got).reshape(-1).view(np.uint8).data, self.bits)
 
-    def finish(self) -> None:
+    def finish(self):
         """Wait for what was started, in an order of this rank's own."""
         self.own.shuffle(self.pending)
         while self.pending:
             self.pending.pop()()
 
 
-def draw_leaves(soak: Soak, op: str, count: int, dtypes: Sequence[Any] = REDUCED) -> list[Leaf]:
+def draw_leaves(soak, op, count, dtypes=REDUCED):
     """Draw arrays, now and then of a layout or byte order that is this rank's own affair."""
     leaves = []
     for index in range(count):
@@ -106,28 +103,20 @@ def draw_leaves(soak: Soak, op: str, count: int, dtypes: Sequence[Any] = REDUCED
     return leaves
 
 
-def check_leaves(
-    soak: Soak,
-    op: str,
-    step: int,
-    leaves: list[Leaf],
-    results: Sequence[Any],
-    common: bool,
-    options: CommunicationOptions | None = None,
-) -> None:
+def check_leaves(soak, op, step, leaves, results, common, options=None):
     for leaf, result in zip(leaves, results, strict=True):
         want = soak.numbers.reduced(op, step, leaf.index, leaf.shape, leaf.dtype)
         soak.check(result, want, result_dtype(op, leaf.dtype), common, options)
 
 
-def reduce(soak: Soak) -> None:
+def reduce(soak):
     op, options = soak.draw.choice(OPS), soak.draw.choice(OPTIONS)
     (leaf,) = leaves = draw_leaves(soak, op, 1)
     soak.what = "reduce", op, leaf.shape, leaf.dtype, options
     check_leaves(soak, op, soak.step, leaves, [soak.strategy.reduce(op, leaf.mine, options=options)], True, options)
 
 
-def reduce_along_axis(soak: Soak) -> None:
+def reduce_along_axis(soak):
     """Of shares that differ in length, and may be empty; of float64, where the order of adding matters least."""
     op, axis, rows, width = soak.draw.choice(OPS), soak.draw.choice([0, 1, -1]), soak.draw.randrange(4), 3
     shapes = [(rows + (rank == soak.size - 1), width) for rank in range(soak.size)]
@@ -138,7 +127,7 @@ def reduce_along_axis(soak: Soak) -> None:
     soak.check(soak.strategy.reduce(op, values[soak.rank], axis), soak.numbers.joined(op, list(whole), len(whole)), F64)
 
 
-def draw_out(soak: Soak, op: str, leaves: list[Leaf]) -> list[Any] | None:
+def draw_out(soak, op, leaves):
     """Draw arrays that take the results: new ones, the arguments, or such as the node shares."""
     kind = soak.draw.choice(["none", "none", "none", "new", "arguments", "symmetric", "one per node"])
     if kind == "none":
@@ -161,7 +150,7 @@ def draw_out(soak: Soak, op: str, leaves: list[Leaf]) -> list[Any] | None:
     return [np.empty(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
 
-def all_reduce(soak: Soak) -> None:
+def all_reduce(soak):
     """Of a nest; at once, or started and waited for after other calls."""
     op, options, form = soak.draw.choice(OPS), soak.draw.choice(OPTIONS), soak.draw.randrange(len(FORMS))
     leaves = draw_leaves(soak, op, soak.draw.choice([1, 1, 1, 2, 3, 9]))
@@ -174,7 +163,7 @@ def all_reduce(soak: Soak) -> None:
     step = soak.step
     order, _ = nest.flatten(FORMS[form](list(range(len(leaves)))))
 
-    def check(result: Any, common: bool) -> None:
+    def check(result, common):
         assert out is None or result is out
         flat, _ = nest.flatten(result)
         check_leaves(soak, op, step, [leaves[at] for at in order], flat, common, options)
@@ -187,7 +176,7 @@ def all_reduce(soak: Soak) -> None:
             soak.finish()
 
 
-def gather(soak: Soak) -> None:
+def gather(soak):
     """Of shares that differ in length, along either axis, bool as well."""
     dtype, axis = soak.draw.choice([*REDUCED, np.dtype(bool)]), soak.draw.choice([0, 1, -2])
     most = soak.draw.choice([1, 2, 5, 5, 40, 40 if soak.draw.random() < 0.9 else 50_000])
@@ -203,14 +192,12 @@ def gather(soak: Soak) -> None:
     assert np.array_equal(got, want)
 
 
-def reduce_to(soak: Soak) -> None:
+def reduce_to(soak):
     """One value or many, to some ranks."""
     op, options = soak.draw.choice(OPS), soak.draw.choice(OPTIONS)
     leaves = draw_leaves(soak, op, soak.draw.choice([1, 1, 2, 4]))
     ranks = [soak.draw.sample(range(soak.size), soak.draw.randint(1, soak.size)) for _ in leaves]
-    given: list[Any] = [
-        soak.draw.choice([those, tuple(those), f"/rank:{those[0]}", those[0], "all"]) for those in ranks
-    ]
+    given = [soak.draw.choice([those, tuple(those), f"/rank:{those[0]}", those[0], "all"]) for those in ranks]
     soak.what = "reduce_to", op, given, [(leaf.shape, str(leaf.dtype)) for leaf in leaves], options
     extended = soak.strategy.extended
     if len(leaves) == 1 and soak.draw.random() < 0.5:
@@ -220,14 +207,14 @@ def reduce_to(soak: Soak) -> None:
             op, [(leaf.mine, to) for leaf, to in zip(leaves, given, strict=True)], options
         )
     for leaf, to, result in zip(leaves, given, results, strict=True):
-        meant: Any = range(soak.size) if to == "all" else [int(to[6:])] if isinstance(to, str) else to
+        meant = range(soak.size) if to == "all" else [int(to[6:])] if isinstance(to, str) else to
         if soak.rank in ([meant] if isinstance(meant, int) else meant):
             check_leaves(soak, op, soak.step, [leaf], [result], False, options)
         else:
             assert result is None
 
 
-def broadcast_to(soak: Soak) -> None:
+def broadcast_to(soak):
     leaves = draw_leaves(soak, "SUM", soak.draw.choice([1, 3]), [*REDUCED, np.dtype(bool)])
     to = soak.draw.choice(["all", "all", soak.draw.randrange(soak.size), [0, soak.size - 1]])
     soak.what = "broadcast_to", to, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
@@ -240,7 +227,7 @@ def broadcast_to(soak: Soak) -> None:
         assert np.array_equal(result, soak.numbers.of(0, soak.step, leaf.index, leaf.shape, leaf.dtype))
 
 
-def reduce_scatter(soak: Soak) -> None:
+def reduce_scatter(soak):
     op, dtype, axis = soak.draw.choice(OPS), soak.draw.choice(REDUCED), soak.draw.choice([0, 0, 1, -1])
     options = soak.draw.choice(OPTIONS)
     shape = draw_shape(soak.draw)
@@ -251,7 +238,7 @@ def reduce_scatter(soak: Soak) -> None:
     soak.check(got, want, result_dtype(op, dtype), False, options)
 
 
-def merge_call(soak: Soak) -> None:
+def merge_call(soak):
     """A function across replicas, which reduces there."""
     op = soak.draw.choice(OPS)
     (leaf,) = leaves = draw_leaves(soak, op, 1)
@@ -260,11 +247,11 @@ def merge_call(soak: Soak) -> None:
     check_leaves(soak, op, soak.step, leaves, [got], True)
 
 
-def _reduce_there(strategy: Strategy, op: str, value: Any) -> Any:
+def _reduce_there(strategy, op, value):
     return strategy.reduce(op, value)
 
 
-def assign(soak: Soak) -> None:
+def assign(soak):
     """Variables of every aggregation, written in `run`."""
     name = soak.draw.choice(list(soak.variables))
     variable = soak.variables[name]
@@ -278,14 +265,14 @@ def assign(soak: Soak) -> None:
     soak.check(variable.read_value(), want, F64)
 
 
-def reset(soak: Soak) -> None:
+def reset(soak):
     soak.what = ("reset",)
     soak.finish()
     soak.strategy.reset()
 
 
 # What is wrong on all ranks, or differs between them where there are several.
-REFUSED: Final[list[Callable[[Soak, bool], Any]]] = [
+REFUSED = [
     lambda soak, odd: soak.strategy.reduce("bogus", 1.0),
     lambda soak, odd: soak.strategy.reduce("SUM", np.ones(3, bool)),
     lambda soak, odd: soak.strategy.reduce("SUM", "text"),
@@ -306,10 +293,10 @@ REFUSED: Final[list[Callable[[Soak, bool], Any]]] = [
     lambda soak, odd: soak.inside("merge_call", len if odd else repr),
     lambda soak, odd: soak.strategy.symmetric_empty(-1, F64),
 ]
-NUM_OF_ALL: Final = 10  # the first ones are wrong on every rank
+NUM_OF_ALL = 10  # the first ones are wrong on every rank
 
 
-def refused(soak: Soak) -> None:
+def refused(soak):
     """A mistake: every rank raises, the same kind and the same text."""
     at = soak.draw.randrange(len(REFUSED) if soak.size > 1 else NUM_OF_ALL)
     soak.what = "refused", at
@@ -323,13 +310,13 @@ def refused(soak: Soak) -> None:
 
 
 # How often a call is drawn.
-KINDS: Final[dict[Callable[[Soak], None], float]] = {
+KINDS = {
     reduce: 20, reduce_along_axis: 5, all_reduce: 30, gather: 8, reduce_to: 8, broadcast_to: 8, reduce_scatter: 8,
     merge_call: 4, assign: 4, refused: 3, reset: 0.5,
 }  # fmt: skip
 
 
-def make(comm: Intracomm, strategy: Strategy) -> Soak:
+def make(comm, strategy):
     """Make a soak with its variables and shared arrays. Collective."""
     draw, own = random.Random(SEED), random.Random(f"{SEED} {comm.rank}")
     soak = Soak(strategy, Numbers(SEED, comm.size), draw, own)
@@ -343,7 +330,7 @@ def make(comm: Intracomm, strategy: Strategy) -> Soak:
     return soak
 
 
-def make_calls(soak: Soak, number: int) -> None:
+def make_calls(soak, number):
     kinds, weights = list(KINDS), list(KINDS.values())
     for _ in range(number):
         soak.step += 1
@@ -358,7 +345,7 @@ def make_calls(soak: Soak, number: int) -> None:
     soak.finish()
 
 
-def highest_communicator(comm: Intracomm) -> int:
+def highest_communicator(comm):
     """Return the highest of the numbers that MPI gives to some new communicators: it grows with those never freed."""
     new = [comm.Dup() for _ in range(24)]
     highest = max(one.py2f() for one in new)
@@ -367,7 +354,7 @@ def highest_communicator(comm: Intracomm) -> int:
     return highest
 
 
-def used(comm: Intracomm) -> tuple[Used, int, int]:
+def used(comm):
     """Return what this process has, its number of mappings, and the highest number of a communicator."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # or what was garbage before counts as used
@@ -378,7 +365,7 @@ def used(comm: Intracomm) -> tuple[Used, int, int]:
 
 @pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("transport", ["auto", pytest.param("mpi", marks=pytest.mark.ranks(3))], indirect=True)
-def test_soak(comm: Intracomm, transport: str) -> None:
+def test_soak(comm, transport):
     """On every placement, over shared memory where there is some, and over messages alone."""
     with Strategy(comm=comm) as strategy:
         soak = make(comm, strategy)

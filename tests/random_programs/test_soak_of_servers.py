@@ -5,39 +5,35 @@
 
 import os
 import random
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi_session import HANG_SECONDS
 from parameter_server.clusters import num_workers, on_workers
-from support.ranks import Intracomm
 from support.used import Used
 
 from mpidist import IndexedSlices, Variable
-from mpidist.experimental import ParameterServerStrategy, server_rules
+from mpidist.experimental import server_rules
 
-NUM_REQUESTS: Final = int(os.environ.get("TEST_SOAK_CALLS", "100000"))
-NOISE_BYTES: Final = 3 << 20  # what the allocator may keep
-NOISE_BLOCKS: Final = (
-    2000  # objects of Python's own: caches, frames, interned strings. Of 50,000 requests, some of each kind
-)
-LARGE: Final = 150_000  # numbers, in two messages
+NUM_REQUESTS = int(os.environ.get("TEST_SOAK_CALLS", "100000"))
+NOISE_BYTES = 3 << 20  # what the allocator may keep
+NOISE_BLOCKS = 2000  # objects of Python's own: caches, frames, interned strings. Of 50,000 requests, some of each kind
+LARGE = 150_000  # numbers, in two messages
 Array = np.ndarray[Any, Any]
 
 
 @server_rules.register("soak: measure")
-def measure(value: Array, gradient: Array, memory: Any) -> None:
+def measure(value, gradient, memory):
     value[...] = Used.now()
 
 
 @server_rules.register("soak: fail")
-def fail(value: Array, gradient: Array, memory: Any) -> None:
+def fail(value, gradient, memory):
     raise ValueError("no such gradient")
 
 
-def kinds_of_requests(strategy: ParameterServerStrategy) -> list[tuple[int, Callable[[], Any]]]:
+def kinds_of_requests(strategy):
     """Make variables, and list what is asked of them, each with a weight."""
     with strategy.scope():
         small, rows, large = Variable(np.zeros(2)), Variable(np.zeros((40, 3))), Variable(np.zeros(LARGE))
@@ -45,14 +41,14 @@ def kinds_of_requests(strategy: ParameterServerStrategy) -> list[tuple[int, Call
     draw, delta = random.Random(strategy.topology.rank), np.ones(LARGE)
     adam, failing = server_rules.Adam(), server_rules.Registered("soak: fail")
 
-    def some() -> list[Any]:
+    def some():
         return draw.sample(many, draw.randint(2, 6))  # of more lists than a server remembers
 
-    def fail_on_the_server() -> None:
+    def fail_on_the_server():
         strategy.push(small, np.zeros(2), failing)
         strategy.flush()
 
-    def expect_failure() -> None:
+    def expect_failure():
         with pytest.raises(RuntimeError, match="no such gradient"):
             fail_on_the_server()
 
@@ -72,8 +68,8 @@ def kinds_of_requests(strategy: ParameterServerStrategy) -> list[tuple[int, Call
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.timeout(5 * HANG_SECONDS)
-def test_soak_of_servers_grows_no_resource(comm: Intracomm) -> None:
-    def work(strategy: ParameterServerStrategy) -> list[Used]:
+def test_soak_of_servers_grows_no_resource(comm):
+    def work(strategy):
         weights, calls = zip(*kinds_of_requests(strategy), strict=True)
         with strategy.scope():
             meters = [Variable(np.zeros(len(Used._fields))) for _ in range(strategy.num_ps)]

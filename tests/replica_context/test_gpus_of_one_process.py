@@ -3,15 +3,11 @@
 import importlib
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
 from host_cuda.gpus import down, emulated, gpus, one_node, require_gpus, up
-from support.ranks import Intracomm
 
 from mpidist import CommunicationOptions, MirroredStrategy, Variable, get_replica_context
 from mpidist.context_stack import parts_of
@@ -30,18 +26,18 @@ SIZES = (0, 1, 2, 5, 31, 4099)
 DEADLINE = 8.0  # seconds; long enough for ranks of a busy machine, and shorter than it takes to compile
 
 
-def context() -> Any:
+def context():
     return get_replica_context()
 
 
-def numbers(own: int, count: int, dtype: np.dtype[Any]) -> Any:
+def numbers(own, count, dtype):
     """Numbers whose sum depends on the order."""
     rng = np.random.default_rng([own, count])
     made = rng.normal(size=count) * 10.0 ** rng.integers(-3, 3, count)
     return (made * 10 if dtype.kind in "iu" else made).astype(np.int64 if dtype.kind in "iu" else "f8").astype(dtype)
 
 
-def devices(comm: Intracomm, count: int, more: int = 0) -> list[str]:
+def devices(comm, count, more=0):
     """`count` GPUs for each rank, and one more for so many of them."""
     total = count * comm.size + more
     require_gpus(total)
@@ -49,11 +45,11 @@ def devices(comm: Intracomm, count: int, more: int = 0) -> list[str]:
 
 
 @pytest.mark.ranks(1, 2)
-def test_outs_of_every_replica_may_lie_at_any_number(gpus: cuda.Cuda, comm: Intracomm) -> None:
+def test_outs_of_every_replica_may_lie_at_any_number(gpus, comm):
     """Complex numbers that begin within others, with gaps between them."""
     strategy = MirroredStrategy(devices(comm, 2))
 
-    def step() -> list[float]:
+    def step():
         around = up(np.full(40, 9, np.float32))
         odd = around[1:33].view(np.complex64)[::2]
         context().all_reduce("sum", up(np.full(8, 1 + 2j, np.complex64)), out=odd)
@@ -64,20 +60,20 @@ def test_outs_of_every_replica_may_lie_at_any_number(gpus: cuda.Cuda, comm: Intr
     strategy.close()
 
 
-def ones_added() -> Any:
+def ones_added():
     return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
 
 
-def assert_right(strategy: Any) -> None:
+def assert_right(strategy):
     total = strategy.num_replicas_in_sync
     assert [its.values for its in strategy.run(ones_added)] == [(total,) * parts_of(strategy).replicas.num_here] * 3
 
 
-def bytes_of(results: Sequence[Any]) -> list[bytes]:
+def bytes_of(results):
     return [(result if isinstance(result, np.ndarray) else down(result)).tobytes() for result in results]
 
 
-def gpus_of(comm: Intracomm, which: str) -> list[str]:
+def gpus_of(comm, which):
     """The GPUs of all replicas: "3" for each rank, one more for rank 0, or two replicas of each rank on a GPU."""
     if which in ("2", "3", "4"):
         return devices(comm, min(int(which), 8 // comm.size))
@@ -95,9 +91,7 @@ def gpus_of(comm: Intracomm, which: str) -> list[str]:
         pytest.param("uneven", marks=pytest.mark.ranks(3)),
     ],
 )
-def test_results_have_the_bits_of_the_host(
-    gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, which: str
-) -> None:
+def test_results_have_the_bits_of_the_host(gpus, comm, monkeypatch, caplog, which):
     """On the GPU of every replica, also where ranks have several rows, into `out=` as well.
 
     Without NCCL, and where replicas share a GPU, arrays are copied to the first GPU.
@@ -109,7 +103,7 @@ def test_results_have_the_bits_of_the_host(
     total = 2 * comm.size if named is None else len(named)
     asked = [(dtype, SIZES[(at + shift) % len(SIZES)]) for at, dtype in enumerate(DTYPES) for shift in (0, 3)]
 
-    def step(place: Any, op: str) -> Any:
+    def step(place, op):
         own, is_complex = context().replica_id_in_sync_group, op in ("sum", "mean")
         values = [place(numbers(own, size, dtype)) for dtype, size in asked if dtype.kind != "c" or is_complex]
         results = context().all_reduce(op, values)
@@ -137,10 +131,10 @@ def test_results_have_the_bits_of_the_host(
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_calls_and_bytes_of_nccl(emulated: Emulated, comm: Intracomm, count: int) -> None:
+def test_calls_and_bytes_of_nccl(emulated, comm, count):
     """Two groups for a sum, one for the broadcast of the results, whatever the number of arrays."""
 
-    def step(size: int) -> None:
+    def step(size):
         own = context().replica_id_in_sync_group
         context().all_reduce("sum", [up(numbers(own, size, np.dtype("f4"))) for _ in range(3)])
 
@@ -161,14 +155,12 @@ def test_calls_and_bytes_of_nccl(emulated: Emulated, comm: Intracomm, count: int
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("places", [(0, 1), (0, 1, 1)], ids=["a GPU each", "a shared GPU"])
-def test_values_of_several_gpus_are_combined_across_replicas(
-    emulated: Emulated, comm: Intracomm, places: tuple[int, ...]
-) -> None:
+def test_values_of_several_gpus_are_combined_across_replicas(emulated, comm, places):
     """Outside of `run`, though no stream was waited for."""
     indices = [2 * at + place for at in range(comm.size) for place in places]
     with MirroredStrategy([f"GPU:{index}" for index in indices], comm=comm) as strategy:
 
-        def make(ctx: Any) -> Any:
+        def make(ctx):
             cuda.current().cupy.cuda.Device(indices[ctx.replica_id_in_sync_group]).use()
             return up(np.full(2, float(ctx.replica_id_in_sync_group)))
 
@@ -184,14 +176,14 @@ def test_values_of_several_gpus_are_combined_across_replicas(
 
 
 @pytest.mark.ranks(1, 2)
-def test_scalars_of_several_gpus_stay_scalars(gpus: Any, comm: Intracomm) -> None:
+def test_scalars_of_several_gpus_stay_scalars(gpus, comm):
     """Metrics, losses and weights, which lie on the GPU of their replica."""
     named = devices(comm, 2)
     with MirroredStrategy(named, comm=comm) as strategy:
         with strategy.scope():
             metric = Variable(0.0, synchronization="ON_READ", aggregation="SUM")
 
-        def step() -> tuple[Any, Any]:
+        def step():
             own = context().replica_id_in_sync_group
             metric.assign_add(own)
             return up(np.asarray(float(own))), up(np.asarray(1 + own))
@@ -205,10 +197,10 @@ def test_scalars_of_several_gpus_stay_scalars(gpus: Any, comm: Intracomm) -> Non
 
 
 @pytest.mark.ranks(1, 2)
-def test_replica_that_raises_leaves_nothing_behind(emulated: Emulated, comm: Intracomm) -> None:
+def test_replica_that_raises_leaves_nothing_behind(emulated, comm):
     with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
 
-        def fail_on_the_second_gpu() -> Any:
+        def fail_on_the_second_gpu():
             if context().replica_id_in_sync_group == 1:
                 raise ValueError("of replica 1")
             return ones_added()
@@ -221,9 +213,7 @@ def test_replica_that_raises_leaves_nothing_behind(emulated: Emulated, comm: Int
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("fault", "status"), [("send of rank 2", 1), ("ncclCommInitRank", 2), ("ncclGetUniqueId", 2)])
-def test_error_of_nccl_is_raised_and_it_is_started_again(
-    emulated: Emulated, comm: Intracomm, fault: str, status: int
-) -> None:
+def test_error_of_nccl_is_raised_and_it_is_started_again(emulated, comm, fault, status):
     """After a call that failed by a reset."""
     is_call, where = fault == "send of rank 2", "on GPUs 0, 1, 2 of one process"
     failed = "a sum over GPUs 0, 1, 2 of one process failed" if is_call else f"NCCL could not be started {where}"
@@ -243,7 +233,7 @@ def test_error_of_nccl_is_raised_and_it_is_started_again(
 
 
 @pytest.mark.ranks(1)
-def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated: Emulated, comm: Intracomm) -> None:
+def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated, comm):
     with MirroredStrategy(devices(comm, 2), comm=comm) as one, MirroredStrategy(devices(comm, 4), comm=comm) as other:
         for strategy in (one, other, one):
             assert_right(strategy)
@@ -257,14 +247,12 @@ def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated: 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("rows", "is_started"), [("a row", True), ("two rows", False), ("a GPU each", True)])
-def test_deadline_excludes_compilation_of_sum_kernels(
-    gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rows: str, is_started: bool
-) -> None:
+def test_deadline_excludes_compilation_of_sum_kernels(gpus, comm, monkeypatch, rows, is_started):
     """It is seconds, on the ranks of a node that has never done it."""
     compiler, taken = importlib.import_module("cupy.cuda.compiler"), []
     compile_module = compiler._compile_module_with_cache
 
-    def compile_slowly(*arguments: Any, **more: Any) -> Any:
+    def compile_slowly(*arguments, **more):
         if not (taken or comm.rank):
             time.sleep(1.25 * DEADLINE)
         taken.append(arguments)
@@ -276,7 +264,7 @@ def test_deadline_excludes_compilation_of_sum_kernels(
     options = CommunicationOptions(timeout_seconds=DEADLINE)
     with MirroredStrategy(named, replicas=replicas) as strategy:
 
-        def step() -> Any:
+        def step():
             values = [up(np.full(size, 2, dtype)) for size in (5, 30_000)]
             call = context().start_all_reduce if is_started else context().all_reduce
             result = call("prod", values, options)

@@ -2,17 +2,13 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.placements import PLACEMENTS
-from support.ranks import Intracomm
 from support.reductions import all_reduce, are_repeated
 from support.replicas import inside
 from support.used import are_gone, least_called
@@ -29,7 +25,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture(params=["one node", "even"])
-def strategy(comm: Intracomm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+def strategy(comm, request, monkeypatch):
     """A strategy on one node and on two."""
     nodes = [PLACEMENTS[request.param](rank, comm.size) for rank in range(comm.size)]
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, nodes)))
@@ -40,13 +36,13 @@ def strategy(comm: Intracomm, request: pytest.FixtureRequest, monkeypatch: pytes
 on_one_node = pytest.mark.parametrize("strategy", ["one node"], indirect=True)
 
 
-def total(comm: Intracomm, step: int) -> int:
+def total(comm, step):
     """Add `step * (rank + 1)` of all ranks."""
     return step * comm.size * (comm.size + 1) // 2
 
 
 # Nests of arrays, as a function of a strategy.
-VALUES: dict[str, Callable[[Strategy], Any]] = {
+VALUES = {
     "small": lambda strategy: np.empty(5),
     "large": lambda strategy: np.empty((64, 1024), np.float32),
     "Fortran": lambda strategy: np.empty((64, 1024), order="F"),
@@ -62,9 +58,9 @@ VALUES: dict[str, Callable[[Strategy], Any]] = {
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_persistent_all_reduce_sums_current_values(strategy: Strategy, comm: Intracomm) -> None:
+def test_persistent_all_reduce_sums_current_values(strategy, comm):
     """Into new arrays, in place, and into others; called and started, in `run` and outside, in turn."""
-    ways: list[Callable[[Any], Any]] = [
+    ways = [
         lambda call: call(),
         lambda call: strategy.run(call),
         lambda call: call.start().wait(),
@@ -75,7 +71,7 @@ def test_persistent_all_reduce_sums_current_values(strategy: Strategy, comm: Int
         leaves, form = mpidist.nest.flatten(value)
         outs = None, value, mpidist.nest.map_structure(np.empty_like, value)
         calls = [(strategy.all_reduce_init(value, "sum", out=out), out) for out in outs]
-        before: list[Any] = []
+        before = []
         for step, (call, out) in product(range(1, 13), calls):
             comm.Barrier()  # others may have written the twin of a symmetric array
             for at, leaf in enumerate(leaves):
@@ -93,7 +89,7 @@ def test_persistent_all_reduce_sums_current_values(strategy: Strategy, comm: Int
 
 
 @pytest.mark.ranks(1, 3)
-def test_persistent_all_reduce_takes_arguments_of_all_reduce(strategy: Strategy, comm: Intracomm) -> None:
+def test_persistent_all_reduce_takes_arguments_of_all_reduce(strategy, comm):
     number, mean = strategy.all_reduce_init([2.5, np.float32(1)]), strategy.all_reduce_init(np.full(3, 4), "mean")
     options = Options(timeout_seconds=600, bytes_per_pack=100, reproducible=True)
     largest = strategy.all_reduce_init({"a": np.full(300, comm.rank)}, mpidist.ReduceOp.MAX, options)
@@ -106,9 +102,7 @@ def test_persistent_all_reduce_takes_arguments_of_all_reduce(strategy: Strategy,
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("shape", [(5,), (1 << 16,)])
-def test_persistent_all_reduce_meets_the_ordinary_call(
-    strategy: Strategy, comm: Intracomm, shape: tuple[int, ...]
-) -> None:
+def test_persistent_all_reduce_meets_the_ordinary_call(strategy, comm, shape):
     value = np.empty(shape)
     called, listed = strategy.all_reduce_init(value, out=value), strategy.all_reduce_init([value])
     for step in range(1, 9):
@@ -123,7 +117,7 @@ def test_persistent_all_reduce_meets_the_ordinary_call(
 
 
 # A text of the error, and the arguments, of which one rank passes others.
-MISTAKES: list[tuple[str, type[Exception], Callable[[Any, bool], tuple[Any, dict[str, Any]]]]] = [
+MISTAKES = [
     ("array 0", InvalidArgumentError, lambda value, is_odd: (np.ones(6) if is_odd else value, {})),
     ("form of the nest", InvalidArgumentError, lambda value, is_odd: ([value] if is_odd else value, {})),
     ("op: rank", InvalidArgumentError, lambda value, is_odd: (value, {"reduce_op": "max" if is_odd else "sum"})),
@@ -139,7 +133,7 @@ MISTAKES: list[tuple[str, type[Exception], Callable[[Any, bool], tuple[Any, dict
 
 
 @pytest.mark.ranks(2, 3)
-def test_all_reduce_init_of_unlike_arguments_is_refused_on_all_ranks(strategy: Strategy, comm: Intracomm) -> None:
+def test_all_reduce_init_of_unlike_arguments_is_refused_on_all_ranks(strategy, comm):
     value = np.ones(5)
     for text, kind, mistake in MISTAKES:
         nest, arguments = mistake(value, comm.rank == comm.size - 1)
@@ -152,9 +146,7 @@ def test_all_reduce_init_of_unlike_arguments_is_refused_on_all_ranks(strategy: S
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("length", [5, 1 << 16])
-def test_persistent_all_reduce_while_others_make_another_call_is_refused(
-    strategy: Strategy, comm: Intracomm, length: int
-) -> None:
+def test_persistent_all_reduce_while_others_make_another_call_is_refused(strategy, comm, length):
     """Nothing is lost: the next calls are right. Also where a rank calls what another has started."""
     one, other = np.ones(length), np.ones(length + 1)
     calls = [strategy.all_reduce_init(one), strategy.all_reduce_init(other)]
@@ -171,7 +163,7 @@ def test_persistent_all_reduce_while_others_make_another_call_is_refused(
 
 
 @pytest.mark.ranks(1, 2)
-def test_persistent_all_reduce_out_of_place_raises(strategy: Strategy, comm: Intracomm) -> None:
+def test_persistent_all_reduce_out_of_place_raises(strategy, comm):
     """In `run` and in another strategy, before `start`, in a second thread, and after the end."""
     value = np.ones(5)
     with pytest.raises(RuntimeError, match="cross-replica context"):
@@ -195,9 +187,9 @@ def test_persistent_all_reduce_out_of_place_raises(strategy: Strategy, comm: Int
     with strategy.scope():
         assert (call() == comm.size).all()
     assert (strategy.run(lambda: inside_merge(call)) == comm.size).all()
-    errors: list[str] = []
+    errors = []
 
-    def work() -> None:
+    def work():
         for _ in range(2):
             call()
         started.set()
@@ -220,7 +212,7 @@ def test_persistent_all_reduce_out_of_place_raises(strategy: Strategy, comm: Int
             make()
 
 
-def inside_merge(call: Callable[[], Any]) -> Any:
+def inside_merge(call):
     context = mpidist.get_replica_context()
     assert context is not None
     return context.merge_call(lambda _: call())
@@ -228,7 +220,7 @@ def inside_merge(call: Callable[[], Any]) -> Any:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("each", [1, 2])
-def test_persistent_all_reduce_of_chosen_replicas_is_called_outside_of_run(comm: Intracomm, each: int) -> None:
+def test_persistent_all_reduce_of_chosen_replicas_is_called_outside_of_run(comm, each):
     with Strategy(comm=comm, replicas=each * comm.size) as strategy:
         arrays = tuple(np.ones(9) for _ in range(each))
         call = strategy.all_reduce_init(mpidist.PerReplica(arrays), "sum")
@@ -241,13 +233,13 @@ def test_persistent_all_reduce_of_chosen_replicas_is_called_outside_of_run(comm:
 
 
 @pytest.mark.ranks(1, 3)
-def test_persistent_all_reduce_after_a_change_of_the_program_is_as_before(strategy: Strategy, comm: Intracomm) -> None:
+def test_persistent_all_reduce_after_a_change_of_the_program_is_as_before(strategy, comm):
     """After a reset, and with shared memory; and when the nest or the arrays' shapes have changed."""
     value, late = np.ones((2, 3)), np.ones(70_000)
     nest = [value, late]
     calls = [strategy.all_reduce_init(value), strategy.all_reduce_init(nest), strategy.all_reduce_init(late, out=late)]
 
-    def check() -> None:
+    def check():
         for _ in range(3):
             late[...] = 1
             assert (calls[0]() == comm.size).all()
@@ -274,7 +266,7 @@ def test_persistent_all_reduce_after_a_change_of_the_program_is_as_before(strate
 
 
 @pytest.mark.ranks(2)
-def test_persistent_all_reduce_in_a_trace_is_traced(strategy: Strategy, comm: Intracomm, tmp_path: Path) -> None:
+def test_persistent_all_reduce_in_a_trace_is_traced(strategy, comm, tmp_path):
     call = strategy.all_reduce_init(np.ones(5))
     call()
     with strategy.trace(comm.bcast(tmp_path)):
@@ -286,7 +278,7 @@ def test_persistent_all_reduce_in_a_trace_is_traced(strategy: Strategy, comm: In
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_started", [False, True])
-def test_persistent_all_reduce_late_rank_raises_deadline(strategy: Strategy, comm: Intracomm, is_started: bool) -> None:
+def test_persistent_all_reduce_late_rank_raises_deadline(strategy, comm, is_started):
     """Also after calls of the same form with another deadline; a reset makes the call usable again."""
     value = np.ones(5)
     long, short = (strategy.all_reduce_init(value, options=Options(timeout_seconds=its)) for its in (600.0, 0.5))
@@ -310,10 +302,8 @@ def test_persistent_all_reduce_late_rank_raises_deadline(strategy: Strategy, com
 @on_one_node
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["array", "list"])
-def test_persistent_all_reduce_broken_off_on_one_rank_ends_on_all(
-    strategy: Strategy, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    value: Any = [np.ones(100_000), np.ones(9)] if kind == "list" else np.ones(100_000)
+def test_persistent_all_reduce_broken_off_on_one_rank_ends_on_all(strategy, comm, monkeypatch, kind):
+    value = [np.ones(100_000), np.ones(9)] if kind == "list" else np.ones(100_000)
     call = strategy.all_reduce_init(value)
     for _ in range(3):
         call()
@@ -338,17 +328,17 @@ def test_persistent_all_reduce_broken_off_on_one_rank_ends_on_all(
         assert (result[0] == comm.size).all()
 
 
-def no_memory(*_: Any) -> None:
+def no_memory(*_):
     raise MemoryError("Unable to allocate 9 TiB")
 
 
-def interrupt(*_: Any) -> None:
+def interrupt(*_):
     raise KeyboardInterrupt
 
 
 @on_one_node
 @pytest.mark.ranks(2)
-def test_persistent_all_reduce_passes_through_few_functions(strategy: Strategy, comm: Intracomm) -> None:
+def test_persistent_all_reduce_passes_through_few_functions(strategy, comm):
     small, arrays = np.ones(5), [np.ones(64) for _ in range(10)]
     calls = strategy.all_reduce_init(small, out=small), strategy.all_reduce_init(arrays, out=arrays)
     assert are_repeated(strategy)
@@ -357,10 +347,10 @@ def test_persistent_all_reduce_passes_through_few_functions(strategy: Strategy, 
 
 
 @pytest.mark.ranks(1, 2)
-def test_persistent_all_reduce_that_is_gone_keeps_no_array(strategy: Strategy, comm: Intracomm) -> None:
+def test_persistent_all_reduce_that_is_gone_keeps_no_array(strategy, comm):
     for out_is_value in (False, True):
         arrays = [np.ones(5), np.ones(70_000)]
-        values: Any = [*arrays, arrays]
+        values = [*arrays, arrays]
         calls = [strategy.all_reduce_init(value, out=value if out_is_value else None) for value in values]
         for _ in range(3):
             for call in calls:

@@ -1,14 +1,11 @@
 """`Strategy.run` where the number of replicas was chosen: what each replica is, sees, passes and gets."""
 
-from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.replicas import context, local, replica_id
 
 from mpidist import (
@@ -30,20 +27,20 @@ several = pytest.mark.parametrize("strategy", ["2P+1"], indirect=True)
 
 
 @pytest.fixture(params=["P", "2P+1"])
-def strategy(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
+def strategy(request, comm):
     with MirroredStrategy(replicas=comm.size if request.param == "P" else 2 * comm.size + 1) as made:
         yield made
 
 
-def ids_here(strategy: Any) -> range:
+def ids_here(strategy):
     total, size, rank = strategy.num_replicas_in_sync, strategy.topology.size, strategy.topology.rank
     least, more = divmod(total, size)
     start = rank * least + min(rank, more)
     return range(start, start + least + (rank < more))
 
 
-def test_replicas_lie_over_the_ranks_in_blocks(strategy: Any) -> None:
-    def describe() -> Any:
+def test_replicas_lie_over_the_ranks_in_blocks(strategy):
+    def describe():
         own = context()
         return (own.replica_id_in_sync_group, own.num_replicas_in_sync, own.strategy is strategy, own.devices)
 
@@ -55,7 +52,7 @@ def test_replicas_lie_over_the_ranks_in_blocks(strategy: Any) -> None:
     assert len(strategy.extended.worker_devices) == total
 
 
-def test_results_are_values_of_the_replicas(strategy: Any) -> None:
+def test_results_are_values_of_the_replicas(strategy):
     ids = tuple(ids_here(strategy))
     given = strategy.experimental_distribute_values_from_function(lambda own: own.replica_id_in_sync_group * 1.0)
     result = strategy.run(lambda x, y, z: {"sum": x + y, "none": None, "z": z}, args=(given, 10), kwargs={"z": given})
@@ -68,8 +65,8 @@ def test_results_are_values_of_the_replicas(strategy: Any) -> None:
 
 
 @several
-def test_values_of_two_forms_are_refused(strategy: Any) -> None:
-    def make(own: Any) -> Any:
+def test_values_of_two_forms_are_refused(strategy):
+    def make(own):
         return [1, 2] if own.replica_id_in_sync_group % 2 else {"a": 1, "b": 2}
 
     result = strategy.run(lambda: make(context()))
@@ -83,7 +80,7 @@ def test_values_of_two_forms_are_refused(strategy: Any) -> None:
 
 
 @pytest.mark.no_mpi
-def test_first_example_of_tensorflow() -> None:
+def test_first_example_of_tensorflow():
     """Two devices of one process."""
     with MirroredStrategy(devices=["CPU:0", "CPU:1"]) as strategy:
         values = [
@@ -106,11 +103,11 @@ def test_first_example_of_tensorflow() -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.filterwarnings("error")
-def test_all_reduce_counts_every_replica(strategy: Any) -> None:
+def test_all_reduce_counts_every_replica(strategy):
     """Results are shared and read-only; one operation can be written in many ways; an overflow is a result."""
     total, ways = strategy.num_replicas_in_sync, ["sum", "SUM", ReduceOp.SUM]
 
-    def step() -> Any:
+    def step():
         own = float(replica_id())
         values = {"a": np.full((2, 3), own), "b": [own, np.float16(own), np.full(2, 60000, np.float16)]}
         result = context().all_reduce(ways[replica_id() % 3], values)
@@ -129,11 +126,11 @@ def test_all_reduce_counts_every_replica(strategy: Any) -> None:
         assert (part["b"][2] == np.inf).all()
 
 
-def test_outs_are_those_of_each_replica(strategy: Any) -> None:
+def test_outs_are_those_of_each_replica(strategy):
     """And are written before a replica may change its own."""
     total = strategy.num_replicas_in_sync
 
-    def step() -> Any:
+    def step():
         values, later = [np.full(1000, 1.0), np.full(3, 2.0)], np.full(5, 3.0)
         started = context().start_all_reduce("sum", later, out=later)
         assert context().all_reduce("sum", values, out=values) is values
@@ -148,11 +145,11 @@ def test_outs_are_those_of_each_replica(strategy: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_repeated_calls_count_every_replica(strategy: Any) -> None:
+def test_repeated_calls_count_every_replica(strategy):
     """From the second one on they skip the checks, and add the arrays of a rank's replicas first."""
     total, kept = strategy.num_replicas_in_sync, {}
 
-    def step(number: int, shape: Any, into: str) -> Any:
+    def step(number, shape, into):
         value = np.full(shape, number + replica_id())
         out = {"value": value, "kept": kept.setdefault((replica_id(), shape), np.zeros(shape, int))}.get(into)
         result = reduced(value, out=out)
@@ -165,10 +162,10 @@ def test_repeated_calls_count_every_replica(strategy: Any) -> None:
             assert result.flags.writeable == (into != "new")
 
 
-def test_gathers_are_in_the_order_of_replicas(strategy: Any) -> None:
+def test_gathers_are_in_the_order_of_replicas(strategy):
     total, ids = strategy.num_replicas_in_sync, ids_here(strategy)
 
-    def step() -> Any:
+    def step():
         own = replica_id()
         return context().all_gather({"a": np.array([own]), "b": np.full((2, own), own)}, -1)
 
@@ -181,7 +178,7 @@ def test_gathers_are_in_the_order_of_replicas(strategy: Any) -> None:
     assert across.tolist() == list(range(total))
 
 
-def test_reduce_scatter_gives_each_replica_a_part(strategy: Any, comm: Intracomm) -> None:
+def test_reduce_scatter_gives_each_replica_a_part(strategy, comm):
     total = strategy.num_replicas_in_sync
     parts = strategy.run(lambda: context().reduce_scatter("sum", np.arange(3 * total + 1.0)))
     whole = np.arange(3 * total + 1.0) * total
@@ -195,10 +192,10 @@ def test_reduce_scatter_gives_each_replica_a_part(strategy: Any, comm: Intracomm
     assert local(strategy, columns) == [[[total], [total]]] * len(ids_here(strategy))
 
 
-def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
+def test_merge_call_sees_all_replicas_of_the_rank(strategy):
     ids, calls, kept, total = ids_here(strategy), [], np.ones(2), strategy.num_replicas_in_sync
 
-    def merge(inner: Any, value: Any, rate: Any, *, name: str, made: Any) -> Any:
+    def merge(inner, value, rate, *, name, made):
         assert inner is strategy
         assert get_strategy() is strategy
         assert get_replica_context() is None
@@ -208,7 +205,7 @@ def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
         assert local(strategy, strategy.run(lambda: reduced(1.0))) == [total] * len(ids)  # inside of another run
         return strategy.reduce("sum", value), value, kept, inner.reduce("sum", rate)
 
-    def step() -> Any:
+    def step():
         own = np.float64(replica_id())
         total, mine, shared, rates = context().merge_call(
             merge, args=(own, 0.5), kwargs={"name": "n", "made": SimpleNamespace(row=np.full(2, own))}
@@ -223,11 +220,11 @@ def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
     kept += 1  # the program's own array stays its own
 
 
-def test_merge_call_of_indexed_slices_reduces_them_on_any_number_of_ranks(strategy: Any) -> None:
+def test_merge_call_of_indexed_slices_reduces_them_on_any_number_of_ranks(strategy):
     """One object for all replicas of a rank, too."""
     total, same = strategy.num_replicas_in_sync, IndexedSlices(np.ones((1, 1)), [0])
 
-    def step() -> Any:
+    def step():
         own = IndexedSlices(np.full((1, 1), 1.0 + replica_id()), [0])
         return context().merge_call(lambda inner, *given: [inner.reduce("sum", rows) for rows in given], (own, same))
 
@@ -235,7 +232,7 @@ def test_merge_call_of_indexed_slices_reduces_them_on_any_number_of_ranks(strate
         assert [rows.values.item() for rows in sums] == [total * (total + 1) / 2, total]
 
 
-def test_value_of_a_rank_is_no_value_of_a_replica(strategy: Any, comm: Intracomm) -> None:
+def test_value_of_a_rank_is_no_value_of_a_replica(strategy, comm):
     value = strategy.run(lambda: np.ones(2))
     assert [strategy.reduce("mean", value).tolist() for _ in range(3)] == [[1.0, 1.0]] * 3
     for call in (
@@ -251,12 +248,12 @@ def test_value_of_a_rank_is_no_value_of_a_replica(strategy: Any, comm: Intracomm
         strategy.reduce("sum", PerReplica((1.0,) * 9))
 
 
-def reduced(value: Any, **named: Any) -> Any:
+def reduced(value, **named):
     return context().all_reduce("sum", value, **named)
 
 
 # What the second replica of rank 0 does, and what is said of it.
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+WRONG = {
     "skips": (lambda: None, "replica 1 returned from the function, while replica"),
     "other call": (lambda: context().all_gather(np.ones(1), 0), "replica 1 called all_gather along axis 0, while"),
     "other op": (lambda: context().all_reduce("mean", np.ones(3)), "replica 1 passes reduce_op MEAN, and"),
@@ -272,10 +269,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.ranks(3)
 @several
-def test_replica_that_differs_is_named_on_every_rank(strategy: Any, comm: Intracomm) -> None:
+def test_replica_that_differs_is_named_on_every_rank(strategy, comm):
     for name, (wrong, text) in WRONG.items():
 
-        def step(name: str = name, wrong: Callable[[], Any] = wrong) -> Any:
+        def step(name=name, wrong=wrong):
             value = np.ones(3)
             if replica_id() == 1:
                 return wrong()
@@ -290,8 +287,8 @@ def test_replica_that_differs_is_named_on_every_rank(strategy: Any, comm: Intrac
 
 @pytest.mark.ranks(3)
 @several
-def test_replica_that_raises_is_named_on_every_rank(strategy: Any, comm: Intracomm) -> None:
-    def step() -> Any:
+def test_replica_that_raises_is_named_on_every_rank(strategy, comm):
+    def step():
         if replica_id() == 1:
             raise KeyError("mine")
         return reduced(np.ones(2))
@@ -304,8 +301,8 @@ def test_replica_that_raises_is_named_on_every_rank(strategy: Any, comm: Intraco
     assert local(strategy, strategy.run(lambda: reduced(1.0))) == [7.0] * len(ids_here(strategy))
 
 
-def test_raise_together_in_run_one_replica_fails_all_raise(strategy: Any) -> None:
-    def step(failing: int) -> Any:
+def test_raise_together_in_run_one_replica_fails_all_raise(strategy):
+    def step(failing):
         try:
             with strategy.raise_together("reading"):
                 if replica_id() == failing:
@@ -321,19 +318,19 @@ def test_raise_together_in_run_one_replica_fails_all_raise(strategy: Any) -> Non
 
 
 @several
-def test_symmetric_empty_in_run_of_replicas_that_share_ranks_is_refused(strategy: Any, comm: Intracomm) -> None:
+def test_symmetric_empty_in_run_of_replicas_that_share_ranks_is_refused(strategy, comm):
     with raises_everywhere(comm, RuntimeError, "symmetric_empty requires being in cross-replica context"):
         strategy.run(lambda: strategy.symmetric_empty(2, "f4"))
 
 
 @pytest.mark.ranks(3)
-def test_wrong_numbers_of_replicas_and_options_are_refused(comm: Intracomm) -> None:
+def test_wrong_numbers_of_replicas_and_options_are_refused(comm):
     for kind in (MirroredStrategy, MultiWorkerMirroredStrategy):
         with raises_everywhere(comm, ValueError, rf"replicas={comm.size - 1} is too few for {comm.size} ranks"):
             kind(replicas=comm.size - 1)
     for wrong in ("8", 2.0, True):
         with raises_everywhere(comm, TypeError, "replicas must be a whole number"):
-            MirroredStrategy(replicas=wrong)  # type: ignore[arg-type]
+            MirroredStrategy(replicas=wrong)
     with raises_everywhere(comm, ValueError, "devices for replicas=9; leave one"):
         MirroredStrategy(["/cpu:0"] * 8, replicas=9)
     with raises_everywhere(comm, InvalidArgumentError, "replicas: rank 0: 8, chosen; "):
@@ -351,18 +348,18 @@ def test_wrong_numbers_of_replicas_and_options_are_refused(comm: Intracomm) -> N
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("is_raised", [False, True])
-def test_replica_alone_on_its_rank_that_leaves_a_call_out_is_found(is_raised: bool, comm: Intracomm) -> None:
+def test_replica_alone_on_its_rank_that_leaves_a_call_out_is_found(is_raised, comm):
     """In the next call of its rank, which the other ranks would take for the call that was left out."""
     with MirroredStrategy(replicas=comm.size) as strategy:
 
-        def step(number: int) -> Any:
+        def step(number):
             if number == 0 and replica_id() == comm.size - 1:
                 if is_raised:
                     raise KeyError
                 return None
             return context().all_reduce("sum", 1.0)
 
-        def train() -> None:
+        def train():
             for number in range(2):
                 try:
                     strategy.run(step, args=(number,))
@@ -375,12 +372,12 @@ def test_replica_alone_on_its_rank_that_leaves_a_call_out_is_found(is_raised: bo
             train()
 
 
-def test_complex_products_have_the_same_bits(comm: Intracomm) -> None:
+def test_complex_products_have_the_same_bits(comm):
     """NumPy rounds a product of complex numbers by the length of the array, and so by the number of ranks."""
     from mpi4py import MPI
 
-    def product(strategy: Any, count: int) -> Any:
-        def step() -> Any:
+    def product(strategy, count):
+        def step():
             rng = np.random.default_rng(replica_id())
             return context().all_reduce("prod", rng.normal(size=count) + 1j * rng.normal(size=count))
 

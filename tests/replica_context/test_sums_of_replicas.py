@@ -3,14 +3,13 @@
 import time
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.contributions import in_tree_order
-from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy, Variable, get_replica_context
@@ -21,7 +20,7 @@ SLOW = [HealthCheck.too_slow]  # on a busy machine
 UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
-def simulate(op: str, parts: list[Any]) -> Any:
+def simulate(op, parts):
     """Reduce the arrays of all replicas in one loop, without this library."""
     dtype = parts[0].dtype
     wide = np.dtype(np.float32) if dtype == np.float16 else dtype
@@ -36,7 +35,7 @@ def simulate(op: str, parts: list[Any]) -> Any:
 
 
 @cache
-def numbers(replica: int, index: int, shape: tuple[int, ...], dtype: str) -> Any:
+def numbers(replica, index, shape, dtype):
     """Numbers of very different sizes, so that another order gives other bits."""
     rng = np.random.default_rng([replica, index])
     if np.dtype(dtype).kind in "iu":
@@ -54,14 +53,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("total", [7, 8])
-def test_bits_are_those_of_the_simulation(
-    total: int, comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_are_those_of_the_simulation(total, comm, placement, monkeypatch):
     set_sizes(monkeypatch, chunk_bytes=16 << 10, least_bytes=256, one_shot_bytes=2 << 10)
     with MultiWorkerMirroredStrategy(replicas=total) as strategy:
         for specs, op in product(CASES, UFUNCS):
 
-            def step(specs: Any = specs, op: str = op) -> Any:
+            def step(specs=specs, op=op):
                 own = get_replica_context()
                 return own.all_reduce(
                     op, [numbers(own.replica_id_in_sync_group, at, *spec).copy() for at, spec in enumerate(specs)]
@@ -77,7 +74,7 @@ def test_bits_are_those_of_the_simulation(
 
 @pytest.mark.core
 @pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True)
-def test_hard_sum_is_exact_on_any_ranks(transport: str, comm: Intracomm, placement: object) -> None:
+def test_hard_sum_is_exact_on_any_ranks(transport, comm, placement):
     """In rank order this is 5.0, or 4.0, by the number of ranks."""
     hard = [1e16, 1.0, -1e16, 1.0, 1.0, 1.0, 1.0, 1.0]
     with MultiWorkerMirroredStrategy(replicas=8) as strategy:
@@ -93,12 +90,12 @@ def test_hard_sum_is_exact_on_any_ranks(transport: str, comm: Intracomm, placeme
 
 
 @pytest.mark.ranks(3, 4)
-def test_bytes_are_those_of_the_rows(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_of_the_rows(comm, monkeypatch):
     """With a power of two of ranks as many bytes as without replicas; with three, 4/3 as many sent."""
     monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
     count = 3 * 4 * 1000
 
-    def sent(strategy: Any, options: CommunicationOptions | None = None) -> int:
+    def sent(strategy, options=None):
         traffic = parts_of(strategy).group.levels.world.traffic
         traffic.clear()
         strategy.run(lambda: get_replica_context().all_reduce("sum", np.ones(count), options))
@@ -111,7 +108,7 @@ def test_bytes_are_those_of_the_rows(comm: Intracomm, monkeypatch: pytest.Monkey
     assert rows == today if comm.size != 3 else rows == sum(busier_directions(count * 8, (2, 2, 1)))
 
 
-def busier_directions(nbytes: int, rows: tuple[int, ...]) -> list[int]:
+def busier_directions(nbytes, rows):
     """Return the bytes of the busier direction of each rank's link, for ranks that send so many rows."""
     shard = nbytes // len(rows)
     rest = nbytes - shard
@@ -122,13 +119,11 @@ def busier_directions(nbytes: int, rows: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("total", [5, 8])
-def test_memory_of_sums_is_not_shared_by_results_and_started_calls(
-    total: int, comm: Intracomm, placement: object
-) -> None:
+def test_memory_of_sums_is_not_shared_by_results_and_started_calls(total, comm, placement):
     """So large are the arrays that a rank keeps the memory of its replicas' sums; in chunks as the cost model says."""
     shapes = [(90_000,), (3, 30_000), (300_001,), (70_000,)]
 
-    def step() -> Any:
+    def step():
         own = get_replica_context()
         time.sleep(0.02 * comm.rank)  # a rank opens its second call while its first one waits for the others
         values = [numbers(own.replica_id_in_sync_group, at, shape, "f4").copy() for at, shape in enumerate(shapes)]
@@ -144,26 +139,24 @@ def test_memory_of_sums_is_not_shared_by_results_and_started_calls(
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Any:
+def programs(draw):
     """Reductions in a random order: (op, specs, whether it is started) of each."""
     shapes = st.sampled_from([(), (1,), (3,), (64,), (5, 7), (5000,), (0, 2)])
     specs = st.lists(st.tuples(shapes, st.sampled_from(["f4", "f8", "f2", "i4"])), min_size=1, max_size=4)
     return draw(st.lists(st.tuples(st.sampled_from(list(UFUNCS)), specs, st.booleans()), min_size=1, max_size=5))
 
 
-def test_random_programs_are_those_of_the_simulation(
-    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_programs_are_those_of_the_simulation(comm, placement, monkeypatch):
     set_sizes(monkeypatch, chunk_bytes=4 << 10, least_bytes=256, one_shot_bytes=1 << 10)
     totals = np.random.default_rng([*placement]).integers(comm.size, 17, 2)
     strategies = [MultiWorkerMirroredStrategy(replicas=int(total)) for total in totals]
 
     @settings(max_examples=8, database=None, derandomize=True, deadline=None, suppress_health_check=SLOW)
     @given(programs())
-    def run(program: Any) -> None:
+    def run(program):
         for strategy in strategies:
 
-            def step() -> Any:
+            def step():
                 own, results = get_replica_context(), []
                 for op, specs, is_started in program:
                     value = [numbers(own.replica_id_in_sync_group, at, *spec).copy() for at, spec in enumerate(specs)]
@@ -203,23 +196,23 @@ PROGRAMS = st.lists(
 CHANGES = {"assign": lambda old, new: new, "assign_add": np.add, "assign_sub": np.subtract}
 
 
-def drawn(seed: int, replica: int) -> Any:
+def drawn(seed, replica):
     """Numbers of very different sizes. What is assigned without an aggregation is the same on all replicas."""
     rng = np.random.default_rng([seed, replica])
     return (rng.normal(size=SHAPE) * 10.0 ** rng.integers(-3, 3, SHAPE)).astype(np.float32)
 
 
-def add(parts: list[Any]) -> Any:
+def add(parts):
     return in_tree_order(np.add, parts)
 
 
-def aggregate(rule: str, parts: list[Any]) -> Any:
+def aggregate(rule, parts):
     if rule == "SUM":
         return add(parts)
     return (add(parts) / len(parts)).astype(np.float32) if rule == "MEAN" else parts[0]
 
 
-def simulate_program(program: list[Step], total: int) -> list[Any]:
+def simulate_program(program, total):
     """Run a program in one loop over the replicas, without this library. Returns what the variables read at the end."""
     mirrored = [np.ones(SHAPE, np.float32) for _ in RULES]
     own = [[np.ones(SHAPE, np.float32) for _ in range(total)] for _ in RULES]
@@ -238,7 +231,7 @@ def simulate_program(program: list[Step], total: int) -> list[Any]:
     return [*mirrored[:4], add(own[4]), (add(own[5]) / total).astype(np.float32)]
 
 
-def run(strategy: Any, program: list[Step]) -> list[Any]:
+def run(strategy, program):
     with strategy.scope():
         variables = [
             Variable(
@@ -249,7 +242,7 @@ def run(strategy: Any, program: list[Step]) -> list[Any]:
             for rule in RULES
         ]
 
-    def body() -> None:
+    def body():
         context = get_replica_context()
         assert context is not None
         for step in program:
@@ -266,13 +259,13 @@ def run(strategy: Any, program: list[Step]) -> list[Any]:
     return [variable.numpy() for variable in variables]
 
 
-def test_programs_give_the_bits_of_a_plain_loop(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_programs_give_the_bits_of_a_plain_loop(comm, placement):
     totals = np.random.default_rng([*placement]).integers(comm.size, 17, 2)
     strategies = [MultiWorkerMirroredStrategy(replicas=int(total)) for total in totals]
 
     @settings(max_examples=6, database=None, derandomize=True, deadline=None, suppress_health_check=SLOW)
     @given(PROGRAMS)
-    def compare(program: list[Step]) -> None:
+    def compare(program):
         for strategy in strategies:
             expected = simulate_program(program, strategy.num_replicas_in_sync)
             for rule, got, wanted in zip(RULES, run(strategy, program), expected, strict=True):

@@ -2,13 +2,12 @@
 
 import decimal
 import weakref
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent
 
 from mpidist import OneDeviceStrategy, context_stack
 from mpidist.context_stack import Entry
@@ -21,32 +20,32 @@ pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
 
 class Log:
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[Any, ...]] = []
 
-    def add(self, arguments: Sequence[Any], error: Exception | None) -> list[Any]:
+    def add(self, arguments, error):
         if error is not None:
             raise error
         self.calls.append(tuple(arguments))
         return [sum(arguments)] * len(arguments)
 
 
-def turns_of(*replica_ids: int) -> Turns:
+def turns_of(*replica_ids):
     return Turns(replica_ids, [Device("cpu")] * len(replica_ids), PendingWrites(replica_ids))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_replicas_meet_in_each_call_once(count: int) -> None:
+def test_replicas_meet_in_each_call_once(count):
     turns, log, order = turns_of(*range(count)), Log(), []
 
-    def body(at: int) -> int:
+    def body(at):
         total = 0
         for step in range(3):
             order.append((step, at))
             total += turns.meet("add", log.add, 10**at)
         return total
 
-    def run() -> None:
+    def run():
         each = sum(10**at for at in range(count))
         assert turns.run([lambda at=at: body(at) for at in range(count)]) == [3 * each] * count
         assert log.calls == [tuple(10**at for at in range(count))] * 3
@@ -60,10 +59,10 @@ def test_replicas_meet_in_each_call_once(count: int) -> None:
     run()  # on the same stacks
 
 
-def test_stacks_are_kept_and_go_with_turns() -> None:
-    stacks: list[weakref.ref[greenlet]] = []
+def test_stacks_are_kept_and_go_with_turns():
+    stacks = []
 
-    def run() -> None:
+    def run():
         turns = turns_of(0, 1)
         for _ in range(2):
             turns.run([lambda: stacks.append(weakref.ref(getcurrent()))] * 2)
@@ -73,7 +72,7 @@ def test_stacks_are_kept_and_go_with_turns() -> None:
     assert [stack() for stack in stacks] == [None] * 4
 
 
-def test_turns_can_be_taken_after_an_error() -> None:
+def test_turns_can_be_taken_after_an_error():
     turns, log = turns_of(0, 1), Log()
     for _ in range(2):
         with pytest.raises(KeyError, match="mine"):
@@ -81,7 +80,7 @@ def test_turns_can_be_taken_after_an_error() -> None:
         assert turns.run([lambda: add(turns, log), lambda: add(turns, log)]) == [2, 2]
 
 
-def differ(first: Callable[[Turns, Log], Any], second: Callable[[Turns, Log], Any]) -> Exception:
+def differ(first, second):
     turns, log = turns_of(6, 7), Log()
     with pytest.raises((InvalidArgumentError, KeyError)) as raised:
         turns.run([lambda: first(turns, log), lambda: second(turns, log)])
@@ -89,19 +88,19 @@ def differ(first: Callable[[Turns, Log], Any], second: Callable[[Turns, Log], An
     return raised.value
 
 
-def add(turns: Turns, log: Log) -> Any:
+def add(turns, log):
     return turns.meet("add", log.add, 1)
 
 
-def fail(turns: Turns, log: Log) -> Any:
+def fail(turns, log):
     raise KeyError("mine")
 
 
-def test_error_of_a_replica_ends_the_others() -> None:
+def test_error_of_a_replica_ends_the_others():
     """Their `finally` clauses run, and make no further call."""
-    seen: list[str] = []
+    seen = []
 
-    def waits(turns: Turns, log: Log) -> None:
+    def waits(turns, log):
         try:
             add(turns, log)
         finally:
@@ -115,8 +114,8 @@ def test_error_of_a_replica_ends_the_others() -> None:
     assert repr(differ(fail, waits)) == "KeyError('mine')"
 
 
-def test_cause_of_an_error_is_kept() -> None:
-    def chained() -> None:
+def test_cause_of_an_error_is_kept():
+    def chained():
         raise ValueError("outer") from KeyError("inner")
 
     turns = turns_of(0, 1)
@@ -125,11 +124,11 @@ def test_cause_of_an_error_is_kept() -> None:
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_error_of_a_call_names_its_line_to_each_replica_once() -> None:
-    def fail_for_all(arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
+def test_error_of_a_call_names_its_line_to_each_replica_once():
+    def fail_for_all(arguments, error):
         raise ValueError("of all")
 
-    def step() -> None:
+    def step():
         turns.meet("call", fail_for_all, None)
 
     turns = turns_of(0, 1)
@@ -139,16 +138,16 @@ def test_error_of_a_call_names_its_line_to_each_replica_once() -> None:
     assert (names.count("step"), names.count("fail_for_all"), names[-1]) == (1, 1, "fail_for_all")
 
 
-def test_interrupt_ends_all_replicas_at_once() -> None:
+def test_interrupt_ends_all_replicas_at_once():
     turns, log, ended = turns_of(0, 1), Log(), []
 
-    def waits() -> None:
+    def waits():
         try:
             turns.meet("add", log.add, 1)
         finally:
             ended.append(True)
 
-    def interrupt() -> None:
+    def interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -156,11 +155,11 @@ def test_interrupt_ends_all_replicas_at_once() -> None:
     assert (log.calls, ended) == ([], [True])
 
 
-def test_turns_keep_contexts_of_replicas_separate() -> None:
+def test_turns_keep_contexts_of_replicas_separate():
     turns, log, strategy = turns_of(0, 1), Log(), OneDeviceStrategy("/cpu:0")
 
-    def body(entry: Entry) -> list[bool]:
-        def inner() -> list[bool]:
+    def body(entry):
+        def inner():
             seen = [context_stack.innermost() is entry]
             turns.meet("add", log.add, 1)
             return [*seen, context_stack.innermost() is entry]
@@ -173,7 +172,7 @@ def test_turns_keep_contexts_of_replicas_separate() -> None:
     assert context_stack.copy_entries() == outer
 
 
-def test_replicas_inherit_context_variables() -> None:
+def test_replicas_inherit_context_variables():
     """NumPy's error state, for example, and that of `decimal`."""
     turns = turns_of(0, 1)
     with np.errstate(over="raise"), decimal.localcontext(decimal.Context(prec=5)):
@@ -181,11 +180,11 @@ def test_replicas_inherit_context_variables() -> None:
     assert seen == [("raise", 5)] * 2
 
 
-def test_replica_that_catches_everything_is_left_behind() -> None:
+def test_replica_that_catches_everything_is_left_behind():
     """Its loop would go on for ever, and hide why."""
     turns, log = turns_of(0, 1), Log()
 
-    def stubborn() -> None:
+    def stubborn():
         while True:
             try:
                 turns.meet("add", log.add, 1)

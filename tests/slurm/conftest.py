@@ -1,13 +1,11 @@
 """The cluster of all tests in this folder."""
 
-from collections.abc import Iterator
-
 import pytest
 from slurm.emulated_cluster import EmulatedCluster
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[EmulatedCluster]:
+def cluster():
     """Three nodes under Slurm."""
     lack = EmulatedCluster.missing()
     if lack:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
@@ -23,21 +22,21 @@ from mpi_session import HANG_SECONDS
 
 __all__ = ["ClusterError", "EmulatedCluster"]
 
-_TOOLS: Final = {
+_TOOLS = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "slurm-client": "sinfo",
     "munge": "munged",
     "util-linux": "unshare",
 }
-_SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_GPUS_PER_NODE: Final = 2
-_END_SECONDS: Final = 10.0
-_UNSHARE: Final = ("unshare", "--mount", "--uts", "--ipc", "--propagation", "private")
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_GPUS_PER_NODE = 2
+_END_SECONDS = 10.0
+_UNSHARE = ("unshare", "--mount", "--uts", "--ipc", "--propagation", "private")
 
 # The first process of the cluster. MPI compares host names; and MPICH names its shared memory after the number of the
 # step alone, so two nodes must not have the same /dev/shm.
-_FIRST_PROCESS: Final = """
+_FIRST_PROCESS = """
 set -e
 hostname head
 mount --bind hosts /etc/hosts
@@ -57,7 +56,7 @@ exec env --ignore-signal=CHLD cat >/dev/null
 # There is no cgroup to follow a job's processes by, no database of accounts; the nodes have more CPUs than is true, and
 # GPUs that are names in jobs' environments.
 # A job starts, ends and starts again within a second.
-_CONFIGURATION: Final = """
+_CONFIGURATION = """
 ClusterName=emulated
 SlurmctldHost=head(127.0.0.1)
 SlurmctldPort={ports[0]}
@@ -104,14 +103,14 @@ class ClusterError(RuntimeError):
 class EmulatedCluster:
     """Nodes `n1`, `n2`, ... under Slurm, from `with` to its end. Needs root. Each node claims `cpus_per_node`."""
 
-    def __init__(self, num_nodes: int = 3, cpus_per_node: int = 4) -> None:
+    def __init__(self, num_nodes=3, cpus_per_node=4):
         self.nodes: Final = tuple(f"n{number}" for number in range(1, num_nodes + 1))
         self._cpus_per_node = cpus_per_node
         self._folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
 
     @staticmethod
-    def missing() -> str:
+    def missing():
         """Say what this machine lacks for a cluster; nothing if it can be started.
 
         Returns:
@@ -130,11 +129,11 @@ class EmulatedCluster:
         return tried.stderr.strip()
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """The variables with which commands of Slurm reach the cluster."""
         return {"SLURM_CONF": str(self._folder / "slurm.conf"), "TMPDIR": str(self._folder / "tmp")}
 
-    def __enter__(self) -> "EmulatedCluster":
+    def __enter__(self):
         # Not where TMPDIR points: sockets lie below it, and their paths must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         try:
@@ -145,10 +144,10 @@ class EmulatedCluster:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._end()
 
-    def call(self, *command: str) -> str:
+    def call(self, *command):
         """Run a command of Slurm, such as `scontrol show nodes`.
 
         Returns:
@@ -163,7 +162,7 @@ class EmulatedCluster:
             raise ClusterError(f"{' '.join(command)}: {done.stderr.strip() or f'it ended with {done.returncode}'}")
         return done.stdout
 
-    def lose(self, node: str) -> None:
+    def lose(self, node):
         """End all processes of a node at once, as when its power fails. The controller is not told, and it stays so."""
         (slurmd,) = (
             process
@@ -176,7 +175,7 @@ class EmulatedCluster:
                 if os.stat(process / "ns" / "uts").st_ino == uts:
                     os.kill(int(process.name), signal.SIGKILL)
 
-    def _write_files(self) -> None:
+    def _write_files(self):
         self._folder.chmod(0o755)
         for name in ("log", "munge", "spool", "state", "tmp", *(f"tmp/{node}" for node in self.nodes)):
             (self._folder / name).mkdir(mode=0o755)
@@ -200,7 +199,7 @@ class EmulatedCluster:
         hosts = ["127.0.0.1 localhost", *(f"127.0.0.1 {name}" for name in ("head", *self.nodes))]
         (self._folder / "hosts").write_text("\n".join(hosts) + "\n")
 
-    def _start(self) -> None:
+    def _start(self):
         command = [*_UNSHARE, "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _FIRST_PROCESS, "sh"]
         with (self._folder / "log" / "first").open("wb") as log:
             self._process = subprocess.Popen(
@@ -218,14 +217,14 @@ class EmulatedCluster:
                 raise ClusterError(f"Slurm did not start: {self._log()}")
             time.sleep(0.05)
 
-    def _is_up(self) -> bool:
+    def _is_up(self):
         try:
             idle = self.call("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N")
         except ClusterError:  # the controller does not answer yet
             return False
         return set(idle.split()) == {*self.nodes}
 
-    def _end(self) -> None:
+    def _end(self):
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()  # the first process ends, and all others with it
@@ -236,7 +235,7 @@ class EmulatedCluster:
                 self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _log(self) -> str:
+    def _log(self):
         """Return the last lines that each daemon wrote."""
         tails = []
         for path in sorted((self._folder / "log").iterdir()):
@@ -245,19 +244,19 @@ class EmulatedCluster:
         return "\n".join(tails)
 
 
-def _commands() -> Iterator[tuple[Path, str]]:
+def _commands():
     """Yield all processes of the machine, as folders of /proc, and their commands."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             yield process, (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
 
 
-def _has_variables(process: Path, variables: Mapping[str, str]) -> bool:
+def _has_variables(process, variables):
     found = (process / "environ").read_bytes().decode(errors="replace").split("\0")
     return {f"{name}={value}" for name, value in variables.items()} <= {*found}
 
 
-def _free_ports(number: int) -> list[int]:
+def _free_ports(number):
     """Find ports of TCP that nobody listens on, below those that the kernel gives to whoever asks for any."""
     ports = set[int]()
     while len(ports) < number:

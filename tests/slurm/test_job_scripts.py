@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from jobs.failing import ran
 from mpi_session import HANG_SECONDS
-from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, Ended, job_environment, submit
+from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, job_environment, submit
 from slurm.emulated_cluster import EmulatedCluster
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.long, pytest.mark.timeout(5 * HANG_SECONDS)]
@@ -96,13 +96,13 @@ SUBMITTED = {  # what they end with; Slurm chooses the nodes of jobs that run si
 
 
 @pytest.fixture(params=LIBRARIES)
-def submit_job(cluster: EmulatedCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Submit:
+def submit_job(cluster, tmp_path, request):
     """Submit a job script, with each MPI library."""
     return partial(submit, cluster, tmp_path, request.param)
 
 
 @pytest.fixture
-def plain_roles(tmp_path: Path) -> Path:
+def plain_roles(tmp_path):
     """The script of roles without its second component."""
     first, _, rest = (PROJECT / "slurm" / "roles.sbatch").read_text().partition("#SBATCH hetjob\n")
     shutil.copy(PROJECT / "slurm" / "env.sh", tmp_path)
@@ -111,12 +111,12 @@ def plain_roles(tmp_path: Path) -> Path:
     return script
 
 
-def require_lines(ended: Ended, *lines: str) -> None:
+def require_lines(ended, *lines):
     """Require that a job came to a good end, and wrote this and nothing else."""
     assert (ended.state, ended.code, ended.output.splitlines()) == ("COMPLETED", 0, [*lines])
 
 
-def test_training_on_two_nodes(submit_job: Submit) -> None:
+def test_training_on_two_nodes(submit_job):
     job = submit_job("train.sbatch", TRAIN)
     require_lines(
         job.end(),
@@ -125,14 +125,14 @@ def test_training_on_two_nodes(submit_job: Submit) -> None:
     )
 
 
-def test_program_that_starts_mpi_before_mpidist(submit_job: Submit) -> None:
+def test_program_that_starts_mpi_before_mpidist(submit_job):
     """And fills the heap before: pmi2 garbled what UCX sends then, and the job waited for ever."""
     program = TRAIN.replace("import mpidist\n", "from mpi4py import MPI\nimport mpidist\n")
     ended = submit_job("train.sbatch", program, *TWO_NODES).end()
     assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
 
 
-def test_training_by_one_task(submit_job: Submit) -> None:
+def test_training_by_one_task(submit_job):
     job = submit_job("train.sbatch", TRAIN, *ONE_TASK)
     require_lines(
         job.end(),
@@ -141,7 +141,7 @@ def test_training_by_one_task(submit_job: Submit) -> None:
     )
 
 
-def test_workers_and_servers(submit_job: Submit) -> None:
+def test_workers_and_servers(submit_job):
     """A heterogeneous job: two workers on a node each, and a server on a third."""
     job = submit_job("roles.sbatch", SERVE, *TWO_NODES, ":", *ONE_TASK)
     require_lines(
@@ -152,7 +152,7 @@ def test_workers_and_servers(submit_job: Submit) -> None:
     )
 
 
-def test_components_in_another_order_than_their_nodes(submit_job: Submit) -> None:
+def test_components_in_another_order_than_their_nodes(submit_job):
     """Slurm's PMIx tells Open MPI then that all are one node; and no warning says that they cannot share memory."""
     job = submit_job("roles.sbatch", TRAIN, *ONE_TASK, "--nodelist=n3", ":", *ONE_TASK, "--nodelist=n1")
     require_lines(
@@ -163,7 +163,7 @@ def test_components_in_another_order_than_their_nodes(submit_job: Submit) -> Non
     )
 
 
-def test_unequal_components_in_another_order(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_unequal_components_in_another_order(cluster, tmp_path):
     """MPI_Init waited for ever, as Slurm's pmi2 told MPICH wrong neighbours."""
     where = ("--nodes=1", "--ntasks-per-node=2", "--nodelist=n3", ":", *ONE_TASK, "--nodelist=n1")
     ended = submit(cluster, tmp_path, MPICH, "roles.sbatch", TRAIN, *where).end()
@@ -172,7 +172,7 @@ def test_unequal_components_in_another_order(cluster: EmulatedCluster, tmp_path:
     )
 
 
-def test_tasks_in_an_arbitrary_order(submit_job: Submit, tmp_path: Path) -> None:
+def test_tasks_in_an_arbitrary_order(submit_job, tmp_path):
     """Slurm's pmi2 tells MPICH then that each rank has a node of its own."""
     hosts = tmp_path / "hosts"
     hosts.write_text("n1\nn2\nn2\nn1\n")
@@ -181,7 +181,7 @@ def test_tasks_in_an_arbitrary_order(submit_job: Submit, tmp_path: Path) -> None
     require_lines(job.end(), f"job {job.number}, attempt 0; ranks: 4, nodes: 2", text)
 
 
-def test_last_messages_of_a_process_arrive(submit_job: Submit, plain_roles: Path) -> None:
+def test_last_messages_of_a_process_arrive(submit_job, plain_roles):
     """Of ranks dealt out over nodes, in half of the runs one waited for what another one had not sent when it ended."""
     job = submit_job(plain_roles, SERVE, "--nodes=3", "--ntasks=6", SLURM_DISTRIBUTION="cyclic", NUM_PS="1")
     require_lines(
@@ -192,7 +192,7 @@ def test_last_messages_of_a_process_arrive(submit_job: Submit, plain_roles: Path
     )
 
 
-def test_messages_arrive_without_later_calls_of_mpi(submit_job: Submit) -> None:
+def test_messages_arrive_without_later_calls_of_mpi(submit_job):
     """MPICH over libfabric's `sockets` sent short ones at the sender's next call: torch's groups waited for ever."""
     job = submit_job("train.sbatch", WITHOUT_MPI, "--nodes=3", "--ntasks=6", SLURM_DISTRIBUTION="cyclic")
     ended = job.end()
@@ -200,18 +200,18 @@ def test_messages_arrive_without_later_calls_of_mpi(submit_job: Submit) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 3, 75])
-def test_exit_code_of_a_rank_is_that_of_the_job(submit_job: Submit, code: int) -> None:
+def test_exit_code_of_a_rank_is_that_of_the_job(submit_job, code):
     ended = submit_job("train.sbatch", END, *TWO_NODES, arguments=(str(code),)).end()
     assert (ended.state, ended.code) == ("FAILED", code), str(ended)
     assert ended.output.count("Traceback") == 1, str(ended)
 
 
-def test_exit_code_of_a_heterogeneous_job(submit_job: Submit) -> None:
+def test_exit_code_of_a_heterogeneous_job(submit_job):
     ended = submit_job("roles.sbatch", END, *ONE_TASK, ":", *ONE_TASK, arguments=("3",)).end()
     assert (ended.state, ended.code) == ("FAILED", 3), str(ended)
 
 
-def test_cancelled_job_leaves_no_process(submit_job: Submit) -> None:
+def test_cancelled_job_leaves_no_process(submit_job):
     job = submit_job("train.sbatch", WORK)
     job.wait_for_output("works")
     assert len(job.processes()) > 4
@@ -220,14 +220,14 @@ def test_cancelled_job_leaves_no_process(submit_job: Submit) -> None:
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "roles.sbatch"])
-def test_program_that_is_not_there(submit_job: Submit, script: str) -> None:
+def test_program_that_is_not_there(submit_job, script):
     ended = submit_job(script, "").end()
     assert ended.state == "FAILED"
     assert ended.code, str(ended)
     assert "can't open file" in ended.output
 
 
-def test_servers_of_a_plain_job(submit_job: Submit, plain_roles: Path) -> None:
+def test_servers_of_a_plain_job(submit_job, plain_roles):
     job = submit_job(plain_roles, SERVE, NUM_PS="2")
     require_lines(
         job.end(),
@@ -238,7 +238,7 @@ def test_servers_of_a_plain_job(submit_job: Submit, plain_roles: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ps", ["0", "4", "many"])
-def test_number_of_servers_that_cannot_be(submit_job: Submit, plain_roles: Path, num_ps: str) -> None:
+def test_number_of_servers_that_cannot_be(submit_job, plain_roles, num_ps):
     ended = submit_job(plain_roles, SERVE, NUM_PS=num_ps).end()
     assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
     text = "the job has 4 tasks: needed are 1 or more servers, and 1 or more workers"
@@ -246,21 +246,21 @@ def test_number_of_servers_that_cannot_be(submit_job: Submit, plain_roles: Path,
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "scaling.sbatch"])
-def test_script_without_a_program(cluster: EmulatedCluster, tmp_path: Path, script: str) -> None:
+def test_script_without_a_program(cluster, tmp_path, script):
     ended = submit(cluster, tmp_path, LIBRARIES[0], script, "", *TWO_NODES, program_name=None, MPI_TYPE="pmi2").end()
     assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
     assert ended.output.splitlines()[1:] == ["there is no program to run: sbatch JOB_SCRIPT train.py"]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_sbatch_command_submits_jobs_that_complete(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
+def test_sbatch_command_submits_jobs_that_complete(cluster, tmp_path, library):
     """`mpidist sbatch` asks the library, and Slurm, how ranks are started."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "serve.py").write_text(SERVE)
     environment = job_environment(cluster, library)
     python = str(Path(environment.pop("VIRTUAL_ENV")) / "bin" / "python")
 
-    def submit_with(options: str) -> str:
+    def submit_with(options):
         command = [python, "-m", "mpidist", "sbatch", "--time", "10", *options.split()]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -287,14 +287,14 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy:
 """
 
 
-def test_train_script_gives_ranks_a_gpu(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_train_script_gives_ranks_a_gpu(cluster, tmp_path):
     program = "import os; print(os.environ['SLURM_LOCALID'], 'of', os.environ['CUDA_VISIBLE_DEVICES'])"
     ended = submit(cluster, tmp_path, MPICH, "train.sbatch", program, "--gpus-per-node=2", **NO_MPI).end()
     assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
     assert sorted(ended.output.splitlines()[1:]) == ["0 of 0,1"] * 2 + ["1 of 0,1"] * 2
 
 
-def test_more_ranks_than_gpus(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_more_ranks_than_gpus(cluster, tmp_path):
     options = ("--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=2")
     ended = submit(cluster, tmp_path, MPICH, "train.sbatch", "print('began')", *options, **NO_MPI).end()
     assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
@@ -302,7 +302,7 @@ def test_more_ranks_than_gpus(cluster: EmulatedCluster, tmp_path: Path) -> None:
     assert ended.output.splitlines()[1:] == [text]
 
 
-def test_chain_goes_on_after_the_loss_of_a_node(tmp_path: Path) -> None:
+def test_chain_goes_on_after_the_loss_of_a_node(tmp_path):
     """Rank 1 has ended well on the node that is lost; rank 0 fails before Slurm misses the node."""
     program = """
 import os, pathlib, time
@@ -324,7 +324,7 @@ if os.environ["SLURM_PROCID"] == "0":
     ), str(ended)
 
 
-def test_chain_ends_when_the_training_does(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_chain_ends_when_the_training_does(cluster, tmp_path):
     """The first job says "try again", the second one is done, and the third one is cancelled."""
     program = "import os, sys; sys.exit(75 * (os.environ['SLURM_JOB_ID'] == open('first').read()))"
     options = ("--job-name=chain", "--nodes=1", "--ntasks-per-node=1", SHORT)
@@ -342,7 +342,7 @@ def test_chain_ends_when_the_training_does(cluster: EmulatedCluster, tmp_path: P
     assert "ends the chain chain with code 0" in others[0].end().output
 
 
-def test_sweep_takes_a_line_for_each_task(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_sweep_takes_a_line_for_each_task(cluster, tmp_path):
     """A task that fails, and one without a line, leave the others alone."""
     (tmp_path / "table.csv").write_text("\ufeffrate,seed\r\n0.1,7\r\n0.2,8\r\n0.3,9\r\n")
     (tmp_path / "train.py").write_text(
@@ -368,7 +368,7 @@ def test_sweep_takes_a_line_for_each_task(cluster: EmulatedCluster, tmp_path: Pa
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_container(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
+def test_container(cluster, tmp_path, library):
     """Here `apptainer exec` runs the program as it is."""
     stand_in = tmp_path / "apptainer"
     stand_in.write_text('#!/bin/bash\n[ "$1 $2 $3 $4" = "exec --bind $PWD image.sif" ] || exit 9\nshift 4\nexec "$@"\n')
@@ -379,7 +379,7 @@ def test_container(cluster: EmulatedCluster, tmp_path: Path, library: str) -> No
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_container_of_charliecloud(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
+def test_container_of_charliecloud(cluster, tmp_path, library):
     """An image that has nothing but what it sees of this machine: its Python and MPI, and the project."""
     real = shutil.which("ch-run")
     if real is None:
@@ -403,13 +403,13 @@ def test_container_of_charliecloud(cluster: EmulatedCluster, tmp_path: Path, lib
     assert (ended.state, ended.output.splitlines()[1:]) == ("COMPLETED", ["the sum is 3"]), str(ended)
 
 
-def test_container_without_an_image(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_container_without_an_image(cluster, tmp_path):
     ended = submit(cluster, tmp_path, MPICH, "container.sbatch", ADD, *TWO_NODES).end()
     assert ended.state == "FAILED"
     assert "IMAGE says which container to take: IMAGE=training.sif sbatch" in ended.output
 
 
-def test_scaling_over_nodes(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_scaling_over_nodes(cluster, tmp_path):
     """The program says how long it took, by the number of ranks."""
     program = (
         "import os; os.environ['SLURM_PROCID'] == '0' and print('seconds:', 1 + 12 / int(os.environ['SLURM_NTASKS']))"
@@ -425,12 +425,12 @@ def test_scaling_over_nodes(cluster: EmulatedCluster, tmp_path: Path) -> None:
     ]
 
 
-def test_scaling_ends_with_a_run_that_fails(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_scaling_ends_with_a_run_that_fails(cluster, tmp_path):
     ended = submit(cluster, tmp_path, MPICH, "scaling.sbatch", "import sys; sys.exit(4)", *TWO_NODES, **NO_MPI).end()
     assert (ended.state, ended.code) == ("FAILED", 4), str(ended)
 
 
-def test_healthcheck_and_tuning(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_healthcheck_and_tuning(cluster, tmp_path):
     (tmp_path / "wrong.json").write_text('{"nodes": [{"facts": {"Python": "0.1"}}]}')
     well, ill, tuned = (
         submit(cluster, tmp_path, library, script, "", *TWO_NODES, program_name=None, arguments=arguments, **variables)
@@ -453,7 +453,7 @@ def test_healthcheck_and_tuning(cluster: EmulatedCluster, tmp_path: Path) -> Non
     assert [path for path in (tmp_path / "tuned").rglob("*") if path.is_file()]
 
 
-def test_interactive_allocation(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_interactive_allocation(cluster, tmp_path):
     (tmp_path / "program.py").write_text(ADD)
     shell = ["bash", str(SCRIPTS / "interactive.sh"), "--quiet", *TWO_NODES]
     for command, typed in (([*shell, "--", "program.py"], ""), (shell, "run_ranks python program.py\nexit\n")):
@@ -462,21 +462,21 @@ def test_interactive_allocation(cluster: EmulatedCluster, tmp_path: Path) -> Non
         assert done.stdout.splitlines()[1:] == ["the sum is 3"]
 
 
-def test_script_without_the_common_part(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_script_without_the_common_part(cluster, tmp_path):
     script = Path(shutil.copy(SCRIPTS / "train.sbatch", tmp_path))
     ended = submit(cluster, tmp_path, MPICH, script, ADD, *TWO_NODES).end()
     assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
     assert ended.output.startswith(f"there is no {tmp_path}/env.sh: copy env.sh beside the script, or JOB_ENV=")
 
 
-def test_common_part_that_is_named(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_common_part_that_is_named(cluster, tmp_path):
     script = Path(shutil.copy(SCRIPTS / "train.sbatch", tmp_path))
     named = str(SCRIPTS / "env.sh")
     ended = submit(cluster, tmp_path, MPICH, script, "print(1)", *TWO_NODES, JOB_ENV=named, **NO_MPI).end()
     assert (ended.state, ended.output.splitlines()[1:]) == ("COMPLETED", ["1", "1"])
 
 
-def test_folder_with_a_space(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_folder_with_a_space(cluster, tmp_path):
     """Slurm separates the path of a job script and the arguments by a space, too."""
     folder = tmp_path / "my scripts"
     folder.mkdir()
@@ -487,7 +487,7 @@ def test_folder_with_a_space(cluster: EmulatedCluster, tmp_path: Path) -> None:
     assert (ended.state, ended.output.splitlines()[1:]) == ("COMPLETED", ["['a b', 'c']"] * 2), str(ended)
 
 
-def test_environment_without_mpi4py(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_environment_without_mpi4py(cluster, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
     variables = {"VIRTUAL_ENV": "/nowhere", "PATH": f"{tmp_path}:{os.environ['PATH']}"}

@@ -1,11 +1,10 @@
 """Training that is disturbed in a real Slurm: it is requeued, goes on, and ends as if nothing had happened."""
 
 import re
-from pathlib import Path
 
 import pytest
 from mpi_session import HANG_SECONDS
-from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, submit
+from slurm.batch_jobs import LIBRARIES, PROJECT, submit
 from slurm.emulated_cluster import EmulatedCluster
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.long, pytest.mark.timeout(5 * HANG_SECONDS)]
@@ -100,7 +99,7 @@ with mpidist.MultiWorkerMirroredStrategy(replicas=6) as strategy:
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--time=10", "--signal=USR1@60")
 
 
-def last_lines(job: BatchJob) -> list[str]:
+def last_lines(job):
     ended = job.end()
     assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
     lines = [line for line in ended.output.splitlines() if line.startswith(("step ", "bits "))]
@@ -108,7 +107,7 @@ def last_lines(job: BatchJob) -> list[str]:
     return lines
 
 
-def test_disturbed_training_ends_with_the_same_bits(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_disturbed_training_ends_with_the_same_bits(cluster, tmp_path):
     """By a signal, by a requeue, and by a time limit. With both libraries at once, as jobs mostly wait."""
     jobs, undisturbed = [], []
     for library in LIBRARIES:
@@ -136,7 +135,7 @@ def test_disturbed_training_ends_with_the_same_bits(cluster: EmulatedCluster, tm
     assert [last_lines(job) for job in jobs] == [last_lines(job) for job in undisturbed]
 
 
-def test_cancelled_job_is_not_requeued(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_cancelled_job_is_not_requeued(cluster, tmp_path):
     job = submit(cluster, tmp_path, LIBRARIES[0], "requeue.sbatch", PROGRAM, *TWO_NODES, arguments=("1",))
     job.wait_for_output("attempt 0 works")
     assert job.cancel().state == "CANCELLED"
@@ -144,11 +143,11 @@ def test_cancelled_job_is_not_requeued(cluster: EmulatedCluster, tmp_path: Path)
     assert job.processes() == []
 
 
-def test_training_goes_on_after_the_loss_of_a_node(tmp_path: Path) -> None:
+def test_training_goes_on_after_the_loss_of_a_node(tmp_path):
     """Slurm requeues the job, which goes on from its newest checkpoint: each step but the first one is saved."""
     with EmulatedCluster() as cluster:
 
-        def submitted(library: str, disturbances: str) -> BatchJob:
+        def submitted(library, disturbances):
             folder = tmp_path / f"{library}-{disturbances}".replace(" ", "-")
             folder.mkdir()
             return submit(cluster, folder, library, "requeue.sbatch", SAVING, *TWO_NODES, arguments=(disturbances,))
@@ -168,9 +167,7 @@ def test_training_goes_on_after_the_loss_of_a_node(tmp_path: Path) -> None:
             assert int(begun) > 0
 
 
-def test_job_that_is_cancelled_while_it_saves_leaves_a_whole_checkpoint(
-    cluster: EmulatedCluster, tmp_path: Path
-) -> None:
+def test_job_that_is_cancelled_while_it_saves_leaves_a_whole_checkpoint(cluster, tmp_path):
     """Saving all the time, in the foreground and in the background; a job after it goes on from there."""
     folders = {}
     for library in LIBRARIES:
@@ -197,10 +194,10 @@ def test_job_that_is_cancelled_while_it_saves_leaves_a_whole_checkpoint(
         assert [path.name for path in (folder / "saved").iterdir()] == [f"ckpt-{int(restored) + 1}"]
 
 
-def test_training_goes_on_with_as_many_ranks_as_it_gets(cluster: EmulatedCluster, tmp_path: Path) -> None:
+def test_training_goes_on_with_as_many_ranks_as_it_gets(cluster, tmp_path):
     """Ended on three ranks, and continued by a job of two: the weights of six replicas are those on one rank."""
 
-    def submitted(library: str, name: str, disturbances: str, nodes: int, **variables: str) -> BatchJob:
+    def submitted(library, name, disturbances, nodes, **variables):
         folder = tmp_path / f"{library}-{name}".replace(" ", "-")
         folder.mkdir(exist_ok=True)
         options, arguments = (f"--nodes={nodes}", *TWO_NODES[1:]), (disturbances,)
@@ -260,7 +257,7 @@ with mpidist.MultiWorkerMirroredStrategy(replicas=6) as strategy:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_job_that_loses_a_node_goes_on_without_it_to_the_same_bits(tmp_path: Path, library: str) -> None:
+def test_job_that_loses_a_node_goes_on_without_it_to_the_same_bits(tmp_path, library):
     (tmp_path / "again.sbatch").write_text(SCRIPT)
     with EmulatedCluster() as cluster:
         job = submit(cluster, tmp_path, library, tmp_path / "again.sbatch", ADDS, arguments=("slowly",))

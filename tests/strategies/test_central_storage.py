@@ -2,13 +2,11 @@
 
 import gc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.gpus import down, gpus, one_node, up
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.replicas import make_variable as make
 from support.replicas import replica_id
 
@@ -27,14 +25,14 @@ NUM_DEVICES = {"default": lambda size: None, "2P": lambda size: 2 * size, "8": l
 every_number = pytest.mark.parametrize("number", NUM_DEVICES)
 
 
-def strategy_of(comm: Intracomm, number: str = "default") -> CentralStorageStrategy:
+def strategy_of(comm, number="default"):
     count = NUM_DEVICES[number](comm.size)
     return CentralStorageStrategy(None if count is None else [CPU] * count, comm=comm)
 
 
 @every_number
 @pytest.mark.core
-def test_replicas_and_devices(comm: Intracomm, number: str) -> None:
+def test_replicas_and_devices(comm, number):
     with strategy_of(comm, number) as strategy:
         count = NUM_DEVICES[number](comm.size) or comm.size
         assert strategy.num_replicas_in_sync == count
@@ -46,7 +44,7 @@ def test_replicas_and_devices(comm: Intracomm, number: str) -> None:
 
 
 @every_number
-def test_variables_are_read_without_a_copy_and_written_once(comm: Intracomm, number: str) -> None:
+def test_variables_are_read_without_a_copy_and_written_once(comm, number):
     with strategy_of(comm, number) as strategy:
         weights = make(strategy, np.arange(6.0).reshape(2, 3), "MEAN")
         view = weights.local_value()
@@ -62,7 +60,7 @@ def test_variables_are_read_without_a_copy_and_written_once(comm: Intracomm, num
 
 
 @pytest.mark.ranks(1)
-def test_replica_that_is_alone_has_plain_variables(comm: Intracomm) -> None:
+def test_replica_that_is_alone_has_plain_variables(comm):
     with CentralStorageStrategy(comm=comm) as strategy:
         variable = make(strategy, 10.0)
         strategy.run(lambda: variable.assign_add(1.0))
@@ -71,15 +69,15 @@ def test_replica_that_is_alone_has_plain_variables(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_device_strings(comm: Intracomm) -> None:
+def test_device_strings(comm):
     for compute, parameter in ((None, "CPU:0"), (CPU, "/cpu:0"), ([CPU], None)):
         with CentralStorageStrategy(compute, parameter, comm=comm) as strategy:
             assert strategy.extended.worker_devices == ("/rank:0/cpu:0",)
 
 
 @pytest.mark.ranks(2)
-def test_devices_that_are_refused(comm: Intracomm) -> None:
-    wrong: list[tuple[Any, Any, type[Exception], str]] = [
+def test_devices_that_are_refused(comm):
+    wrong = [
         (None, "GPU:0", ValueError, "parameter_device='GPU:0', whose memory not all replicas can read; leave it out"),
         (None, "the attic", ValueError, "a device is a string such as"),
         (7, None, TypeError, "devices must be a device string or a sequence"),
@@ -91,7 +89,7 @@ def test_devices_that_are_refused(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_of_several_nodes_are_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_several_nodes_are_refused(comm, monkeypatch):
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
     with raises_everywhere(comm, TopologyError, "CentralStorageStrategy is for the ranks of one node"):
         CentralStorageStrategy(comm=comm)
@@ -99,7 +97,7 @@ def test_ranks_of_several_nodes_are_refused(comm: Intracomm, monkeypatch: pytest
 
 @every_number
 @pytest.mark.usefixtures("gpus", "one_node")
-def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, number: str) -> None:
+def test_variables_of_gpus_live_in_host_memory(comm, number):
     """Unless there is one replica alone. What GPUs assign comes there."""
     count = NUM_DEVICES[number](comm.size)
     with CentralStorageStrategy(["GPU:0"] * count if count else "GPU:0", comm=comm) as strategy:
@@ -118,18 +116,18 @@ def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, number: str) -> 
             assert not is_on_gpu or strategy.extended.parameter_devices == ("/rank:0/gpu:0",)
 
 
-def proportional_set_size() -> int:
+def proportional_set_size():
     """This process's share of memory, but for files, in bytes: n processes share a page as 1/n each."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()  # of files, others come and go on the machine
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 @pytest.mark.ranks(2)
-def test_ranks_hold_one_copy_of_a_model(comm: Intracomm) -> None:
+def test_ranks_hold_one_copy_of_a_model(comm):
     """32 MB on two ranks are 32 MB, and 64 MB under another strategy."""
     nbytes = 32 << 20
 
-    def used(strategy: mpidist.Strategy) -> float:
+    def used(strategy):
         gc.collect()
         before = comm.allreduce(proportional_set_size())
         with strategy.scope():

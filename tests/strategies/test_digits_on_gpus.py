@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from host_cuda import are_emulated
 from host_cuda.gpus import gpus
-from support.ranks import Intracomm
 
 __all__ = ["gpus"]  # fixtures
 
@@ -16,9 +15,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "docs" / "examples" / "digits.py")
 MOST_DIFFERENCE = 0.011  # of 360 digits: 4. Sums in another order round otherwise
 
 
-def share_learnt(
-    device: str, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> float:
+def share_learnt(device, comm, monkeypatch, capsys):
     """Run the example on a device. Returns which share of the held-out digits all ranks together have learnt."""
     monkeypatch.setattr(sys, "argv", [EXAMPLE, "--device", device, "--epochs", "12"])
     runpy.run_path(EXAMPLE, run_name="__main__")
@@ -28,17 +25,13 @@ def share_learnt(
 
 
 @pytest.mark.ranks(1, 4)
-def test_digits_on_the_cpu_reach_accuracy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], comm: Intracomm
-) -> None:
+def test_digits_on_the_cpu_reach_accuracy(monkeypatch, capsys, comm):
     assert share_learnt("cpu", comm, monkeypatch, capsys) > 0.5
 
 
 @pytest.mark.ranks(1, 4)
 @pytest.mark.usefixtures("gpus")
-def test_digits_on_a_gpu_reach_the_accuracy_of_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], comm: Intracomm
-) -> None:
+def test_digits_on_a_gpu_reach_the_accuracy_of_the_cpu(monkeypatch, capsys, comm):
     if are_emulated():
         pytest.skip("needs a real GPU: emulated ones multiply no matrices")
     on_gpu, on_cpu = (share_learnt(device, comm, monkeypatch, capsys) for device in ("gpu", "cpu"))

@@ -2,15 +2,13 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere
 
 import mpidist
-from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
+from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy
 from mpidist.cluster_resolver import ClusterSpec, MPIClusterResolver, SimpleClusterResolver
 from mpidist.cluster_resolver.cluster_spec import number_ports
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
@@ -20,7 +18,7 @@ WORLD = MPI.COMM_WORLD
 
 
 @pytest.fixture
-def loggers() -> Iterator[None]:
+def loggers():
     """Puts the logger of mpidist back as it was: a strategy that is refused has set its level already."""
     ours = logging.getLogger("mpidist")
     level, handlers = ours.level, ours.handlers[:]
@@ -30,7 +28,7 @@ def loggers() -> Iterator[None]:
 
 
 @pytest.mark.ranks(1, 2)
-def test_variable_that_is_not_understood_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_that_is_not_understood_is_refused_on_all_ranks(monkeypatch):
     """Also where it is set on one rank alone."""
     last, is_wrong, transports = WORLD.size - 1, "is not understood", "; it is one of auto, mpi, shared_memory"
     for name, value, text in (
@@ -54,7 +52,7 @@ def test_variable_that_is_not_understood_is_refused_on_all_ranks(monkeypatch: py
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.usefixtures("loggers")
-def test_variable_that_differs_between_ranks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_that_differs_between_ranks_is_refused_on_all(monkeypatch):
     others = "rank 0" if WORLD.size == 2 else f"ranks 0-{WORLD.size - 2}"
     for name, value, another in (
         ("MPIDIST_CHECK", "0", "1"),
@@ -76,14 +74,14 @@ def test_variable_that_differs_between_ranks_is_refused_on_all(monkeypatch: pyte
                 MultiWorkerMirroredStrategy()
 
 
-def resolver(size: int, task_id: int) -> SimpleClusterResolver:
+def resolver(size, task_id):
     return SimpleClusterResolver(ClusterSpec({"worker": ["n:1"] * size}), task_type="worker", task_id=task_id)
 
 
 class FailingResolver(SimpleClusterResolver):
     """One that fails on the last rank, as when a file is missing there."""
 
-    def cluster_spec(self) -> ClusterSpec:
+    def cluster_spec(self):
         if WORLD.rank == WORLD.size - 1:
             raise OSError("no such file")
         return super().cluster_spec()
@@ -91,7 +89,7 @@ class FailingResolver(SimpleClusterResolver):
 
 @pytest.mark.ranks(2)
 @pytest.mark.core
-def test_resolver_that_is_wrong_is_refused_on_all_ranks() -> None:
+def test_resolver_that_is_wrong_is_refused_on_all_ranks():
     """Of another size; and a wrong task, or a file that is missing, on one rank alone."""
     for its, text in (
         (resolver(3, WORLD.rank), "^rank 0: SimpleClusterResolver has 3 tasks .* MPI has 2 rank"),
@@ -104,19 +102,19 @@ def test_resolver_that_is_wrong_is_refused_on_all_ranks() -> None:
 
 
 @pytest.mark.ranks(1)
-def test_resolver_of_another_size_is_refused_on_one_rank() -> None:
+def test_resolver_of_another_size_is_refused_on_one_rank():
     with pytest.raises(TopologyError, match=r"SimpleClusterResolver has 2 tasks .* MPI has 1 rank"):
         MultiWorkerMirroredStrategy(resolver(2, 0))
 
 
-def tf_config(size: int, index: int, **more: Any) -> str:
+def tf_config(size, index, **more):
     cluster = {"worker": [f"localhost:{12345 + worker}" for worker in range(size)], **more}
     return json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.core
-def test_tf_config_is_the_default_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_is_the_default_resolver(monkeypatch):
     """As in TensorFlow's printed sample; other jobs than chief and worker are not counted."""
     monkeypatch.setenv("TF_CONFIG", tf_config(WORLD.size, WORLD.rank, ps=["localhost:34567"]))
     with mpidist.experimental.MultiWorkerMirroredStrategy() as strategy:
@@ -129,7 +127,7 @@ def test_tf_config_is_the_default_resolver(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.ranks(1, 3)
-def test_mpi_is_the_resolver_where_nothing_else_speaks_of_these_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_is_the_resolver_where_nothing_else_speaks_of_these_ranks(monkeypatch):
     """Of a strategy over some ranks, in their order, TF_CONFIG does not speak. No question is collective."""
     part = WORLD.Split(WORLD.rank % 2, -WORLD.rank)
     for config in ("", tf_config(WORLD.size, WORLD.rank)) if WORLD.size > 1 else ("",):
@@ -145,7 +143,7 @@ def test_mpi_is_the_resolver_where_nothing_else_speaks_of_these_ranks(monkeypatc
 
 
 @pytest.mark.ranks(2)
-def test_tf_config_that_is_wrong_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf_config_that_is_wrong_is_refused_on_all_ranks(monkeypatch):
     """The commonest: one that a launcher has handed to all ranks alike."""
     right, contradicts = tf_config(2, WORLD.rank), "TFConfigClusterResolver .* or unset TF_CONFIG: MPI is enough"
     for configs, text in (
@@ -160,7 +158,7 @@ def test_tf_config_that_is_wrong_is_refused_on_all_ranks(monkeypatch: pytest.Mon
 
 
 @pytest.mark.ranks(2)
-def test_strategies_of_one_worker_have_no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_of_one_worker_have_no_resolver(monkeypatch):
     """As in TensorFlow."""
     monkeypatch.setenv("TF_CONFIG", tf_config(WORLD.size, WORLD.rank))
     for make in (MirroredStrategy, mpidist.OneDeviceStrategy):
@@ -169,10 +167,10 @@ def test_strategies_of_one_worker_have_no_resolver(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.ranks(1, 2)
-def test_driver_that_fails_on_one_rank_is_every_ranks_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_fails_on_one_rank_is_every_ranks_error(monkeypatch):
     """And leaves nothing behind: the next strategy is built as if nothing had been."""
 
-    def fail(self: cuda.Cuda) -> Any:
+    def fail(self):
         raise RuntimeError("CUDA driver error")
 
     failing = WORLD.size - 1
@@ -187,7 +185,7 @@ def test_driver_that_fails_on_one_rank_is_every_ranks_error(monkeypatch: pytest.
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_make_different_strategies_are_refused() -> None:
+def test_ranks_that_make_different_strategies_are_refused():
     with pytest.raises(InvalidArgumentError, match="MultiWorkerMirroredStrategy"):
         (MirroredStrategy if WORLD.rank == 0 else MultiWorkerMirroredStrategy)()
     with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: .*; rank 1: "):
@@ -197,7 +195,7 @@ def test_ranks_that_make_different_strategies_are_refused() -> None:
         MultiWorkerMirroredStrategy(communication_options=options)
 
 
-WRONG: dict[str, Callable[[Any], Strategy]] = {
+WRONG = {
     "cluster_resolver": lambda wrong: MultiWorkerMirroredStrategy(wrong),
     "communication_options": lambda wrong: MultiWorkerMirroredStrategy(None, wrong),
     "cross_device_ops": lambda wrong: MultiWorkerMirroredStrategy(cross_device_ops=wrong),
@@ -207,7 +205,7 @@ WRONG: dict[str, Callable[[Any], Strategy]] = {
 
 
 @pytest.mark.ranks(1, 2)
-def test_argument_of_the_wrong_kind_is_refused() -> None:
+def test_argument_of_the_wrong_kind_is_refused():
     for argument, make in WRONG.items():
         with pytest.raises(TypeError, match=argument):
             make(3)
@@ -217,11 +215,11 @@ def test_argument_of_the_wrong_kind_is_refused() -> None:
         WRONG["comm"](MPI.COMM_NULL)
     for make in (MultiWorkerMirroredStrategy, MirroredStrategy):
         with raises_everywhere(WORLD, TypeError, "per_node_variables must be True or False, got 'no'"):
-            make(per_node_variables="no")  # type: ignore[arg-type]
+            make(per_node_variables="no")
 
 
 @pytest.fixture
-def few_communicators_left() -> Iterator[None]:
+def few_communicators_left():
     """Take up all communicators that the MPI library has, but for as many as two strategies need."""
     taken = []
     try:
@@ -238,7 +236,7 @@ def few_communicators_left() -> Iterator[None]:
 
 @pytest.mark.core
 @pytest.mark.ranks(2)
-def test_strategies_that_are_closed_or_refused_and_resets_leave_no_communicators(few_communicators_left: None) -> None:
+def test_strategies_that_are_closed_or_refused_and_resets_leave_no_communicators(few_communicators_left):
     for _ in range(30):
         MultiWorkerMirroredStrategy().close()
         with pytest.raises(TopologyError):

@@ -1,9 +1,7 @@
 """Jobs that lose ranks and go on with the others in the same processes, by `shrink`."""
 
-from pathlib import Path
-
 import pytest
-from jobs.faults import BLOCKS, FOUR, UNEVEN_ALONE, Job, Placement, job
+from jobs.faults import BLOCKS, FOUR, UNEVEN_ALONE, job
 from jobs.ulfm import HAS_ULFM, survivor
 from mpi4py import MPI
 
@@ -52,9 +50,7 @@ if HAS_ULFM:
         [(FOUR, {5: 0, 9: 3}, "abort", 0), (BLOCKS, {5: 3}, "raise", 3), (UNEVEN_ALONE, {0: 0, 1: 2}, "abort", 0)],
         ids=str,
     )
-    def test_shrink_after_losses_trains_to_the_same_bits(
-        survivor: Job, placement: Placement, losses: dict[int, int], on_error: str, status: int
-    ) -> None:
+    def test_shrink_after_losses_trains_to_the_same_bits(survivor, placement, losses, on_error, status):
         """Also where nobody sees the process of the lost rank; and the program ends with its own exit code."""
         body = TRAINING.replace("LOSSES", repr(losses)) + f"sys.exit({status})"
         ended = survivor(body, placement, MPIDIST_ON_ERROR=on_error)
@@ -70,7 +66,7 @@ if HAS_ULFM:
             assert "on a closed strategy" in ended.of("again")[rank].text
 
     @pytest.mark.no_mpi
-    def test_program_that_fails_after_shrink_ends_with_an_error_and_whole_files(survivor: Job, tmp_path: Path) -> None:
+    def test_program_that_fails_after_shrink_ends_with_an_error_and_whole_files(survivor, tmp_path):
         """Whatever hook it has, which keeps its objects alive to the end of Python."""
         ending = f"""
 with strategy.scope():
@@ -91,7 +87,7 @@ raise ValueError("mine")
 
 
 @pytest.mark.ranks(1, 2)
-def test_on_rank_lost_shrink_without_ulfm_names_the_launcher_option() -> None:
+def test_on_rank_lost_shrink_without_ulfm_names_the_launcher_option():
     """This launcher ends a job of which a process is lost."""
     with pytest.raises(UnavailableError, match="mpirun --with-ft ulfm"):
         MultiWorkerMirroredStrategy(on_rank_lost="shrink")

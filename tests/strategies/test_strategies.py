@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from mpi4py import MPI
 from support.calls import calls_of_strategy
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
-from support.ranks import Intracomm
 from support.replicas import make_variable
 
 import mpidist
@@ -29,7 +26,7 @@ from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFail
 from mpidist.strategies.default import DefaultStrategy
 
 WORLD = MPI.COMM_WORLD
-KINDS: dict[str, Callable[[], Strategy]] = {
+KINDS = {
     "OneDeviceStrategy": OneDeviceStrategy,
     "MirroredStrategy": MirroredStrategy,
     "MultiWorkerMirroredStrategy": MultiWorkerMirroredStrategy,
@@ -42,7 +39,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @every_kind
 @pytest.mark.core
-def test_group_is_all_ranks_or_this_one(kind: str) -> None:
+def test_group_is_all_ranks_or_this_one(kind):
     rank, size = (0, 1) if kind in ALONE else (WORLD.rank, WORLD.size)
     with KINDS[kind]() as strategy:
         topology = strategy.topology
@@ -60,7 +57,7 @@ def test_group_is_all_ranks_or_this_one(kind: str) -> None:
 
 
 @every_kind
-def test_use_after_close_is_refused(kind: str) -> None:
+def test_use_after_close_is_refused(kind):
     """Also by a variable and a data set; closing twice is fine."""
     with KINDS[kind]() as strategy:
         steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
@@ -79,7 +76,7 @@ def test_use_after_close_is_refused(kind: str) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_with_statement_does_not_wait_for_others_after_an_error() -> None:
+def test_with_statement_does_not_wait_for_others_after_an_error():
     strategy = MultiWorkerMirroredStrategy()
     if WORLD.rank == 0:
         with pytest.raises(KeyError), strategy:
@@ -92,13 +89,13 @@ def test_with_statement_does_not_wait_for_others_after_an_error() -> None:
 
 
 @pytest.mark.no_mpi
-def test_strategy_itself_is_abstract() -> None:
+def test_strategy_itself_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
-        Strategy(None)  # type: ignore[arg-type]
+        Strategy(None)
 
 
 @pytest.mark.core
-def test_topology_is_that_of_the_placement(placement: tuple[int, ...]) -> None:
+def test_topology_is_that_of_the_placement(placement):
     numbers = {label: number for number, label in enumerate(dict.fromkeys(placement))}
     nodes = [numbers[label] for label in placement]
     with MultiWorkerMirroredStrategy() as strategy:
@@ -117,7 +114,7 @@ def test_topology_is_that_of_the_placement(placement: tuple[int, ...]) -> None:
 
 @one_and_two_nodes
 @pytest.mark.core
-def test_mirrored_strategy_is_for_one_node(placement: tuple[int, ...]) -> None:
+def test_mirrored_strategy_is_for_one_node(placement):
     if len(set(placement)) == 1:
         MirroredStrategy().close()
         return
@@ -126,7 +123,7 @@ def test_mirrored_strategy_is_for_one_node(placement: tuple[int, ...]) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_mirrored_strategy_takes_a_device_or_one_per_rank() -> None:
+def test_mirrored_strategy_takes_a_device_or_one_per_rank():
     for device in ("/cpu:0", "/device:CPU:0", "/rank:0/cpu:0"):
         for devices in (device, [device] * WORLD.size):
             with MirroredStrategy(devices) as strategy:
@@ -137,18 +134,18 @@ def test_mirrored_strategy_takes_a_device_or_one_per_rank() -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_device_that_is_not_understood_is_refused_on_all_ranks() -> None:
+def test_device_that_is_not_understood_is_refused_on_all_ranks():
     devices = ["/cpu:0"] * WORLD.size
     devices[-1] = "/tpu:0"
     with pytest.raises(ValueError, match="/tpu:0"):
         MirroredStrategy(devices)
     for wrong in ("tpu", 3):
         with pytest.raises(ValueError, match="a device is a string"):
-            OneDeviceStrategy(wrong)  # type: ignore[arg-type]
+            OneDeviceStrategy(wrong)
 
 
 @pytest.mark.ranks(1, 2)
-def test_missing_gpu_is_refused_on_all_ranks() -> None:
+def test_missing_gpu_is_refused_on_all_ranks():
     """Also where only one rank asks for it."""
     devices = ["/cpu:0"] * WORLD.size
     devices[-1] = "/gpu:99"
@@ -160,7 +157,7 @@ def test_missing_gpu_is_refused_on_all_ranks() -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.core
-def test_part_of_the_world_in_its_own_order() -> None:
+def test_part_of_the_world_in_its_own_order():
     part = WORLD.Split(WORLD.rank % 2, -WORLD.rank)
     with MultiWorkerMirroredStrategy(comm=part) as strategy:
         assert (strategy.topology.rank, strategy.num_replicas_in_sync) == (part.rank, part.size)
@@ -170,7 +167,7 @@ def test_part_of_the_world_in_its_own_order() -> None:
 
 
 @one_and_two_nodes
-def test_part_of_the_world_numbers_its_own_nodes(placement: tuple[int, ...]) -> None:
+def test_part_of_the_world_numbers_its_own_nodes(placement):
     part = WORLD.Split(int(WORLD.rank == 0), WORLD.rank)
     mine = [0] if WORLD.rank == 0 else list(range(1, WORLD.size))
     numbers = {label: number for number, label in enumerate(dict.fromkeys(placement[rank] for rank in mine))}
@@ -182,9 +179,9 @@ def test_part_of_the_world_numbers_its_own_nodes(placement: tuple[int, ...]) -> 
 
 @pytest.mark.ranks(1)
 @pytest.mark.core
-def test_group_of_one_gives_every_value_back() -> None:
+def test_group_of_one_gives_every_value_back():
     """X47: a mean of integers is a float at any number of ranks, also at one."""
-    makers: list[Callable[[], Strategy]] = [
+    makers = [
         *(KINDS[kind] for kind in ALONE),
         lambda: MirroredStrategy(comm=MPI.COMM_SELF),
         lambda: MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF),
@@ -209,7 +206,7 @@ def test_group_of_one_gives_every_value_back() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_strategies_on_one_communicator_are_separate(comm: MPI.Intracomm) -> None:
+def test_strategies_on_one_communicator_are_separate(comm):
     """Nor do they hear the messages of the program on the very communicator."""
     backwards = comm.Split(0, -comm.rank)
     with MultiWorkerMirroredStrategy(comm=comm) as one, MultiWorkerMirroredStrategy(comm=backwards) as two:
@@ -223,7 +220,7 @@ def test_strategies_on_one_communicator_are_separate(comm: MPI.Intracomm) -> Non
 
 
 SOON = CommunicationOptions(timeout_seconds=0.3)
-MAKE: dict[str, Callable[..., Strategy]] = {
+MAKE = {
     "mirrored": lambda comm: MirroredStrategy(communication_options=SOON, comm=comm),
     "mirrored, by its algorithm": lambda comm: MirroredStrategy(None, CollectiveAllReduce(SOON), comm=comm),
     "mirrored, per node": lambda comm: MirroredStrategy(communication_options=SOON, per_node_variables=True, comm=comm),
@@ -234,10 +231,10 @@ MAKE: dict[str, Callable[..., Strategy]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", MAKE)
-def test_communication_options_deadline_holds_for_every_strategy(comm: Intracomm, make: str) -> None:
+def test_communication_options_deadline_holds_for_every_strategy(comm, make):
     strategy = MAKE[make](comm)
 
-    def variable() -> None:
+    def variable():
         with strategy.scope():
             mpidist.Variable(np.zeros(2))
 
@@ -254,8 +251,8 @@ def test_communication_options_deadline_holds_for_every_strategy(comm: Intracomm
 
 
 @pytest.mark.ranks(2)
-def test_communication_options_of_another_type_are_refused(comm: Intracomm) -> None:
-    wrong: Any = 3
+def test_communication_options_of_another_type_are_refused(comm):
+    wrong = 3
     for make in (MirroredStrategy, CentralStorageStrategy, MultiWorkerMirroredStrategy):
         with raises_everywhere(comm, TypeError, "communication_options must be CommunicationOptions, got int"):
             make(communication_options=wrong, comm=comm)
@@ -263,7 +260,7 @@ def test_communication_options_of_another_type_are_refused(comm: Intracomm) -> N
 
 @one_and_two_nodes
 @pytest.mark.core
-def test_communication_options_of_a_call_win_also_false(comm: Intracomm, placement: object) -> None:
+def test_communication_options_of_a_call_win_also_false(comm, placement):
     """Numbers between two of bfloat16 show whether they were compressed."""
     options = CommunicationOptions(compression="bf16", compress_everywhere=True)
     value = np.full(3, 1 + 2**-12, np.float32)
@@ -273,12 +270,12 @@ def test_communication_options_of_a_call_win_also_false(comm: Intracomm, placeme
         assert (compressed == (1 if comm.size > 1 else value)).all()
 
 
-def _exact() -> CommunicationOptions:
+def _exact():
     return CommunicationOptions(compression="none")
 
 
 @pytest.mark.ranks(2)
-def test_communication_options_of_an_algorithm_in_a_scope_are_those_of_the_strategy(comm: Intracomm) -> None:
+def test_communication_options_of_an_algorithm_in_a_scope_are_those_of_the_strategy(comm):
     options = CommunicationOptions(implementation="ring")
     with MultiWorkerMirroredStrategy(None, options, comm=comm) as strategy, strategy.scope():
         refusing = mpidist.ReductionToOneDevice(accumulation_fn=sum)
@@ -287,7 +284,7 @@ def test_communication_options_of_an_algorithm_in_a_scope_are_those_of_the_strat
 
 
 @pytest.mark.core
-def test_ranks_of_a_node_read_one_memory_of_a_variable(comm: Intracomm, placement: object) -> None:
+def test_ranks_of_a_node_read_one_memory_of_a_variable(comm, placement):
     with MultiWorkerMirroredStrategy(comm=comm, per_node_variables=True) as strategy:
         weights, topology = make_variable(strategy, np.full((3, 2), 1.0 + comm.rank)), strategy.topology
         assert (weights.numpy() == 1).all()  # rank 0's

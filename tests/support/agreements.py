@@ -2,19 +2,16 @@
 
 import logging
 
-import pytest
-
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.status_board import StatusBoard
 from mpidist.transport.topology import Topology
-from support.ranks import Intracomm
 
 __all__ = ["make_agreement", "warnings_of"]
 
 
-def make_agreement(comm: Intracomm, timeout_seconds: float | None = None) -> MpiAgreement:
+def make_agreement(comm, timeout_seconds=None):
     """Make an agreement of a communicator's ranks, which are on one node. Collective; free it."""
     own = comm.Dup()
     board = StatusBoard(comm if comm.size > 1 else None, range(comm.size))
@@ -23,5 +20,5 @@ def make_agreement(comm: Intracomm, timeout_seconds: float | None = None) -> Mpi
     return MpiAgreement(own, watchdog, slow_ranks, timeout_seconds=timeout_seconds)
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

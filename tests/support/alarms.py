@@ -1,9 +1,7 @@
 """Signal handlers that raise, wherever a program then is."""
 
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 __all__ = ["RangError", "alarm"]
 
@@ -13,10 +11,10 @@ class RangError(Exception):
 
 
 @contextmanager
-def alarm(seconds: float) -> Iterator[None]:
+def alarm(seconds):
     """Let a signal handler raise `RangError` after so many seconds, once."""
 
-    def ring(_: int, frame: FrameType | None) -> None:
+    def ring(_, frame):
         while frame is not None:
             if frame.f_code.co_filename.endswith("weakref.py") or frame.f_code.co_name == "__del__":
                 signal.setitimer(signal.ITIMER_REAL, 0.0005)  # nobody would hear of an exception in a finalizer

@@ -1,12 +1,11 @@
 """Every collective call of a strategy, by its name in errors: for what holds of all of them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpidist import Batches, Files, Strategy, Variable
+from mpidist import Batches, Files, Variable
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from support.replicas import inside
 
@@ -17,7 +16,7 @@ Calls = dict[str, Callable[[], Any]]
 ONES = np.ones(8)
 
 
-def calls_of_strategy(strategy: Strategy) -> Calls:
+def calls_of_strategy(strategy):
     return {
         "reduce": lambda: strategy.reduce("sum", ONES),
         "reduce along axis 0": lambda: strategy.reduce("sum", ONES, axis=0),
@@ -41,7 +40,7 @@ def calls_of_strategy(strategy: Strategy) -> Calls:
     }
 
 
-def calls_of_parts(strategy: Strategy, folder: Path) -> Calls:
+def calls_of_parts(strategy, folder):
     """Of variables, data sets and checkpoints. Collective."""
     with strategy.scope():
         weights = Variable(np.zeros(3), name="w", aggregation="sum")
@@ -51,7 +50,7 @@ def calls_of_parts(strategy: Strategy, folder: Path) -> Calls:
     manager = CheckpointManager(checkpoint, folder)
     files = Files([str(folder)], lambda path: [])
 
-    def make() -> None:
+    def make():
         with strategy.scope():
             Variable(0.0)
 
@@ -72,5 +71,5 @@ def calls_of_parts(strategy: Strategy, folder: Path) -> Calls:
     }
 
 
-def every_call(strategy: Strategy, folder: Path) -> Calls:
+def every_call(strategy, folder):
     return calls_of_strategy(strategy) | calls_of_parts(strategy, folder)

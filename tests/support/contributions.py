@@ -4,14 +4,12 @@ The numbers are small and whole, and powers of two where they are multiplied: ev
 dtype and in any order of adding, so results are compared with `==`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from mpidist.transport.communicator import shard_bounds
-from mpidist.transport.topology import Topology
 from mpidist.transport.tree import ReplicaTree
 
 __all__ = [
@@ -23,14 +21,14 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]
 
-INTEGERS: list[DType] = [np.dtype(code) for code in "bBhHiIlLqQ"]
-HALVES: list[DType] = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
-REALS: list[DType] = [np.dtype(code) for code in "fdg"]
-COMPLEX: list[DType] = [np.dtype(code) for code in "FDG"]
+INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+REALS = [np.dtype(code) for code in "fdg"]
+COMPLEX = [np.dtype(code) for code in "FDG"]
 DTYPES = INTEGERS + HALVES + REALS + COMPLEX
 
-UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
-_JOIN: dict[str, Any] = {
+UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+_JOIN = {
     "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),
     "prod": lambda rows: rows.prod(axis=0, dtype=rows.dtype),
     "min": lambda rows: rows.min(axis=0),
@@ -38,7 +36,7 @@ _JOIN: dict[str, Any] = {
 }
 
 
-def contribution(op: str, rank: int, count: int, dtype: DType) -> Array:
+def contribution(op, rank, count, dtype):
     """Return what a rank adds (1 to 7), multiplies (1 or 2), or compares (0 to 12), [count]."""
     where = np.arange(count)
     if op == "prod":
@@ -50,20 +48,20 @@ def contribution(op: str, rank: int, count: int, dtype: DType) -> Array:
     return ((5 * rank + 3 * where) % 13).astype(dtype)
 
 
-def reduction_of(op: str, size: int, count: int, dtype: DType) -> Array:
+def reduction_of(op, size, count, dtype):
     """Return what the contributions of all ranks make, [count]."""
     wide = np.dtype(np.float32) if dtype in HALVES else dtype
     rows = np.stack([contribution(op, rank, count, dtype).astype(wide) for rank in range(size)])
-    return _JOIN[op](rows).astype(dtype)  # type: ignore[no-any-return]
+    return _JOIN[op](rows).astype(dtype)
 
 
-def in_rank_order(ufunc: np.ufunc, rows: Iterable[Array], dtype: DType, divisor: int = 1) -> Array:
+def in_rank_order(ufunc, rows, dtype, divisor=1):
     """Join rows in order, half precision in float32, and round once."""
     wide = np.dtype(np.float32) if dtype in HALVES else dtype
     first, *others = (row.astype(wide) for row in rows)
     for other in others:
         first = ufunc(first, other)
-    return (first / divisor if divisor != 1 else first).astype(dtype)  # type: ignore[no-any-return]
+    return (first / divisor if divisor != 1 else first).astype(dtype)
 
 
 # Of lists
@@ -72,25 +70,23 @@ def in_rank_order(ufunc: np.ufunc, rows: Iterable[Array], dtype: DType, divisor:
 SCALES = {HALVES[0]: 2.0**-14}  # so that no sum of float16 overflows
 
 
-def list_of_rank(rank: int, lengths: Sequence[int], dtype: DType, seed: int = 0) -> list[Array]:
+def list_of_rank(rank, lengths, dtype, seed=0):
     """Return what a rank contributes: sums of it depend on their order, and wrap around."""
     made = np.random.default_rng([rank, seed]).integers(-(1 << 40), 1 << 40, sum(lengths))
     whole = made.astype(dtype) if dtype.kind in "iu" else (made / 7919.0 * SCALES.get(dtype, 1)).astype(dtype)
     return [part.copy() for part in np.split(whole, np.cumsum(lengths)[:-1])]
 
 
-def list_of_all(
-    size: int, lengths: Sequence[int], dtype: DType, divisor: int = 1, ufunc: np.ufunc = np.add, seed: int = 0
-) -> list[Array]:
+def list_of_all(size, lengths, dtype, divisor=1, ufunc=np.add, seed=0):
     every = zip(*(list_of_rank(rank, lengths, dtype, seed) for rank in range(size)), strict=True)
     return [in_rank_order(ufunc, parts, dtype, divisor) for parts in every]
 
 
-def have_equal_bits(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def have_equal_bits(some, others):
     return all(bits(one) == bits(other) for one, other in zip(some, others, strict=True))
 
 
-def bits(array: Any) -> bytes:
+def bits(array):
     """Return an array's numbers as they are stored, without the bytes that pad a long double."""
     flat = np.ascontiguousarray(array)
     if flat.dtype.type not in (np.longdouble, np.clongdouble):
@@ -102,7 +98,7 @@ def bits(array: Any) -> bytes:
 # Of replicas, several on a rank
 
 
-def in_tree_order(ufunc: np.ufunc, replicas: Sequence[Array]) -> Array:
+def in_tree_order(ufunc, replicas):
     """Join the contributions of replicas in the order of `transport.tree`, by its definition."""
     if len(replicas) == 1:
         return replicas[0]
@@ -111,10 +107,10 @@ def in_tree_order(ufunc: np.ufunc, replicas: Sequence[Array]) -> Array:
         middle *= 2
     with np.errstate(all="ignore"):
         left, right = in_tree_order(ufunc, replicas[:middle]), in_tree_order(ufunc, replicas[middle:])
-        return ufunc(left, right)  # type: ignore[no-any-return]
+        return ufunc(left, right)
 
 
-def unlike_numbers(total: int, count: int, dtype: Any) -> list[Array]:
+def unlike_numbers(total, count, dtype):
     """Return what each of `total` replicas contributes, [count], so that every order of adding rounds otherwise."""
     random = np.random.default_rng(1000 * total + count)
     dtype = np.dtype(dtype)
@@ -125,11 +121,11 @@ def unlike_numbers(total: int, count: int, dtype: Any) -> list[Array]:
     return list(numbers.astype(dtype))
 
 
-def replica_tree(total: int, topology: Topology) -> ReplicaTree:
+def replica_tree(total, topology):
     return ReplicaTree(tuple(shard_bounds(total, topology.size)), topology)
 
 
-def flat_trees(topology: Topology) -> Iterator[ReplicaTree]:
+def flat_trees(topology):
     """Yield trees of several replicas on a rank, and of one, that are flat; there may be none."""
     for total in dict.fromkeys([8, topology.size, 2 * topology.size, 4 * topology.size]):
         tree = replica_tree(total, topology)
@@ -137,7 +133,7 @@ def flat_trees(topology: Topology) -> Iterator[ReplicaTree]:
             yield tree
 
 
-def rows_of_this_rank(tree: ReplicaTree, ufunc: np.ufunc, numbers: Sequence[Any]) -> list[Any]:
+def rows_of_this_rank(tree, ufunc, numbers):
     """Add the numbers of this rank's replicas to its rows; `numbers` are those of all replicas."""
     start, stop = tree.bounds[tree.topology.rank :][:2]
     rows = [np.empty_like(numbers[0]) for _ in range(tree.local.num_rows)]
@@ -145,6 +141,6 @@ def rows_of_this_rank(tree: ReplicaTree, ufunc: np.ufunc, numbers: Sequence[Any]
     return rows
 
 
-def cancelling(count: int) -> list[Any]:
+def cancelling(count):
     """What 8 replicas contribute whose sum is 4 in the order of the tree, and 5 in that of replicas."""
     return [np.full(count, number) for number in (1e16, 1.0, -1e16, 1.0, 1.0, 1.0, 1.0, 1.0)]

@@ -1,24 +1,21 @@
 """What must be the same on all ranks: errors, and bits."""
 
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from support.contributions import bits
-from support.ranks import Intracomm
 
 __all__ = ["raises_everywhere", "same_everywhere"]
 
 
 @contextmanager
-def raises_everywhere(comm: Intracomm, kind: type[Exception], pattern: str = "") -> Iterator[list[Exception]]:
+def raises_everywhere(comm, kind, pattern=""):
     """Expect an error of this kind on every rank, with one text for all. Collective.
 
     Gives a list that will hold this rank's error.
     """
-    error: Exception | None = None
-    raised: list[Exception] = []
+    error = None
+    raised = []
     try:
         yield raised
     except Exception as caught:
@@ -32,7 +29,7 @@ def raises_everywhere(comm: Intracomm, kind: type[Exception], pattern: str = "")
     assert re.search(pattern, str(error), re.DOTALL), f"{pattern!r} is not in {error}"
 
 
-def same_everywhere(comm: Intracomm, array: Any) -> bool:
+def same_everywhere(comm, array):
     """Whether all ranks hold an array with the same bits. Collective."""
     seen = comm.allgather(bits(array))
     return all(one == seen[0] for one in seen)

@@ -1,13 +1,11 @@
 """Pretended nodes: the same ranks, placed on nodes in every way that has ever broken a hierarchy."""
 
-from collections.abc import Callable
-
 import pytest
 
 __all__ = ["PLACEMENTS", "one_and_two_nodes", "placement"]
 
 # Name -> node of a rank, for any number of ranks. With 4 ranks: 4, 2+2, 3+1, 1+1+2, and 2+2 dealt out in turn.
-PLACEMENTS: dict[str, Callable[[int, int], int]] = {
+PLACEMENTS = {
     "one node": lambda rank, size: 0,
     "even": lambda rank, size: 2 * rank // size,
     "uneven": lambda rank, size: int(rank == size - 1),
@@ -29,7 +27,7 @@ one_and_two_nodes = pytest.mark.parametrize(
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.ranks(min=_NEW_FROM[name])) for name in PLACEMENTS])
-def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+def placement(request, monkeypatch):
     """Place the ranks of the world on pretended nodes, for strategies that the test builds."""
     from mpi4py import MPI
 

@@ -1,18 +1,13 @@
 """A process group of torch.distributed over the ranks of the session."""
 
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
-from support.ranks import Intracomm
 
 __all__ = ["open_process_group"]
 
 
 @contextmanager
-def open_process_group(comm: Intracomm, folder: Path, backend: str = "mpidist", **options: Any) -> Iterator[Any]:
+def open_process_group(comm, folder, backend="mpidist", **options):
     """Initialise torch.distributed over all ranks, and give it. Collective. `options`: of `init_process_group`."""
     import torch.distributed as dist  # environments without torch collect tests, too
 

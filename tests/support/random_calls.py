@@ -3,11 +3,9 @@
 Making a value is cutting it out of an array that was filled once, so that a soak spends its time in the library.
 """
 
-import random
 from collections import namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,22 +19,22 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 DType = np.dtype[Any]
 
-BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
-REDUCED: Final[list[DType]] = [*map(np.dtype, ("f4", "f8", "f2", "i1", "u1", "i2", "i4", "u4", "i8", "u8")), BFLOAT16]
-OPS: Final = ["SUM", "MEAN", "MIN", "MAX", "PROD"]
-MOST: Final = 1 << 19  # elements of a value; 4 MiB of float64
-_SPAN: Final = 8191  # values begin at so many places of the array that they are cut out of
-_SMALL: Final = [0, 1, 1, 1, 2, 3, 5, 8, 17, 64, 100, 255, 1000, 1025, 3001]
-_LARGE: Final = [4097, 16_384, 65_537, 131_071, 300_001, MOST]
-_MAGNITUDE: Final = 4.0  # of the numbers of floats
-_JOIN: Final[dict[str, np.ufunc]] = {
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+REDUCED = [*map(np.dtype, ("f4", "f8", "f2", "i1", "u1", "i2", "i4", "u4", "i8", "u8")), BFLOAT16]
+OPS = ["SUM", "MEAN", "MIN", "MAX", "PROD"]
+MOST = 1 << 19  # elements of a value; 4 MiB of float64
+_SPAN = 8191  # values begin at so many places of the array that they are cut out of
+_SMALL = [0, 1, 1, 1, 2, 3, 5, 8, 17, 64, 100, 255, 1000, 1025, 3001]
+_LARGE = [4097, 16_384, 65_537, 131_071, 300_001, MOST]
+_MAGNITUDE = 4.0  # of the numbers of floats
+_JOIN = {
     "SUM": np.add, "MEAN": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply,
 }  # fmt: skip
 
 Both = namedtuple("Both", "first rest")
 
 
-OPTIONS: Final = [
+OPTIONS = [
     None,
     CommunicationOptions(timeout_seconds=600),
     CommunicationOptions(bytes_per_pack=1),
@@ -49,7 +47,7 @@ OPTIONS: Final = [
 ]
 
 # How a list of at least one leaf becomes a nest.
-FORMS: Final[list[Callable[[list[Any]], Any]]] = [
+FORMS = [
     lambda leaves: leaves,
     tuple,
     lambda leaves: {f"w{index}": leaf for index, leaf in enumerate(reversed(leaves))},
@@ -68,7 +66,7 @@ class Leaf:
     mine: Any
 
 
-def draw_shape(draw: random.Random, large: float = 0.01) -> tuple[int, ...]:
+def draw_shape(draw, large=0.01):
     """Draw a shape: small, but for a share of `large`; a scalar, a vector, or a matrix."""
     count = draw.choice(_LARGE if draw.random() < large else _SMALL)
     form = draw.randrange(5)
@@ -77,7 +75,7 @@ def draw_shape(draw: random.Random, large: float = 0.01) -> tuple[int, ...]:
     return (count // 3, 3) if form == 1 and count > 3 else (count,)
 
 
-def result_dtype(op: str, dtype: DType) -> DType:
+def result_dtype(op, dtype):
     if op != "MEAN" or dtype.kind not in "iu":
         return dtype
     return np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)
@@ -86,7 +84,7 @@ def result_dtype(op: str, dtype: DType) -> DType:
 class Numbers:
     """What each rank gives in each call. All may be read only: the library must not write its arguments."""
 
-    def __init__(self, seed: int, size: int) -> None:  # the seed is the same on every rank; size: how many they are
+    def __init__(self, seed, size):  # the seed is the same on every rank; size: how many they are
         self.size = size
         fill = np.random.default_rng(seed)
         whole = fill.integers(1, 8, MOST + _SPAN)
@@ -100,7 +98,7 @@ class Numbers:
                 array.flags.writeable = False
                 self._cuts[is_product, dtype] = array
 
-    def of(self, rank: int, step: int, index: int, shape: tuple[int, ...], dtype: DType, op: str = "SUM") -> Array:
+    def of(self, rank, step, index, shape, dtype, op="SUM"):
         """Return what a rank gives as array number `index` of call number `step`."""
         start = (rank * 1009 + step * 2003 + index * 31) % _SPAN
         count = 1
@@ -108,29 +106,29 @@ class Numbers:
             count *= length
         return self._cuts[op == "PROD", dtype][start : start + count].reshape(shape)
 
-    def reduced(self, op: str, step: int, index: int, shape: tuple[int, ...], dtype: DType) -> Array:
+    def reduced(self, op, step, index, shape, dtype):
         """Return the reduction over ranks, in float64 or int64."""
         rows = [self.of(rank, step, index, shape, dtype, op) for rank in range(self.size)]
         return self.joined(op, rows, self.size)
 
     @staticmethod
-    def joined(op: str, rows: list[Array], count: int) -> Array:
+    def joined(op, rows, count):
         """Reduce rows, in int64, float64 or complex128: whole numbers wrap once they are cast to their dtype."""
-        wide: Any = {"i": np.int64, "u": np.int64, "c": np.complex128}.get(rows[0].dtype.kind, np.float64)
+        wide = {"i": np.int64, "u": np.int64, "c": np.complex128}.get(rows[0].dtype.kind, np.float64)
         total = rows[0].astype(wide)
         for row in rows[1:]:
             total = _JOIN[op](total, row.astype(wide))
         return total / count if op == "MEAN" else np.asarray(total)
 
 
-def precision_of(dtype: DType, options: CommunicationOptions | None) -> DType:
+def precision_of(dtype, options):
     """Say in which dtype arrays of `dtype` may be rounded on their way."""
     if dtype != np.float32 or options is None:
         return dtype
     return {"NONE": dtype, "FP16": np.dtype(np.float16), "BF16": BFLOAT16}[options.compression.name]
 
 
-def near(got: Any, want: Array, dtype: DType, scale: int, precision: DType | None = None) -> bool:
+def near(got, want, dtype, scale, precision=None):
     """Whether a result has this dtype and shape, and is the reference but for the rounding of `scale` contributions."""
     got = np.asarray(got)
     if got.dtype != dtype or got.shape != want.shape:

@@ -1,47 +1,43 @@
 """An all-reduce inside a replica, which calls are repeated ones, and what to reduce: numbers of each rank."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
 import mpidist
-from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.collectives.repeated_calls import RepeatedCalls
 
 F32 = np.dtype(np.float32)
 LARGE = (200, 120)  # is sent by itself on one node; 4 x 6 goes through a pack
 
 
-def all_reduce(strategy: Strategy, op: str, value: Any, **more: Any) -> Any:
-    return strategy.run(lambda: mpidist.get_replica_context().all_reduce(op, value, **more))  # type: ignore[union-attr]
+def all_reduce(strategy, op, value, **more):
+    return strategy.run(lambda: mpidist.get_replica_context().all_reduce(op, value, **more))
 
 
-def numbers(strategy: Strategy, shape: tuple[int, ...], dtype: Any = F32) -> Any:
+def numbers(strategy, shape, dtype=F32):
     """Give every rank other numbers."""
     return ((np.arange(np.prod(shape, dtype=int)) + strategy.topology.rank) % 5).astype(dtype).reshape(shape)
 
 
-def total(strategy: Strategy, shape: tuple[int, ...], dtype: Any = F32) -> Any:
+def total(strategy, shape, dtype=F32):
     """Add up what all ranks have from `numbers`."""
     where = np.arange(np.prod(shape, dtype=int))
     return sum((where + rank) % 5 for rank in range(strategy.topology.size)).astype(dtype).reshape(shape)  # type: ignore
 
 
-def within(shape: tuple[int, ...], dtype: Any, where: Any = ..., order: Any = "C") -> Any:
+def within(shape, dtype, where=..., order="C"):
     """Make an array inside a larger one that is full of 9."""
     around = np.full(shape, 9, dtype, order)
     return around[where]
 
 
-def unaligned(shape: tuple[int, ...], dtype: Any) -> Any:
+def unaligned(shape, dtype):
     count = int(np.prod(shape))
     return np.zeros(count * dtype.itemsize + 1, np.uint8)[1:].view(dtype).reshape(shape)
 
 
 # Name -> an array of a shape [m, n] and dtype, laid out in memory so that it can be written.
-LAYOUTS: dict[str, Callable[[tuple[int, ...], Any], Any]] = {
+LAYOUTS = {
     "C": lambda shape, dtype: np.zeros(shape, dtype),
     "Fortran": lambda shape, dtype: np.zeros(shape, dtype, "F"),
     "transposed": lambda shape, dtype: np.zeros(shape[::-1], dtype).T,
@@ -54,12 +50,12 @@ LAYOUTS: dict[str, Callable[[tuple[int, ...], Any], Any]] = {
 
 
 @pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def repeated(monkeypatch):
     """For each call that may be one, whether it was a repeated one."""
-    really: Callable[..., Any] = RepeatedCalls.run
-    said: list[bool] = []
+    really = RepeatedCalls.run
+    said = []
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments):
         result = really(*arguments)
         said.append(result is not None)
         return result
@@ -68,6 +64,6 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return said
 
 
-def are_repeated(strategy: Strategy) -> bool:
+def are_repeated(strategy):
     """Whether the ranks are several on one node, so that calls are repeated at all."""
     return strategy.topology.size > 1 and strategy.topology.num_nodes == 1

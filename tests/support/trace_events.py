@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 __all__ = ["Event", "process_of", "read_events"]
@@ -12,18 +11,18 @@ Event = dict[str, Any]
 _METADATA = {"process_name": ("name", str), "thread_name": ("name", str), "process_sort_index": ("sort_index", int)}
 
 
-def process_of(rank: int) -> int:
+def process_of(rank):
     """Return the number of a rank's process in a merged trace: not 0, which Perfetto takes for the idle process."""
     return rank + 1
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path):
     """Read a merged trace, and check that it is one that viewers show as it was meant."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         whole = json.load(file)
     assert whole["displayTimeUnit"] in ("ms", "ns")
-    events: list[Event] = whole["traceEvents"]
-    named: set[tuple[int, ...]] = set()
+    events = whole["traceEvents"]
+    named = set()
     for event in events:
         assert 0 < event["pid"] < 1 << 31
         if event["ph"] == "M":
@@ -43,9 +42,9 @@ def read_events(path: Path) -> list[Event]:
     return events
 
 
-def _require_nesting(events: list[Event]) -> None:
+def _require_nesting(events):
     """Slices of one thread lie within each other, or apart; a slice comes after what it lies in."""
-    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    threads = {}
     for event in events:
         if event["ph"] == "X":
             begun = round(1000 * event["ts"])
@@ -53,7 +52,7 @@ def _require_nesting(events: list[Event]) -> None:
             slices.append((begun, begun + round(1000 * event["dur"])))
     assert threads
     for slices in threads.values():
-        open_until: list[int] = []
+        open_until = []
         for begun, ended in sorted(slices, key=lambda one: one[0]):  # stable, as the viewers sort
             while open_until and open_until[-1] <= begun:
                 open_until.pop()

@@ -1,10 +1,7 @@
 """How ranks reach each other in a test: the transport, and sizes that the cost model would not choose."""
 
-from typing import Any
-
 import pytest
 
-from mpidist import Strategy
 from mpidist.context_stack import parts_of
 from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.shared_memory import schedule
@@ -29,7 +26,7 @@ _ON_EVERY_TRANSPORT = (
 )
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if metafunc.module.__name__.rpartition(".")[2] not in _ON_EVERY_TRANSPORT:
         return
     if any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
@@ -43,39 +40,38 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def transport(request, monkeypatch):
     """Set the transport of strategies that the test builds: that of its parameter, if it has one."""
-    name: str = getattr(request, "param", "auto")
+    name = getattr(request, "param", "auto")
     monkeypatch.setenv("MPIDIST_TRANSPORT", name)
     return name
 
 
 @pytest.fixture(autouse=True)
-def transport_of_case(request: pytest.FixtureRequest) -> None:
+def transport_of_case(request):
     """Set the transport of a case first: `pytest_generate_tests` comes too late to add a fixture to a test."""
     callspec = getattr(request.node, "callspec", None)
     if callspec is not None and "transport" in callspec.params:
         request.getfixturevalue("transport")
 
 
-def force_way_to_write(strategy: Strategy, way: str) -> None:
+def force_way_to_write(strategy, way):
     """Let the compiled code of a strategy on one node write in this one of `WAYS_TO_WRITE`."""
     fused = parts_of(strategy).group.levels.fused
     assert fused is not None
-    barrier: Any = fused.slots.barrier
+    barrier = fused.slots.barrier
     if hasattr(barrier, "forced_way"):  # not where NumPy is in the place of compiled code
         barrier.forced_way = WAYS_TO_WRITE.index(way) - 1
 
 
 def set_sizes(
-    monkeypatch: pytest.MonkeyPatch,
-    chunk_bytes: int | None = None,  # size of a chunk of fused arrays
-    least_bytes: int | None = None,  # size from which on arrays are fused across nodes
-    one_shot_bytes: int | None = None,  # size up to which all ranks of one node add everything themselves
-    depth: int | None = None,  # number of shards under way between nodes
-    fine_count: int
-    | None = None,  # number of elements of an average piece from which on pieces are added where they lie
-) -> None:
+    monkeypatch,
+    chunk_bytes=None,  # size of a chunk of fused arrays
+    least_bytes=None,  # size from which on arrays are fused across nodes
+    one_shot_bytes=None,  # size up to which all ranks of one node add everything themselves
+    depth=None,  # number of shards under way between nodes
+    fine_count=None,  # number of elements of an average piece from which on pieces are added where they lie
+):
     """Let the cost model choose these sizes, for strategies that the test builds."""
     if fine_count is not None:
         monkeypatch.setattr(schedule, "FINE_COUNT", fine_count)

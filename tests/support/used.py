@@ -5,14 +5,10 @@ import os
 import resource
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mpidist
-from support.ranks import Intracomm
 
 
 class Used(NamedTuple):
@@ -24,7 +20,7 @@ class Used(NamedTuple):
     resident: int  # bytes of memory
 
     @classmethod
-    def now(cls) -> "Used":
+    def now(cls):
         gc.collect()
         return cls(
             len(os.listdir("/proc/self/fd")),
@@ -34,7 +30,7 @@ class Used(NamedTuple):
         )
 
 
-def are_gone(references: Iterable[weakref.ref[Any]]) -> bool:
+def are_gone(references):
     """Whether nothing refers to objects, once the thread of started calls has left the last of these."""
     for _ in range(1000):
         gc.collect()
@@ -44,11 +40,11 @@ def are_gone(references: Iterable[weakref.ref[Any]]) -> bool:
     return False
 
 
-def functions_called(call: Callable[[], object]) -> int:
+def functions_called(call):
     """Count the calls of functions of mpidist in this thread."""
     number, folder = 0, str(Path(mpidist.__file__).parent)
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def note(frame, event, _):
         nonlocal number
         number += event == "call" and frame.f_code.co_filename.startswith(folder)
 
@@ -60,7 +56,7 @@ def functions_called(call: Callable[[], object]) -> int:
     return number
 
 
-def least_called(comm: Intracomm, call: Callable[[], object], most: int) -> int:
+def least_called(comm, call, most):
     """Count the functions of a call that all ranks make, until one was not late: those of its wait do not count."""
     least = sys.maxsize
     for turn in range(1000):

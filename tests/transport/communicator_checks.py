@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from support.contributions import HALVES, UFUNCS, contribution, in_rank_order, reduction_of
 
-from mpidist.transport.communicator import Communicator, shard_bounds
+from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["A_FEW", "CheckedMemory", "checks_of"]
@@ -28,7 +28,7 @@ class CheckedMemory(NamedTuple):
     chunk_bytes: int  # of messages that are cut
 
 
-def lengths_of(its: Communicator, memory: CheckedMemory, dtype: Any, op: str = "sum") -> Sequence[int]:
+def lengths_of(its, memory, dtype, op="sum"):
     """Numbers of elements: of the least and greatest width, those round the limits of chunks, and fewer than ranks."""
     size, chunk = its.size, memory.chunk_bytes // dtype.itemsize
     if op != "sum":
@@ -38,7 +38,7 @@ def lengths_of(its: Communicator, memory: CheckedMemory, dtype: Any, op: str = "
     return 0, 1, size - 1, size, size + 1, chunk - 1, chunk, chunk + 1, 4 * chunk + 3
 
 
-def check_reductions(op: str, memory: CheckedMemory, its: Communicator) -> None:
+def check_reductions(op, memory, its):
     """All-reduce, reduce and reduce-scatter numbers whose results are exact, in any order and in that of ranks."""
     up, down = memory.up, memory.down
     for dtype in memory.dtypes if op == "sum" else memory.others:
@@ -63,7 +63,7 @@ def check_reductions(op: str, memory: CheckedMemory, its: Communicator) -> None:
             assert (down(buffer)[start:stop] == 0).all(), "a view, so that a gather can follow"
 
 
-def check_uneven_shards(in_order: bool, memory: CheckedMemory, its: Communicator) -> None:
+def check_uneven_shards(in_order, memory, its):
     """Of any lengths, some of them 0; into another array, and in place."""
     up, down = memory.up, memory.down
     lengths = [(2 * at + 1) % 4 * 3 for at in range(its.size)]
@@ -83,7 +83,7 @@ def check_uneven_shards(in_order: bool, memory: CheckedMemory, its: Communicator
         assert (down(buffer) == expected).all(), dtype
 
 
-def check_gathers(memory: CheckedMemory, its: Communicator) -> None:
+def check_gathers(memory, its):
     """All-gather, broadcast and gather, from every root."""
     up, down = memory.up, memory.down
     for dtype in memory.others:
@@ -109,7 +109,7 @@ def check_gathers(memory: CheckedMemory, its: Communicator) -> None:
                 assert rows is None or (down(rows) == np.stack(everyone)).all(), (dtype, count, root)
 
 
-def check_exchange(memory: CheckedMemory, its: Communicator) -> None:
+def check_exchange(memory, its):
     """Arrays of any length, passed round; and from the first rank to the last, while the others do nothing."""
     up, down = memory.up, memory.down
     to, source, last = (its.rank + 1) % its.size, (its.rank - 1) % its.size, its.size - 1
@@ -126,7 +126,7 @@ def check_exchange(memory: CheckedMemory, its: Communicator) -> None:
         assert (down(buffer) == contribution("sum", 0, 20, np.dtype(np.float32))).all()
 
 
-def check_halves(memory: CheckedMemory, its: Communicator) -> None:
+def check_halves(memory, its):
     """They are joined in float32, in rank order."""
     up, down = memory.up, memory.down
     rows = np.random.default_rng(7).standard_normal((its.size, LENGTH + 5))
@@ -137,7 +137,7 @@ def check_halves(memory: CheckedMemory, its: Communicator) -> None:
         assert (down(buffer) == in_rank_order(np.add, parts, dtype, 3)).all(), dtype
 
 
-def check_neighbours(memory: CheckedMemory, its: Communicator) -> None:
+def check_neighbours(memory, its):
     """What lies beside a slice stays as it is."""
     up, down, size = memory.up, memory.down, its.size
     for dtype, count in itertools.product(A_FEW, (size + 1, LENGTH + 2)):
@@ -155,7 +155,7 @@ def check_neighbours(memory: CheckedMemory, its: Communicator) -> None:
         assert (down(around)[-5:] == 99).all(), (dtype, count)
 
 
-def checks_of(memory: CheckedMemory) -> dict[str, Callable[[Communicator], None]]:
+def checks_of(memory):
     """Return the checks by name."""
     return {
         **{op: partial(check_reductions, op, memory) for op in UFUNCS},

@@ -21,7 +21,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class StandardTensor(Tensor):
     """An array of a library that follows the array API standard."""
 
-    def __array_namespace__(self) -> Any:
+    def __array_namespace__(self):
         return SimpleNamespace(from_dlpack=lambda array: StandardTensor(np.from_dlpack(array)))
 
 
@@ -34,7 +34,7 @@ class Forgetful(Tensor):
 class Variable:
     """What has `__array__` alone."""
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype=None, copy=None):
         return np.arange(3.0)
 
 
@@ -48,13 +48,13 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
-def through(value: Any) -> Any:
+def through(value):
     """Take a value in, and give a copy of it out."""
     library = library_of(value)
     return library.from_native(library.to_native(value).copy(), value)
 
 
-NUMBERS: dict[Any, str] = {
+NUMBERS = {
     True: "bool",
     3: "int64",
     -(2**63): "int64",
@@ -64,7 +64,7 @@ NUMBERS: dict[Any, str] = {
     np.int8(-3): "int8",
     BF16.type(0.5): "bfloat16",
 }
-ARRAYS: list[tuple[Any, str]] = [
+ARRAYS = [
     (Level.LOW, "int64"),
     (np.arange(3, dtype=np.uint16), "uint16"),
     (np.array(7, np.int32), "int32"),
@@ -77,7 +77,7 @@ ARRAYS: list[tuple[Any, str]] = [
 ]
 
 
-def test_values_have_a_dtype_and_a_host_array() -> None:
+def test_values_have_a_dtype_and_a_host_array():
     for value, dtype in [*NUMBERS.items(), *ARRAYS]:
         library = library_of(value)
         native = library.to_native(value)
@@ -90,7 +90,7 @@ def test_values_have_a_dtype_and_a_host_array() -> None:
             assert library.from_native(native, value) is value
 
 
-def test_numbers_come_back_as_the_numbers_they_were() -> None:
+def test_numbers_come_back_as_the_numbers_they_were():
     for value in NUMBERS:
         again = through(value)
         assert type(again) is type(value)
@@ -99,7 +99,7 @@ def test_numbers_come_back_as_the_numbers_they_were() -> None:
 
 
 @pytest.mark.parametrize("kind", [Tensor, StandardTensor])
-def test_dlpack_arrays_are_viewed_and_come_back_in_their_kind(kind: Any) -> None:
+def test_dlpack_arrays_are_viewed_and_come_back_in_their_kind(kind):
     value = kind(np.arange(6.0).reshape(2, 3))
     native = library_of(value).to_native(value)
     assert np.shares_memory(native, value.array)
@@ -111,20 +111,20 @@ def test_dlpack_arrays_are_viewed_and_come_back_in_their_kind(kind: Any) -> None
     assert (again.array.shape, again.array) == ((), 2.5)
 
 
-def test_values_without_a_way_back_become_numpy_arrays() -> None:
+def test_values_without_a_way_back_become_numpy_arrays():
     for value in (Variable(), Forgetful(np.arange(3.0))):
         again = through(value)
         assert type(again) is np.ndarray
         assert again.tolist() == [0, 1, 2]
 
 
-def test_device_memory_is_not_converted_on_the_host() -> None:
+def test_device_memory_is_not_converted_on_the_host():
     """It speaks DLPack too; and CuPy is not imported to find out whose it is."""
     library = library_of(OnDevice(np.ones(1)))
     assert type(library).__name__ == "CuPyArrays"
 
 
-REFUSED: list[tuple[Any, type[Exception], str]] = [
+REFUSED = [
     (Tensor(np.ones(2, BF16)), TypeError, r"tensors\.Tensor cannot be read through DLPack"),
     *(
         (value, TypeError, f"{kind}.*needed an array of NumPy, CuPy or a library that speaks DLPack")
@@ -142,7 +142,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 ]  # fmt: skip
 
 
-def test_value_that_is_no_array_of_numbers_is_refused_by_its_kind() -> None:
+def test_value_that_is_no_array_of_numbers_is_refused_by_its_kind():
     for value, kind, text in REFUSED:
         with pytest.raises(kind, match=text):
             through(value)
@@ -151,7 +151,7 @@ def test_value_that_is_no_array_of_numbers_is_refused_by_its_kind() -> None:
 _MEMORY = np.zeros((4, 6), np.float32)
 
 
-def test_memory_bounds_hold_every_element() -> None:
+def test_memory_bounds_hold_every_element():
     start = _MEMORY.__array_interface__["data"][0]
     for array, first, stop in (
         (_MEMORY.T, 0, 96),

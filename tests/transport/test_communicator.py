@@ -1,8 +1,6 @@
 """One suite for every communicator: alone, over MPI, and in shared memory; in one piece, and in many chunks."""
 
-from collections.abc import Iterator
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +18,9 @@ from support.contributions import (
     unlike_numbers,
 )
 from support.everywhere import same_everywhere
-from support.ranks import Intracomm
 from transport.communicator_checks import CheckedMemory, checks_of
 
-from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
+from mpidist.transport.communicator import SoloCommunicator, shard_bounds
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.node_memory.window import LINE_BYTES
@@ -42,9 +39,9 @@ OPS = ["sum", "prod", "min", "max"]
 
 
 @pytest.fixture(params=[pytest.param("solo", marks=pytest.mark.ranks(1)), *KINDS[1:]])
-def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Communicator]:
+def communicator(request, comm):
     limit = CHUNK_BYTES if "chunks" in request.param else MAX_CHUNK_BYTES
-    host: Communicator = SoloCommunicator("alone")
+    host = SoloCommunicator("alone")
     if request.param != "solo":
         host = MpiCommunicator(comm.Dup(), "all", limit)
     if "shared" not in request.param:
@@ -59,28 +56,26 @@ def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Co
 
 
 @pytest.fixture
-def counts(communicator: Communicator, request: pytest.FixtureRequest) -> list[int]:
+def counts(communicator, request):
     """Lengths of buffers: around the number of ranks, and large."""
     size = communicator.size
     large = 50 if "chunks" in request.node.name else 1000
     return sorted({0, 1, 7, size - 1, size, size + 1, large})
 
 
-def can(op: str, dtype: Any) -> bool:
+def can(op, dtype):
     return dtype.kind != "c" or op in ("sum", "prod")
 
 
 @pytest.mark.whole
-def test_communicator_of_host_memory_passes_all_checks(
-    communicator: Communicator, request: pytest.FixtureRequest
-) -> None:
+def test_communicator_of_host_memory_passes_all_checks(communicator, request):
     chunk_bytes = CHUNK_BYTES if "chunks" in request.node.name else SLOT_BYTES
     for check in checks_of(CheckedMemory(np.array, np.asarray, DTYPES, DTYPES, chunk_bytes)).values():
         check(communicator)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_nan_and_infinity_propagate(communicator: Communicator, comm: Intracomm) -> None:
+def test_nan_and_infinity_propagate(communicator, comm):
     """NumPy's rules, and the same bits on all ranks; MPI may lose a NaN in a minimum, on some ranks only."""
     specials = np.array([np.nan, np.inf, -np.inf, 1.0, 0.0, -0.0, 2.0])
     rows = [np.repeat(np.roll(specials, shift), 2) for shift in range(communicator.size)]
@@ -100,7 +95,7 @@ def test_nan_and_infinity_propagate(communicator: Communicator, comm: Intracomm)
             assert np.isnan(buffer).tolist() == [False, True, False], (op, dtype, owner)
 
 
-def test_sums_have_the_same_bits_on_all_ranks_and_of_rank_order(communicator: Communicator, comm: Intracomm) -> None:
+def test_sums_have_the_same_bits_on_all_ranks_and_of_rank_order(communicator, comm):
     """Half precision is added in float32 and rounded once; its order is always that of the ranks."""
     rows = np.random.default_rng(7).standard_normal((communicator.size, 300))
     for dtype in [*REALS, *HALVES, *COMPLEX]:
@@ -116,7 +111,7 @@ def test_sums_have_the_same_bits_on_all_ranks_and_of_rank_order(communicator: Co
         assert communicator.rank or (buffer == expected).all(), dtype
 
 
-def test_fold_order_is_kept_to_the_bit(communicator: Communicator) -> None:
+def test_fold_order_is_kept_to_the_bit(communicator):
     """Where every rank has one row of the replica tree. By each method that reduces."""
     size, rank = communicator.size, communicator.rank
     for tree in flat_trees(Topology.from_labels(rank, [0] * size, ["host"] * size)):
@@ -134,7 +129,7 @@ def test_fold_order_is_kept_to_the_bit(communicator: Communicator) -> None:
             assert bits(shard) == bits(expected[start:stop]), (tree, op, dtype)
 
 
-def test_divided_sum_does_not_overflow(communicator: Communicator) -> None:
+def test_divided_sum_does_not_overflow(communicator):
     """The mean of the largest numbers is divided before it is rounded. By each method that reduces."""
     large, reduction = np.finfo(np.float16).max, Reduction("sum", divisor=communicator.size)
     buffer = np.full(11, large)
@@ -146,7 +141,7 @@ def test_divided_sum_does_not_overflow(communicator: Communicator) -> None:
 
 
 @pytest.mark.parametrize("communicator", ["solo", "mpi"], indirect=True)
-def test_pack_buffer_has_given_length_and_dtype(communicator: Communicator) -> None:
+def test_pack_buffer_has_given_length_and_dtype(communicator):
     for count, dtype in [(0, "f4"), (100, "f8"), (7, "i1"), (3, "G"), (100, "f8"), (1000, HALVES[1])]:
         buffer = communicator.pack_buffer(count, np.dtype(dtype))
         assert (buffer.shape, buffer.dtype) == ((count,), np.dtype(dtype))
@@ -158,7 +153,7 @@ def test_pack_buffer_has_given_length_and_dtype(communicator: Communicator) -> N
 
 
 @pytest.mark.parametrize("communicator", KINDS[1:], indirect=True)
-def test_traffic_has_the_bytes_of_the_docstrings(communicator: Communicator, counts: list[int]) -> None:
+def test_traffic_has_the_bytes_of_the_docstrings(communicator, counts):
     """Counted for the busier direction of this rank's link; one call however many chunks."""
     for dtype in A_FEW:
         rank, size = communicator.rank, communicator.size
@@ -191,7 +186,7 @@ def test_traffic_has_the_bytes_of_the_docstrings(communicator: Communicator, cou
 
 
 @pytest.mark.no_mpi
-def test_shards_differ_by_at_most_one_and_longer_ones_come_first() -> None:
+def test_shards_differ_by_at_most_one_and_longer_ones_come_first():
     for count, size in product((0, 1, 6, 7, 8, 1000, 2**31 + 1), (1, 2, 3, 7)):
         bounds = shard_bounds(count, size)
         lengths = [stop - start for start, stop in pairwise(bounds)]

@@ -13,19 +13,19 @@ pytestmark = pytest.mark.no_mpi
 LARGE = np.full(3, np.finfo(np.float32).max, np.float32)
 
 
-def test_float_errors_are_ignored_under_any_setting_of_numpy() -> None:
+def test_float_errors_are_ignored_under_any_setting_of_numpy():
     for how in ("raise", "warn"):
-        with np.errstate(all=how):  # type: ignore[call-overload]
+        with np.errstate(all=how):
             before, out = np.geterr(), np.zeros(3, np.float32)
             assert without_float_errors(np.add, LARGE, LARGE, out=out) is out
             assert np.isinf(out).all()
             assert np.geterr() == before
 
 
-def test_threads_may_add_at_the_same_time() -> None:
+def test_threads_may_add_at_the_same_time():
     together = threading.Barrier(4)
 
-    def add() -> bool:
+    def add():
         together.wait()
         return all(np.isinf(without_float_errors(np.add, LARGE, LARGE)).all() for _ in range(200))
 

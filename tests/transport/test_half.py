@@ -1,8 +1,6 @@
 """Half precision, widened and rounded by bits: what NumPy's `astype` makes, bit by bit."""
 
-from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,35 +15,35 @@ FLOAT16 = np.dtype(np.float16)
 EVERY = np.arange(1 << 16, dtype=np.uint16).view(np.float16)  # numbers, infinities, and all that is none
 
 
-def bits_of(array: Any) -> Any:
+def bits_of(array):
     """The bits of numbers; all that is no number is one."""
     return np.where(np.isnan(array), 0xFFFF, array.view(np.uint16))
 
 
-def rounded(total: Any, dtype: np.dtype[Any]) -> Any:
+def rounded(total, dtype):
     return total.astype(dtype)
 
 
 @pytest.fixture(autouse=True)
-def no_traps() -> Iterator[None]:
+def no_traps():
     """Overflows are meant."""
     with np.errstate(all="ignore"):
         yield
 
 
-def combined(parts: list[Any], dtype: np.dtype[Any], ufunc: Any = np.add, divisor: int = 1) -> Any:
+def combined(parts, dtype, ufunc=np.add, divisor=1):
     out = np.empty_like(parts[0])
     HalfAccumulator(dtype).combine(parts, out, ufunc, divisor)
     return out
 
 
-def test_float16_bits_survive_widening_and_rounding() -> None:
+def test_float16_bits_survive_widening_and_rounding():
     """Blocks with an infinity take another way than those without."""
     for numbers in (EVERY, EVERY[np.isfinite(EVERY)]):
         assert (bits_of(combined([numbers], FLOAT16)) == bits_of(numbers)).all()
 
 
-def test_ties_and_their_neighbours_round_as_numpy_rounds() -> None:
+def test_ties_and_their_neighbours_round_as_numpy_rounds():
     """What lies between two neighbours in float16: the middle, and one float32 to each side of it."""
     finite = EVERY[np.isfinite(EVERY) & (abs(EVERY) < 65504)]
     middle = (finite.astype(np.float32) + np.nextafter(finite, np.float16(np.inf)).astype(np.float32)) / 2
@@ -57,7 +55,7 @@ def test_ties_and_their_neighbours_round_as_numpy_rounds() -> None:
     assert (bits_of(out) == bits_of(totals.astype(np.float16))).all()
 
 
-def test_parts_are_joined_in_order_and_rounded_once() -> None:
+def test_parts_are_joined_in_order_and_rounded_once():
     """Two blocks and a rest; the result may be one of the parts."""
     for dtype, count in product(HALVES, (1, (1 << 15) - 1, (1 << 15) + 1, 100_000)):
         random = np.random.default_rng(count)
@@ -72,7 +70,7 @@ def test_parts_are_joined_in_order_and_rounded_once() -> None:
             assert (bits_of(into[0]) == bits_of(parts[0])).all()
 
 
-def test_other_byte_order_is_left_to_numpy() -> None:
+def test_other_byte_order_is_left_to_numpy():
     swapped = EVERY[:0x7C00].astype(">f2")
     assert (combined([swapped, swapped], swapped.dtype) == rounded(EVERY[:0x7C00] * np.float32(2), FLOAT16)).all()
 
@@ -80,7 +78,7 @@ def test_other_byte_order_is_left_to_numpy() -> None:
 FLOAT8 = [np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")]
 
 
-def test_float8_is_rounded_once() -> None:
+def test_float8_is_rounded_once():
     """In float8 itself one step of 1/16 after the other would be lost: 1 has neighbours at 1 +- 1/8, or 1/4."""
     for dtype in FLOAT8:
         parts = [np.ones(5, dtype)] + [np.full(5, 2.0**-4, dtype)] * 4
@@ -88,7 +86,7 @@ def test_float8_is_rounded_once() -> None:
         assert combined(parts, dtype, divisor=5).astype(np.float32).tolist() == [0.25] * 5
 
 
-def test_dtypes_of_other_packages_are_not_of_numpy() -> None:
+def test_dtypes_of_other_packages_are_not_of_numpy():
     """Some have the characters of NumPy's: bfloat16 `E`, float8_e4m3fnuz `G`, the long complex number's."""
     made = [np.dtype(one) for one in vars(ml_dtypes).values() if isinstance(one, type) and issubclass(one, np.generic)]
     assert len(made) >= 8

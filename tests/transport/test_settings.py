@@ -3,9 +3,7 @@
 import io
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ from mpidist.transport.settings import STACK_SIGNAL, Settings, unknown_settings
 pytestmark = pytest.mark.no_mpi
 
 
-VALUES: list[tuple[str, str, str, Any]] = [
+VALUES = [
     ("PRETEND_NODES", " 7 , -1,7 ", "pretend_nodes", (7, -1, 7)),
     ("PRETEND_NODES", "0", "pretend_nodes", (0,)),
     ("PRETEND_NODES", "  ", "pretend_nodes", None),
@@ -54,7 +52,7 @@ VALUES: list[tuple[str, str, str, Any]] = [
 ]
 
 
-def test_variable_sets_its_field_alone() -> None:
+def test_variable_sets_its_field_alone():
     for name, text, attribute, value in VALUES:
         settings = Settings.from_environment({f"MPIDIST_{name}": text})
         assert getattr(settings, attribute) == value
@@ -81,7 +79,7 @@ WRONG = {
 RULES = {"STAGING_BYTES": ".*bytes, 262144 to 8388608", "RESULT_BYTES": ".*bytes, 0 or more"}
 
 
-def test_variable_with_a_wrong_value_is_named() -> None:
+def test_variable_with_a_wrong_value_is_named():
     for name, texts in WRONG.items():
         for text in texts:
             with pytest.raises(ValueError, match=f"MPIDIST_{name}='{text}'{RULES.get(name, ' is not understood')}"):
@@ -89,7 +87,7 @@ def test_variable_with_a_wrong_value_is_named() -> None:
     assert Settings.from_environment({"MPIDIST_STAGING_BYTES": "262144"}).staging_bytes == 262144
 
 
-def test_folders_may_be_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_may_be_in_the_home(monkeypatch):
     """Shells do not replace `~` in what a launcher or a job script passes on."""
     monkeypatch.setenv("HOME", "/home/ada")
     assert Settings.from_environment({"MPIDIST_TRACE": "~/traces"}).trace == "/home/ada/traces"
@@ -98,9 +96,7 @@ def test_folders_may_be_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_code_file({"MPIDIST_EXIT_CODE_FILE": "~/code"}) == "/home/ada/code"
 
 
-def test_exit_code_is_stored_once_and_a_failed_write_is_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_code_is_stored_once_and_a_failed_write_is_printed(tmp_path, capfd):
     for code in (3, 4):
         store_code({"MPIDIST_EXIT_CODE_FILE": f"{tmp_path}/code"}, code)
     assert ((tmp_path / "code").read_text(), capfd.readouterr().err) == ("3\n", "")
@@ -109,8 +105,8 @@ def test_exit_code_is_stored_once_and_a_failed_write_is_printed(
         assert capfd.readouterr().err == f"mpidist: MPIDIST_EXIT_CODE_FILE={path} cannot be written: {why}\n"
 
 
-def test_attempts_of_a_job_of_slurm_have_folders_of_their_own() -> None:
-    def name(**variables: str) -> str:
+def test_attempts_of_a_job_of_slurm_have_folders_of_their_own():
+    def name(**variables):
         folder = flight_folder({"SLURM_JOB_ID": "7", **variables}, "token")
         return "" if folder is None else folder.name
 
@@ -119,7 +115,7 @@ def test_attempts_of_a_job_of_slurm_have_folders_of_their_own() -> None:
 
 
 @pytest.fixture
-def logger() -> Iterator[logging.Logger]:
+def logger():
     """The logger of mpidist, put back as it was."""
     ours = logging.getLogger("mpidist")
     before = ours.level, ours.handlers[:]
@@ -129,7 +125,7 @@ def logger() -> Iterator[logging.Logger]:
     ours.handlers[:] = before[1]
 
 
-def test_log_level_adds_one_handler(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_level_adds_one_handler(logger, monkeypatch):
     """Every strategy applies it."""
     monkeypatch.setattr("sys.stderr", io.StringIO())
     Settings(log_level="INFO").apply_log_level()
@@ -141,7 +137,7 @@ def test_log_level_adds_one_handler(logger: logging.Logger, monkeypatch: pytest.
     assert handler.stream.getvalue() == "mpidist INFO r0 | hello\n"
 
 
-def test_log_level_keeps_the_handler_of_the_user(logger: logging.Logger) -> None:
+def test_log_level_keeps_the_handler_of_the_user(logger):
     before = logger.level
     Settings().apply_log_level()
     assert (logger.level, logger.handlers) == (before, [])
@@ -152,7 +148,7 @@ def test_log_level_keeps_the_handler_of_the_user(logger: logging.Logger) -> None
     assert logger.level == logging.WARNING
 
 
-def test_unknown_variables_are_named_with_the_nearest_one() -> None:
+def test_unknown_variables_are_named_with_the_nearest_one():
     environ = {"MPIDIST_LOGG": "info", "MPIDIST_CHECK": "1", "MPIDIST_XYZZY": "", "OTHER": "1"}
     environ |= {"MPIDIST_TIMEOUT": "3", "MPIDIST_TRACE_DIR": "traces"}
     assert unknown_settings(environ) == [
@@ -163,7 +159,7 @@ def test_unknown_variables_are_named_with_the_nearest_one() -> None:
     ]
 
 
-def test_variables_of_the_library_are_listed_and_on_their_page() -> None:
+def test_variables_of_the_library_are_listed_and_on_their_page():
     text = "".join(path.read_text() for path in Path(mpidist.__file__).parent.rglob("*.py"))
     (known,) = re.findall(r"^_KNOWN: Final = \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL)
     name = re.compile(r"\"(MPIDIST_[A-Z_]*[A-Z])\"")
@@ -174,7 +170,7 @@ def test_variables_of_the_library_are_listed_and_on_their_page() -> None:
     assert set(re.findall(r"^\| `(MPIDIST_\w+)", page, re.MULTILINE)) == read
 
 
-def test_tests_and_benchmarks_read_no_variables_that_mean_nothing() -> None:
+def test_tests_and_benchmarks_read_no_variables_that_mean_nothing():
     """A strategy would warn of them. Those of the tests alone begin with TEST_."""
     root = Path(__file__).parents[2]
     texts = [path.read_text() for folder in ("tests", "benchmarks") for path in sorted((root / folder).rglob("*.py"))]

@@ -5,9 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from mpi_session import clean_environment
@@ -39,11 +38,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start():
     """Start a Python program behind PUBLISH, and wait for its first line."""
     with ExitStack() as stack:
 
-        def start_one(body: str, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+        def start_one(body, options=()):
             command, pipe = [sys.executable, *options, "-c", PUBLISH + body], subprocess.PIPE
             child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=clean_environment())
             stack.callback(child.communicate)
@@ -55,9 +54,9 @@ def start() -> Iterator[Start]:
         yield start_one
 
 
-def functions_of(child: subprocess.Popen[str], until: str = "") -> list[str]:
+def functions_of(child, until=""):
     """Read a child's stack, again and again until the innermost function has a name. The test's limit ends it."""
-    functions: list[str] = []
+    functions = []
     while not functions or (until and functions[0] != until):
         functions = [frame.function for frame in read_stacks([child.pid]).get(child.pid, Stack()).frames]
     return functions
@@ -68,21 +67,21 @@ def functions_of(child: subprocess.Popen[str], until: str = "") -> list[str]:
     ("does", "options"),
     [("while True: pass", []), ("time.sleep(600)", ["-X", "faulthandler"]), ("sum(range(10**12))", [])],
 )
-def test_stack_is_read_of_a_process_that_does_not_answer_otherwise(start: Start, does: str, options: list[str]) -> None:
+def test_stack_is_read_of_a_process_that_does_not_answer_otherwise(start, does, options):
     child = start(BUSY.format(does), options)
     assert functions_of(child, until="busy") == ["busy", "<module>"]
     assert functions_of(child) == ["busy", "<module>"], "the wait has ended"
     assert child.poll() is None
 
 
-def test_stack_is_that_of_the_thread_that_published_it(start: Start) -> None:
+def test_stack_is_that_of_the_thread_that_published_it(start):
     child = start(
         "def build():\n    publish()\n    show('ready')\n    time.sleep(600)\nthreading.Thread(target=build).start()\n"
     )
     assert functions_of(child, until="build")[0] == "build"
 
 
-def test_stack_of_a_stopped_process_is_not_awaited(start: Start) -> None:
+def test_stack_of_a_stopped_process_is_not_awaited(start):
     child = start(BUSY.format("time.sleep(600)"))
     child.send_signal(signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
@@ -99,7 +98,7 @@ def test_stack_of_a_stopped_process_is_not_awaited(start: Start) -> None:
     ],
     ids=["between", "ignored", "withdrawn", "off"],
 )
-def test_stack_signal_that_the_program_uses_is_left_to_it(start: Start, body: str) -> None:
+def test_stack_signal_that_the_program_uses_is_left_to_it(start, body):
     child = start(body + "show('ready')\nshow(sys.stdin.readline())\n")
     assert StackFile.of(child.pid) is None
     assert read_stacks([child.pid]) == {}
@@ -115,7 +114,7 @@ def test_stack_signal_that_the_program_uses_is_left_to_it(start: Start, body: st
     ],
     ids=["no handler", "forked", "another program"],
 )
-def test_stack_signal_goes_to_no_process_that_it_would_end(start: Start, body: str) -> None:
+def test_stack_signal_goes_to_no_process_that_it_would_end(start, body):
     child = start(body + "show('ready')\nsys.stdin.readline()\n")
     family = [child.pid, *map(int, _children_of(child.pid))]
     assert all(StackFile.of(pid) is None for pid in family[1:])
@@ -124,12 +123,12 @@ def test_stack_signal_goes_to_no_process_that_it_would_end(start: Start, body: s
     assert (child.communicate("done\n")[0], child.returncode) == ("", 0)
 
 
-def _children_of(pid: int) -> list[str]:
+def _children_of(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return file.read().split()
 
 
-def test_stack_file_that_grew_large_is_emptied_and_places_of_ranks_are_named(start: Start) -> None:
+def test_stack_file_that_grew_large_is_emptied_and_places_of_ranks_are_named(start):
     child = start(BUSY.format("time.sleep(600)"))
     file = StackFile.of(child.pid)
     assert file is not None
@@ -141,7 +140,7 @@ def test_stack_file_that_grew_large_is_emptied_and_places_of_ranks_are_named(sta
     assert places_text(os.getpid(), [2]) == ""
 
 
-def test_stack_place_is_the_innermost_line_of_the_program() -> None:
+def test_stack_place_is_the_innermost_line_of_the_program():
     own, step = Frame("/home/me/train.py", 41, "step"), Frame("/home/me/train.py", 90, "<module>")
     installed = Frame("/v/lib/python3/site-packages/x.py", 3, "f")
     deep = (Frame(subprocess.__file__, 9, "wait"), installed, own, step)
@@ -150,7 +149,7 @@ def test_stack_place_is_the_innermost_line_of_the_program() -> None:
     assert Stack(deep[:1]).place.endswith("subprocess.py:9 in wait")
 
 
-def test_stacks_of_ranks_at_one_place_are_put_together() -> None:
+def test_stacks_of_ranks_at_one_place_are_put_together():
     step, read = Frame("train.py", 41, "step"), Frame("data.py", 12, "read")
     inner = Frame("/v/lib/python3/site-packages/x.py", 3, "f")
     stacks = {rank: Stack((step,)) for rank in range(8)} | {1: Stack((read, step)), 2: Stack((inner, step))}
@@ -161,13 +160,13 @@ def test_stacks_of_ranks_at_one_place_are_put_together() -> None:
     assert [ranks for ranks, _ in together(stacks, whole=True)] == ["ranks 0, 3-7", "rank 1", "rank 2"]
 
 
-def test_stack_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_that_is_being_written_is_read_when_it_is_whole(tmp_path, monkeypatch):
     """The signal is neither pending nor blocked when a reader looks: then its handler begins to write."""
     file, read_status, head = tmp_path / "stack", stacks._fields, "Current thread (most recent call first):\n"
     file.touch()
     written = iter([head, f'{head}  File "train.py", line 3 in busy\n'])
 
-    def fields(path: str) -> dict[str, str]:
+    def fields(path):
         blocked = 1 << (STACK_SIGNAL - 1) if 0 < file.stat().st_size == len(head) else 0
         file.write_text(next(written, file.read_text()))
         return {**read_status(path), "SigBlk": f"{blocked:x}"}

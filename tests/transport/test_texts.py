@@ -10,11 +10,11 @@ pytestmark = pytest.mark.no_mpi
 class Mute(Exception):
     """An exception that cannot say what it is."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise ValueError("no text")
 
 
-def syntax_error() -> SyntaxError:
+def syntax_error():
     try:
         compile("1 +", "file.py", "exec")
     except SyntaxError as error:
@@ -22,7 +22,7 @@ def syntax_error() -> SyntaxError:
     raise AssertionError
 
 
-def test_errors_in_one_line() -> None:
+def test_errors_in_one_line():
     assert text_of(KeyError("mine")) == "KeyError: 'mine'"
     assert text_of(OSError("one\ntwo")) == "OSError: one"
     assert text_of(KeyboardInterrupt()) == "KeyboardInterrupt"
@@ -32,7 +32,7 @@ def test_errors_in_one_line() -> None:
     assert first_line(ValueError("it broke.\nSee there.")) == "it broke"
 
 
-def test_sizes_and_times_have_the_unit_that_people_choose() -> None:
+def test_sizes_and_times_have_the_unit_that_people_choose():
     texts = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 3 << 19: "1.5 MiB", 1 << 30: "1 GiB", 5 << 40: "5 TiB"}
     assert {size: size_text(size) for size in texts} == texts
     times = {0.0: "0 s", 3e-7: "0.3 us", 9.999e-4: "1 ms", 0.9994: "999 ms", 0.9996: "0.9996 s", 12.345: "12.35 s"}

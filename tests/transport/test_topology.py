@@ -1,8 +1,6 @@
 """Ranks on nodes, from a label for each rank."""
 
 import sys
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -12,7 +10,7 @@ from mpidist.transport.topology import Topology
 pytestmark = pytest.mark.no_mpi
 
 # Labels; then node of each rank, ranks of each node, place of each rank on its node, and whether nodes are even.
-ROWS: list[tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...], bool]] = [
+ROWS = [
     ("a", (0,), ((0,),), (0,), True),
     ("aabb", (0, 0, 1, 1), ((0, 1), (2, 3)), (0, 1, 0, 1), True),
     ("abcd", (0, 1, 2, 3), ((0,), (1,), (2,), (3,)), (0, 0, 0, 0), True),
@@ -22,14 +20,12 @@ ROWS: list[tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, .
 ]
 
 
-def topology(labels: Any, rank: int = 0) -> Topology:
+def topology(labels, rank=0):
     return Topology.from_labels(rank, labels, [f"host-{label}" for label in labels])
 
 
 @pytest.mark.parametrize(("labels", "node_of_rank", "nodes", "local_ranks", "is_even"), ROWS)
-def test_nodes_are_numbered_by_first_appearance(
-    labels: str, node_of_rank: Any, nodes: Any, local_ranks: Any, is_even: bool
-) -> None:
+def test_nodes_are_numbered_by_first_appearance(labels, node_of_rank, nodes, local_ranks, is_even):
     for rank in range(len(labels)):
         its = topology(labels, rank)
         assert (its.size, its.rank) == (len(labels), rank)
@@ -46,18 +42,18 @@ def test_nodes_are_numbered_by_first_appearance(
         assert its.hostnames[rank] == f"host-{labels[rank]}"
 
 
-def test_thousands_of_ranks_are_placed_in_one_pass() -> None:
+def test_thousands_of_ranks_are_placed_in_one_pass():
     """Twice as many ranks take twice as many steps: a pass over the ranks for each node took seconds, on every rank."""
     its = topology([rank % 2048 for rank in range(16384)], rank=16383)
     assert (its.nodes[2047][:2], its.local_rank, its.is_even) == ((2047, 4095), 7, True)
     assert steps_of(1024) < 3 * steps_of(512)
 
 
-def steps_of(size: int) -> int:
+def steps_of(size):
     """Count the lines that Python runs to place so many ranks, eight on each node."""
     number, labels = 0, [rank % (size // 8) for rank in range(size)]
 
-    def note(_: FrameType, event: str, __: object) -> Any:
+    def note(_, event, __):
         nonlocal number
         number += event == "line"
         return note
@@ -71,17 +67,17 @@ def steps_of(size: int) -> int:
     return number
 
 
-def test_any_label_will_do() -> None:
-    labels: list[Any] = [[7, 7, -3], ["n1", "n1", "n0"], [(1, 2), (1, 2), None]]
+def test_any_label_will_do():
+    labels = [[7, 7, -3], ["n1", "n1", "n0"], [(1, 2), (1, 2), None]]
     assert {topology(one).node_of_rank for one in labels} == {(0, 0, 1)}
 
 
-def test_topology_str_lists_nodes_and_ranks() -> None:
+def test_topology_str_lists_nodes_and_ranks():
     assert str(topology("a")) == "1 rank on 1 node; node 0 (host-a): rank 0"
     assert str(topology("aab")) == "3 ranks on 2 nodes; node 0 (host-a): ranks 0-1; node 1 (host-b): rank 2"
 
 
-def test_ranks_are_named_in_few_words() -> None:
+def test_ranks_are_named_in_few_words():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([0, 2]) == "ranks 0, 2"
     assert name_ranks([5, 2, 1, 0]) == "ranks 0-2, 5"

@@ -5,7 +5,6 @@ See `tests/support/transports.py` for the modules that are run on both.
 
 import numpy as np
 import pytest
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import TRANSPORTS
 from support.used import Used
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize("transport", ["auto", *TRANSPORTS], indirect=True)
-def test_transport_variable_chooses_communicators(comm: Intracomm, transport: str, placement: tuple[int, ...]) -> None:
+def test_transport_variable_chooses_communicators(comm, transport, placement):
     """A rank that is alone needs neither."""
     shares = transport != "mpi" and comm.size > 1
     with Strategy(comm=comm) as strategy:
@@ -36,7 +35,7 @@ def test_transport_variable_chooses_communicators(comm: Intracomm, transport: st
 
 
 @pytest.mark.ranks(2)
-def test_messages_need_no_shared_memory(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_need_no_shared_memory(comm, monkeypatch):
     """Until the program asks for arrays in it."""
     monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
     before = Used.now().mapped
@@ -52,9 +51,7 @@ def test_messages_need_no_shared_memory(comm: Intracomm, monkeypatch: pytest.Mon
 
 
 @pytest.mark.ranks(2)
-def test_unknown_variable_is_logged_once(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_variable_is_logged_once(comm, monkeypatch, caplog):
     monkeypatch.setenv("MPIDIST_TIMEOUT_SEKONDS", "5")
     for _ in range(2):
         Strategy(comm=comm).close()

@@ -2,10 +2,8 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,28 +20,28 @@ MOST_REPLICAS = 16
 LARGE = 100_003  # elements: several blocks
 
 
-def topology_of(rank: int, nodes: Sequence[int]) -> Topology:
+def topology_of(rank, nodes):
     return Topology.from_labels(rank, nodes, ["host"] * len(nodes))
 
 
-def nodes_of(size: int) -> Iterator[tuple[int, ...]]:
+def nodes_of(size):
     """Every kind of nodes that tests pretend, of `size` ranks."""
     yield from dict.fromkeys(tuple(place(rank, size) for rank in range(size)) for place in PLACEMENTS.values())
 
 
-def trees(total: int, size: int, nodes: Sequence[int]) -> list[ReplicaTree]:
+def trees(total, size, nodes):
     """The tree as each rank has it."""
     return [ReplicaTree(tuple(shard_bounds(total, size)), topology_of(rank, nodes)) for rank in range(size)]
 
 
-def combined(fold: Fold, ufunc: np.ufunc, parts: Sequence[Any]) -> list[Any]:
+def combined(fold, ufunc, parts):
     outs = [np.full_like(parts[0], 99) for _ in range(fold.num_rows)]
     assert len(parts) == fold.num_parts
     fold.combine(ufunc, parts, outs)
     return outs
 
 
-def rows_of_ranks(of: Sequence[ReplicaTree], ufunc: np.ufunc, numbers: Sequence[Any]) -> list[list[Any]]:
+def rows_of_ranks(of, ufunc, numbers):
     bounds = of[0].bounds
     return [
         combined(tree.local, ufunc, numbers[start:stop])
@@ -51,7 +49,7 @@ def rows_of_ranks(of: Sequence[ReplicaTree], ufunc: np.ufunc, numbers: Sequence[
     ]
 
 
-def joined(of: Sequence[ReplicaTree], ufunc: np.ufunc, numbers: Sequence[Any]) -> dict[str, Any]:
+def joined(of, ufunc, numbers):
     """The sum, by way of the ranks, and by way of the nodes."""
     rows = rows_of_ranks(of, ufunc, numbers)
     (flat,) = combined(of[0].world, ufunc, [row for its in rows for row in its])
@@ -66,7 +64,7 @@ def joined(of: Sequence[ReplicaTree], ufunc: np.ufunc, numbers: Sequence[Any]) -
     return {"world": flat, "nodes": by_nodes}
 
 
-def subtrees(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def subtrees(start, stop):
     yield start, stop
     if stop - start > 1:
         middle = max(start + 2**power for power in range(10) if 2**power < stop - start)
@@ -74,7 +72,7 @@ def subtrees(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield from subtrees(middle, stop)
 
 
-def test_rows_are_the_largest_subtrees_of_a_set() -> None:
+def test_rows_are_the_largest_subtrees_of_a_set():
     choose = random.Random(1)
     for total in range(1, 34):
         for _ in range(30):
@@ -86,7 +84,7 @@ def test_rows_are_the_largest_subtrees_of_a_set() -> None:
             assert rows_of(total, replicas) == sorted(largest), (total, replicas)
 
 
-def test_tree_bits_do_not_depend_on_the_spread_of_replicas() -> None:
+def test_tree_bits_do_not_depend_on_the_spread_of_replicas():
     for total in range(1, MOST_REPLICAS + 1):
         numbers = unlike_numbers(total, 50, np.float32)
         right = bits(in_tree_order(np.add, numbers))
@@ -96,9 +94,9 @@ def test_tree_bits_do_not_depend_on_the_spread_of_replicas() -> None:
                     assert bits(result) == right, (size, nodes, way)
 
 
-def test_tree_order_holds_for_all_operations() -> None:
+def test_tree_order_holds_for_all_operations():
     """Integers wrap around. Which of two zeros is the least depends on their order, not on how replicas are spread."""
-    ufuncs: list[tuple[np.ufunc, str]] = [(np.add, "Q"), (np.multiply, "i"), (np.add, "F"), (np.maximum, "q")]
+    ufuncs = [(np.add, "Q"), (np.multiply, "i"), (np.add, "F"), (np.maximum, "q")]
     choose = np.random.default_rng(3)
     for total, size in [(7, 3), (8, 3), (13, 5), (16, 4)]:
         signed = list(choose.choice([0.0, -0.0, np.nan, 1.0, -1.0], (total, 64), p=[0.4, 0.4, 0.02, 0.09, 0.09]))
@@ -114,7 +112,7 @@ def test_tree_order_holds_for_all_operations() -> None:
             assert (result == in_tree_order(np.multiply, powers)).all(), nodes
 
 
-def test_outs_may_be_any_of_the_parts() -> None:
+def test_outs_may_be_any_of_the_parts():
     choose = random.Random(4)
     for _ in range(300):
         total = choose.randint(1, 16)
@@ -131,7 +129,7 @@ def test_outs_may_be_any_of_the_parts() -> None:
         assert [bits(out) for out in outs] == right, (tree.bounds, fold.num_parts)
 
 
-def test_large_parts_go_block_by_block() -> None:
+def test_large_parts_go_block_by_block():
     (tree, *_) = trees(8, 3, [0, 0, 0])
     numbers = unlike_numbers(8, LARGE, np.float32)
     assert bits(joined(trees(8, 3, [0, 1, 0]), np.add, numbers)["nodes"]) == bits(in_tree_order(np.add, numbers))
@@ -141,30 +139,30 @@ def test_large_parts_go_block_by_block() -> None:
     assert [bits(out) for out in outs] == right
 
 
-def test_few_partial_sums_are_held_at_once() -> None:
+def test_few_partial_sums_are_held_at_once():
     for total in (2, 64, 63, 33):
         fold = Fold(total, [[replica] for replica in range(total)])
         made = 0
 
-        def counting(one: Any, other: Any, out: Any = None) -> Any:
+        def counting(one, other, out=None):
             nonlocal made
             made += out is None
             return np.add(one, other, out=out)
 
         (out, *parts) = [np.ones(4) for _ in range(total + 1)]
-        fold.combine(counting, parts, [out])  # type: ignore[arg-type]
+        fold.combine(counting, parts, [out])
         assert (out == total).all()
         assert made <= math.ceil(math.log2(total))
 
 
-def test_overflows_raise_nothing() -> None:
+def test_overflows_raise_nothing():
     parts = [np.full(2, 3e38, np.float32) for _ in range(4)]
     with np.errstate(all="raise"):
         (result,) = combined(Fold(4, [range(1), range(1, 2), range(2, 3), range(3, 4)]), np.add, parts)
     assert np.isinf(result).all()
 
 
-def test_flat_trees_have_one_row_a_rank_and_a_node() -> None:
+def test_flat_trees_have_one_row_a_rank_and_a_node():
     for total, nodes, is_flat in (
         (8, (0, 0, 0, 0), True),
         (8, (0, 0, 1, 1), True),
@@ -177,13 +175,13 @@ def test_flat_trees_have_one_row_a_rank_and_a_node() -> None:
         assert trees(total, len(nodes), nodes)[0].is_flat == is_flat
 
 
-def test_ranks_can_compare_their_trees() -> None:
+def test_ranks_can_compare_their_trees():
     made = trees(8, 3, [0, 0, 1])
     assert {repr(tree) for tree in made} == {"ReplicaTree(bounds=(0, 3, 6, 8))"}
     assert (made[0].total, made[0].num_rows) == (8, (2, 2, 1))
 
 
-def test_wrong_bounds_and_groups_are_refused() -> None:
+def test_wrong_bounds_and_groups_are_refused():
     for bounds in ((0, 4), (0, 4, 4, 8), (1, 3, 5, 8), (0, 5, 3, 8)):
         with pytest.raises(ValueError, match="3 ranks; needed 4 rising numbers"):
             ReplicaTree(bounds, topology_of(0, [0, 0, 0]))
@@ -191,7 +189,7 @@ def test_wrong_bounds_and_groups_are_refused() -> None:
         Fold(4, [[0, 1], [1]])
 
 
-def test_folds_in_order_need_no_tree() -> None:
+def test_folds_in_order_need_no_tree():
     for total in range(1, 10):
         numbers = unlike_numbers(total, 40, np.float64)
         is_same = bits(reduce(np.add, numbers)) == bits(in_tree_order(np.add, numbers))

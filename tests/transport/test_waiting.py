@@ -11,11 +11,11 @@ MOST_LOOKS = 650  # 64 naps while a wait becomes e times as long, up to 64 ms, a
 
 
 @pytest.mark.no_mpi
-def test_poll_without_messages_releases_the_core() -> None:
+def test_poll_without_messages_releases_the_core():
     """A GPU's copies need nobody who tests them, as MPI's messages do."""
     looks = []
 
-    def is_over() -> bool:
+    def is_over():
         looks.append(time.monotonic())
         return looks[-1] - looks[0] >= WAIT_SECONDS
 

@@ -1,14 +1,11 @@
 """`scatter_add` and its like: some rows of a variable, changed across replicas, in a replica, and by all of them."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
-from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, OneDeviceStrategy, Variable
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -21,21 +18,21 @@ pytestmark = pytest.mark.ranks(1, 3)
 
 
 @pytest.fixture(params=[False, True], ids=["per rank", "per node"])
-def strategy(comm: Intracomm, request: pytest.FixtureRequest) -> Iterator[Strategy]:
+def strategy(comm, request):
     with Strategy(comm=comm, per_node_variables=request.param) as made:
         yield made
 
 
 @pytest.fixture
-def make(strategy: Strategy) -> Callable[..., Variable]:
-    def create(value: Any, aggregation: str = "NONE", synchronization: str = "AUTO") -> Variable:
+def make(strategy):
+    def create(value, aggregation="NONE", synchronization="AUTO"):
         with strategy.scope():
             return Variable(value, aggregation=aggregation, synchronization=synchronization)
 
     return create
 
 
-def after(method: str, before: Any, slices: IndexedSlices) -> Any:
+def after(method, before, slices):
     """Say what becomes of an array, row by row."""
     array = np.array(before)
     for index, row in zip(slices.indices, np.asarray(slices.values, array.dtype), strict=True):
@@ -50,7 +47,7 @@ def after(method: str, before: Any, slices: IndexedSlices) -> Any:
     return array
 
 
-def test_rows_are_changed_across_replicas_and_in_updates(make: Callable[..., Variable], strategy: Strategy) -> None:
+def test_rows_are_changed_across_replicas_and_in_updates(make, strategy):
     """Rows that come twice are changed twice; whatever the aggregation."""
     for method, dtype in product(METHODS, (np.float32, np.int64, np.uint8)):
         before = np.arange(2, 14, dtype=dtype).reshape(4, 3)
@@ -70,9 +67,7 @@ def test_rows_are_changed_across_replicas_and_in_updates(make: Callable[..., Var
 
 @pytest.mark.core
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-def test_replicas_change_rows_together(
-    make: Callable[..., Variable], strategy: Strategy, comm: Intracomm, aggregation: str
-) -> None:
+def test_replicas_change_rows_together(make, strategy, comm, aggregation):
     """Those of all ranks in rank order; ranks may have other numbers of rows, and none."""
     size = comm.size
     before = np.arange(1.0, 2 * size + 3).reshape(-1, 2)
@@ -96,7 +91,7 @@ def test_replicas_change_rows_together(
         assert same_everywhere(comm, variable.local_value())
 
 
-def test_scatter_without_aggregation_changes_rows_of_the_replica(comm: Intracomm) -> None:
+def test_scatter_without_aggregation_changes_rows_of_the_replica(comm):
     with Strategy(comm=comm) as strategy, strategy.scope():
         variable = Variable([4.0])
         expected = {"sub": 2, "add": 4, "max": 4, "min": 2, "mul": 4, "div": 2, "update": 2}
@@ -107,7 +102,7 @@ def test_scatter_without_aggregation_changes_rows_of_the_replica(comm: Intracomm
         assert variable.local_value() == 2 + comm.rank
 
 
-WRONG: list[tuple[Any, type[Exception], str]] = [
+WRONG = [
     (IndexedSlices([[1.0, 2.0]], [2]), ValueError, "has rows 0 to 1, and row 2 was to be changed"),
     (IndexedSlices([[1.0, 2.0]], [-1]), ValueError, "row -1 was to be changed"),
     (IndexedSlices([1.0, 2.0], [0]), ValueError, r"needed indices \[k\] and values \[k, 2\], got .* values \[2\]"),
@@ -121,11 +116,9 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.ranks(3)
-def test_rows_that_do_not_fit_are_an_error_on_all_ranks(
-    make: Callable[..., Variable], strategy: Strategy, comm: Intracomm
-) -> None:
+def test_rows_that_do_not_fit_are_an_error_on_all_ranks(make, strategy, comm):
     variable, number, metric = make([[1.0, 2.0], [3.0, 4.0]], "SUM"), make(1.0, "SUM"), make([1.0], "SUM", "ON_READ")
-    wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    wrong = [
         (partial(number.scatter_add, IndexedSlices([1.0], [0])), ValueError, r"has shape \[\]"),
         *((partial(variable.scatter_add, slices), kind, text) for slices, kind, text in WRONG),
         *(

@@ -5,8 +5,6 @@ import operator
 import pickle
 import re
 import tracemalloc
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,12 +19,12 @@ every_synchronization = pytest.mark.parametrize("synchronization", ["ON_WRITE", 
 
 
 @pytest.fixture(autouse=True)
-def _in_scope() -> Iterator[None]:
+def _in_scope():
     with OneDeviceStrategy() as strategy, strategy.scope():
         yield
 
 
-def test_dtype_is_that_of_the_value_or_the_argument() -> None:
+def test_dtype_is_that_of_the_value_or_the_argument():
     for initial, dtype, expected in (
         (1, None, np.int64),
         (1.0, None, np.float64),
@@ -48,14 +46,14 @@ def test_dtype_is_that_of_the_value_or_the_argument() -> None:
         assert np.array_equal(np.asarray(variable), np.asarray(initial))
 
 
-def test_variables_cannot_be_copied() -> None:
+def test_variables_cannot_be_copied():
     variable = Variable(1.0, name="kernel")
     for copies in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(RuntimeError, match=r"'kernel' cannot be copied or pickled: .*; read its value"):
             copies([variable] if copies is not copy.copy else variable)
 
 
-def test_own_copy_is_seen_and_not_written() -> None:
+def test_own_copy_is_seen_and_not_written():
     variable = Variable([1.0, 2.0])
     view = variable.local_value()
     variable.assign([3.0, 4.0])
@@ -71,12 +69,12 @@ def test_own_copy_is_seen_and_not_written() -> None:
 A = np.array([[1.0, 2.0], [3.0, 4.0]])
 
 
-def added_at(array: Any, indices: Any, values: Any) -> Any:
+def added_at(array, indices, values):
     np.add.at(array, indices, values)
     return array
 
 
-COMPUTE: dict[str, Callable[[Any], Any]] = {
+COMPUTE = {
     "v + 1": lambda v: v + 1,
     "1 - v": lambda v: 1 - v,
     "v * v": lambda v: v * v,
@@ -137,7 +135,7 @@ COMPUTE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_mask_computes_like_an_array() -> None:
+def test_mask_computes_like_an_array():
     mask, array = Variable(A > 2), A > 2
     assert (np.add(A, 1, out=np.zeros((2, 2)), where=mask) == np.add(A, 1, out=np.zeros((2, 2)), where=array)).all()
     assert (A[mask] == A[array]).all()
@@ -146,7 +144,7 @@ def test_mask_computes_like_an_array() -> None:
 
 
 @every_synchronization
-def test_variable_computes_like_an_array(synchronization: str) -> None:
+def test_variable_computes_like_an_array(synchronization):
     variable = Variable(A, synchronization=synchronization, aggregation="MEAN")
     for name, compute in COMPUTE.items():
         result, expected = compute(variable), compute(A)
@@ -156,7 +154,7 @@ def test_variable_computes_like_an_array(synchronization: str) -> None:
 
 
 @every_synchronization
-def test_scalar_variable_is_a_number(synchronization: str) -> None:
+def test_scalar_variable_is_a_number(synchronization):
     rules = {"synchronization": synchronization, "aggregation": "ONLY_FIRST_REPLICA"}
     number, count, none = Variable(2.5, **rules), Variable(3, **rules), Variable(0, **rules)
     assert (float(number), int(number), complex(number), bool(number), bool(none)) == (2.5, 2, 2.5, True, False)
@@ -178,7 +176,7 @@ def test_scalar_variable_is_a_number(synchronization: str) -> None:
             unsized(number)
 
 
-def test_arrays_own_methods_are_those_of_its_value() -> None:
+def test_arrays_own_methods_are_those_of_its_value():
     variable = Variable(A)
     for name in ("sum", "mean", "reshape", "astype", "tolist", "fill", "flat"):
         assert not hasattr(variable, name)
@@ -195,11 +193,11 @@ class Operand:
 
     __array_ufunc__ = None
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other):
         return other
 
 
-def test_operators_read_the_memory_itself_and_cannot_write_it() -> None:
+def test_operators_read_the_memory_itself_and_cannot_write_it():
     variable = Variable(A)
     seen = variable + Operand()
     assert np.shares_memory(seen, variable.local_value())
@@ -218,10 +216,10 @@ def test_operators_read_the_memory_itself_and_cannot_write_it() -> None:
 
 
 @every_synchronization
-def test_read_result_is_independent_of_the_variable(synchronization: str) -> None:
+def test_read_result_is_independent_of_the_variable(synchronization):
     """It does not change when the variable does, and writing it does not change the variable."""
     variable = Variable(A, synchronization=synchronization, aggregation="MEAN")
-    reads: list[Callable[[], Any]] = [
+    reads = [
         lambda: variable[...], lambda: variable[0], lambda: variable[:, 1], lambda: variable[[0, 1]],
         lambda: variable.T,
         lambda: variable + 0, lambda: +variable, lambda: abs(variable), lambda: next(iter(variable)),
@@ -238,12 +236,12 @@ def test_read_result_is_independent_of_the_variable(synchronization: str) -> Non
         assert variable.local_value().tolist() == A.tolist()
 
 
-def test_array_without_a_copy_is_refused() -> None:
+def test_array_without_a_copy_is_refused():
     with pytest.raises(ValueError, match=r"cannot become an array without a copy; its local_value\(\)"):
         Variable(A).__array__(copy=False)
 
 
-def test_power_with_a_modulus_is_refused_by_name() -> None:
+def test_power_with_a_modulus_is_refused_by_name():
     """As NumPy's arrays refuse it."""
     variable = Variable(3, name="count")
     with pytest.raises(TypeError, match=r"integers, got variable 'count': pass int\(variable\)"):
@@ -251,16 +249,16 @@ def test_power_with_a_modulus_is_refused_by_name() -> None:
     assert (pow(variable, 2), pow(2, variable), pow(int(variable), 2, 5)) == (9, 8, 4)
 
 
-def test_variable_keys_are_compared_by_identity() -> None:
+def test_variable_keys_are_compared_by_identity():
     one, two = Variable([1.0, 2.0]), Variable([1.0, 2.0])
     assert {one: 1, two: 2} == {one: 1, two: 2}
     assert len({one, two}) == 2
 
 
-def test_operators_do_not_assign() -> None:
+def test_operators_do_not_assign():
     """`assign` knows the replicas; an operator does not."""
     variable, index = Variable([1.0, 2.0], name="w"), np.array([0, 0])
-    in_place: dict[str, tuple[Any, str]] = {
+    in_place = {
         "+=": (operator.iadd, "use assign_add"), "-=": (operator.isub, "use assign_sub"),
         "*=": (operator.imul, "assign"),
         "@=": (operator.imatmul, "assign"), "**=": (operator.ipow, "assign"), "|=": (operator.ior, "assign"),
@@ -268,7 +266,7 @@ def test_operators_do_not_assign() -> None:
     for symbol, (change, advice) in in_place.items():
         with pytest.raises(TypeError, match=rf"variable 'w' cannot be changed by {re.escape(symbol)}.*{advice}"):
             change(variable, np.ones(2))
-    numpys: list[Callable[[], Any]] = [
+    numpys = [
         lambda: np.add(variable, 1, out=variable), lambda: np.add.at(variable, index, 1.0),
         lambda: np.multiply.at(variable, index, variable), lambda: np.modf(A[0], out=(None, variable)),
     ]  # fmt: skip
@@ -278,5 +276,5 @@ def test_operators_do_not_assign() -> None:
     with pytest.raises(TypeError, match="'w' cannot be written in part: use assign, scatter_update"):
         variable[0] = 1
     with pytest.raises(TypeError):
-        np.copyto(variable, 0)  # type: ignore[arg-type]
+        np.copyto(variable, 0)
     assert variable.local_value().tolist() == [1, 2]

@@ -1,7 +1,6 @@
 """Making variables: of equal values, names and rules on all ranks."""
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from mpi4py import MPI
 from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
-from mpidist import MultiWorkerMirroredStrategy, Strategy, Variable
+from mpidist import MultiWorkerMirroredStrategy, Variable
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.failures import open_groups
@@ -22,7 +21,7 @@ every_synchronization = pytest.mark.parametrize("synchronization", ["ON_WRITE", 
 
 
 @pytest.fixture
-def _in_scope(strategy: Strategy) -> Iterator[None]:
+def _in_scope(strategy):
     with strategy.scope():
         yield
 
@@ -35,7 +34,7 @@ in_scope = pytest.mark.usefixtures("_in_scope")
 
 @pytest.mark.core
 @every_synchronization
-def test_initial_value_is_that_of_rank_0(placement: object, synchronization: str) -> None:
+def test_initial_value_is_that_of_rank_0(placement, synchronization):
     """Also of random initialisers, seeded by rank."""
     rng = np.random.default_rng(RANK)
     with MultiWorkerMirroredStrategy() as strategy, strategy.scope():
@@ -46,7 +45,7 @@ def test_initial_value_is_that_of_rank_0(placement: object, synchronization: str
     assert same_everywhere(WORLD, called.local_value())
 
 
-def test_variable_outside_of_any_scope_is_this_process_own() -> None:
+def test_variable_outside_of_any_scope_is_this_process_own():
     variable = Variable(RANK + 1.0, aggregation="SUM")
     assert variable.strategy is mpidist.get_strategy()
     assert variable.read_value() == RANK + 1
@@ -55,10 +54,10 @@ def test_variable_outside_of_any_scope_is_this_process_own() -> None:
     assert metric.assign_add(1.0).read_value() == RANK + 2
 
 
-def test_variable_outside_of_the_scope_of_an_open_strategy_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_variable_outside_of_the_scope_of_an_open_strategy_warns(caplog):
     """Its value is each rank's own. Once for each variable, and where no other rank can be meant, not at all."""
 
-    def warnings() -> list[str]:
+    def warnings():
         return [record.getMessage() for record in caplog.records if record.name == "mpidist.variables"]
 
     before = open_groups.num_open()
@@ -89,7 +88,7 @@ def test_variable_outside_of_the_scope_of_an_open_strategy_warns(caplog: pytest.
 
 @pytest.mark.ranks(3)
 @in_scope
-def test_ranks_that_make_different_variables_are_refused(strategy: Strategy) -> None:
+def test_ranks_that_make_different_variables_are_refused(strategy):
     for mine, theirs, text in (
         ({"name": "a"}, {"name": "b"}, "name: rank 0: a; ranks? 1.*: b"),
         ({"initial_value": np.ones(2)}, {"initial_value": np.ones(3)}, r"float64\[2\].*float64\[3\]"),
@@ -109,7 +108,7 @@ def test_ranks_that_make_different_variables_are_refused(strategy: Strategy) -> 
 
 
 @in_scope
-def test_rules_that_mean_the_same_agree() -> None:
+def test_rules_that_mean_the_same_agree():
     names = ["AUTO", "on_write", mpidist.VariableSynchronization.ON_WRITE]
     aggregations = ["sum", mpidist.VariableAggregation.SUM]
     variable = Variable(1.0, synchronization=names[RANK % 3], aggregation=aggregations[RANK % 2])
@@ -118,7 +117,7 @@ def test_rules_that_mean_the_same_agree() -> None:
 
 
 @in_scope
-def test_variable_that_cannot_be_is_refused() -> None:
+def test_variable_that_cannot_be_is_refused():
     for arguments, kind, text in (
         ({"synchronization": "NONE"}, ValueError, "synchronization NONE"),
         ({"synchronization": "bogus"}, ValueError, "bogus"),
@@ -157,7 +156,7 @@ def test_variable_that_cannot_be_is_refused() -> None:
 
 
 @in_scope
-def test_names_are_given_alike_on_all_ranks() -> None:
+def test_names_are_given_alike_on_all_ranks():
     named = Variable(1.0, name="kernel")
     others = [Variable(1.0).name for _ in range(3)]
     assert named.name == "kernel"
@@ -166,7 +165,7 @@ def test_names_are_given_alike_on_all_ranks() -> None:
 
 
 @in_scope
-def test_on_read_variable_is_not_trainable_by_default() -> None:
+def test_on_read_variable_is_not_trainable_by_default():
     assert Variable(1.0).trainable
     assert Variable(1.0, synchronization="ON_WRITE").trainable
     assert not Variable(1.0, synchronization="ON_READ").trainable
@@ -176,7 +175,7 @@ def test_on_read_variable_is_not_trainable_by_default() -> None:
 
 @in_scope
 @every_synchronization
-def test_reading_makes_one_call_and_no_second_one_for_each_row(strategy: Strategy, synchronization: str) -> None:
+def test_reading_makes_one_call_and_no_second_one_for_each_row(strategy, synchronization):
     variable = Variable(np.arange(50.0), synchronization=synchronization, aggregation="MEAN")
     calls = [
         lambda: sum(variable), lambda: list(variable), lambda: 7 in variable, lambda: variable.T, lambda: variable[1:3],

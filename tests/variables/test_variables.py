@@ -2,15 +2,12 @@
 
 import operator
 import tracemalloc
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
-from support.ranks import Intracomm
 from support.replicas import context, ids_here, local, replica_id
 from support.replicas import make_variable as make
 
@@ -21,7 +18,7 @@ from mpidist.errors import InvalidArgumentError
 pytestmark = pytest.mark.ranks(1, 3)
 
 # What becomes of the values of all replicas.
-COMBINED: dict[str, Callable[[list[float]], float]] = {
+COMBINED = {
     "SUM": sum,
     "MEAN": lambda values: sum(values) / len(values),
     "ONLY_FIRST_REPLICA": lambda values: values[0],
@@ -36,12 +33,12 @@ every_method = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.fixture
-def strategy(comm: Intracomm, replicas: int | None) -> Iterator[Strategy]:
+def strategy(comm, replicas):
     with Strategy(comm=comm, replicas=replicas) as made:
         yield made
 
 
-def combined(aggregation: str, strategy: Strategy) -> float:
+def combined(aggregation, strategy):
     """Aggregate the ids of all replicas."""
     return COMBINED[aggregation](list(range(strategy.num_replicas_in_sync)))
 
@@ -51,9 +48,7 @@ def combined(aggregation: str, strategy: Strategy) -> float:
 
 @pytest.mark.core
 @pytest.mark.parametrize("per_node", [False, True])
-def test_assignment_in_run_is_aggregated_over_replicas_and_written_once(
-    comm: Intracomm, replicas: int | None, per_node: bool
-) -> None:
+def test_assignment_in_run_is_aggregated_over_replicas_and_written_once(comm, replicas, per_node):
     with Strategy(comm=comm, replicas=replicas, per_node_variables=per_node) as strategy:
         for aggregation, method in product(COMBINED, METHODS):
             variable = make(strategy, [10.0, 20.0], aggregation)
@@ -66,7 +61,7 @@ def test_assignment_in_run_is_aggregated_over_replicas_and_written_once(
             assert same_everywhere(comm, variable.local_value())
 
 
-def test_replicas_come_to_the_same_on_any_nodes(comm: Intracomm, placement: object) -> None:
+def test_replicas_come_to_the_same_on_any_nodes(comm, placement):
     """The first replica is that of all nodes; also where a node has one copy."""
     for (replicas, first), per_node in product(((8, 0.0), (None, 7.0)), (False, True)):
         with Strategy(comm=comm, replicas=replicas, per_node_variables=per_node) as strategy:
@@ -81,9 +76,7 @@ def test_replicas_come_to_the_same_on_any_nodes(comm: Intracomm, placement: obje
 
 
 @pytest.mark.ranks(3)
-def test_number_assigned_in_run_is_assigned_once_and_refused_where_it_would_be_summed(
-    comm: Intracomm, strategy: Strategy
-) -> None:
+def test_number_assigned_in_run_is_assigned_once_and_refused_where_it_would_be_summed(comm, strategy):
     total, num_here = strategy.num_replicas_in_sync, len(ids_here(strategy))
     for synchronization, aggregation, method in product(SYNCHRONIZATIONS, AGGREGATIONS, METHODS):
         variable = make(strategy, 1.0, aggregation, synchronization)
@@ -100,7 +93,7 @@ def test_number_assigned_in_run_is_assigned_once_and_refused_where_it_would_be_s
 
 
 @pytest.mark.ranks(3)
-def test_components_and_numbers_assigned_in_run_are_aggregated(comm: Intracomm) -> None:
+def test_components_and_numbers_assigned_in_run_are_aggregated(comm):
     with Strategy(comm=comm) as strategy:
         for aggregation, expected in (("SUM", 3.0), ("MEAN", 1.0), ("ONLY_FIRST_REPLICA", 1.0)):
             variable = make(strategy, [5.0, 1.0], aggregation)
@@ -122,7 +115,7 @@ def test_components_and_numbers_assigned_in_run_are_aggregated(comm: Intracomm) 
 
 
 @pytest.mark.ranks(3)
-def test_values_assigned_in_run_take_the_dtype_of_the_variable(strategy: Strategy) -> None:
+def test_values_assigned_in_run_take_the_dtype_of_the_variable(strategy):
     for synchronization in SYNCHRONIZATIONS:
         variable = make(strategy, np.float32(0), "MEAN", synchronization)
         for value in (1, np.float64(1), np.int8(1), np.ones((), ">f8"), np.float16(1)):
@@ -137,7 +130,7 @@ def test_values_assigned_in_run_take_the_dtype_of_the_variable(strategy: Strateg
 
 @pytest.mark.core
 @every_combining
-def test_on_read_metric_has_a_copy_of_each_replica_and_is_aggregated(strategy: Strategy, aggregation: str) -> None:
+def test_on_read_metric_has_a_copy_of_each_replica_and_is_aggregated(strategy, aggregation):
     ids, total = ids_here(strategy), strategy.num_replicas_in_sync
     metric = make(strategy, [2.0], aggregation, "ON_READ")
     seen = strategy.run(lambda: (metric.assign_add(np.array([float(replica_id())])), metric[0])[1])
@@ -155,7 +148,7 @@ def test_on_read_metric_has_a_copy_of_each_replica_and_is_aggregated(strategy: S
     assert local(strategy, largest) == [[total + 1]] * len(ids)
 
 
-def test_on_read_metric_with_aggregation_none_is_read_in_replicas_alone(strategy: Strategy) -> None:
+def test_on_read_metric_with_aggregation_none_is_read_in_replicas_alone(strategy):
     metric = make(strategy, 0.0, "NONE", "ON_READ")
     strategy.run(lambda: metric.assign(replica_id()))
     assert [float(value) for value in metric.values] == list(ids_here(strategy))
@@ -165,7 +158,7 @@ def test_on_read_metric_with_aggregation_none_is_read_in_replicas_alone(strategy
 
 
 @pytest.mark.ranks(3)
-def test_on_read_metric_after_unlike_numbers_of_steps_is_aggregated(comm: Intracomm) -> None:
+def test_on_read_metric_after_unlike_numbers_of_steps_is_aggregated(comm):
     """A counter: nothing is sent until it is read."""
     with Strategy(comm=comm) as strategy:
         for aggregation, expected in (("SUM", 10.0), ("MEAN", 10 / 3)):
@@ -179,7 +172,7 @@ def test_on_read_metric_after_unlike_numbers_of_steps_is_aggregated(comm: Intrac
 
 
 @pytest.mark.core
-def test_assignment_across_replicas_changes_every_copy(strategy: Strategy) -> None:
+def test_assignment_across_replicas_changes_every_copy(strategy):
     """A copy of what is summed when it is read gets its share."""
     total, num_here = strategy.num_replicas_in_sync, len(ids_here(strategy))
     for synchronization, aggregation, method in product(SYNCHRONIZATIONS, AGGREGATIONS, METHODS):
@@ -199,7 +192,7 @@ def test_assignment_across_replicas_changes_every_copy(strategy: Strategy) -> No
                 assert change(1.0) is variable
 
 
-def test_on_read_float_sum_reads_back_the_assigned_total(strategy: Strategy) -> None:
+def test_on_read_float_sum_reads_back_the_assigned_total(strategy):
     """Also the least numbers and the largest ones."""
     numbers = np.arange(-150, 150)
     for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
@@ -211,7 +204,7 @@ def test_on_read_float_sum_reads_back_the_assigned_total(strategy: Strategy) -> 
         np.testing.assert_array_equal(metric.read_value().astype(float), totals.astype(float))
 
 
-def test_on_read_integer_sum_divides_on_assign(strategy: Strategy) -> None:
+def test_on_read_integer_sum_divides_on_assign(strategy):
     """What does not divide by the number of replicas is the first one's."""
     for dtype in ("int64", "int8", "uint8"):
         metric = make(strategy, np.zeros(2, dtype), "SUM", "ON_READ")
@@ -227,17 +220,17 @@ def test_on_read_integer_sum_divides_on_assign(strategy: Strategy) -> None:
 
 
 @every_synchronization
-def test_update_is_called_for_each_copy(strategy: Strategy, replicas: int | None, synchronization: str) -> None:
+def test_update_is_called_for_each_copy(strategy, replicas, synchronization):
     ids, update = ids_here(strategy), strategy.extended.update
     variable = make(strategy, 1.0, "MEAN", synchronization)
     own = PerReplica(tuple(float(at) for at in ids))
 
-    def add(var: Variable, by: Any, factor: float = 1.0) -> Any:
+    def add(var, by, factor=1.0):
         calls.append(by)
         var.assign_add(by)
         return var + by * factor
 
-    calls: list[Any] = []
+    calls = []
     if synchronization == "ON_WRITE" and replicas is not None:
         with pytest.raises(ValueError, match="reduce the PerReplica first"):
             update(variable, add, (own,))
@@ -256,9 +249,7 @@ def test_update_is_called_for_each_copy(strategy: Strategy, replicas: int | None
 @pytest.mark.parametrize(
     ("synchronization", "aggregation"), [("ON_WRITE", "NONE"), *product(SYNCHRONIZATIONS, COMBINED)]
 )
-def test_per_replica_value_must_be_reduced_before_it_is_assigned(
-    strategy: Strategy, replicas: int | None, synchronization: str, aggregation: str
-) -> None:
+def test_per_replica_value_must_be_reduced_before_it_is_assigned(strategy, replicas, synchronization, aggregation):
     variable = make(strategy, 1.0, aggregation, synchronization)
     ids = strategy.experimental_distribute_values_from_function(lambda own: float(own.replica_id_in_sync_group))
     if replicas is None:  # one component is this rank's
@@ -284,7 +275,7 @@ def test_per_replica_value_must_be_reduced_before_it_is_assigned(
 
 @pytest.mark.ranks(3)
 @every_combining
-def test_assign_failed_in_one_replica_raises_everywhere(comm: Intracomm, strategy: Strategy, aggregation: str) -> None:
+def test_assign_failed_in_one_replica_raises_everywhere(comm, strategy, aggregation):
     variable, total = make(strategy, np.zeros(2), aggregation), strategy.num_replicas_in_sync
     with raises_everywhere(comm, (ValueError, InvalidArgumentError), "shape"):
         strategy.run(lambda: variable.assign(np.ones(3 if replica_id() == total - 1 else 2)))
@@ -302,7 +293,7 @@ def test_assign_failed_in_one_replica_raises_everywhere(comm: Intracomm, strateg
 
 
 # dtype of the variable, what is assigned, and what the error says
-UNFIT: list[tuple[str, Any, str]] = [
+UNFIT = [
     ("int64", 2.7, "int64 and cannot take a value of dtype float64, which is another kind of number"),
     ("int64", 2.0, "another kind"),
     ("int64", np.nan, "another kind"),
@@ -331,7 +322,7 @@ UNFIT: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize("rules", [("NONE",), ("SUM",), ("ONLY_FIRST_REPLICA",), ("SUM", "ON_READ")], ids=" ".join)
-def test_value_that_does_not_fit_is_refused_on_all_and_changes_nothing(comm: Intracomm, rules: tuple[str, ...]) -> None:
+def test_value_that_does_not_fit_is_refused_on_all_and_changes_nothing(comm, rules):
     with Strategy(comm=comm) as strategy:
         for dtype, value, text in UNFIT:
             variable = make(strategy, np.ones(2, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype), *rules)
@@ -350,7 +341,7 @@ def test_value_that_does_not_fit_is_refused_on_all_and_changes_nothing(comm: Int
 
 
 @pytest.mark.no_mpi
-def test_number_of_the_same_kind_is_cast() -> None:
+def test_number_of_the_same_kind_is_cast():
     for dtype, value, held in (
         ("int64", True, 1),
         ("int8", np.int64(3), 3),
@@ -377,7 +368,7 @@ def test_number_of_the_same_kind_is_cast() -> None:
 
 @every_synchronization
 @every_method
-def test_arguments_of_tensorflow_are_taken(comm: Intracomm, synchronization: str, method: str) -> None:
+def test_arguments_of_tensorflow_are_taken(comm, synchronization, method):
     """Without `read_value` nothing is returned; of the others, which would change nothing, the defaults."""
     with Strategy(comm=comm) as strategy:
         variable = make(strategy, 1.0, "MEAN", synchronization)
@@ -394,7 +385,7 @@ def test_arguments_of_tensorflow_are_taken(comm: Intracomm, synchronization: str
 
 
 @pytest.mark.no_mpi
-def test_changes_in_place_make_no_copies() -> None:
+def test_changes_in_place_make_no_copies():
     """Of the variable, and of a value of the same dtype."""
     with OneDeviceStrategy() as strategy:
         variable, value = make(strategy, np.ones(1 << 20, np.float32)), np.ones(1 << 20, np.float32)
@@ -411,7 +402,7 @@ def test_changes_in_place_make_no_copies() -> None:
 
 
 @every_method
-def test_other_strategys_variable_is_read_and_not_assigned(strategy: Strategy, method: str) -> None:
+def test_other_strategys_variable_is_read_and_not_assigned(strategy, method):
     variable = make(strategy, 1.0, "MEAN")
     with OneDeviceStrategy() as other:
         change = getattr(variable, method)
@@ -430,7 +421,7 @@ def test_other_strategys_variable_is_read_and_not_assigned(strategy: Strategy, m
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_assign_per_node_failed_on_one_rank_raises_everywhere(comm: Intracomm) -> None:
+def test_assign_per_node_failed_on_one_rank_raises_everywhere(comm):
     """In `run`, across replicas and in updates, where all ranks write one memory and wait for each other."""
     with Strategy(comm=comm, per_node_variables=True) as strategy:
         count = make(strategy, np.zeros(2, np.int64), "SUM")

@@ -1,13 +1,10 @@
 """What is special where a rank carries several replicas: what each of them writes by itself, and what they share."""
 
 import tracemalloc
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere, same_everywhere
-from support.ranks import Intracomm
 from support.replicas import context, ids_here, local, replica_id, shared_ranks
 from support.replicas import make_variable as make
 
@@ -19,7 +16,7 @@ pytestmark = pytest.mark.ranks(1, 3)
 
 
 @pytest.fixture
-def strategy(comm: Intracomm, replicas: int | None) -> Iterator[Strategy]:
+def strategy(comm, replicas):
     with Strategy(comm=comm, replicas=replicas) as made:
         yield made
 
@@ -27,10 +24,10 @@ def strategy(comm: Intracomm, replicas: int | None) -> Iterator[Strategy]:
 # --- What each replica writes by itself ---
 
 
-def test_step_of_training(comm: Intracomm, strategy: Strategy) -> None:
+def test_step_of_training(comm, strategy):
     """NumPy's expressions of variables, several writes between two calls, a second run."""
 
-    def step(x: Any) -> Any:
+    def step(x):
         gradient, loss = context().all_reduce("mean", (x * (weights @ x), (weights * x).sum()))
         momentum.assign(0.5 * momentum + gradient)
         momentum.assign(np.clip(momentum, -1, 1))
@@ -56,10 +53,10 @@ def test_step_of_training(comm: Intracomm, strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize("meets", [False, True])
-def test_replicas_must_assign_the_same(comm: Intracomm, strategy: Strategy, meets: bool) -> None:
+def test_replicas_must_assign_the_same(comm, strategy, meets):
     """At their next call on every rank that makes it; else at the end of `run`, on their own rank."""
 
-    def step() -> None:
+    def step():
         weight.assign(np.full(2, 7.0 if replica_id() == 1 else 5.0))
         if meets:
             context().all_reduce("sum", 1.0)
@@ -86,10 +83,10 @@ def test_replicas_must_assign_the_same(comm: Intracomm, strategy: Strategy, meet
 
 
 @shared_ranks
-def test_replica_that_assigns_nothing_differs(strategy: Strategy) -> None:
+def test_replica_that_assigns_nothing_differs(strategy):
     counts, ids = [make(strategy, 3) for _ in range(2)], ids_here(strategy)
 
-    def step(by: int) -> None:
+    def step(by):
         if replica_id() % 2 == 0:
             for count in counts:
                 count.assign_add(by)
@@ -102,10 +99,10 @@ def test_replica_that_assigns_nothing_differs(strategy: Strategy) -> None:
 
 
 @shared_ranks
-def test_replica_reads_its_own_assignments_before_others(strategy: Strategy) -> None:
+def test_replica_reads_its_own_assignments_before_others(strategy):
     """And no other replica does; also where it assigns twice, and others in two steps what one did at once."""
 
-    def step() -> Any:
+    def step():
         before = float(weight)
         for by in [3.0] if replica_id() % 2 else [1.0, 2.0]:
             weight.assign_add(by)
@@ -125,7 +122,7 @@ def test_replica_reads_its_own_assignments_before_others(strategy: Strategy) -> 
 
 
 @shared_ranks
-def test_assign_compares_replicas_by_bits(strategy: Strategy) -> None:
+def test_assign_compares_replicas_by_bits(strategy):
     """A NaN is the same as itself, 0.0 is not the same as -0.0; any dtype and shape."""
     for value in (np.array([np.nan, 1]), np.arange(3, dtype=np.int8), np.zeros((0, 2)), np.full((2, 3), 1j), True):
         variable = make(strategy, np.zeros_like(value))
@@ -136,8 +133,8 @@ def test_assign_compares_replicas_by_bits(strategy: Strategy) -> None:
         strategy.run(lambda: zero.assign(0.0 if replica_id() % 2 else -0.0))
 
 
-def test_early_return_and_caught_exceptions(strategy: Strategy) -> None:
-    def careful(value: Any) -> str:
+def test_early_return_and_caught_exceptions(strategy):
+    def careful(value):
         try:
             weight.assign(value)
         except ValueError:
@@ -156,10 +153,10 @@ def test_early_return_and_caught_exceptions(strategy: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_difference_may_be_caught_in_run(strategy: Strategy, replicas: int | None) -> None:
+def test_difference_may_be_caught_in_run(strategy, replicas):
     """All ranks have the error of the call; then the replicas go on with the value from before."""
 
-    def step() -> float:
+    def step():
         weight.assign(replica_id())
         try:
             context().all_reduce("sum", 1.0)
@@ -173,10 +170,10 @@ def test_difference_may_be_caught_in_run(strategy: Strategy, replicas: int | Non
     assert float(weight) == found[0]
 
 
-def test_assign_of_all_replicas_stays_if_some_raise(strategy: Strategy) -> None:
+def test_assign_of_all_replicas_stays_if_some_raise(strategy):
     """As on a rank of one replica, so that it does not depend on the number of ranks."""
 
-    def step() -> None:
+    def step():
         weight.assign(9.0)
         if replica_id() in (0, last):
             raise StopIteration("on purpose")
@@ -190,13 +187,13 @@ def test_assign_of_all_replicas_stays_if_some_raise(strategy: Strategy) -> None:
     assert float(weight) == 9
 
 
-def test_assignment_in_merge_call_and_update(strategy: Strategy) -> None:
-    def apply(strategy: Any, gradient: Any) -> None:
+def test_assignment_in_merge_call_and_update(strategy):
+    def apply(strategy, gradient):
         total = strategy.extended.reduce_to("sum", gradient, weight)
         strategy.extended.update(weight, lambda var, by: var.assign_sub(by), (total,))
         weight.assign_add(100.0)
 
-    def step() -> float:
+    def step():
         weight.assign_add(1.0)
         context().merge_call(apply, (np.float64(replica_id()),))
         weight.assign_add(1.0)
@@ -209,7 +206,7 @@ def test_assignment_in_merge_call_and_update(strategy: Strategy) -> None:
 
 
 @shared_ranks
-def test_second_strategy_reads_and_does_not_write(comm: Intracomm, strategy: Strategy) -> None:
+def test_second_strategy_reads_and_does_not_write(comm, strategy):
     weight, metric = make(strategy, 4.0), make(strategy, 2.0, "SUM", "ON_READ")
     with pytest.raises(RuntimeError, match="merge_call"):
         strategy.run(lambda: strategy.extended.update(weight, lambda var: var.assign_add(1.0)))
@@ -227,11 +224,11 @@ def test_second_strategy_reads_and_does_not_write(comm: Intracomm, strategy: Str
 
 
 @pytest.mark.parametrize("aggregation", ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-def test_rows_are_changed_once_for_all_replicas(comm: Intracomm, strategy: Strategy, aggregation: str) -> None:
+def test_rows_are_changed_once_for_all_replicas(comm, strategy, aggregation):
     total = strategy.num_replicas_in_sync
     table = make(strategy, np.zeros((total + 1, 2)), aggregation)
 
-    def step() -> Any:
+    def step():
         row = 0 if aggregation == "NONE" else replica_id()
         table.scatter_add(IndexedSlices(np.ones((2, 2)), [row, total]))
         return table[total, 0]
@@ -251,7 +248,7 @@ def test_rows_are_changed_once_for_all_replicas(comm: Intracomm, strategy: Strat
 
 
 @pytest.mark.ranks(3)
-def test_mirrored_variable_is_a_value_of_all_replicas(strategy: Strategy) -> None:
+def test_mirrored_variable_is_a_value_of_all_replicas(strategy):
     num_here = len(ids_here(strategy))
     weight = make(strategy, [1.0, 2.0])
     assert len(weight.values) == num_here
@@ -271,10 +268,10 @@ def test_mirrored_variable_is_a_value_of_all_replicas(strategy: Strategy) -> Non
 
 
 @shared_ranks
-def test_assign_unlike_in_replicas_is_not_refused_before_they_meet(strategy: Strategy) -> None:
+def test_assign_unlike_in_replicas_is_not_refused_before_they_meet(strategy):
     """A started call is none: the ranks may agree on it later."""
 
-    def step() -> list[float]:
+    def step():
         weight.assign(replica_id())
         started, seen = context().start_all_reduce("sum", 1.0), [float(weight)]
         weight.assign(7.0)
@@ -288,11 +285,11 @@ def test_assign_unlike_in_replicas_is_not_refused_before_they_meet(strategy: Str
 
 
 @pytest.mark.ranks(3)
-def test_variable_created_in_run_is_shared_by_replicas(comm: Intracomm, strategy: Strategy) -> None:
+def test_variable_created_in_run_is_shared_by_replicas(comm, strategy):
     """With the value of replica 0, and a name that all have."""
     made = []
 
-    def step() -> Any:
+    def step():
         own = Variable(lambda: np.full(2, 10.0 + replica_id()), name="foo")
         made.append(own)
         metric = Variable(0.0, synchronization="on_read", aggregation="sum")
@@ -309,7 +306,7 @@ def test_variable_created_in_run_is_shared_by_replicas(comm: Intracomm, strategy
     assert float(make(strategy, 1.0)) == 1
 
 
-def test_replica_cannot_assign_by_itself_to_the_variable_of_a_node(comm: Intracomm, replicas: int | None) -> None:
+def test_replica_cannot_assign_by_itself_to_the_variable_of_a_node(comm, replicas):
     with Strategy(comm=comm, replicas=replicas, per_node_variables=True) as strategy:
         weight = make(strategy, np.zeros(2))
         for change in (lambda: weight.assign(np.ones(2)), lambda: weight.scatter_add(IndexedSlices(np.ones(1), [0]))):
@@ -320,11 +317,11 @@ def test_replica_cannot_assign_by_itself_to_the_variable_of_a_node(comm: Intraco
 
 
 @pytest.mark.no_mpi
-def test_replicas_that_write_the_same_take_the_memory_of_one_copy() -> None:
+def test_replicas_that_write_the_same_take_the_memory_of_one_copy():
     """And of one more array while a replica writes."""
     nbytes, count = 1 << 20, 8
 
-    def step() -> None:
+    def step():
         for weight in weights:
             weight.assign_add(1.0)
 

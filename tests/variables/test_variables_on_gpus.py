@@ -1,15 +1,12 @@
 """Variables and symmetric arrays in device memory: where they lie, and how they are read and written there."""
 
-from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.gpus import down, gpus, one_node, require_gpus, up
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable
 from mpidist import get_replica_context as context
@@ -23,13 +20,13 @@ __all__ = ["gpus", "one_node"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("one_node")
 
-NAMED: dict[str, Callable[[Any], Any]] = {
+NAMED = {
     "one device": lambda comm: OneDeviceStrategy("GPU:0"),
     "a device of this rank": lambda comm: MirroredStrategy("GPU:0", comm=comm),
     "a device of each rank": lambda comm: MirroredStrategy(["GPU:0"] * comm.size, comm=comm),
     "several replicas": lambda comm: MirroredStrategy(["GPU:0"] * 2 * comm.size, comm=comm),
 }
-VALUES: dict[str, Callable[[float], Any]] = {
+VALUES = {
     "number": lambda number: number,
     "NumPy": lambda number: np.full(3, number, np.float32),
     "CuPy": lambda number: up(np.full(3, number, np.float32)),
@@ -45,21 +42,21 @@ SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter
         pytest.param("several replicas", marks=pytest.mark.ranks(1, 3)),
     ]
 )
-def strategy(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
+def strategy(request, gpus, comm):
     with NAMED[request.param](comm) as made:
         yield made
 
 
-def make(strategy: Any, value: Any, **how: Any) -> Any:
+def make(strategy, value, **how):
     with strategy.scope():
         return Variable(value, **how)
 
 
-def is_on_gpu(variable: Any) -> bool:
+def is_on_gpu(variable):
     return arrays.is_device(variable.local_value())
 
 
-def test_named_gpus_hold_variables_and_symmetric_arrays(strategy: Any) -> None:
+def test_named_gpus_hold_variables_and_symmetric_arrays(strategy):
     for value in (np.arange(3.0), up(np.arange(3.0)), lambda: np.arange(3.0), [0.0, 1.0, 2.0]):
         for synchronization in ("ON_WRITE", "ON_READ"):
             variable = make(strategy, value, synchronization=synchronization, aggregation="MEAN")
@@ -77,7 +74,7 @@ def test_named_gpus_hold_variables_and_symmetric_arrays(strategy: Any) -> None:
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("kind", [MirroredStrategy, MultiWorkerMirroredStrategy])
-def test_found_gpus_hold_only_values_given_there(kind: Any, gpus: Any, comm: Intracomm) -> None:
+def test_found_gpus_hold_only_values_given_there(kind, gpus, comm):
     with kind(comm=comm) as strategy:
         assert parts_of(strategy).replicas.devices[0].is_gpu
         assert not is_on_gpu(make(strategy, np.arange(3.0)))
@@ -89,7 +86,7 @@ def test_found_gpus_hold_only_values_given_there(kind: Any, gpus: Any, comm: Int
 
 
 @pytest.mark.ranks(3)
-def test_one_device_that_is_no_gpu_keeps_variables_in_host_memory(gpus: Any, comm: Intracomm) -> None:
+def test_one_device_that_is_no_gpu_keeps_variables_in_host_memory(gpus, comm):
     devices = ["GPU:0"] * comm.size + ["CPU:0"]
     with MirroredStrategy(devices, comm=comm) as strategy:
         assert not is_on_gpu(make(strategy, np.arange(3.0)))
@@ -97,7 +94,7 @@ def test_one_device_that_is_no_gpu_keeps_variables_in_host_memory(gpus: Any, com
 
 
 @pytest.mark.ranks(3)
-def test_per_node_variables_stay_in_host_memory(gpus: Any, comm: Intracomm) -> None:
+def test_per_node_variables_stay_in_host_memory(gpus, comm):
     with MirroredStrategy("GPU:0", comm=comm, per_node_variables=True) as strategy:
         variable = make(strategy, np.arange(3.0))
         assert not is_on_gpu(variable)
@@ -106,7 +103,7 @@ def test_per_node_variables_stay_in_host_memory(gpus: Any, comm: Intracomm) -> N
 
 
 @pytest.mark.ranks(3)
-def test_values_that_no_gpu_holds_are_everyones_error(gpus: Any, comm: Intracomm) -> None:
+def test_values_that_no_gpu_holds_are_everyones_error(gpus, comm):
     with MirroredStrategy("GPU:0", comm=comm) as strategy:
         value = np.zeros(2, np.longdouble if comm.rank == comm.size - 1 else np.float64)
         with raises_everywhere(comm, (TypeError, InvalidArgumentError, ValueError, KeyError), "float128|'g'"):
@@ -116,7 +113,7 @@ def test_values_that_no_gpu_holds_are_everyones_error(gpus: Any, comm: Intracomm
         assert is_on_gpu(make(strategy, np.zeros(2)))
 
 
-def test_numpy_and_cupy_values_are_assigned(strategy: Any) -> None:
+def test_numpy_and_cupy_values_are_assigned(strategy):
     weights = make(strategy, np.zeros((2, 2), np.float32))
     weights.assign(np.ones((2, 2), np.float32))
     weights.assign_add(up(np.full((2, 2), 2.0, np.float32)))
@@ -133,18 +130,18 @@ def test_numpy_and_cupy_values_are_assigned(strategy: Any) -> None:
     assert other.numpy().tolist() == weights.numpy().tolist()
 
 
-def combined(strategy: Any) -> dict[str, float]:
+def combined(strategy):
     """Return what becomes of the numbers 1, 2, ... of all replicas, by the aggregation."""
     total = strategy.num_replicas_in_sync
     return {"SUM": total * (total + 1) / 2, "MEAN": (total + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}
 
 
-def test_values_of_any_memory_are_assigned_in_replica_context(strategy: Any) -> None:
+def test_values_of_any_memory_are_assigned_in_replica_context(strategy):
     total = strategy.num_replicas_in_sync
     for (aggregation, assigned), kind in product(combined(strategy).items(), VALUES):
         variable = make(strategy, np.zeros(3, np.float32), aggregation=aggregation)
 
-        def step(variable: Any = variable, kind: str = kind) -> None:
+        def step(variable=variable, kind=kind):
             variable.assign(VALUES[kind](context().replica_id_in_sync_group + 1.0))
             variable.assign_add(VALUES[kind](0.5))
 
@@ -158,7 +155,7 @@ def test_values_of_any_memory_are_assigned_in_replica_context(strategy: Any) -> 
         assert variable.numpy().tolist() == [assigned + added] * 3, (aggregation, kind)
 
 
-def test_expressions_take_numpy_by_a_copy_and_cupy_as_it_is(strategy: Any) -> None:
+def test_expressions_take_numpy_by_a_copy_and_cupy_as_it_is(strategy):
     """The result is NumPy's beside NumPy's arrays, and CuPy's else."""
     numbers = np.array([1.0, 2.0, 4.0])
     v, scalar = make(strategy, numbers), make(strategy, 2.75)
@@ -191,14 +188,14 @@ def test_expressions_take_numpy_by_a_copy_and_cupy_as_it_is(strategy: Any) -> No
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_rows_are_changed_as_in_host_memory(gpus: Any, comm: Intracomm, dtype: Any) -> None:
+def test_rows_are_changed_as_in_host_memory(gpus, comm, dtype):
     """Bit by bit, whatever the number of changes of one row."""
     rng = np.random.default_rng(3)
     start = (rng.normal(size=(6, 5)) * 100 + 200).astype(dtype)
     indices = np.array([2, 5, 2, 0, 2, 5, 2], np.int64)
     rows = (rng.normal(size=(7, 5)) * 3 + 10).astype(dtype)
 
-    def changed(strategy: Any, place: Any) -> list[bytes]:
+    def changed(strategy, place):
         variables = [make(strategy, start) for _ in SCATTERS]
         for variable, call in zip(variables, SCATTERS, strict=True):
             getattr(variable, call)(IndexedSlices(place(rows), place(indices)))
@@ -211,11 +208,11 @@ def test_rows_are_changed_as_in_host_memory(gpus: Any, comm: Intracomm, dtype: A
         assert changed(on_gpu, np.asarray) == changed(on_gpu, up) == expected
 
 
-def test_rows_of_all_replicas_are_changed(strategy: Any) -> None:
+def test_rows_of_all_replicas_are_changed(strategy):
     for aggregation, number in combined(strategy).items():
         embedding = make(strategy, np.zeros((4, 2)), aggregation=aggregation)
 
-        def step(embedding: Any = embedding) -> None:
+        def step(embedding=embedding):
             own = float(context().replica_id_in_sync_group + 1)
             embedding.scatter_add(IndexedSlices(np.full((2, 2), own), [1, 3]))
 
@@ -223,7 +220,7 @@ def test_rows_of_all_replicas_are_changed(strategy: Any) -> None:
         assert embedding.numpy().tolist() == [[0.0] * 2, [number] * 2, [0.0] * 2, [number] * 2], aggregation
 
 
-def test_program_trains_and_checkpoints_hold_variables(strategy: Any, comm: Intracomm, tmp_path: Path) -> None:
+def test_program_trains_and_checkpoints_hold_variables(strategy, comm, tmp_path):
     shared = Path(comm.bcast(str(tmp_path)))
     folder = tmp_path if isinstance(strategy, OneDeviceStrategy) else shared  # whose ranks know nothing of each other
     total = strategy.num_replicas_in_sync
@@ -232,7 +229,7 @@ def test_program_trains_and_checkpoints_hold_variables(strategy: Any, comm: Intr
         seen = Variable(0, dtype=np.int64, synchronization="ON_READ", aggregation="SUM")
         checkpoint = Checkpoint(weights=weights, seen=seen)
 
-    def step(x: Any) -> Any:
+    def step(x):
         gradient = context().all_reduce("sum", up(np.ones(3, np.float32)) * context().replica_id_in_sync_group)
         weights.assign_sub(0.5 * gradient)
         seen.assign_add(len(x))
@@ -250,7 +247,7 @@ def test_program_trains_and_checkpoints_hold_variables(strategy: Any, comm: Intr
     assert (weights.numpy().tolist(), int(seen)) == (trained, 8 * total)
 
 
-def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
+def test_symmetric_arrays_are_reduced(strategy):
     total = strategy.num_replicas_in_sync
     value, out = strategy.symmetric_empty(5, np.float32), strategy.symmetric_empty(5, np.float32)
     value[...] = up(np.arange(5, dtype=np.float32))
@@ -269,7 +266,7 @@ def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
         for which, number in (("2 on a GPU", 3), ("3 on a GPU", 1), ("2 GPUs", 3), ("3 GPUs", 1))
     ]
 )
-def several(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
+def several(request, gpus, comm):
     """A strategy whose ranks have several replicas each, on one GPU or on as many."""
     count = int(request.param[0]) * comm.size
     is_shared = request.param.endswith("on a GPU")
@@ -278,18 +275,18 @@ def several(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Itera
         yield made
 
 
-def gpu_of_replica() -> int:
+def gpu_of_replica():
     return int(context().devices[0].rpartition(":")[2])
 
 
-def test_replicas_of_a_rank_read_a_copy_on_their_gpu_that_follows_the_variable(several: Any) -> None:
+def test_replicas_of_a_rank_read_a_copy_on_their_gpu_that_follows_the_variable(several):
     weights = make(several, np.zeros(3))
     summed = make(several, np.zeros(3), aggregation="SUM")
     first = parts_of(several).replicas.devices[0].index
 
-    found: list[Any] = []
+    found = []
 
-    def read() -> None:
+    def read():
         view = weights.local_value()
         assert view.device.id == gpu_of_replica()
         assert weights.local_value().data.ptr == view.data.ptr, "copied once"
@@ -311,26 +308,24 @@ def test_replicas_of_a_rank_read_a_copy_on_their_gpu_that_follows_the_variable(s
     assert weights.local_value().device.id == first
 
 
-def test_checkpoints_of_host_memory_are_restored_on_the_gpu_of_every_replica(
-    several: Any, comm: Intracomm, tmp_path: Path
-) -> None:
+def test_checkpoints_of_host_memory_are_restored_on_the_gpu_of_every_replica(several, comm, tmp_path):
     folder = Path(comm.bcast(str(tmp_path)))
     with MirroredStrategy("CPU:0", comm=comm) as on_host:
         path = Checkpoint(weights=make(on_host, np.arange(3.0))).write(folder / "one")
     weights = make(several, np.zeros(3))
     several.run(lambda: weights.assign_add(np.ones(3)))  # every GPU has a copy
     Checkpoint(weights=weights).restore(path)
-    found: list[Any] = []
+    found = []
     several.run(lambda: found.append(down(weights.local_value()).tolist()))
     assert found == [[0.0, 1.0, 2.0]] * len(parts_of(several).replicas.ids_here)
     assert is_on_gpu(weights)
 
 
-def test_replicas_of_a_rank_write(several: Any) -> None:
+def test_replicas_of_a_rank_write(several):
     weights = make(several, np.zeros(2))
     metric = make(several, np.zeros(2), synchronization="ON_READ", aggregation="SUM")
 
-    def step() -> None:
+    def step():
         own = context().replica_id_in_sync_group
         weights.assign(up(np.full(2, 1.0)))
         weights.assign_add(weights)
@@ -354,7 +349,7 @@ def test_replicas_of_a_rank_write(several: Any) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_rows_on_servers_are_read_by_indices_on_a_gpu(gpus: Any, comm: Intracomm) -> None:
+def test_rows_on_servers_are_read_by_indices_on_a_gpu(gpus, comm):
     with ParameterServerStrategy(num_ps=1, comm=comm) as strategy:
         if strategy.is_ps:
             strategy.serve()

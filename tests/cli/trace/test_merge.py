@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.trace_events import process_of, read_events
@@ -21,24 +19,13 @@ Rows = list[list[int]]
 Merge = Callable[..., str]
 
 
-def call(number: int, begun: float, agreed: float, ended: float, text: int = 1) -> list[int]:
+def call(number, begun, agreed, ended, text=1):
     """A call that all ranks make together; times in milliseconds after the beginning, 0 for what did not happen."""
     times = (BEGIN + round(MS * one) if one else 0 for one in (begun, agreed, ended))
     return [number, number + 7, text, *times]
 
 
-def write(
-    folder: Path,
-    rank: int,
-    calls: Rows,
-    size: int = 2,
-    ahead: int = 0,
-    clock: str = "clock",
-    clocks: tuple[Any, Any] | None = None,
-    end: bool = True,
-    waits: list[int] | None = None,
-    **other: Any,
-) -> Path:
+def write(folder, rank, calls, size=2, ahead=0, clock="clock", clocks=None, end=True, waits=None, **other):
     """Write the file of a rank whose clock is ahead of that of the first host."""
     shifted = [row[:3] + [time and time + ahead for time in row[3:]] for row in calls]
     first, last = clocks or ([["clock", BEGIN, 0, 0]], [["clock", BEGIN + 900 * MS, 0, 0]])
@@ -54,10 +41,10 @@ def write(
 
 
 @pytest.fixture
-def merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Merge:
+def merge(tmp_path, capsys):
     """Run the command in a folder, require its exit status, and return what it prints."""
 
-    def run(*arguments: str, folder: Path = tmp_path, status: int = 0) -> str:
+    def run(*arguments, folder=tmp_path, status=0):
         assert run_command(["trace", "merge", str(folder), *arguments]) == status
         out, err = capsys.readouterr()
         return " ".join((out + err).split())
@@ -65,7 +52,7 @@ def merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Merge:
     return run
 
 
-def slices(folder: Path, name: str, rank: int) -> list[tuple[float, float]]:
+def slices(folder, name, rank):
     events = read_events(folder / "trace.json")
     return [
         (event["ts"] / 1000, event["dur"] / 1000)
@@ -74,11 +61,11 @@ def slices(folder: Path, name: str, rank: int) -> list[tuple[float, float]]:
     ]
 
 
-EARLY: Rows = [call(0, 10, 21, 30), call(1, 40, 61, 70), call(2, 80, 81, 90, 2)]
-LATE: Rows = [call(0, 20, 21, 30), call(1, 60, 61, 70), call(2, 80.5, 81, 90, 2)]
+EARLY = [call(0, 10, 21, 30), call(1, 40, 61, 70), call(2, 80, 81, 90, 2)]
+LATE = [call(0, 20, 21, 30), call(1, 60, 61, 70), call(2, 80.5, 81, 90, 2)]
 
 
-def test_merge_names_last_rank_and_waits_for_it(tmp_path: Path, merge: Merge) -> None:
+def test_merge_names_last_rank_and_waits_for_it(tmp_path, merge):
     write(tmp_path, 0, EARLY, waits=[BEGIN + 22 * MS, BEGIN + 25 * MS])
     write(tmp_path, 1, LATE)
     text = merge()
@@ -93,7 +80,7 @@ def test_merge_names_last_rank_and_waits_for_it(tmp_path: Path, merge: Merge) ->
 
 
 @pytest.mark.parametrize("drift", [0, 3 * MS])
-def test_clocks_of_hosts_are_aligned(tmp_path: Path, merge: Merge, drift: int) -> None:
+def test_clocks_of_hosts_are_aligned(tmp_path, merge, drift):
     """As they are, the times of the second host would say that the first one was late; drift is within the trace."""
     ahead = -70_000 * MS
     first = [["clock", BEGIN, 0, 0], ["other", BEGIN + ahead, -ahead, 4000]]
@@ -108,7 +95,7 @@ def test_clocks_of_hosts_are_aligned(tmp_path: Path, merge: Merge, drift: int) -
         assert abs(begun - needed) < 0.02
 
 
-def test_merge_clocks_compared_once_are_noted(tmp_path: Path, merge: Merge) -> None:
+def test_merge_clocks_compared_once_are_noted(tmp_path, merge):
     first = [["clock", BEGIN, 0, 0], ["other", BEGIN, 0, 4000]]
     for rank, clock in enumerate(("clock", "other")):
         write(tmp_path, rank, EARLY, clocks=(first, []), end=False, clock=clock)
@@ -117,7 +104,7 @@ def test_merge_clocks_compared_once_are_noted(tmp_path: Path, merge: Merge) -> N
     assert "note: ranks 0-1 of strategy a1b2: the trace has no end" in text
 
 
-def test_hosts_without_a_strategy_in_common_are_aligned_by_the_time_of_day(tmp_path: Path, merge: Merge) -> None:
+def test_hosts_without_a_strategy_in_common_are_aligned_by_the_time_of_day(tmp_path, merge):
     ahead = 50_000 * MS
     write(tmp_path, 0, EARLY, size=1)
     own = [["other", BEGIN + ahead, 0, 0]]
@@ -126,13 +113,13 @@ def test_hosts_without_a_strategy_in_common_are_aligned_by_the_time_of_day(tmp_p
     assert slices(tmp_path, "reduce", 0) == slices(tmp_path, "reduce", 1)
 
 
-def test_hosts_that_share_a_clock_are_counted(tmp_path: Path, merge: Merge) -> None:
+def test_hosts_that_share_a_clock_are_counted(tmp_path, merge):
     write(tmp_path, 0, EARLY)
     write(tmp_path, 1, LATE, host="node2")
     assert "2 hosts, one clock" in merge()
 
 
-def test_missing_rank_is_named_and_blames_nobody(tmp_path: Path, merge: Merge) -> None:
+def test_missing_rank_is_named_and_blames_nobody(tmp_path, merge):
     write(tmp_path, 0, EARLY, size=3)
     write(tmp_path, 2, LATE, size=3)
     text = merge()
@@ -140,14 +127,14 @@ def test_missing_rank_is_named_and_blames_nobody(tmp_path: Path, merge: Merge) -
     assert "=> no rank waited for another" in text
 
 
-def test_rank_that_never_came_is_blamed(tmp_path: Path, merge: Merge) -> None:
+def test_rank_that_never_came_is_blamed(tmp_path, merge):
     write(tmp_path, 0, [*EARLY, call(3, 100, 0, 0)])
     write(tmp_path, 1, LATE)
     text = merge()
     assert "the longest wait: rank 0 waited 800 ms for rank 1 in call 10, reduce" in text
 
 
-def test_killed_rank_is_not_blamed_for_calls_that_it_joined(tmp_path: Path, merge: Merge) -> None:
+def test_killed_rank_is_not_blamed_for_calls_that_it_joined(tmp_path, merge):
     """The last second of its trace is missing, and the others know that all came."""
     write(tmp_path, 0, [*EARLY, call(3, 100, 700, 710)])
     write(tmp_path, 1, LATE, end=False)
@@ -155,7 +142,7 @@ def test_killed_rank_is_not_blamed_for_calls_that_it_joined(tmp_path: Path, merg
     assert "ranks waited 30.5 ms in all for others to come, 30.5 ms of it for rank 1, which came last to 3 of 4" in text
 
 
-def test_torn_and_empty_files_are_read_as_far_as_they_go(tmp_path: Path, merge: Merge) -> None:
+def test_torn_and_empty_files_are_read_as_far_as_they_go(tmp_path, merge):
     path = write(tmp_path, 0, EARLY, end=False)
     path.write_text(path.read_text() + '{"time":52')
     write(tmp_path, 1, LATE)
@@ -166,7 +153,7 @@ def test_torn_and_empty_files_are_read_as_far_as_they_go(tmp_path: Path, merge: 
     assert "30.5 ms of it for rank 1" in text
 
 
-def test_call_that_was_written_again_counts_once(tmp_path: Path, merge: Merge) -> None:
+def test_call_that_was_written_again_counts_once(tmp_path, merge):
     path = write(tmp_path, 0, EARLY)
     header, piece, end = path.read_text().splitlines()
     open_piece = json.loads(piece)
@@ -177,7 +164,7 @@ def test_call_that_was_written_again_counts_once(tmp_path: Path, merge: Merge) -
     assert slices(tmp_path, "gather", 0) == [(80, 10)]
 
 
-def test_requests_that_overlap_have_rows_of_their_own(tmp_path: Path, merge: Merge) -> None:
+def test_requests_that_overlap_have_rows_of_their_own(tmp_path, merge):
     requests = [call(0, 10, 0, 40), call(1, 20, 0, 50), call(2, 45, 0, 60)]
     for row in requests:
         row[1] = 0  # not among the calls that all ranks make together
@@ -189,7 +176,7 @@ def test_requests_that_overlap_have_rows_of_their_own(tmp_path: Path, merge: Mer
     assert rows == [(10, 1), (20, 2), (45, 1)]
 
 
-def test_two_hundred_calls_at_once_stay_within_their_strategy(tmp_path: Path, merge: Merge) -> None:
+def test_two_hundred_calls_at_once_stay_within_their_strategy(tmp_path, merge):
     """As `start_all_reduce` of each gradient of a model makes them."""
     write(tmp_path, 0, EARLY, size=1, group="c3d4").rename(tmp_path / "rank-0-c3d4.jsonl")
     write(tmp_path, 0, [call(at, 1 + at, 0, 800 + at / 2, 3) for at in range(200)], size=1)
@@ -199,7 +186,7 @@ def test_two_hundred_calls_at_once_stay_within_their_strategy(tmp_path: Path, me
     assert [names.count(f"strategy {group}, rank 0") for group in ("a1b2", "c3d4")] == [200, 1]
 
 
-def test_merge_started_call_has_slices_of_its_waits_alone(tmp_path: Path, merge: Merge) -> None:
+def test_merge_started_call_has_slices_of_its_waits_alone(tmp_path, merge):
     waits = [BEGIN + at * MS for at in (12, 14, 25, 28)]
     write(tmp_path, 0, [call(0, 10, 21, 40, 3)], size=1, waits=waits)
     merge()
@@ -219,7 +206,7 @@ def test_merge_started_call_has_slices_of_its_waits_alone(tmp_path: Path, merge:
         ([], "all are empty"),
     ],
 )
-def test_files_of_something_else_are_refused(tmp_path: Path, merge: Merge, lines: list[str], needed: str) -> None:
+def test_files_of_something_else_are_refused(tmp_path, merge, lines, needed):
     path = write(tmp_path, 0, EARLY)
     header = path.read_text().splitlines()[0]
     path.write_text("".join(f"{header if line == 'header' else line}\n" for line in lines))
@@ -236,7 +223,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path, merge: Merge, lines
         (b'{"version":1}\n', ", line 1, cannot be understood: it is not a trace of a rank"),
     ],
 )
-def test_file_that_cannot_be_understood_is_left_out(tmp_path: Path, merge: Merge, damaged: bytes, note: str) -> None:
+def test_file_that_cannot_be_understood_is_left_out(tmp_path, merge, damaged, note):
     write(tmp_path, 0, EARLY, size=3)
     path = write(tmp_path, 1, EARLY, size=3)
     write(tmp_path, 2, LATE, size=3)
@@ -248,7 +235,7 @@ def test_file_that_cannot_be_understood_is_left_out(tmp_path: Path, merge: Merge
 
 
 @pytest.mark.parametrize(("line", "why"), [(b"\0\0", "Expecting value: "), (b"3", "it is not a trace of a rank")])
-def test_file_with_a_damaged_line_is_read_up_to_there(tmp_path: Path, merge: Merge, line: bytes, why: str) -> None:
+def test_file_with_a_damaged_line_is_read_up_to_there(tmp_path, merge, line, why):
     path = write(tmp_path, 0, EARLY)
     *rest, end, _ = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*rest, line, end, b""]))
@@ -259,14 +246,14 @@ def test_file_with_a_damaged_line_is_read_up_to_there(tmp_path: Path, merge: Mer
     assert "30.5 ms of it for rank 1" in text
 
 
-def test_files_of_several_traces_are_refused(tmp_path: Path, merge: Merge) -> None:
+def test_files_of_several_traces_are_refused(tmp_path, merge):
     write(tmp_path, 0, EARLY)
     write(tmp_path, 1, LATE, trace="two")
     text = merge(status=2)
     assert "has files of 2 traces: one (rank-0-a1b2.jsonl and others); two (rank-1-a1b2.jsonl and others)" in text
 
 
-def test_folders_without_files_are_refused(tmp_path: Path, merge: Merge) -> None:
+def test_folders_without_files_are_refused(tmp_path, merge):
     text = merge(folder=tmp_path / "none", status=2)
     assert text.startswith(f"mpidist trace: there is no folder {tmp_path}/none: ranks write traces with MPIDIST_TRACE")
     (tmp_path / "file").touch()
@@ -277,7 +264,7 @@ def test_folders_without_files_are_refused(tmp_path: Path, merge: Merge) -> None
     assert "has no files rank-N-....jsonl, and no folder that has" in text
 
 
-def test_newest_trace_is_taken_and_the_file_named_is_written(tmp_path: Path, merge: Merge) -> None:
+def test_newest_trace_is_taken_and_the_file_named_is_written(tmp_path, merge):
     for name in ("20260101-000000-ab", "20260102-000000-ab"):
         write(tmp_path / name, 0, EARLY[: 1 + name.count("2")], size=1)
     text = merge("-o", str(tmp_path / "out.json.gz"))

@@ -1,12 +1,8 @@
 """Small arrays between nodes, which the comparison of the call carries to all ranks."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -22,18 +18,18 @@ DTYPES = ["f2", "f4", "f8", "g", "c8", "c16", "i1", "i8", "u4"]
 
 
 @pytest.fixture(params=[None, 600.0], ids=["no deadline", "deadline"])
-def strategy(comm: Intracomm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+def strategy(comm, request, monkeypatch):
     """A strategy on two nodes. With a deadline there are two rounds a call."""
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
     with Strategy(None, CommunicationOptions(timeout_seconds=request.param), comm=comm) as made:
         yield made
 
 
-def replica() -> Any:
+def replica():
     return mpidist.get_replica_context()
 
 
-def forms_of(strategy: Strategy) -> list[str]:
+def forms_of(strategy):
     """Which primitives of all ranks the calls since the last question took."""
     traffic = parts_of(strategy).group.levels.world.traffic
     names = [*traffic.calls]
@@ -41,7 +37,7 @@ def forms_of(strategy: Strategy) -> list[str]:
     return names
 
 
-def test_carried_sums_are_those_of_numpy_in_rank_order(strategy: Strategy, comm: Intracomm) -> None:
+def test_carried_sums_are_those_of_numpy_in_rank_order(strategy, comm):
     random = np.random.default_rng(0)
     for step in range(40):
         dtypes = random.choice(DTYPES, random.integers(1, 4))
@@ -50,7 +46,7 @@ def test_carried_sums_are_those_of_numpy_in_rank_order(strategy: Strategy, comm:
             [(random.integers(-9, 9, shape) / 4).astype(dtype) for dtype, shape in zip(dtypes, shapes, strict=True)]
             for _ in range(comm.size)
         ]
-        own: Any = [value.copy() for value in values[comm.rank]]
+        own = [value.copy() for value in values[comm.rank]]
         forms_of(strategy)
         if step % 3 == 0:
             result = strategy.run(lambda own: replica().start_all_reduce("sum", own), (own,)).wait()
@@ -68,14 +64,14 @@ def test_carried_sums_are_those_of_numpy_in_rank_order(strategy: Strategy, comm:
             assert forms_of(strategy) == ["compare"]
 
 
-def test_largest_array_that_is_carried_and_the_next_one_are_right(strategy: Strategy, comm: Intracomm) -> None:
+def test_largest_array_that_is_carried_and_the_next_one_are_right(strategy, comm):
     for count, is_carried in ((CARRIED_BYTES // 4, True), (CARRIED_BYTES // 4 + 1, False)) * 2:
         forms_of(strategy)
         assert (strategy.reduce("mean", np.full(count, comm.rank, np.float32)) == (comm.size - 1) / 2).all()
         assert (forms_of(strategy) == ["compare"]) == is_carried
 
 
-def test_differing_calls_of_carried_arrays_are_refused_on_all_ranks(strategy: Strategy, comm: Intracomm) -> None:
+def test_differing_calls_of_carried_arrays_are_refused_on_all_ranks(strategy, comm):
     for step in range(4):
         is_odd = comm.rank == step % comm.size
         for other in (np.ones(2), np.ones(5000), "text"):
@@ -84,7 +80,7 @@ def test_differing_calls_of_carried_arrays_are_refused_on_all_ranks(strategy: St
         assert (strategy.reduce("sum", np.full(3, float(step))) == step * comm.size).all()
 
 
-def test_many_ranks_carry_nothing(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_carry_nothing(comm, monkeypatch):
     """Each would receive what all carry. Here many are more than one."""
     monkeypatch.setattr(comparison_rounds, "CARRYING_RANKS", 1)
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
@@ -95,7 +91,7 @@ def test_many_ranks_carry_nothing(comm: Intracomm, monkeypatch: pytest.MonkeyPat
         assert "compare" not in forms_of(strategy)
 
 
-def test_calls_that_are_not_compared_are_not_carried(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_not_compared_are_not_carried(comm, monkeypatch):
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
     monkeypatch.setenv("MPIDIST_CHECK", "0")
     with Strategy(comm=comm) as strategy:
@@ -105,9 +101,7 @@ def test_calls_that_are_not_compared_are_not_carried(comm: Intracomm, monkeypatc
         assert "compare" not in forms_of(strategy)
 
 
-def test_carried_numbers_of_chosen_replicas_are_added_in_the_order_of_the_tree(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_carried_numbers_of_chosen_replicas_are_added_in_the_order_of_the_tree(comm, monkeypatch):
     """The bits do not depend on the nodes."""
     value = np.random.default_rng(comm.rank).normal(size=10).astype(np.float32)
     results = []

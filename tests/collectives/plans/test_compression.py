@@ -1,23 +1,19 @@
 """Numbers that travel in half precision: right within the stated error, the same everywhere, and half the bytes."""
 
 import logging
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
-from host_cuda.gpus import Memory, memory
+from host_cuda.gpus import memory
 from support.everywhere import same_everywhere
 from support.half_precision import HALF, NUMPY, ROUNDOFF, allowed, each_half, normal
 from support.placements import PLACEMENTS
-from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist import (
     CollectiveAllReduce,
     CommunicationOptions,
-    CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
@@ -32,7 +28,7 @@ __all__ = ["memory"]  # a fixture
 
 pytestmark = pytest.mark.core
 
-ALGORITHMS: dict[str, Callable[[], CrossDeviceOps]] = {
+ALGORITHMS = {
     "hierarchical": HierarchicalCopyAllReduce,
     "collective": CollectiveAllReduce,
     "nccl": NcclAllReduce,
@@ -42,20 +38,20 @@ COUNTS = [0, 1, 7, 33, 3000, 70_000]  # to a leader, in packs, fused
 
 
 @pytest.fixture(params=ALGORITHMS)
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CrossDeviceOps:
+def ops(request, monkeypatch):
     set_sizes(monkeypatch, chunk_bytes=48 << 10, least_bytes=64 << 10)
     return ALGORITHMS[request.param]()
 
 
-def context() -> Any:
+def context():
     return get_replica_context()
 
 
-def all_reduce(strategy: Strategy, op: str, value: Any, **options: Any) -> Any:
+def all_reduce(strategy, op, value, **options):
     return strategy.reduce(op, value, options=CommunicationOptions(**options))
 
 
-def all_reduce_by(way: str, strategy: Strategy, op: str, values: list[Any]) -> Any:
+def all_reduce_by(way, strategy, op, values):
     """Reduce in one of the ways to ask for it."""
     out = [its.copy() for its in values] if way.endswith("out") else None
     if way.startswith("started"):
@@ -67,9 +63,9 @@ def all_reduce_by(way: str, strategy: Strategy, op: str, values: list[Any]) -> A
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
 def test_results_are_within_the_stated_error_and_equal_on_all_ranks(
-    comm: Intracomm, placement: tuple[int, ...], ops: CrossDeviceOps, memory: Memory, half: str, everywhere: bool,
-    op: str,
-) -> None:  # fmt: skip
+    comm, placement, ops, memory, half, everywhere,
+    op
+):  # fmt: skip
     rows = [normal(comm.size, count, count) for count in COUNTS]
     options = CommunicationOptions(compression=half, compress_everywhere=everywhere)
     with Strategy(None, options, cross_device_ops=ops, comm=comm) as strategy:
@@ -86,7 +82,7 @@ def test_results_are_within_the_stated_error_and_equal_on_all_ranks(
             assert (worst > 1e-5) is is_rounded, "rounded where it should be, and nowhere else"
 
 
-def test_half_the_bytes_go_between_nodes(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_half_the_bytes_go_between_nodes(comm, placement):
     sent = {}
     for name in ("none", *HALF):
         with Strategy(cross_device_ops=HierarchicalCopyAllReduce(), comm=comm) as strategy:
@@ -103,7 +99,7 @@ def test_half_the_bytes_go_between_nodes(comm: Intracomm, placement: tuple[int, 
         assert (comm.allreduce(sent[name, 500_000]) > 0) is (len(set(placement)) > 1)
 
 
-def test_other_dtypes_travel_as_they_are(comm: Intracomm, placement: tuple[int, ...], memory: Memory) -> None:
+def test_other_dtypes_travel_as_they_are(comm, placement, memory):
     with Strategy(comm=comm) as strategy:
         for dtype, everywhere in product(("f8", "i4", "f2", "c8"), (False, True)):
             value = memory.up((np.arange(500) % 257 + 2.0**-9 + comm.rank).astype(dtype))
@@ -116,7 +112,7 @@ def test_other_dtypes_travel_as_they_are(comm: Intracomm, placement: tuple[int, 
             assert number == comm.size * (2.0**-40 + 1)
 
 
-def test_any_layout_and_byte_order(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_any_layout_and_byte_order(comm, placement):
     rows = normal(comm.size, 6000).reshape(comm.size, 60, 100)
     own = rows[comm.rank]
     exact = rows.astype(np.float64).sum(axis=0)
@@ -135,7 +131,7 @@ def test_any_layout_and_byte_order(comm: Intracomm, placement: tuple[int, ...]) 
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
 @each_half
-def test_reduce_to_some_ranks(comm: Intracomm, ops: CrossDeviceOps, half: str) -> None:
+def test_reduce_to_some_ranks(comm, ops, half):
     rows = normal(comm.size, 5000)
     options = CommunicationOptions(compression=half)
     with Strategy(None, options, cross_device_ops=ops, comm=comm) as strategy:
@@ -147,9 +143,7 @@ def test_reduce_to_some_ranks(comm: Intracomm, ops: CrossDeviceOps, half: str) -
 
 @each_half
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_reduce_scatter(
-    comm: Intracomm, placement: tuple[int, ...], memory: Memory, half: str, everywhere: bool
-) -> None:
+def test_reduce_scatter(comm, placement, memory, half, everywhere):
     rows = normal(comm.size, 31 * 40).reshape(comm.size, 31, 40)
     options = CommunicationOptions(compression=half, compress_everywhere=everywhere)
     with Strategy(None, options, comm=comm) as strategy:
@@ -163,9 +157,7 @@ def test_reduce_scatter(
 
 
 @each_half
-def test_reproducible_results_do_not_depend_on_the_placement(
-    comm: Intracomm, ops: CrossDeviceOps, memory: Memory, half: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reproducible_results_do_not_depend_on_the_placement(comm, ops, memory, half, monkeypatch):
     """Contributions are rounded, added in float32 in the order of ranks, and the sum is rounded."""
     dtype = HALF[half]
     rows = normal(comm.size, 30_000)
@@ -185,9 +177,7 @@ def test_reproducible_results_do_not_depend_on_the_placement(
 @pytest.mark.parametrize("placement", ["one node", "even"], indirect=True)
 @pytest.mark.usefixtures("placement")
 @pytest.mark.parametrize("over", ["mpi", "shared_memory"])
-def test_sums_of_the_callers_own_halves_are_not_counted(
-    comm: Intracomm, over: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_the_callers_own_halves_are_not_counted(comm, over, monkeypatch):
     """Nothing was compressed, and the transport makes no difference."""
     monkeypatch.setenv("MPIDIST_TRANSPORT", over)
     with Strategy(comm=comm) as strategy:
@@ -200,9 +190,9 @@ def test_sums_of_the_callers_own_halves_are_not_counted(
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize(("way", "count"), [("new", 4), ("new", 50_000), ("out", 50_000), ("started out", 50_000)])
 def test_compression_overflow_is_infinite_counted_and_logged(
-    comm: Intracomm, placement: tuple[int, ...], ops: CrossDeviceOps, memory: Memory, everywhere: bool, way: str,
-    count: int, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    comm, placement, ops, memory, everywhere, way,
+    count, caplog
+):  # fmt: skip
     """At once, where the results are written to outs; and else at the next call at the latest."""
     numbers = np.ones(count, np.float32)
     numbers[1] = 40_000.0  # two of them are too large
@@ -228,7 +218,7 @@ def test_compression_overflow_is_infinite_counted_and_logged(
 
 
 @pytest.mark.ranks(2, 3)
-def test_sums_that_overflow_within_a_node_are_counted(comm: Intracomm) -> None:
+def test_sums_that_overflow_within_a_node_are_counted(comm):
     """Also where compiled code would add them: it counts nothing."""
     options = {"compression": "fp16", "compress_everywhere": True}
     with Strategy(comm=comm) as strategy:
@@ -241,7 +231,7 @@ def test_sums_that_overflow_within_a_node_are_counted(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_compression_unlike_on_ranks_raises(comm: Intracomm) -> None:
+def test_compression_unlike_on_ranks_raises(comm):
     value = np.ones(3, np.float32)
     with Strategy(comm=comm) as strategy:
         for call in (
@@ -259,7 +249,7 @@ def test_compression_unlike_on_ranks_raises(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(3)
 @each_half
-def test_compression_everywhere_mean_of_large_numbers_is_finite(comm: Intracomm, half: str) -> None:
+def test_compression_everywhere_mean_of_large_numbers_is_finite(comm, half):
     value = np.full(100, 60_000.0, np.float32)
     with Strategy(comm=comm) as strategy:
         mean = all_reduce(strategy, "MEAN", value, compression=half, compress_everywhere=True)
@@ -268,7 +258,7 @@ def test_compression_everywhere_mean_of_large_numbers_is_finite(comm: Intracomm,
 
 @pytest.mark.no_mpi
 @each_half
-def test_narrowing_has_the_bits_of_astype(half: str) -> None:
+def test_narrowing_has_the_bits_of_astype(half):
     dtype = HALF[half]
     rng = np.random.default_rng(5)
     patterns = rng.integers(0, 1 << 32, 300_000, dtype=np.uint32).view(np.float32)
@@ -290,7 +280,7 @@ def test_narrowing_has_the_bits_of_astype(half: str) -> None:
 
 
 @pytest.mark.no_mpi
-def test_compression_options_are_merged_and_refused() -> None:
+def test_compression_options_are_merged_and_refused():
     options = CommunicationOptions(compression="bf16")
     assert options == CommunicationOptions(compression="BF16")
     assert CommunicationOptions(compression=None) == CommunicationOptions()

@@ -1,21 +1,17 @@
 """Started calls between nodes whose comparison begins while the calls before them are under way."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport.agreement.agreement import Agreement
 from mpidist.transport.agreement.comparison_rounds import CarryingRounds
 from mpidist.transport.group.started_calls import Workplace
 
@@ -23,40 +19,40 @@ pytestmark = [pytest.mark.core, pytest.mark.ranks(2, 3)]
 
 
 @pytest.fixture(autouse=True)
-def two_nodes(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def two_nodes(comm, monkeypatch):
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
 
 
 @pytest.fixture(params=[None, 600.0], ids=["no deadline", "deadline"])
-def strategy(comm: Intracomm, request: pytest.FixtureRequest) -> Iterator[Strategy]:
+def strategy(comm, request):
     with Strategy(None, CommunicationOptions(timeout_seconds=request.param), comm=comm) as made:
         yield made
 
 
 @pytest.fixture
-def without_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_thread(monkeypatch):
     """Only the program itself advances its calls."""
     monkeypatch.setattr(Workplace, "of_thread", lambda _: ())
 
 
-def agreement_of(strategy: Strategy) -> Agreement:
+def agreement_of(strategy):
     return parts_of(strategy).group.agreement
 
 
-def start(strategy: Strategy, value: Any, out: Any = None, options: Any = None) -> Any:
+def start(strategy, value, out=None, options=None):
     return strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("sum", value, options, out=out))
 
 
-def start_alike(strategy: Strategy, num: int, first: int = 0) -> list[Any]:
+def start_alike(strategy, num, first=0):
     return [start(strategy, np.full(3, float(at))) for at in range(first, first + num)]
 
 
-def are_right(handles: list[Any], size: int, first: int = 0) -> bool:
+def are_right(handles, size, first=0):
     return all((handle.wait() == at * size).all() for at, handle in enumerate(handles, first))
 
 
 @pytest.mark.usefixtures("without_thread")
-def test_started_calls_end_while_a_rank_that_has_started_them_does_other_work(comm: Intracomm) -> None:
+def test_started_calls_end_while_a_rank_that_has_started_them_does_other_work(comm):
     """All comparisons are under way at the same time, and MPI completes them while the last rank receives a message."""
     others = range(comm.size - 1)
     with Strategy(comm=comm) as strategy:
@@ -69,7 +65,7 @@ def test_started_calls_end_while_a_rank_that_has_started_them_does_other_work(co
             comm.send(None, comm.size - 1)
 
 
-def test_more_started_calls_than_there_is_room_for_are_right(strategy: Strategy, comm: Intracomm) -> None:
+def test_more_started_calls_than_there_is_room_for_are_right(strategy, comm):
     assert are_right(start_alike(strategy, 150), comm.size)
     handles = start_alike(strategy, 70)
     assert (strategy.gather(np.ones(1), 0) == 1).all()
@@ -78,16 +74,16 @@ def test_more_started_calls_than_there_is_room_for_are_right(strategy: Strategy,
     assert are_right(handles, comm.size)
 
 
-def test_longer_arrays_among_small_ones_are_right(strategy: Strategy, comm: Intracomm) -> None:
+def test_longer_arrays_among_small_ones_are_right(strategy, comm):
     counts = [3, 3, 50_000, 3, 3, 3, 1000, 3, 3, 50_000]
     for _ in range(3):
         handles = [start(strategy, np.full(count, float(at))) for at, count in enumerate(counts)]
         assert are_right(handles, comm.size)
 
 
-def test_unlike_call_at_every_position_is_an_error_of_that_call_alone(strategy: Strategy, comm: Intracomm) -> None:
+def test_unlike_call_at_every_position_is_an_error_of_that_call_alone(strategy, comm):
     blocking = object()
-    others: list[Any] = [np.ones(2), np.ones(20_000), "text", blocking]
+    others = [np.ones(2), np.ones(20_000), "text", blocking]
     for position, other in product(range(5), others):
         is_odd = comm.rank == position % comm.size
         handles, later = start_alike(strategy, position), []
@@ -103,7 +99,7 @@ def test_unlike_call_at_every_position_is_an_error_of_that_call_alone(strategy: 
     assert strategy.reduce("sum", 1) == comm.size
 
 
-def test_started_call_reads_the_out_of_an_earlier_one_under_way(strategy: Strategy, comm: Intracomm) -> None:
+def test_started_call_reads_the_out_of_an_earlier_one_under_way(strategy, comm):
     for _ in range(3):
         value = np.ones(4)
         handles = [start(strategy, value[:3], out=value[:3]) for _ in range(4)]
@@ -115,7 +111,7 @@ def test_started_call_reads_the_out_of_an_earlier_one_under_way(strategy: Strate
         assert value.tolist() == [comm.size**4] * 3 + [1]
 
 
-def test_notice_between_started_calls_reaches_all_ranks(strategy: Strategy, comm: Intracomm) -> None:
+def test_notice_between_started_calls_reaches_all_ranks(strategy, comm):
     handles = start_alike(strategy, 3)
     if comm.rank == comm.size - 1:
         agreement_of(strategy).notice.give("the test")
@@ -126,12 +122,10 @@ def test_notice_between_started_calls_reaches_all_ranks(strategy: Strategy, comm
 
 
 @pytest.mark.usefixtures("without_thread")
-def test_interrupt_while_a_call_is_joined_ahead_breaks_off(
-    strategy: Strategy, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_while_a_call_is_joined_ahead_breaks_off(strategy, comm, monkeypatch):
     really, num_left = CarryingRounds.post_ahead, 3
 
-    def interrupted(rounds: CarryingRounds, *words: int) -> None:
+    def interrupted(rounds, *words):
         nonlocal num_left
         num_left -= 1
         really(rounds, *words)
@@ -155,7 +149,7 @@ def test_interrupt_while_a_call_is_joined_ahead_breaks_off(
 
 
 @pytest.mark.ranks(2)
-def test_rank_that_starts_fewer_calls_is_named_when_the_deadline_has_passed(comm: Intracomm) -> None:
+def test_rank_that_starts_fewer_calls_is_named_when_the_deadline_has_passed(comm):
     with Strategy(None, CommunicationOptions(timeout_seconds=600.0), comm=comm) as strategy:
         handles, soon = start_alike(strategy, 3), CommunicationOptions(timeout_seconds=0.5)
         if comm.rank == 0:
@@ -172,7 +166,7 @@ def test_rank_that_starts_fewer_calls_is_named_when_the_deadline_has_passed(comm
         assert are_right(start_alike(strategy, 5), comm.size)
 
 
-def test_reset_gives_up_calls_that_were_joined_ahead(strategy: Strategy, comm: Intracomm) -> None:
+def test_reset_gives_up_calls_that_were_joined_ahead(strategy, comm):
     """Another rank may have the numbers of calls that this one gives up: then its results are right."""
     for _ in range(3):
         handles = start_alike(strategy, 2 if comm.rank else 6)
@@ -188,11 +182,11 @@ def test_reset_gives_up_calls_that_were_joined_ahead(strategy: Strategy, comm: I
 
 
 @pytest.mark.usefixtures("without_thread")
-def test_calls_behind_one_that_a_function_makes_wait_for_it(strategy: Strategy, comm: Intracomm) -> None:
+def test_calls_behind_one_that_a_function_makes_wait_for_it(strategy, comm):
     """The function may compare several calls."""
     ops = parts_of(strategy).cross_device_ops
 
-    def function() -> float:
+    def function():
         return float(ops.all_reduce("sum", 1.0) + ops.all_reduce("sum", np.ones(500))[0])
 
     for _ in range(3):

@@ -1,9 +1,7 @@
 """Which arrays go in which pack and message, told from shapes and dtypes alone."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from mpidist import ReduceOp
 from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.plans.arithmetic import Arithmetic, wire_and_result_dtypes
-from mpidist.collectives.plans.plan import Message, group_by_size, make_fused_lists, make_messages
+from mpidist.collectives.plans.plan import group_by_size, make_fused_lists, make_messages
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.group.levels import Levels
@@ -35,45 +33,45 @@ class Sizes:
     direct_bytes: int = 1 << 20
     pack_bytes: int = 4 << 20
 
-    def message_bytes(self, device: bool) -> tuple[int, int]:
+    def message_bytes(self, device):
         return self.direct_bytes, self.pack_bytes
 
 
-def specs(*shapes: int | tuple[int, ...], dtype: np.dtype[Any] = F32) -> list[Spec]:
+def specs(*shapes, dtype=F32):
     return [Spec((shape,) if isinstance(shape, int) else shape, dtype, False) for shape in shapes]
 
 
 def plan_of(
-    arrays: Sequence[Spec],
-    op: ReduceOp = SUM,
-    num_packs: int = 1,
-    num_ranks: int = 4,
-    sizes: Any = None,
-    bytes_per_pack: int = 0,
-    reproducible: bool = False,
-    half: np.dtype[Any] | None = None,
-    rounds_everywhere: bool = True,
-) -> tuple[tuple[Message, ...], int]:
+    arrays,
+    op=SUM,
+    num_packs=1,
+    num_ranks=4,
+    sizes=None,
+    bytes_per_pack=0,
+    reproducible=False,
+    half=None,
+    rounds_everywhere=True,
+):
     """The messages of a call, and the number of packs."""
     arithmetic = Arithmetic(op, num_ranks, reproducible, half, half is not None and rounds_everywhere)
     return make_messages(arithmetic, arrays, bytes_per_pack, num_packs, sizes or Sizes())
 
 
-def sent(arrays: Sequence[Spec], op: ReduceOp = SUM, **how: Any) -> tuple[Message, ...]:
+def sent(arrays, op=SUM, **how):
     return plan_of(arrays, op, **how)[0]
 
 
-def elements(messages: Sequence[Message]) -> list[list[tuple[int, int, int]]]:
+def elements(messages):
     """The messages, each as (array, start, stop)."""
     return [[(piece.index, piece.start, piece.stop) for piece in message.pieces] for message in messages]
 
 
-def counts(messages: Sequence[Message]) -> list[int]:
+def counts(messages):
     return [message.count for message in messages]
 
 
 # Sizes in bytes, limit, packs in bytes.
-PACKS: list[tuple[list[int], int, list[list[int]]]] = [
+PACKS = [
     ([128, 32, 800, 4], 200, [[128, 32, 800], [4]]),
     ([4, 4, 4, 4], 4, [[4, 4], [4, 4]]),
     ([4] * 6, 8, [[4, 4, 4], [4, 4, 4]]),
@@ -87,7 +85,7 @@ PACKS: list[tuple[list[int], int, list[list[int]]]] = [
 ]
 
 
-def test_packs_close_once_they_are_larger_than_the_limit() -> None:
+def test_packs_close_once_they_are_larger_than_the_limit():
     for sizes, bytes_per_pack, packs in PACKS:
         grouped = group_by_size(sizes, bytes_per_pack)
         assert [[sizes[index] for index in pack] for pack in grouped] == packs
@@ -95,7 +93,7 @@ def test_packs_close_once_they_are_larger_than_the_limit() -> None:
 
 
 @pytest.mark.parametrize("sizes", [Sizes(1, 8), Sizes(16, 16), Sizes(40, 24), Sizes()])
-def test_plan_sends_elements_once(sizes: Sizes) -> None:
+def test_plan_sends_elements_once(sizes):
     values = specs(3, 0, (2, 5), (), 17, (0, 4), 1) + specs(9, (), 6, dtype=I64) + specs(5, dtype=BF16)
     for bytes_per_pack, num_packs in product((0, 1, 3, 4, 5, 64, 10**9), (0, 1, 2, 3, 8, 100)):
         seen = [np.zeros(spec.num_elements, int) for spec in values]
@@ -110,7 +108,7 @@ def test_plan_sends_elements_once(sizes: Sizes) -> None:
 
 SMALL, LARGE = Sizes(direct_bytes=40, pack_bytes=20), Sizes(direct_bytes=400, pack_bytes=1 << 20)
 # Values, how they are sent, and the messages: last arrays first, as the last layers' gradients are ready first.
-PLANS: list[tuple[list[Spec], dict[str, Any], list[list[tuple[int, int, int]]]]] = [
+PLANS = [
     (specs(1, 2, 3), {"num_packs": 0}, [[(2, 0, 3)], [(1, 0, 2)], [(0, 0, 1)]]),
     (specs(1, 1, 1), {"bytes_per_pack": 4}, [[(2, 0, 1), (1, 0, 1)], [(0, 0, 1)]]),
     (specs(4, 5), {"num_packs": 2}, [[(1, 0, 4)], [(1, 4, 5), (0, 0, 4)]]),
@@ -129,12 +127,12 @@ PLANS: list[tuple[list[Spec], dict[str, Any], list[list[tuple[int, int, int]]]]]
 ]
 
 
-def test_messages_are_those_of_the_table() -> None:
+def test_messages_are_those_of_the_table():
     for values, how, expected in PLANS:
         assert elements(sent(values, **how)) == expected, (values, how)
 
 
-def test_arrays_of_one_dtype_travel_together() -> None:
+def test_arrays_of_one_dtype_travel_together():
     """Whatever the limit; TF concatenates unlike dtypes and fails."""
     values = specs(1) + specs(1, dtype=I64) + specs(1) + specs(1, dtype=I64)
     for bytes_per_pack, expected in ((0, 2), (1, 4), (10**9, 2)):
@@ -143,7 +141,7 @@ def test_arrays_of_one_dtype_travel_together() -> None:
         assert {message.wire for message in messages} == {F32, I64}
 
 
-def test_num_packs_cuts_the_concatenation() -> None:
+def test_num_packs_cuts_the_concatenation():
     """Pieces of total // num_packs, the last with the remainder; 0 does not pack."""
     for shapes, num_packs, expected in (
         ([5, 5, 6], 3, [5, 5, 6]),
@@ -159,7 +157,7 @@ def test_num_packs_cuts_the_concatenation() -> None:
         assert counts(sent(specs(*shapes), num_packs=num_packs)) == expected
 
 
-def test_large_arrays_are_not_copied_into_a_pack() -> None:
+def test_large_arrays_are_not_copied_into_a_pack():
     assert [message.is_direct for message in sent(specs(1))] == [True], "an array alone"
     sizes = Sizes(direct_bytes=40, pack_bytes=400)
     messages = sent(specs(9, 10, 11, 2, 3), sizes=sizes)
@@ -171,7 +169,7 @@ def test_large_arrays_are_not_copied_into_a_pack() -> None:
     ]
 
 
-def test_means_of_integers_are_not_reduced_in_place() -> None:
+def test_means_of_integers_are_not_reduced_in_place():
     """Their results have another dtype than their sums; but for 64 bits, which a GPU would have to convert first."""
     for spec, direct in (
         (Spec((100,), I8, False), False),
@@ -182,11 +180,11 @@ def test_means_of_integers_are_not_reduced_in_place() -> None:
         assert {message.is_direct for message in messages} == {direct}, spec
 
 
-def test_one_rank_copies_nothing_into_packs() -> None:
+def test_one_rank_copies_nothing_into_packs():
     assert all(message.is_direct for message in sent(specs(1, 2, 3), num_ranks=1, sizes=Levels.solo()))
 
 
-def test_reductions_keep_the_dtype_but_means_of_integers() -> None:
+def test_reductions_keep_the_dtype_but_means_of_integers():
     names = ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
     low = [np.dtype(getattr(ml_dtypes, name)) for name in names]
     means = dict.fromkeys("bBhH", ("i4", "f4")) | {"i": ("i8", "f8"), "I": ("u8", "f8")}
@@ -208,7 +206,7 @@ OF_OTHERS = [
 
 
 @pytest.mark.parametrize("dtype", ["?", "U3", "S3", "O", "M8[s]", "m8[s]", "f4,i4", "V4", *OF_OTHERS])
-def test_dtypes_without_numbers_are_refused(dtype: Any) -> None:
+def test_dtypes_without_numbers_are_refused(dtype):
     """Only the least and the greatest of booleans are booleans."""
     for op in OPS:
         if dtype == "?" and op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -221,7 +219,7 @@ def test_dtypes_without_numbers_are_refused(dtype: Any) -> None:
 # Lists for a transport of fused arrays.
 
 
-def is_fused(arrays: Sequence[Spec], least_bytes: int | None = None, **how: Any) -> bool:
+def is_fused(arrays, least_bytes=None, **how):
     """Tell if arrays are fused: on one node, or on several, where messages are worth it from some bytes on."""
     across = None if least_bytes is None else InterNode(None, least_bytes, True)
     reducer = FusedReducer(Slots(None, 1 << 20), 1, 0, Traffic(), across)
@@ -249,5 +247,5 @@ HALVES, INTEGERS = specs(3) + specs(3, dtype=BF16), specs(3, dtype=I64)
         (specs(3) + specs(1, dtype=I64), {"least_bytes": 21}, False),
     ],
 )
-def test_lists_are_fused_where_that_is_right(values: list[Spec], how: dict[str, Any], expected: bool) -> None:
+def test_lists_are_fused_where_that_is_right(values, how, expected):
     assert is_fused(values, **how) is expected

@@ -1,39 +1,36 @@
 """Changes of one worker: those that a server has not answered yet, and sparse pushes of a nest."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers, worker_test
-from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, Variable
-from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
+from mpidist.experimental import partitioners, server_rules
 from mpidist.parameter_server.messages import ends
 from mpidist.parameter_server.messages.ends import Channel
 from mpidist.parameter_server.messages.protocol import WINDOW
 
-HERE: dict[str, Intracomm] = {}  # the ranks of a test
+HERE = {}  # the ranks of a test
 
 
 @server_rules.register("tests: waits for a message")
-def wait_for_message(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def wait_for_message(value, gradient, memory):
     HERE["comm"].recv(source=0)
 
 
 @server_rules.register("tests: refuses it")
-def refuse(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+def refuse(value, gradient, memory):
     raise ZeroDivisionError("by intent")
 
 
 WAITS, REFUSES = (server_rules.Registered(f"tests: {what}") for what in ("waits for a message", "refuses it"))
 
 
-def let_go() -> None:
+def let_go():
     HERE["comm"].send(None, HERE["comm"].size - 1)
 
 
-def name_rules(strategy: ParameterServerStrategy, variable: Any) -> None:
+def name_rules(strategy, variable):
     """Use the rules once: a worker waits when it names one."""
     let_go()
     strategy.push(variable, 0.0, WAITS)
@@ -46,19 +43,19 @@ def name_rules(strategy: ParameterServerStrategy, variable: Any) -> None:
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("what", ["whole", "rows", "list"])
-def test_changes_in_a_row_wait_only_for_room(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_changes_in_a_row_wait_only_for_room(comm, monkeypatch, what):
     """The server has not answered one of its changes, and all of them are made."""
     HERE["comm"], made = comm, 0
-    waits: list[int] = []
+    waits = []
     really = ends.poll
 
-    def wait(*given: Any) -> None:
+    def wait(*given):
         if not waits:
             let_go()
         waits.append(made)
         really(*given)
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy):
         nonlocal made
         with strategy.scope():
             table, bias = Variable(np.zeros((4, 2))), Variable(np.zeros(2))
@@ -86,19 +83,17 @@ def test_changes_in_a_row_wait_only_for_room(comm: Intracomm, monkeypatch: pytes
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("size", "transport"), [(1, "auto"), (700_000, "auto"), (700_000, "mpi")])
-def test_read_reports_all_failed_changes_once(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, size: int, transport: str
-) -> None:
+def test_read_reports_all_failed_changes_once(comm, monkeypatch, size, transport):
     """Once: the other changes are made, and what was read behind them is received."""
     HERE["comm"], really = comm, ends.poll
     monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
 
-    def wait(*given: Any) -> None:
+    def wait(*given):
         monkeypatch.setattr(ends, "poll", really)
         let_go()
         really(*given)
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy):
         with strategy.scope():
             read, first, second = (Variable(np.zeros(count), name=f"of {count}") for count in (size, 2, 3))
         if strategy.is_chief:
@@ -118,7 +113,7 @@ def test_read_reports_all_failed_changes_once(
     on_workers(comm, work)
 
 
-def rows(number: float, *indices: int, width: int = 2) -> IndexedSlices:
+def rows(number, *indices, width=2):
     return IndexedSlices(np.full((len(indices), width), number), np.array(indices, np.int64))
 
 
@@ -126,7 +121,7 @@ def rows(number: float, *indices: int, width: int = 2) -> IndexedSlices:
 @pytest.mark.core
 @pytest.mark.parametrize("num_ps", [1, 2])
 @worker_test()
-def test_push_changes_a_nest_of_rows_and_arrays(strategy: ParameterServerStrategy, num_ps: int) -> None:
+def test_push_changes_a_nest_of_rows_and_arrays(strategy, num_ps):
     """Also rows that come twice, none at all, and a variable that is there twice."""
     with strategy.scope():
         tables = [Variable(np.zeros((6, 2))) for _ in range(3)]
@@ -147,18 +142,18 @@ def test_push_changes_a_nest_of_rows_and_arrays(strategy: ParameterServerStrateg
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_ps", [1, 2])
-def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, num_ps: int) -> None:
+def test_sparse_pushes_are_one_request_a_server(comm, monkeypatch, num_ps):
     """Of sharded variables, too."""
-    calls: list[str] = []
+    calls = []
     really = Channel.start
 
-    def start(channel: Channel, call: str, *args: Any, **kwargs: Any) -> None:
+    def start(channel, call, *args, **kwargs):
         calls.append(call)
         really(channel, call, *args, **kwargs)
 
     monkeypatch.setattr(Channel, "start", start)
 
-    def work(strategy: ParameterServerStrategy) -> None:
+    def work(strategy):
         with strategy.scope():
             tables = [Variable(np.zeros((8, 2))) for _ in range(10)]
         strategy.barrier()
@@ -176,7 +171,7 @@ def test_sparse_pushes_are_one_request_a_server(comm: Intracomm, monkeypatch: py
 
 @pytest.mark.ranks(1, 3)
 @worker_test()
-def test_push_of_a_wrong_nest_is_refused_before_data_moves(strategy: ParameterServerStrategy) -> None:
+def test_push_of_a_wrong_nest_is_refused_before_data_moves(strategy):
     with strategy.scope():
         tables = [Variable(np.zeros((4, 2))) for _ in range(2)]
     for wrong in (rows(1.0, 4), rows(1.0, 0, width=3)):
@@ -188,14 +183,14 @@ def test_push_of_a_wrong_nest_is_refused_before_data_moves(strategy: ParameterSe
 
 @pytest.mark.ranks(3)
 @worker_test(num_ps=2)
-def test_push_reporting_an_earlier_error_changes_nothing(strategy: ParameterServerStrategy) -> None:
+def test_push_reporting_an_earlier_error_changes_nothing(strategy):
     """On no server; and the next one does."""
     with strategy.scope():
         tables = [Variable(np.zeros((4, 2))) for _ in range(2)]
     if strategy.is_chief:
         made = [0]
 
-        def push_until_told() -> None:
+        def push_until_told():
             while True:
                 strategy.push(tables, [np.ones((4, 2)), rows(1.0, 0)])
                 made[0] += 1

@@ -6,12 +6,10 @@ import logging
 import os
 import random
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import pytest
 from parameter_server.clusters import num_workers, on_workers, worker_test
-from support.ranks import Intracomm
 
 from mpidist import IndexedSlices, Variable
 from mpidist.context_stack import parts_of
@@ -27,7 +25,7 @@ SIZES = (3_000_000, 100_000, 17, 20_000)  # of float32 numbers: several chunks, 
 
 
 @pytest.mark.no_mpi
-def test_lane_keeps_order_both_ways() -> None:
+def test_lane_keeps_order_both_ways():
     """Whoever is late: no more slots are filled than there are, and none is taken that was not sent."""
     memory = np.zeros(LANE_BYTES, np.uint8)
     ends = [Lane(memory, end, memory, None) for end in (0, 1)]
@@ -56,27 +54,27 @@ def test_lane_keeps_order_both_ways() -> None:
 class Counting:
     """A communicator that counts the bytes of what it sends."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm):
         self.comm, self.sent = comm, 0
 
-    def Isend(self, message: list[Any], rank: int, tag: int) -> Any:  # noqa: N802
+    def Isend(self, message, rank, tag):  # noqa: N802
         self.sent += message[1] if len(message) == 3 else message[0].nbytes
         return self.comm.Isend(message, rank, tag)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.comm, name)
 
 
-def bytes_of_messages(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def bytes_of_messages(comm, monkeypatch):
     """Return how many bytes all ranks send for pushes and pulls of large variables, and how many those have."""
-    counts: list[Counting] = []
+    counts = []
     really = ServiceGroup.from_mpi
 
-    def from_mpi(*args: Any) -> ServiceGroup | None:
+    def from_mpi(*args):
         group = really(*args)
         if group is not None:
             counts.append(Counting(group.comm))
-            group.comm = counts[0]  # type: ignore[assignment]
+            group.comm = counts[0]
         return group
 
     monkeypatch.setattr(ServiceGroup, "from_mpi", from_mpi)
@@ -85,7 +83,7 @@ def bytes_of_messages(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> tuple
     return sent, 2 * num_workers(comm) * 2 * 4 * sum(SIZES)
 
 
-def push_and_pull(strategy: ParameterServerStrategy) -> None:
+def push_and_pull(strategy):
     with strategy.scope():
         variables = [Variable(np.zeros(size, np.float32)) for size in SIZES]
         table = Variable(
@@ -103,13 +101,13 @@ def push_and_pull(strategy: ParameterServerStrategy) -> None:
 
 
 @server_rules.register("fails if there are many")
-def fails_if_there_are_many(value: Any, gradient: Any, memory: Any) -> None:
+def fails_if_there_are_many(value, gradient, memory):
     if value.size > 1000:
         raise ValueError(f"too many: {value.size}")
     value += gradient
 
 
-def push_and_wait(strategy: ParameterServerStrategy, variables: list[Any], rule: Any) -> None:
+def push_and_wait(strategy, variables, rule):
     strategy.push(variables, [1.0] * len(variables), rule)
     strategy.flush()
 
@@ -117,7 +115,7 @@ def push_and_wait(strategy: ParameterServerStrategy, variables: list[Any], rule:
 @pytest.mark.ranks(1, 3)
 @pytest.mark.core
 @worker_test()
-def test_lane_works_after_a_failed_push(strategy: ParameterServerStrategy) -> None:
+def test_lane_works_after_a_failed_push(strategy):
     """All of its data is taken, and the next push is made."""
     size = 2_000_000
     with strategy.scope():
@@ -132,19 +130,17 @@ def test_lane_works_after_a_failed_push(strategy: ParameterServerStrategy) -> No
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("is_read", [False, True])
-def test_interrupted_request_breaks_the_channel(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_read: bool
-) -> None:
+def test_interrupted_request_breaks_the_channel(comm, monkeypatch, is_read):
     """Ctrl-C comes while a chunk is copied."""
     really, calls = Lane.take if is_read else Lane.slot, [0]
 
-    def interrupted(lane: Lane) -> Any:
+    def interrupted(lane):
         calls[0] += 1
         if calls[0] == 2:
             raise KeyboardInterrupt
         return really(lane)
 
-    def program(strategy: ParameterServerStrategy) -> None:
+    def program(strategy):
         if strategy.is_ps:
             strategy.serve()
         with strategy.scope():
@@ -163,19 +159,17 @@ def test_interrupted_request_breaks_the_channel(
 
 
 @pytest.mark.ranks(3)
-def test_data_that_an_interrupted_read_has_left_is_not_taken_by_the_next_one(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_an_interrupted_read_has_left_is_not_taken_by_the_next_one(comm, monkeypatch):
     """Ctrl-C comes while two servers send."""
 
     really = Channel.finish
 
-    def interrupted(channel: Channel, more_seconds: float = 0.0, arrays: Any = (), *of: Any, **most: int) -> None:
+    def interrupted(channel, more_seconds=0.0, arrays=(), *of, **most):
         if arrays:
             raise KeyboardInterrupt
         really(channel, more_seconds, arrays, *of, **most)
 
-    def program(strategy: ParameterServerStrategy) -> None:
+    def program(strategy):
         if strategy.is_ps:
             strategy.serve()
         with strategy.scope():
@@ -200,14 +194,12 @@ def test_data_that_an_interrupted_read_has_left_is_not_taken_by_the_next_one(
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("why", ["", "memory is full", "MPIDIST_TRANSPORT", "MPIDIST_PRETEND_NODES"])
-def test_lane_carries_gradients_in_a_node_and_mpi_elsewhere(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+def test_lane_carries_gradients_in_a_node_and_mpi_elsewhere(comm, monkeypatch, why):
     """Variables for which a container's memory, which is soon full, has no place go through the slots."""
     really, has_room = SharedArena.take, cycle((True, False))
     if why == "memory is full":
 
-        def take(arena: SharedArena, nbytes: int) -> Any:
+        def take(arena, nbytes):
             return really(arena, nbytes) if next(has_room) else None
 
         monkeypatch.setattr(SharedArena, "take", take)
@@ -220,14 +212,12 @@ def test_lane_carries_gradients_in_a_node_and_mpi_elsewhere(
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("transport", ["auto", "shared_memory"])
-def test_without_any_shared_memory(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
-) -> None:
+def test_without_any_shared_memory(comm, monkeypatch, caplog, transport):
     """The same on all ranks, also if one alone finds it out."""
 
     really = os.posix_fallocate
 
-    def fail(file: int, start: int, nbytes: int) -> None:
+    def fail(file, start, nbytes):
         if nbytes >= LANE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         really(file, start, nbytes)
@@ -245,7 +235,7 @@ def test_without_any_shared_memory(
     assert ("which is slower: rank 0: " in caplog.text) == (comm.rank == 0)
 
 
-def shared_files() -> list[int]:
+def shared_files():
     """The open files of shared memory."""
     found = []
     for name in os.listdir("/proc/self/fd"):
@@ -258,7 +248,7 @@ def shared_files() -> list[int]:
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize(("when_lost", "leaves"), [("abort", False), ("ignore", True)], ids=["all end", "one leaves"])
-def test_ended_strategies_hold_no_shared_memory_and_no_files(comm: Intracomm, when_lost: str, leaves: bool) -> None:
+def test_ended_strategies_hold_no_shared_memory_and_no_files(comm, when_lost, leaves):
     """Also where the others go on without a worker that has left, by an exception that it has caught."""
     num_files = []
     for _ in range(3):

@@ -1,11 +1,9 @@
 """What a server makes of messages, also of those that no worker of this package sends."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import Intracomm
 
 from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.protocol import (
@@ -35,7 +33,7 @@ LISTS += [(CHUNK_BYTES // 2,) * 5, (8,) * 999]
 
 
 @pytest.mark.no_mpi
-def test_messages_of_any_sizes_hold_every_byte_once_and_in_order() -> None:
+def test_messages_of_any_sizes_hold_every_byte_once_and_in_order():
     for sizes in LISTS:
         messages, at = plan_messages(sizes), [0] * len(sizes)
         assert all(0 < sum(stop - start for _, start, stop in pieces) <= CHUNK_BYTES for pieces in messages)
@@ -47,7 +45,7 @@ def test_messages_of_any_sizes_hold_every_byte_once_and_in_order() -> None:
         assert tuple(at) == sizes
 
 
-def with_a_server(comm: Intracomm, work: Callable[[Ask], None]) -> None:
+def with_a_server(comm, work):
     """Give rank 0 a function that sends a request and waits for the answer; the last rank serves."""
     comm, _ = meet_ranks(comm, None, lambda ranks: None)
     group = ServiceGroup.from_mpi(comm, [0, comm.size - 1])
@@ -59,7 +57,7 @@ def with_a_server(comm: Intracomm, work: Callable[[Ask], None]) -> None:
         return
     last = [0]
 
-    def send(op: int, key: int = 0, data: Any = NOTHING, rows: int = 0, change: int = 0) -> Any:
+    def send(op, key=0, data=NOTHING, rows=0, change=0):
         last[0] += 1
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         message = np.zeros(MESSAGE_BYTES, np.uint8)
@@ -80,7 +78,7 @@ def with_a_server(comm: Intracomm, work: Callable[[Ask], None]) -> None:
     group.free()
 
 
-def allocate(ask: Ask, key: int, value: Any) -> None:
+def allocate(ask, key, value):
     about = to_json([list(value.shape), value.dtype.name])
     data = np.concatenate([about, value.reshape(-1).view(np.uint8)])
     assert ask(Op.ALLOCATE, key, data, rows=about.size)[0] == Outcome.OK
@@ -89,10 +87,10 @@ def allocate(ask: Ask, key: int, value: Any) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.core
 @pytest.mark.parametrize("size", [1, 3 * CHUNK_BYTES // 8 + 1])
-def test_wrong_requests_are_answered_with_an_error(comm: Intracomm, size: int) -> None:
+def test_wrong_requests_are_answered_with_an_error(comm, size):
     """And the server goes on: data that belongs to them is received, and dropped."""
 
-    def work(ask: Ask) -> None:
+    def work(ask):
         allocate(ask, 0, np.zeros(3))
         for wrong in (
             {"op": Op.CHANGE, "key": 7, "change": Change.ADD},

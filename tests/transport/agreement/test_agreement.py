@@ -2,7 +2,7 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.agreements import make_agreement
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.replicas import inside
 from support.transports import TRANSPORTS
 
@@ -21,7 +20,6 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError, PeerFailedError
 from mpidist.transport.agreement.agreement import Call, SoloAgreement
 from mpidist.transport.agreement.fingerprint import fingerprint_of
-from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 
 pytestmark = pytest.mark.core
 
@@ -29,43 +27,43 @@ Caller = Callable[[Strategy, Any], Any]
 
 
 @pytest.fixture
-def agreement(comm: Intracomm) -> Iterator[MpiAgreement]:
+def agreement(comm):
     made = make_agreement(comm)
     yield made
     made.free()
 
 
-def options(**fields: Any) -> CommunicationOptions:
+def options(**fields):
     return CommunicationOptions(**fields)
 
 
-def scoped(strategy: Strategy, ops: Any) -> Any:
+def scoped(strategy, ops):
     """Use an algorithm that the strategy knows nothing of."""
     with strategy.scope():
         return ops.reduce("SUM", np.ones(4), "all")
 
 
-def scatter(strategy: Strategy, value: Any, axis: int = 0) -> Any:
+def scatter(strategy, value, axis=0):
     return inside(strategy, "reduce_scatter", "SUM", value, axis)
 
 
-def lookup(key: str) -> Iterator[Any]:
+def lookup(key):
     yield {"y": 1.0}[key], "all"
 
 
 class Lazy:
     """An array that cannot be read after all."""
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         raise OSError("no file")
 
 
-def lazy(fails: bool) -> Any:
+def lazy(fails):
     return Lazy() if fails else np.ones(1)
 
 
 # Name -> a call, what the last rank passes and what the others pass; what differs, and how the error shows both.
-DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
+DIFFERENCES = {
     "reduction": (lambda s, x: s.reduce(x, 1.0), "SUM", "MEAN", "op", "SUM", "MEAN"),
     "length": (lambda s, x: s.reduce("SUM", np.ones(x)), 2, 3, "array 0", "f64[2]", "f64[3]"),
     "dtype": (lambda s, x: s.reduce("SUM", np.ones(2, x)), "f4", "f8", "array 0", "f32[2]", "f64[2]"),
@@ -202,7 +200,7 @@ DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
 @pytest.mark.usefixtures("transport")
-def test_agreement_difference_raises_on_all_ranks(comm: Intracomm) -> None:
+def test_agreement_difference_raises_on_all_ranks(comm):
     """At once, on all ranks, with both sides; and the next call works.
 
     The deadline is for the day on which one of them hangs instead.
@@ -222,8 +220,8 @@ def test_agreement_difference_raises_on_all_ranks(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_calls_in_several_lines_show_the_line_of_each_rank(strategy: Strategy, comm: Intracomm) -> None:
-    def other() -> None:
+def test_calls_in_several_lines_show_the_line_of_each_rank(strategy, comm):
+    def other():
         strategy.gather(np.ones(1), 0)
 
     here = r"\S*test_agreement.py:\d+ in"
@@ -232,11 +230,11 @@ def test_calls_in_several_lines_show_the_line_of_each_rank(strategy: Strategy, c
 
 
 @pytest.mark.ranks(3)
-def test_agreement_ignores_layout_dict_order_and_deadline(strategy: Strategy, comm: Intracomm) -> None:
+def test_agreement_ignores_layout_dict_order_and_deadline(strategy, comm):
     """Byte order, memory layout, order and class of dicts, kinds of number, and how long they would wait."""
     odd, size = comm.rank == 0, comm.size
     matrix = np.ones((2, 3))
-    pairs: list[tuple[Any, Any]] = [
+    pairs = [
         (matrix.astype(">f8"), matrix),
         (np.asfortranarray(matrix), matrix),
         ({"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}),
@@ -251,7 +249,7 @@ def test_agreement_ignores_layout_dict_order_and_deadline(strategy: Strategy, co
 
 
 @pytest.mark.ranks(3)
-def test_agreement_error_groups_equal_ranks(agreement: MpiAgreement, comm: Intracomm) -> None:
+def test_agreement_error_groups_equal_ranks(agreement, comm):
     odd = comm.rank == 1
     fields = {"op": "MEAN" if odd else "SUM", "array 0": "f32[2]"} | ({"axis": "1"} if odd else {})
     text = (
@@ -267,13 +265,13 @@ def test_agreement_error_groups_equal_ranks(agreement: MpiAgreement, comm: Intra
 
 
 @pytest.mark.ranks(3)
-def test_agreement_error_cuts_a_long_table(agreement: MpiAgreement, comm: Intracomm) -> None:
+def test_agreement_error_cuts_a_long_table(agreement, comm):
     with raises_everywhere(comm, InvalidArgumentError, r"array 6: .*\n  \.\.\. and more$"):
         agreement.join(Call("reduce", comm.rank, lambda: {f"array {index}": str(comm.rank) for index in range(50)}))
 
 
 @pytest.mark.ranks(3)
-def test_fingerprints_are_the_same_on_all_ranks(comm: Intracomm) -> None:
+def test_fingerprints_are_the_same_on_all_ranks(comm):
     signature = ("all_reduce", mpidist.ReduceOp.SUM, {"a": (1, 2.5)}, CommunicationOptions(3))
     prints = comm.allgather(fingerprint_of(signature))
     assert len(set(prints)) == 1
@@ -282,7 +280,7 @@ def test_fingerprints_are_the_same_on_all_ranks(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_flags_are_united_and_items_are_shown(agreement: MpiAgreement, comm: Intracomm) -> None:
+def test_flags_are_united_and_items_are_shown(agreement, comm):
     agreement.join(Call("flags", 0, dict))
     assert agreement.all_reduce_or(1 << comm.rank) == 2**comm.size - 1
     items = agreement.all_gather_object({"rank": comm.rank, "text": "x" * 1000 * comm.rank})
@@ -290,7 +288,7 @@ def test_flags_are_united_and_items_are_shown(agreement: MpiAgreement, comm: Int
 
 
 @pytest.mark.no_mpi
-def test_one_rank_agrees_with_itself() -> None:
+def test_one_rank_agrees_with_itself():
     alone = SoloAgreement()
     alone.join(Call("reduce", 0, dict))
     with pytest.raises(KeyError):
@@ -299,9 +297,7 @@ def test_one_rank_agrees_with_itself() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_without_checks_ranks_of_one_node_still_see_that_calls_differ(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checks_ranks_of_one_node_still_see_that_calls_differ(comm, monkeypatch):
     """`MPIDIST_CHECK=0`: the barrier of a node shows it for nothing."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
     with Strategy(comm=comm) as strategy:
@@ -311,9 +307,7 @@ def test_without_checks_ranks_of_one_node_still_see_that_calls_differ(
 
 
 @pytest.mark.ranks(3)
-def test_without_checks_a_refused_argument_is_an_error_and_no_wrong_number(
-    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checks_a_refused_argument_is_an_error_and_no_wrong_number(comm, placement, monkeypatch):
     """Of one rank alone: its next call must not be taken for this one."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
     with Strategy(comm=comm) as strategy:
@@ -328,7 +322,7 @@ def test_without_checks_a_refused_argument_is_an_error_and_no_wrong_number(
 
 
 @pytest.mark.ranks(3)
-def test_errors_of_all_ranks_are_raised_as_they_are_if_of_one_kind_and_else_named_in_one(comm: Intracomm) -> None:
+def test_errors_of_all_ranks_are_raised_as_they_are_if_of_one_kind_and_else_named_in_one(comm):
     """Of one kind in each rank's own words."""
     several = ValueError("no value") if comm.rank else KeyError("no key")
     with Strategy(comm=comm) as strategy:

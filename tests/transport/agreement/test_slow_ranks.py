@@ -2,13 +2,10 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from support.agreements import warnings_of
-from support.ranks import Intracomm
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport.agreement.slow_ranks import SlowRanks, WaitReport
@@ -21,8 +18,8 @@ SECONDS = 0.02  # what a slow rank takes for a step, besides what all take
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, comm: Intracomm) -> Callable[..., Strategy]:
-    def made(interval: str = "0.3", nodes: str = "0,0,0,0") -> Strategy:
+def make(monkeypatch, comm):
+    def made(interval="0.3", nodes="0,0,0,0"):
         monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes[: 2 * comm.size - 1])
         monkeypatch.setenv("MPIDIST_STRAGGLER", interval)
         return Strategy(comm=comm)
@@ -30,9 +27,7 @@ def make(monkeypatch: pytest.MonkeyPatch, comm: Intracomm) -> Callable[..., Stra
     return made
 
 
-def line_of(
-    caplog: pytest.LogCaptureFixture, strategy: Strategy, work: Callable[[int], object], pattern: str
-) -> re.Match[str] | None:
+def line_of(caplog, strategy, work, pattern):
     """Make steps until rank 0 has logged such a line: a busy machine may make another rank slow first. Collective."""
     step, found = 0, None
     while not strategy.reduce("max", found is not None, axis=None):
@@ -43,7 +38,7 @@ def line_of(
     return found
 
 
-def pattern(who: str, size: int, does: str, pronouns: str = "was it it") -> str:
+def pattern(who, size, does, pronouns="was it it"):
     was, it, they = pronouns.split()
     return (
         rf"mpidist: {who} of {size} ranks, on host \S+, {was} last in (\d+) of (\d+) calls in which ranks waited; most "
@@ -53,9 +48,7 @@ def pattern(who: str, size: int, does: str, pronouns: str = "was it it") -> str:
 
 @several
 @pytest.mark.parametrize(("nodes", "slow"), [("0,0,0", 0), ("0,0,1", -1)])
-def test_slow_rank_that_computes_is_named(
-    caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy], nodes: str, slow: int
-) -> None:
+def test_slow_rank_that_computes_is_named(caplog, make, nodes, slow):
     with make(nodes=nodes) as strategy:
         slow %= strategy.size
         line = pattern(f"rank {slow}", strategy.size, "computing")
@@ -69,11 +62,9 @@ def test_slow_rank_that_computes_is_named(
 
 @several
 @pytest.mark.parametrize("nodes", ["0,1,1"])
-def test_slow_rank_that_reads_data_is_named(
-    caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy], nodes: str
-) -> None:
+def test_slow_rank_that_reads_data_is_named(caplog, make, nodes):
     class Endless:
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self):
             while True:
                 time.sleep(SECONDS * (strategy.rank == 1))
                 yield np.ones(2)
@@ -85,18 +76,18 @@ def test_slow_rank_that_reads_data_is_named(
 
 
 @pytest.mark.ranks(4)
-def test_slow_node_is_named_by_its_ranks(caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy]) -> None:
+def test_slow_node_is_named_by_its_ranks(caplog, make):
     """Its two ranks come last in turn, so that neither comes last in most calls."""
     with make(nodes="0,1,0,1") as strategy:
 
-        def work(step: int) -> None:
+        def work(step):
             if strategy.rank % 2:
                 time.sleep(SECONDS * (1.2 if strategy.rank == step % 2 * 2 + 1 else 1))
 
         line_of(caplog, strategy, work, pattern("ranks 1, 3", 4, "computing", "were them they"))
 
 
-def reports(waits: Sequence[Sequence[float]], reads: Sequence[Sequence[float]]) -> list[WaitReport]:
+def reports(waits, reads):
     return [WaitReport(True, 10.0, np.array(one), np.array(other)) for one, other in zip(waits, reads, strict=True)]
 
 
@@ -118,9 +109,7 @@ def reports(waits: Sequence[Sequence[float]], reads: Sequence[Sequence[float]]) 
         ([[], []], [[], []], ""),
     ],
 )
-def test_slow_rank_is_the_one_for_which_most_others_wait_in_most_calls(
-    caplog: pytest.LogCaptureFixture, waits: list[list[float]], reads: list[list[float]], found: str
-) -> None:
+def test_slow_rank_is_the_one_for_which_most_others_wait_in_most_calls(caplog, waits, reads, found):
     recorder, size = FlightRecorder(np.zeros(FLIGHT_BYTES, np.uint8)), len(waits)
     slow_ranks = SlowRanks(recorder, Topology.from_labels(0, "h" * size, "h" * size), 60.0)
     slow_ranks.take(reports(waits, reads))
@@ -128,9 +117,7 @@ def test_slow_rank_is_the_one_for_which_most_others_wait_in_most_calls(
 
 
 @several
-def test_straggler_variable_of_zero_turns_the_line_off(
-    caplog: pytest.LogCaptureFixture, make: Callable[..., Strategy]
-) -> None:
+def test_straggler_variable_of_zero_turns_the_line_off(caplog, make):
     with make("0") as strategy:
         for _ in range(40):
             time.sleep(SECONDS * (strategy.rank == 1))

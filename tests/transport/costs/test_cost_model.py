@@ -2,7 +2,6 @@
 
 import math
 import platform
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -40,9 +39,7 @@ sizes = st.integers(0, 4 * GIB)
 
 @settings(deadline=None, derandomize=True)
 @given(models, placements, sizes, sizes, st.sampled_from(sorted(ALGORITHMS)))
-def test_more_bytes_never_take_less_time(
-    model: CostModel, placement: tuple[int, ...], one: int, other: int, algorithm: str
-) -> None:
+def test_more_bytes_never_take_less_time(model, placement, one, other, algorithm):
     less, more = sorted((one, other))
     times = [model.seconds(algorithm, nbytes, placement) for nbytes in (less, more)]
     assert 0 <= times[0] <= times[1] * (1 + 1e-12)
@@ -50,7 +47,7 @@ def test_more_bytes_never_take_less_time(
 
 @settings(deadline=None, derandomize=True)
 @given(models, placements)
-def test_sizes_stay_in_their_bounds(model: CostModel, placement: tuple[int, ...]) -> None:
+def test_sizes_stay_in_their_bounds(model, placement):
     chunk, depth = model.chunk_bytes(placement), model.depth(placement)
     assert 512 * KIB <= chunk <= 2 * MIB
     assert chunk % 128 == 0
@@ -65,9 +62,7 @@ def test_sizes_stay_in_their_bounds(model: CostModel, placement: tuple[int, ...]
 
 @settings(deadline=None, derandomize=True)
 @given(models, placements, sizes)
-def test_choice_follows_thresholds_and_is_the_faster_algorithm(
-    model: CostModel, placement: tuple[int, ...], nbytes: int
-) -> None:
+def test_choice_follows_thresholds_and_is_the_faster_algorithm(model, placement, nbytes):
     """Within the power of two that thresholds are rounded to."""
     chosen = model.choose(nbytes, placement)
     if len(placement) == 1:
@@ -88,7 +83,7 @@ def test_choice_follows_thresholds_and_is_the_faster_algorithm(
         assert least == KIB or model.choose(least - 1, placement) in ("leader", "hierarchical")
 
 
-def test_default_thresholds_match_measurements() -> None:
+def test_default_thresholds_match_measurements():
     """One-shot wins to about 96 KiB at 2 ranks on 2 cores, since two-shot is compiled."""
     model = CostModel()
     assert model.one_shot_bytes((2,)) == 128 * KIB
@@ -99,22 +94,22 @@ def test_default_thresholds_match_measurements() -> None:
     assert 32 * KIB <= model.least_bytes((2, 2)) <= 256 * KIB
 
 
-def test_two_shot_hides_the_work_of_nodes_behind_a_slow_link() -> None:
+def test_two_shot_hides_the_work_of_nodes_behind_a_slow_link():
     model = CostModel(link_bytes_per_second=25e6)
     link = 2 * 64 * MIB * 0.5 / 25e6
     assert link < model.seconds("two_shot", 64 * MIB, (2, 2)) < 1.1 * link
     assert model.seconds("hierarchical", 64 * MIB, (2, 2)) > model.seconds("two_shot", 64 * MIB, (2, 2))
 
 
-def test_small_arrays_and_uneven_nodes_go_through_a_leader() -> None:
+def test_small_arrays_and_uneven_nodes_go_through_a_leader():
     model = CostModel(link_bytes_per_second=1e6, mpi_seconds=1e-2)  # messages cost much: no two-shot
     assert model.choose(LEADER_BYTES, (2, 2)) == "leader"
     assert model.choose(LEADER_BYTES + 1, (2, 2)) == "hierarchical"
     assert model.choose(LEADER_BYTES + 1, (2, 1)) == "leader"
 
 
-def test_wrong_numbers_are_errors() -> None:
-    wrong: list[Any] = [0, -1.0, 5e-324, 1e200, 10**25, math.inf, math.nan, True, "1", None]
+def test_wrong_numbers_are_errors():
+    wrong = [0, -1.0, 5e-324, 1e200, 10**25, math.inf, math.nan, True, "1", None]
     for value in wrong:
         with pytest.raises(ValueError, match="link_seconds must be a positive number"):
             CostModel(link_seconds=value)
@@ -123,12 +118,12 @@ def test_wrong_numbers_are_errors() -> None:
 ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU part\t: {}\n\nCPU part\t: 0xfff\n"
 
 
-def test_processor_model_is_read_by_its_name() -> None:
+def test_processor_model_is_read_by_its_name():
     text = "processor\t: 0\nmodel\t\t: 85\nmodel name\t: A Processor @ 2.00GHz\n\nmodel name\t: another\n"
     assert processor_in(text) == "A Processor @ 2.00GHz"
     assert processor_in("processor\t: 0\n") == processor_in("") == ""
 
 
-def test_processor_models_without_names_differ_by_numbers() -> None:
+def test_processor_models_without_names_differ_by_numbers():
     assert processor_in(ARM.format("0xd0c")) == f"{platform.machine()} of implementer 0x41, part 0xd0c"
     assert processor_in(ARM.format("0xd4f")) != processor_in(ARM.format("0xd0c"))

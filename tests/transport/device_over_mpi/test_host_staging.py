@@ -4,17 +4,14 @@ import gc
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.device_checks import CHECKS, CHUNK
-from host_cuda.emulated import Emulated
 from host_cuda.gpus import down, emulated, gpus, grown_by, is_total, mine, opened, up
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 from mpidist.cli.cuda_aware_mpi import hint
 from mpidist.cross_device_ops.bound_ops import BoundOps
@@ -48,7 +45,7 @@ OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700  # CUDA's
 class Rig:
     """A staged communicator, with what it is made of."""
 
-    def __init__(self, comm: Intracomm, kind: str, sizes: StagingSizes | None = None) -> None:
+    def __init__(self, comm, kind, sizes=None):
         self.mpi = MpiCommunicator(comm.Dup(), "all")
         self.host: Any = self.mpi
         if kind == "shared memory adds":
@@ -59,13 +56,13 @@ class Rig:
         self.staging = Staging(sizes, DeviceKernels(), lambda what: None, is_direct=kind == DIRECT)
         self.its: Any = MessagedCommunicator(self.host, self.staging)
 
-    def free(self) -> None:
+    def free(self):
         self.staging.free()
         self.host.free()
 
 
 @pytest.fixture(params=[*KINDS, DIRECT])
-def rig(request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm) -> Iterator[Rig]:
+def rig(request, gpus, comm):
     if request.param == DIRECT and not are_emulated() and not hint().works:  # every MPI takes the host's memory
         pytest.skip("needs a GPU, and MPI that takes its memory")
     made = Rig(comm, request.param)
@@ -74,16 +71,16 @@ def rig(request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm) -> Ite
 
 
 @pytest.fixture
-def pinned(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
+def pinned(gpus, monkeypatch):
     """Note the pinned memory of staging: CuPy's pool has its own."""
     real = gpus.cupy.cuda.PinnedMemory
 
-    class Noted(real):  # type: ignore[misc, valid-type]
+    class Noted(real):
         made: ClassVar[int] = 0
         most_at_once: ClassVar[int] = 0
         there: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
-        def __init__(self, nbytes: int) -> None:
+        def __init__(self, nbytes):
             super().__init__(nbytes)
             Noted.made += 1
             Noted.there.add(self)
@@ -93,18 +90,16 @@ def pinned(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Noted
 
 
-def test_staging_passes_checks_of_device_communicators(rig: Rig) -> None:
+def test_staging_passes_checks_of_device_communicators(rig):
     for check in CHECKS.values():
         check(rig.its)
 
 
-def test_bytes_are_counted_as_without_chunks_and_so_many_are_sent(
-    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[int] = []
+def test_bytes_are_counted_as_without_chunks_and_so_many_are_sent(gpus, comm, monkeypatch):
+    sent = []
     transfer = MpiCommunicator.transfer
 
-    def count(its: Any, sends: Any, receives: Any) -> None:
+    def count(its, sends, receives):
         sent.extend(part.nbytes for part, _ in sends)
         transfer(its, sends, receives)
 
@@ -113,7 +108,7 @@ def test_bytes_are_counted_as_without_chunks_and_so_many_are_sent(
     its, nbytes = rig.its, chunks * CHUNK
     buffer, other = up(np.ones(nbytes // 4, np.float32)), up(np.ones(nbytes // 4, np.float32))
     share, after, before = nbytes * (size - 1) // size, (comm.rank + 1) % size, (comm.rank - 1) % size
-    calls: dict[str, tuple[Callable[[], Any], int, int | None]] = {  # bytes, and messages
+    calls = {  # bytes, and messages
         "all_reduce": (lambda: its.all_reduce(buffer, Reduction()), 2 * share, 2 * chunks * (size - 1)),
         "reduce": (lambda: its.reduce(buffer, Reduction(), 0), nbytes, None),
         "reduce_scatter": (lambda: its.reduce_scatter(buffer, Reduction()), share, chunks * (size - 1)),
@@ -132,7 +127,7 @@ def test_bytes_are_counted_as_without_chunks_and_so_many_are_sent(
     rig.free()
 
 
-def test_staging_copies_no_more_bytes_than_needed(emulated: Emulated, comm: Intracomm) -> None:
+def test_staging_copies_no_more_bytes_than_needed(emulated, comm):
     """And no more: a rank's own part of a sum stays where it is until it is whole."""
     size, nbytes = comm.size, 8 * comm.size * CHUNK
     others, own = nbytes * (size - 1) // size, nbytes // size
@@ -150,17 +145,15 @@ def test_staging_copies_no_more_bytes_than_needed(emulated: Emulated, comm: Intr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_staging_copies_next_chunks_while_one_is_moved(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_staging_copies_next_chunks_while_one_is_moved(emulated, comm, monkeypatch, kind):
     """Copies of the chunks to come are begun before a chunk is moved, and none waits for the last one to be up."""
     rig = Rig(comm, kind)
     depth, chunks = rig.staging.sizes.depth, 8
-    down_before: list[int] = []
+    down_before = []
     name = "transfer" if kind == "GPUs add" else "all_reduce"
     do = getattr(type(rig.host), name)
 
-    def note(*arguments: Any) -> None:
+    def note(*arguments):
         down_before.append(emulated.nbytes("copy down"))
         do(*arguments)
 
@@ -181,7 +174,7 @@ def test_staging_copies_next_chunks_while_one_is_moved(
     rig.free()
 
 
-def test_slots_are_few_and_made_anew_when_more_is_needed(emulated: Emulated, pinned: Any, comm: Intracomm) -> None:
+def test_slots_are_few_and_made_anew_when_more_is_needed(emulated, pinned, comm):
     rig = Rig(comm, "GPUs add")
     buffer = up(np.ones(3 * CHUNK, np.float32))
     for _ in range(3):
@@ -204,7 +197,7 @@ def test_slots_are_few_and_made_anew_when_more_is_needed(emulated: Emulated, pin
     rig.free()
 
 
-def test_staging_adds_small_arrays_on_the_host(emulated: Emulated, comm: Intracomm) -> None:
+def test_staging_adds_small_arrays_on_the_host(emulated, comm):
     count, size = 100 * comm.size, comm.size
     nbytes = 8 * count
     for sizes, do_gpus_add in (
@@ -223,9 +216,7 @@ def test_staging_adds_small_arrays_on_the_host(emulated: Emulated, comm: Intraco
 
 @pytest.mark.filterwarnings("ignore:Using synchronous transfer")  # CuPy's own copies
 @pytest.mark.parametrize("kind", KINDS)
-def test_staging_falls_back_to_pageable_memory(
-    emulated: Emulated, pinned: Any, comm: Intracomm, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_staging_falls_back_to_pageable_memory(emulated, pinned, comm, caplog, kind):
     emulated.wish("cudaHostAlloc", OUT_OF_MEMORY * (comm.rank == 0))
     rig = Rig(comm, kind)
     for count in (50, 500):
@@ -251,13 +242,13 @@ def test_staging_falls_back_to_pageable_memory(
         (None, {0: 0, 1: 1, 100: 1, 101: 2, 1000: 10}),
     ],
 )
-def test_number_of_chunks(speed: float | None, chunks: dict[int, int]) -> None:
+def test_number_of_chunks(speed, chunks):
     """By the speed of the network, or of a size that was set."""
     sizes = StagingSizes(100) if speed is None else StagingSizes(bytes_per_second=speed)
     assert {nbytes: sizes.num_chunks(nbytes) for nbytes in chunks} == chunks
 
 
-def test_sizes_must_be_the_same_on_all_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_must_be_the_same_on_all_ranks(comm, monkeypatch):
     for text, kind, pattern in (
         ("524288", TopologyError, "MPIDIST_STAGING_BYTES must be the same on all ranks"),
         ("0", ValueError, "rank 0: MPIDIST_STAGING_BYTES='0'"),
@@ -267,7 +258,7 @@ def test_sizes_must_be_the_same_on_all_ranks(comm: Intracomm, monkeypatch: pytes
             SyncGroup.from_mpi(comm)
 
 
-def test_staging_bytes_sets_the_chunk(emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_bytes_sets_the_chunk(emulated, comm, monkeypatch):
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", str(LEAST_CHUNK_BYTES))
     monkeypatch.setenv("MPIDIST_NCCL", "0")
     for group in opened(comm):
@@ -288,9 +279,7 @@ def test_staging_bytes_sets_the_chunk(emulated: Emulated, comm: Intracomm, monke
         ("GPUs add", "exchange", KeyboardInterrupt),
     ],
 )
-def test_staging_call_with_a_missing_rank_ends_without_memory_reuse(
-    emulated: Emulated, pinned: Any, comm: Intracomm, kind: str, call: str, error: type[BaseException]
-) -> None:
+def test_staging_call_with_a_missing_rank_ends_without_memory_reuse(emulated, pinned, comm, kind, call, error):
     rig = Rig(comm, kind)
     buffer = up(np.ones(5 * CHUNK, np.float32))
     rig.its.all_reduce(buffer, Reduction())
@@ -302,7 +291,7 @@ def test_staging_call_with_a_missing_rank_ends_without_memory_reuse(
     }
     start = time.monotonic()
 
-    def check_peers() -> None:
+    def check_peers():
         if time.monotonic() - start > 0.3:
             raise error("rank 1 did not come")
 
@@ -322,9 +311,7 @@ def test_staging_call_with_a_missing_rank_ends_without_memory_reuse(
 
 
 @pytest.mark.parametrize("text", ["cudaErrorIllegalAddress", "through the host failed: CUDA's status 700"])
-def test_staging_is_broken_by_an_error_of_cuda(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_staging_is_broken_by_an_error_of_cuda(emulated, comm, monkeypatch, text):
     """Of a copy; or of an event, where it is told from work that is not done."""
     rig, buffer = Rig(comm, "GPUs add"), up(np.ones(20 * CHUNK, np.float32))
     if text == "cudaErrorIllegalAddress":

@@ -2,13 +2,11 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 import pytest
-from support.ranks import Intracomm
 
 from mpidist.transport import waiting
 from mpidist.transport.failures import watchdog
@@ -25,7 +23,7 @@ class Clock:
         in_wait: Called whenever this rank looks at the time while it waits for others.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch):
         self._ahead = 0.0
         patch.setattr(watchdog, "_ANSWER_SECONDS", 2.0)  # for ranks of other nodes, which live
         self.in_wait: Callable[[], None] = lambda: None
@@ -37,54 +35,54 @@ class Clock:
             if vars(module).get("_now") is time.monotonic_ns:
                 patch.setattr(module, "_now", self.now_ns)
 
-    def go_on(self, seconds: float = LONG_SECONDS) -> None:
+    def go_on(self, seconds=LONG_SECONDS):
         self._ahead += seconds
 
-    def go_on_in_wait(self, then: Callable[[], None] = lambda: None) -> None:
+    def go_on_in_wait(self, then=lambda: None):
         """Put the clock forward once, when this rank next waits for others; `then` is called when it looks at it again.
 
         It has checked its deadline meanwhile.
         """
         self.do_in_wait(self.go_on, then)
 
-    def do_in_wait(self, *actions: Callable[[], None]) -> None:
+    def do_in_wait(self, *actions):
         """Do something each time that this rank looks at the time while it waits for others, one after the other."""
         left = iter(actions)
         self.in_wait = lambda: next(left, lambda: None)()
 
-    def now(self) -> float:
+    def now(self):
         return time.monotonic() + self._ahead
 
-    def now_ns(self) -> int:
+    def now_ns(self):
         return time.monotonic_ns() + round(self._ahead * 1e9)
 
-    def now_in_wait(self) -> float:
+    def now_in_wait(self):
         now = self.now()
         self.in_wait()
         return now
 
 
 class _Time(ModuleType):
-    def __init__(self, clock: Clock, monotonic: Callable[[], float]) -> None:
+    def __init__(self, clock, monotonic):
         super().__init__("time")
         self.monotonic, self.monotonic_ns = monotonic, clock.now_ns
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(time, name)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def wait_for_late_rank(clock: Clock, comm: Intracomm, late: int, has_told: Callable[[], bool]) -> None:
+def wait_for_late_rank(clock, comm, late, has_told):
     """Let time pass in the next wait once all other ranks wait, too, and let the late rank come once this one has told.
 
     The late rank calls `let_time_pass`, all others call this.
     """
 
-    def steps() -> Iterator[None]:
+    def steps():
         comm.send(None, late)
         while not comm.Iprobe(late):
             yield
@@ -101,7 +99,7 @@ def wait_for_late_rank(clock: Clock, comm: Intracomm, late: int, has_told: Calla
     clock.in_wait = lambda: next(its, None)
 
 
-def let_time_pass(comm: Intracomm) -> None:
+def let_time_pass(comm):
     """Once all other ranks wait for this one, let the time pass for them."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     for other in others:
@@ -110,7 +108,7 @@ def let_time_pass(comm: Intracomm) -> None:
         comm.send(None, other)
 
 
-def come_late(clock: Clock, comm: Intracomm, late: int, has_told: Callable[[], bool] = lambda: True) -> None:
+def come_late(clock, comm, late, has_told=lambda: True):
     """Let a rank come to the next call once all others have waited for it for long, and have told it."""
     if comm.rank != late:
         wait_for_late_rank(clock, comm, late, has_told)
@@ -122,7 +120,7 @@ def come_late(clock: Clock, comm: Intracomm, late: int, has_told: Callable[[], b
 
 
 @contextmanager
-def given_up(clock: Clock, comm: Intracomm, late: int) -> Iterator[None]:
+def given_up(clock, comm, late):
     """Let a rank come to the call in the body once all others have given it up."""
     if comm.rank == late:
         let_time_pass(comm)

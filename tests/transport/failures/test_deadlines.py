@@ -14,8 +14,7 @@ from support.agreements import make_agreement
 from support.alarms import RangError, alarm
 from support.calls import every_call
 from support.deadlines import options, recorded_seconds
-from support.ranks import Intracomm
-from transport.failures.clocks import LONG_SECONDS, Clock, come_late, given_up
+from transport.failures.clocks import LONG_SECONDS, come_late, given_up
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
@@ -29,13 +28,13 @@ from mpidist.transport.text import name_ranks
 pytestmark = pytest.mark.core
 
 
-def late(*ranks: int, size: int) -> str:
+def late(*ranks, size):
     """Return how an error speaks of ranks of one node that do not come, as a pattern."""
     return rf"{name_ranks(ranks)} of {size} ranks did not join it"
 
 
 @pytest.mark.ranks(3)
-def test_deadline_ends_a_call_of_one_rank_alone(strategy: Strategy, comm: Intracomm) -> None:
+def test_deadline_ends_a_call_of_one_rank_alone(strategy, comm):
     """And the strategy is broken until all reset it."""
     deadline, patient = options(0.5), options(600)
     assert strategy.reduce("SUM", 1.0, options=patient) == comm.size
@@ -61,7 +60,7 @@ def test_deadline_ends_a_call_of_one_rank_alone(strategy: Strategy, comm: Intrac
 
 
 @pytest.mark.ranks(3)
-def test_late_rank_of_a_part_of_the_job_has_its_number_in_the_job(comm: Intracomm) -> None:
+def test_late_rank_of_a_part_of_the_job_has_its_number_in_the_job(comm):
     part = comm.Split(min(comm.rank, 1))
     strategy = Strategy(comm=part)
     if comm.rank == 1:
@@ -76,7 +75,7 @@ def test_late_rank_of_a_part_of_the_job_has_its_number_in_the_job(comm: Intracom
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("number", [1, -1])
-def test_deadline_names_the_late_rank(comm: Intracomm, number: int, clock: Clock) -> None:
+def test_deadline_names_the_late_rank(comm, number, clock):
     """And no other, wherever its lateness is found out first."""
     strategy = Strategy(None, options(600), comm=comm)
     odd = number % comm.size
@@ -93,9 +92,7 @@ def test_deadline_names_the_late_rank(comm: Intracomm, number: int, clock: Clock
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("variable", ["MPIDIST_PRETEND_NODES", "MPIDIST_TRANSPORT"])
-def test_late_ranks_are_named_across_nodes_and_over_messages(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, variable: str, clock: Clock
-) -> None:
+def test_late_ranks_are_named_across_nodes_and_over_messages(comm, monkeypatch, variable, clock):
     """Nobody answers for a node whose ranks are all late, and that takes a moment to find out."""
     monkeypatch.setenv(variable, "mpi" if variable == "MPIDIST_TRANSPORT" else "0,1,2")
     strategy = Strategy(None, options(600), comm=comm)
@@ -115,7 +112,7 @@ def test_late_ranks_are_named_across_nodes_and_over_messages(
 
 
 @pytest.mark.ranks(3)
-def test_deadline_of_the_strategy_holds_for_all_calls(comm: Intracomm, clock: Clock, tmp_path: Path) -> None:
+def test_deadline_of_the_strategy_holds_for_all_calls(comm, clock, tmp_path):
     strategy, folder = Strategy(None, options(600), comm=comm), Path(comm.bcast(str(tmp_path)))
     pattern = rf"\(call \d+\) on rank 0 waited 600 s, and {late(*range(1, comm.size), size=comm.size)}"
     for name in every_call(strategy, folder):
@@ -134,7 +131,7 @@ def test_deadline_of_the_strategy_holds_for_all_calls(comm: Intracomm, clock: Cl
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("given", [None, 0, 100 * LONG_SECONDS])
-def test_deadline_none_or_long_waits_for_a_slow_rank(comm: Intracomm, given: float | None, clock: Clock) -> None:
+def test_deadline_none_or_long_waits_for_a_slow_rank(comm, given, clock):
     """0 and None are no deadline; 0 switches off the strategy's own."""
     with Strategy(None, options(600) if given is not None else None, comm=comm) as strategy:
         come_late(clock, comm, comm.size - 1)
@@ -143,7 +140,7 @@ def test_deadline_none_or_long_waits_for_a_slow_rank(comm: Intracomm, given: flo
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("num_leaving", [1, 2])
-def test_close_of_a_rank_is_named_on_the_others(strategy: Strategy, comm: Intracomm, num_leaving: int) -> None:
+def test_close_of_a_rank_is_named_on_the_others(strategy, comm, num_leaving):
     """It closes its strategy while the others call; nobody hangs, and all may close."""
     if comm.rank >= num_leaving:
         leavers = "rank 0" if num_leaving == 1 else "ranks 0-1"
@@ -158,7 +155,7 @@ def test_close_of_a_rank_is_named_on_the_others(strategy: Strategy, comm: Intrac
 
 
 @pytest.mark.ranks(3)
-def test_signal_handlers_run_while_a_rank_waits(strategy: Strategy, comm: Intracomm, clock: Clock) -> None:
+def test_signal_handlers_run_while_a_rank_waits(strategy, comm, clock):
     """Ctrl-C is one; afterwards the strategy says what happened."""
     if comm.rank == 0:
         clock.do_in_wait(lambda: signal.raise_signal(signal.SIGALRM))
@@ -172,7 +169,7 @@ def test_signal_handlers_run_while_a_rank_waits(strategy: Strategy, comm: Intrac
 
 
 @pytest.mark.ranks(3)
-def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
+def test_closing_does_not_wait_for_ranks_that_gave_up(comm):
     """A program that ends must end: nobody else will come. A rank that has not heard of it yet learns it."""
     for ends in (Strategy.close, lambda strategy: parts_of(strategy).group.end_with_program()):
         strategy = Strategy(comm=comm)
@@ -188,9 +185,7 @@ def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_end_of_the_program_waits_for_slow_ranks(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_end_of_the_program_waits_for_slow_ranks(comm, monkeypatch, clock):
     """Longer than any deadline: they may have work of their own left. Then all free together."""
     from mpi4py import MPI
 
@@ -199,11 +194,11 @@ def test_end_of_the_program_waits_for_slow_ranks(
     world = parts_of(strategy).group.levels.world
     come_late(clock, comm, comm.size - 1)
     parts_of(strategy).group.end_with_program()
-    assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
+    assert world.comm == MPI.COMM_NULL
 
 
 @pytest.mark.ranks(3)
-def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_work_without_checks(comm, monkeypatch):
     """`MPIDIST_CHECK=0`: a call with a deadline still waits for all ranks, and closing hangs on nobody."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
     strategy = Strategy(comm=comm)
@@ -219,7 +214,7 @@ def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.Monk
 
 
 @pytest.mark.ranks(3)
-def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None:
+def test_memory_that_mpi_may_still_write_is_never_freed(comm):
     """Requests of mpi4py do not hold the buffers of an all-reduce; a late rank's message lies in them."""
     agreement = make_agreement(comm, 0.2)
     rounds = vars(agreement)["_rounds"]
@@ -235,9 +230,7 @@ def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None
 
 
 @pytest.mark.ranks(3)
-def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(comm, monkeypatch, clock):
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     with Strategy(comm=comm) as strategy:
         time.sleep(0.05 * comm.rank)  # so that the others wait in the call
@@ -246,7 +239,7 @@ def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
         devices = parts_of(strategy).group.devices
         free = devices.free
 
-        def free_slowly() -> None:
+        def free_slowly():
             time.sleep(0.05 * comm.rank)  # so that the others wait in the reset itself
             free()
 
@@ -256,9 +249,7 @@ def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
 
 
 @pytest.mark.ranks(4)
-def test_rank_that_gave_up_and_resets_already_is_not_named_among_the_late(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_gave_up_and_resets_already_is_not_named_among_the_late(comm, monkeypatch):
     """Ranks of other nodes hear of it from a rank of its node, whose board shows it in the reset."""
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,1,1")
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 5.0)

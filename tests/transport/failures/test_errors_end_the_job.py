@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from jobs.failing import HEAD, LONG_SECONDS, PROJECT, SIGNS, Ended, Job, end_of
+from jobs.failing import HEAD, LONG_SECONDS, PROJECT, SIGNS, end_of
 from mpi4py import MPI
 from mpi_session import clean_environment
 from mpi_session.launch import OPEN_MPI, Launcher
@@ -227,7 +227,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_end_of_a_job_has_its_status_and_its_texts(job: Job, tmp_path: Path, name: str) -> None:
+def test_end_of_a_job_has_its_status_and_its_texts(job, tmp_path, name):
     end = ENDS[name]
     variables = {variable: text.format(folder=tmp_path) for variable, text in (end.variables or {}).items()}
     ended = job(end.program, end.ranks, end.head, **variables)
@@ -237,7 +237,7 @@ def test_end_of_a_job_has_its_status_and_its_texts(job: Job, tmp_path: Path, nam
         assert found == times if times is not None else found > 0, (pattern, ended)
 
 
-def test_exception_that_left_a_strategy_and_was_caught_ends_no_rank_in_silence(job: Job) -> None:
+def test_exception_that_left_a_strategy_and_was_caught_ends_no_rank_in_silence(job):
     program = """
 try:
     with strategy:
@@ -257,7 +257,7 @@ with mpidist.MultiWorkerMirroredStrategy() as second:
     assert "Traceback (most recent call last):" in lines  # nobody else shows where it happened
 
 
-def test_on_error_raise_keeps_the_job_and_raises_on_the_others(job: Job) -> None:
+def test_on_error_raise_keeps_the_job_and_raises_on_the_others(job):
     program = """
 strategy.reduce("SUM", 1.0)
 if rank == 1:
@@ -289,7 +289,7 @@ mpidist.MultiWorkerMirroredStrategy(SimpleClusterResolver(ClusterSpec({"worker":
 
 
 @pytest.mark.parametrize("said", SAME_EVERYWHERE)
-def test_error_that_all_ranks_share_is_shown_once(job: Job, said: str) -> None:
+def test_error_that_all_ranks_share_is_shown_once(job, said):
     ended = job(SAME_EVERYWHERE[said], ranks=2)
     assert ended.status != 0
     assert ended.err.count("Traceback (most recent call last):") == 1
@@ -331,12 +331,12 @@ mpidist.MultiWorkerMirroredStrategy().symmetric_empty(10, float, per_node=True)
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(None)", "sys.exit(0)"])
-def test_normal_end_is_silent(job: Job, end: str) -> None:
+def test_normal_end_is_silent(job, end):
     ended = job(ORDERLY + end, ranks=2)
     assert (ended.status, ended.out, ended.err) == (0, "", "")
 
 
-def test_wrong_launcher_is_refused_with_the_command_to_use(tmp_path: Path) -> None:
+def test_wrong_launcher_is_refused_with_the_command_to_use(tmp_path):
     """The launcher of another MPI starts worlds of one rank each."""
     script = tmp_path / "program.py"
     script.write_text("import mpidist\nmpidist.MultiWorkerMirroredStrategy()\n")
@@ -347,7 +347,7 @@ def test_wrong_launcher_is_refused_with_the_command_to_use(tmp_path: Path) -> No
     assert re.search(rf"mpiexec -n 3 \S*python\S* {re.escape(str(script))}", ended.err)
 
 
-def test_calls_after_the_program_finalized_mpi_are_python_errors(job: Job) -> None:
+def test_calls_after_the_program_finalized_mpi_are_python_errors(job):
     program = """
 context = mpidist.get_replica_context
 if rank == 1:
@@ -396,7 +396,7 @@ sys.exit(subprocess.run([sys.executable, "-c", "import mpidist; mpidist.MultiWor
 
 
 @pytest.mark.parametrize("how", CHILDREN)
-def test_child_of_a_rank_is_refused_before_it_starts_mpi(job: Job, how: str) -> None:
+def test_child_of_a_rank_is_refused_before_it_starts_mpi(job, how):
     """And the job ends, instead of starting one child after the other."""
     ended = job(CHILDREN[how], ranks=2)
     assert ended.status != 0
@@ -404,7 +404,7 @@ def test_child_of_a_rank_is_refused_before_it_starts_mpi(job: Job, how: str) -> 
     assert len(how.split(",")) <= ended.err.count("Guard the script") < 12
 
 
-def test_forked_children_end_by_themselves_and_harm_nothing(job: Job) -> None:
+def test_forked_children_end_by_themselves_and_harm_nothing(job):
     """With their own status, without MPI; a call in them is refused."""
     program = """
 import multiprocessing
@@ -444,7 +444,7 @@ for _ in range(3):
     assert ended.err.count("KeyError: 'mine'") == 2 + 1, "as without mpidist"
 
 
-def test_child_with_a_launcher_of_its_own_is_no_child_of_the_rank(job: Job, tmp_path: Path) -> None:
+def test_child_with_a_launcher_of_its_own_is_no_child_of_the_rank(job, tmp_path):
     inner = tmp_path / "inner.py"
     inner.write_text("import mpidist\nprint(f'{mpidist.MultiWorkerMirroredStrategy().reduce(\"sum\", 1.0)}')\n")
     command = [*Launcher.find(None).command, "-n", "2", sys.executable, str(inner)]
@@ -472,7 +472,7 @@ mpidist.MultiWorkerMirroredStrategy()
 
 
 @pytest.mark.parametrize("before", [(), ("sh", "-c", '"$@"; exit $?', "sh")], ids=["no shell", "a shell for each rank"])
-def test_ranks_warn_that_rank_0_does_not_build_a_strategy(job: Job, before: tuple[str, ...]) -> None:
+def test_ranks_warn_that_rank_0_does_not_build_a_strategy(job, before):
     ended = job(NOT_BUILT, head="", before=before, MPIDIST_STALL_SECONDS="1", MPIDIST_TIMEOUT_SECONDS="3")
     pattern = r"building a strategy on rank [12] has waited \d+ s, and not all 3 ranks have come to build it"
     places = r" \(rank 0: \S+program\.py:7 in <module>; ranks 1-2: \S+program\.py:8 in <module>\)"
@@ -480,7 +480,7 @@ def test_ranks_warn_that_rank_0_does_not_build_a_strategy(job: Job, before: tupl
 
 
 @pytest.mark.parametrize("what", ["raise KeyError('mine')", "sys.exit('mine')"])
-def test_traceback_leaves_out_frames_of_the_library_and_names_the_trace(job: Job, tmp_path: Path, what: str) -> None:
+def test_traceback_leaves_out_frames_of_the_library_and_names_the_trace(job, tmp_path, what):
     traces = tmp_path / "traces"
     ended = job(STEP.format(what=what), ranks=2, MPIDIST_TRACE=str(traces) if "Key" in what else "")
     lines = ended.lines_of(1)
@@ -491,12 +491,12 @@ def test_traceback_leaves_out_frames_of_the_library_and_names_the_trace(job: Job
         require_trace_is_named(ended, 1, traces)
 
 
-def test_trace_of_a_job_that_ends_well_is_named(job: Job, tmp_path: Path) -> None:
+def test_trace_of_a_job_that_ends_well_is_named(job, tmp_path):
     ended = job(STEP.format(what="pass"), ranks=2, MPIDIST_TRACE=str(tmp_path / "traces"))
     require_trace_is_named(ended, 0, tmp_path / "traces")
 
 
-def require_trace_is_named(ended: Ended, rank: int, traces: Path) -> None:
+def require_trace_is_named(ended, rank, traces):
     """Require that this rank says once how to read the trace."""
     (folder,) = traces.iterdir()
     (line,) = [line for line in ended.lines_of(rank) if "trace merge" in line]
@@ -506,7 +506,7 @@ def require_trace_is_named(ended: Ended, rank: int, traces: Path) -> None:
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_traceback_hides_frames_of_mpidist_without_the_variable(is_whole: bool) -> None:
+def test_traceback_hides_frames_of_mpidist_without_the_variable(is_whole):
     """Also in a process without a launcher."""
     command = [sys.executable, "-c", "import mpidist; mpidist.OneDeviceStrategy().run(print, 1, 2)"]
     environment = {**clean_environment(), "PYTHONPATH": PROJECT, "MPIDIST_TRACEBACK": "full" if is_whole else ""}
@@ -518,7 +518,7 @@ def test_traceback_hides_frames_of_mpidist_without_the_variable(is_whole: bool) 
     assert (lines[-2] == "  (then within mpidist: MPIDIST_TRACEBACK=full prints these frames, too)") != is_whole
 
 
-def test_immediate_exit_of_a_rank_is_reported(job: Job, tmp_path: Path) -> None:
+def test_immediate_exit_of_a_rank_is_reported(job, tmp_path):
     code = tmp_path / "code"
     ended = job(STEP.format(what="os._exit(3)"), ranks=2, MPIDIST_EXIT_CODE_FILE=str(code))
     assert code.read_text() == "3\n"
@@ -543,7 +543,7 @@ if rank == 1:
 WARNING = "starting MPI on rank 0 has waited"
 
 
-def test_late_rank_at_the_start_is_named_once(job: Job) -> None:
+def test_late_rank_at_the_start_is_named_once(job):
     ended = job(LAUNCHED + "import mpidist\n" + SIGNS + COMES_LATE + BUILD_AND_ADD, head="", MPIDIST_STALL_SECONDS="5")
     assert (ended.status, ended.out.count("sum 3.0")) == (0, 3)
     assert ended.err.count("has waited") == ended.err.count(WARNING) == 1
@@ -551,7 +551,7 @@ def test_late_rank_at_the_start_is_named_once(job: Job) -> None:
     assert re.search(r"\) did not come to start it \(rank 1: \S+program\.py:\d+ in await_signs\)", ended.err)
 
 
-def test_ranks_that_do_not_come_until_the_deadline_end_the_job(job: Job) -> None:
+def test_ranks_that_do_not_come_until_the_deadline_end_the_job(job):
     """There a short deadline counts as 10 s, and nobody is late before 5 s. A rank leaves before it has imported."""
     program = (
         LAUNCHED + f"if rank == 2:\n    os._exit(0)\nif rank == 1:\n    time.sleep({LONG_SECONDS})\nimport mpidist\n"

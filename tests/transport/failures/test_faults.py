@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,8 +15,6 @@ from jobs.faults import (
     TWO_APART,
     UNEVEN,
     UNEVEN_ALONE,
-    Ended,
-    Job,
     Placement,
     job,
     late,
@@ -88,12 +85,12 @@ class Failure(NamedTuple):
     num_tracebacks: int = 1  # how many of them the job prints
 
 
-def failing(how: str, others: str) -> str:
+def failing(how, others):
     """Return a program in which the faulty rank does something while the others reduce or compute."""
     return f"if is_faulty:\n    time.sleep(0.1)\n    {how}\n{others}"
 
 
-def interrupted(does: str) -> str:
+def interrupted(does):
     """Return a program in which the faulty rank is interrupted while it does something."""
     return f"if is_faulty:\n    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()\n{does}"
 
@@ -132,7 +129,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failure_of_a_rank_ends_the_job_with_one_report(job: Job, tmp_path: Path, name: str) -> None:
+def test_failure_of_a_rank_ends_the_job_with_one_report(job, tmp_path, name):
     """In lines that nobody else's stand between; and the exit status is also where a script asks for it."""
     failure, code = FAILURES[name], tmp_path / "code"
     program = f"os.chdir('/')\n{failure.program}"  # a relative path is of the folder of the start
@@ -180,7 +177,7 @@ error = attempt("error", lambda: reduce(DEADLINE))
     [("os._exit", TWO, True), ("SIGTERM", UNEVEN, False), ("SIGKILL", BLOCKS, True), ("in a comparison", BLOCKS, True)],
     ids=str,
 )
-def test_death_is_seen_by_all_without_a_deadline(job: Job, death: str, placement: Placement, is_caught: bool) -> None:
+def test_death_is_seen_by_all_without_a_deadline(job, death, placement, is_caught):
     """Also on other nodes: those of its own tell them. Then a program ends that cannot end in peace."""
     program = DIES.format(death=DEATHS[death], then="" if is_caught else "raise error")
     ended = job(program, placement, is_blind=True)
@@ -205,7 +202,7 @@ if is_faulty:
 
 
 @on(UNEVEN)
-def test_death_is_seen_by_ranks_that_are_at_their_end(job: Job, placement: Placement) -> None:
+def test_death_is_seen_by_ranks_that_are_at_their_end(job, placement):
     """They wait for it in `close`, and MPI would wait for it for ever."""
     ended = job(CLOSES, placement, is_blind=True)
     assert ended.status == EXIT_CODE_AFTER_FAILURE
@@ -217,7 +214,7 @@ def test_death_is_seen_by_ranks_that_are_at_their_end(job: Job, placement: Place
     assert "Traceback" not in ended.err
 
 
-def require_parting(ended: Ended, placement: Placement, state: str) -> None:
+def require_parting(ended, placement, state):
     """Require that the ranks that end in spite of a lost one say why the job has an exit code."""
     said = [line for rank in placement.others for line in ended.lines_of(rank)]
     said = [line for line in said if "waits up to 30 s" not in line]  # on nodes that know nothing of the lost one yet
@@ -231,7 +228,7 @@ def require_parting(ended: Ended, placement: Placement, state: str) -> None:
 
 
 @pytest.mark.parametrize("death", ["SIGKILL", "SIGTERM"])
-def test_launcher_ends_the_job_of_a_killed_rank(job: Job, death: str) -> None:
+def test_launcher_ends_the_job_of_a_killed_rank(job, death):
     """It sees that, and need not be told."""
     program = DIES.format(death=DEATHS[death], then="raise error")
     ended = job(program, TWO)
@@ -241,7 +238,7 @@ def test_launcher_ends_the_job_of_a_killed_rank(job: Job, death: str) -> None:
 
 
 @pytest.mark.parametrize(("death", "placement"), [("SIGSTOP", TWO_APART), ("SIGKILL", UNEVEN_ALONE)], ids=str)
-def test_loss_of_a_whole_node_is_seen_at_the_deadline(job: Job, death: str, placement: Placement) -> None:
+def test_loss_of_a_whole_node_is_seen_at_the_deadline(job, death, placement):
     """Nobody is left there who sees the process."""
     program = MISSES_A_CALL.format(death=f"os.kill(os.getpid(), signal.{death})", then="raise error")
     ended = job(program, placement, is_blind=True)
@@ -257,7 +254,7 @@ STOPS = MISSES_A_CALL.format(death="os.kill(os.getpid(), signal.SIGSTOP)", then=
 
 
 @on(UNEVEN)
-def test_stopped_rank_is_named_at_the_deadline(job: Job, placement: Placement) -> None:
+def test_stopped_rank_is_named_at_the_deadline(job, placement):
     """And the launcher ends it with the others, stopped as it is."""
     ended = job(STOPS, placement)
     assert ended.status == EXIT_CODE_AFTER_FAILURE
@@ -285,7 +282,7 @@ attempt("long stop, after", reduce)
 
 
 @on(UNEVEN)
-def test_rank_that_is_stopped_and_continued_takes_part_again(job: Job, placement: Placement) -> None:
+def test_rank_that_is_stopped_and_continued_takes_part_again(job, placement):
     """In time as if nothing had been; after the deadline it learns what the others did, and all may reset."""
     ended = job(CONTINUES, placement)
     assert (ended.status, ended.out, ended.err) == (0, "", "")
@@ -300,10 +297,10 @@ def test_rank_that_is_stopped_and_continued_takes_part_again(job: Job, placement
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 @on(UNEVEN)
-def test_signal_to_the_launcher_ends_all_ranks_once(job: Job, placement: Placement, number: signal.Signals) -> None:
+def test_signal_to_the_launcher_ends_all_ranks_once(job, placement, number):
     """Ctrl-C goes to all processes of the terminal."""
 
-    def interfere(launcher: subprocess.Popen[bytes], _: Path) -> None:
+    def interfere(launcher, _):
         (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
 
     ended = job("while True:\n    reduce()\n", placement, interfere=interfere)
@@ -320,7 +317,7 @@ attempt("stall", reduce)
 
 
 @on(UNEVEN)
-def test_late_rank_is_named_in_a_warning_where_there_is_no_deadline(job: Job, placement: Placement) -> None:
+def test_late_rank_is_named_in_a_warning_where_there_is_no_deadline(job, placement):
     """Once on each node where ranks wait; and the call works."""
     waiting = {placement.nodes[rank] for rank in placement.others}
     ended = job(STALLS, placement, MPIDIST_STALL_SECONDS="2", WARNINGS=str(len(waiting)))
@@ -340,7 +337,7 @@ attempt("left", lambda: [name for name in os.listdir("/dev/shm") if name.startsw
 SMALL = "4600k"  # enough for MPICH to start three ranks, too little for the slots of mpidist
 
 
-def where_memory_is_small() -> list[str]:
+def where_memory_is_small():
     """Return the words before a command that give it a /dev/shm of its own with little space."""
     unshare = [shutil.which("unshare") or "unshare", "-m" if os.getuid() == 0 else "-rm", "sh", "-c"]
     mount = f"mount -t tmpfs -o size={SMALL} tmpfs /dev/shm"
@@ -352,7 +349,7 @@ def where_memory_is_small() -> list[str]:
 
 
 @on(UNEVEN)
-def test_full_shared_memory_warns_once_and_falls_back_to_mpi(job: Job, placement: Placement) -> None:
+def test_full_shared_memory_warns_once_and_falls_back_to_mpi(job, placement):
     ended = job(NO_SPACE, placement, before=where_memory_is_small())
     assert (ended.status, ended.out) == (0, "")
     total = placement.size * (placement.size + 1) / 2
@@ -364,7 +361,7 @@ def test_full_shared_memory_warns_once_and_falls_back_to_mpi(job: Job, placement
 
 
 @on(UNEVEN)
-def test_full_shared_memory_raises_if_the_variable_demands_it(job: Job, placement: Placement) -> None:
+def test_full_shared_memory_raises_if_the_variable_demands_it(job, placement):
     before = where_memory_is_small()
     ended = job(NO_SPACE, placement, before=before, MPIDIST_TRANSPORT="shared_memory")
     assert ended.status == 1
@@ -399,7 +396,7 @@ if HAS_ULFM:
 
     @pytest.mark.long
     @pytest.mark.parametrize("count", [1, 2_000_000], ids=["between calls", "while data move"])
-    def test_killed_rank_alone_on_its_node_is_named_by_mpi(survivor: Job, count: int) -> None:
+    def test_killed_rank_alone_on_its_node_is_named_by_mpi(survivor, count):
         """Nobody sees its process."""
         placement = Placement((0, 0, 1), 2)
         ended = survivor(ALONE.format(count=count), placement)

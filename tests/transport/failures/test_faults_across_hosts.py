@@ -7,12 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from jobs.faults import HEAD, Ended, Interfere, require_deadline, run_command
+from jobs.faults import HEAD, require_deadline, run_command
 from jobs.hosts import need_hosts
 from mpi4py import MPI
 
@@ -50,19 +49,19 @@ shapes = pytest.mark.parametrize(("number", "slots"), [(2, 2), (3, 1)])
 
 
 @pytest.fixture
-def hosts(number: int, slots: int) -> Iterator[Hosts]:
+def hosts(number, slots):
     need_hosts()
     with Hosts(number, slots=slots) as built:
         yield built
 
 
-def tell(notes: Path, what: str) -> None:
+def tell(notes, what):
     """Write a note for the ranks."""
     with notes.open("a") as file:
         file.write(json.dumps({"rank": TEST, "what": what}) + "\n")
 
 
-def run_on(hosts: Hosts, folder: Path, body: str, interfere: Interfere) -> Ended:
+def run_on(hosts, folder, body, interfere):
     """Run a program on all slots of the hosts."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     script = folder / "program.py"
@@ -72,13 +71,13 @@ def run_on(hosts: Hosts, folder: Path, body: str, interfere: Interfere) -> Ended
     return run_command(folder, command, ranks, interfere, LAUNCHER, FAULT_RANK="-1")
 
 
-def split(hosts: Hosts) -> tuple[list[int], list[int]]:
+def split(hosts):
     """Return the ranks of all hosts but the last, and those of the last."""
     first = (len(hosts.names) - 1) * hosts.slots
     return list(range(first)), list(range(first, first + hosts.slots))
 
 
-def unheard(hosts: Hosts, ranks: Sequence[int]) -> str:
+def unheard(hosts, ranks):
     """Return how an error names ranks of hosts that are silent, as a pattern."""
     size = len(hosts.names) * hosts.slots
     lines = [rf"\n  ranks? [\d-]+: nothing was heard from host {hosts.names[rank // hosts.slots]}" for rank in ranks]
@@ -87,10 +86,10 @@ def unheard(hosts: Hosts, ranks: Sequence[int]) -> str:
 
 
 @shapes
-def test_cut_link_is_seen_at_the_deadline_on_both_sides(hosts: Hosts, tmp_path: Path) -> None:
+def test_cut_link_is_seen_at_the_deadline_on_both_sides(hosts, tmp_path):
     """Each side names the ranks and the hosts that it hears nothing of, and ends."""
 
-    def interfere(_: subprocess.Popen[bytes], notes: Path) -> None:
+    def interfere(_, notes):
         hosts.cut(hosts.names[-1])
         tell(notes, "cut")
 
@@ -106,10 +105,10 @@ def test_cut_link_is_seen_at_the_deadline_on_both_sides(hosts: Hosts, tmp_path: 
 
 
 @shapes
-def test_link_that_is_cut_for_a_second_harms_nothing(hosts: Hosts, tmp_path: Path) -> None:
+def test_link_that_is_cut_for_a_second_harms_nothing(hosts, tmp_path):
     """TCP sends again what was lost."""
 
-    def interfere(_: subprocess.Popen[bytes], notes: Path) -> None:
+    def interfere(_, notes):
         hosts.cut(hosts.names[-1])
         time.sleep(1)
         hosts.join(hosts.names[-1])
@@ -121,10 +120,10 @@ def test_link_that_is_cut_for_a_second_harms_nothing(hosts: Hosts, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("number", "slots"), [(3, 1)])
-def test_slow_link_is_waited_for_within_the_deadline(hosts: Hosts, tmp_path: Path) -> None:
+def test_slow_link_is_waited_for_within_the_deadline(hosts, tmp_path):
     """Delayed by 0.3 s each way; where the kernel has no delay to add, by a rate of 4 Mbit/s."""
 
-    def interfere(_: subprocess.Popen[bytes], notes: Path) -> None:
+    def interfere(_, notes):
         slow_down(hosts, hosts.names[-1])
         tell(notes, "slow")
 
@@ -137,7 +136,7 @@ def test_slow_link_is_waited_for_within_the_deadline(hosts: Hosts, tmp_path: Pat
     assert max(note.seconds for note in notes.values()) > 0.5
 
 
-def slow_down(hosts: Hosts, host: str) -> None:
+def slow_down(hosts, host):
     """Delay what a host sends."""
     for kind in ("netem delay 300ms", "tbf rate 4mbit burst 16kb limit 4mb"):
         command = hosts.command(host, ["tc", *["qdisc", "replace", "dev", "eth0", "root"], *kind.split()])
@@ -148,10 +147,10 @@ def slow_down(hosts: Hosts, host: str) -> None:
 
 
 @shapes
-def test_lost_host_is_named_by_those_that_are_left(hosts: Hosts, tmp_path: Path) -> None:
+def test_lost_host_is_named_by_those_that_are_left(hosts, tmp_path):
     """As when its power is cut: it says no more word. The launcher, which would, sleeps meanwhile."""
 
-    def interfere(launcher: subprocess.Popen[bytes], notes: Path) -> None:
+    def interfere(launcher, notes):
         mpiexec = pid_below(launcher.pid, "mpiexec")
         os.kill(mpiexec, signal.SIGSTOP)
         hosts.cut(hosts.names[-1])
@@ -170,7 +169,7 @@ def test_lost_host_is_named_by_those_that_are_left(hosts: Hosts, tmp_path: Path)
     require_deadline([notes[rank] for rank in near], unheard(hosts, far))
 
 
-def pid_below(pid: int, name: str) -> int:
+def pid_below(pid, name):
     """Find a process of that name among a process and those that it started, and these started."""
     if Path(f"/proc/{pid}/comm").read_text().startswith(name):
         return pid

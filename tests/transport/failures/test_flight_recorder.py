@@ -4,12 +4,10 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs.failing import SIGNS, Job
-from support.ranks import Intracomm
+from jobs.failing import SIGNS
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
@@ -20,7 +18,7 @@ TEXTS = 256  # that a recorder keeps
 
 
 @pytest.mark.no_mpi
-def test_flight_recorder_call_goes_through_its_states() -> None:
+def test_flight_recorder_call_goes_through_its_states():
     memory = np.zeros(FLIGHT_BYTES, np.uint8)
     recorder = FlightRecorder(memory)
     assert entries_in(memory) == []
@@ -45,7 +43,7 @@ def test_flight_recorder_call_goes_through_its_states() -> None:
 
 
 @pytest.mark.no_mpi
-def test_flight_recorder_keeps_newest_calls_and_texts() -> None:
+def test_flight_recorder_keeps_newest_calls_and_texts():
     memory = np.zeros(FLIGHT_BYTES, np.uint8)
     recorder = FlightRecorder(memory)
     for number in range(1, MAX_CALLS + 51):
@@ -62,7 +60,7 @@ def test_flight_recorder_keeps_newest_calls_and_texts() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_neighbours_read_it(comm: Intracomm) -> None:
+def test_neighbours_read_it(comm):
     board = StatusBoard(comm, range(comm.size))
     board.recorder.begin(comm.rank + 1, "reduce")
     comm.Barrier()
@@ -76,7 +74,7 @@ def test_neighbours_read_it(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_flight_recorder_has_calls_of_a_strategy(comm: Intracomm) -> None:
+def test_flight_recorder_has_calls_of_a_strategy(comm):
     with Strategy(comm=comm) as strategy:
         strategy.reduce("SUM", [np.ones(1000, np.float32), np.ones(3, np.float32)])
         strategy.gather(np.ones(3), 0)
@@ -102,7 +100,7 @@ strategy.close()
 """
 
 
-def flight(folder: Path, *arguments: str) -> tuple[int, str]:
+def flight(folder, *arguments):
     command = [sys.executable, "-m", "mpidist", "flight", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""
@@ -111,7 +109,7 @@ def flight(folder: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-def test_flight_files_of_all_ranks_are_written_at_a_deadline(job: Job, tmp_path: Path) -> None:
+def test_flight_files_of_all_ranks_are_written_at_a_deadline(job, tmp_path):
     """Also of the one that is busy elsewhere; and the command names it."""
     ended = job(SIGNS + LATE.format(seconds=3), ranks=2, MPIDIST_FLIGHT_DIR=str(tmp_path / "flights"))
     assert ended.status == 0, ended.err
@@ -127,7 +125,7 @@ def test_flight_files_of_all_ranks_are_written_at_a_deadline(job: Job, tmp_path:
 
 
 @pytest.mark.no_mpi
-def test_flight_files_are_written_at_a_signal(job: Job, tmp_path: Path) -> None:
+def test_flight_files_are_written_at_a_signal(job, tmp_path):
     program = """
 for _ in range(3):
     strategy.reduce("SUM", 1.0)
@@ -150,7 +148,7 @@ strategy.reduce("SUM", 1.0)
 
 
 @pytest.mark.no_mpi
-def test_flight_files_that_cannot_be_written_are_no_new_error(job: Job, tmp_path: Path) -> None:
+def test_flight_files_that_cannot_be_written_are_no_new_error(job, tmp_path):
     nowhere = tmp_path / "file"
     nowhere.write_text("")
     ended = job(SIGNS + LATE.format(seconds=0.5), ranks=2, MPIDIST_FLIGHT_DIR=str(nowhere))

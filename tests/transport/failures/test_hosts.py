@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,29 +39,29 @@ with Hosts(number=1) as hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts():
     need_hosts()
     with Hosts() as built:
         yield built
 
 
-def said(hosts: Hosts, host: str, *argv: str) -> str:
+def said(hosts, host, *argv):
     """Run a command on a host, and return what it prints."""
     done = ran(hosts.command(host, argv))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def reach(hosts: Hosts, host: str, other: int) -> str:
+def reach(hosts, host, other):
     return said(hosts, host, sys.executable, "-c", REACH, hosts.addresses[other])
 
 
-def wait_until_reached(hosts: Hosts, host: str, other: int) -> None:
+def wait_until_reached(hosts, host, other):
     while reach(hosts, host, other) != "ConnectionRefusedError":
         pass
 
 
-def traces(hosts: Hosts) -> tuple[set[str], Path]:
+def traces(hosts):
     """Return the PID namespaces of all hosts, and the folder where their files are."""
     names = (HEAD, *hosts.names)
     found = {said(hosts, name, "readlink", "/proc/self/ns/pid") for name in names}
@@ -70,7 +69,7 @@ def traces(hosts: Hosts) -> tuple[set[str], Path]:
     return found, Path(said(hosts, HEAD, "sh", "-c", "echo $TMPDIR")).parent
 
 
-def still_used(namespaces: set[str]) -> set[str]:
+def still_used(namespaces):
     """Return those of these PID namespaces that any process is in."""
     found = set()
     for link in Path("/proc").glob("[0-9]*/ns/pid"):
@@ -79,7 +78,7 @@ def still_used(namespaces: set[str]) -> set[str]:
     return found & namespaces
 
 
-def test_hosts_are_apart_but_for_a_network_that_can_be_cut(hosts: Hosts, tmp_path: Path) -> None:
+def test_hosts_are_apart_but_for_a_network_that_can_be_cut(hosts, tmp_path):
     for host, other in (("h1", 1), ("h2", 0), (HEAD, 0)):
         wait_until_reached(hosts, host, other)
     look = "ls /dev/shm; name=$(cat /proc/sys/kernel/hostname); touch /dev/shm/$name; echo $name $(basename $TMPDIR)"
@@ -99,7 +98,7 @@ def test_hosts_are_apart_but_for_a_network_that_can_be_cut(hosts: Hosts, tmp_pat
     wait_until_reached(hosts, "h2", 0)
 
 
-def test_hosts_run_ranks_and_a_killed_one_loses_its_processes_alone(hosts: Hosts) -> None:
+def test_hosts_run_ranks_and_a_killed_one_loses_its_processes_alone(hosts):
     program = "import sys; from mpi4py.MPI import *; sys.stdout.write(f'{Get_processor_name()} {COMM_WORLD.size}\\n')"
     command = [*hosts.mpiexec(Path(sys.executable), 3), sys.executable, "-c", program]
     done = ran(command, env=clean_environment(), stdin=subprocess.DEVNULL)
@@ -119,11 +118,11 @@ def test_hosts_run_ranks_and_a_killed_one_loses_its_processes_alone(hosts: Hosts
     sleepers[0].wait()
 
 
-def test_hosts_interrupted_leave_no_processes_or_namespaces() -> None:
+def test_hosts_interrupted_leave_no_processes_or_namespaces():
     need_hosts()
     started, left = [], []
 
-    def interrupted() -> None:
+    def interrupted():
         with Hosts() as some, Hosts() as others:
             for hosts in (some, others):
                 started.append(subprocess.Popen(hosts.command("h1", ["sleep", "5000"])))
@@ -140,7 +139,7 @@ def test_hosts_interrupted_leave_no_processes_or_namespaces() -> None:
         assert not folder.exists()
 
 
-def test_hosts_die_with_the_program_that_made_them() -> None:
+def test_hosts_die_with_the_program_that_made_them():
     need_hosts()
     with subprocess.Popen(
         [sys.executable, "-c", KILLED], cwd=PROJECT / "tools", stdout=subprocess.PIPE, text=True
@@ -154,7 +153,7 @@ def test_hosts_die_with_the_program_that_made_them() -> None:
     shutil.rmtree(folder)  # nobody was left to do it
 
 
-def test_benchmark_over_hosts_checks_bytes_sent(tmp_path: Path) -> None:
+def test_benchmark_over_hosts_checks_bytes_sent(tmp_path):
     need_hosts()
     sizes = "--sizes 1M --rounds 1 --seconds 0.1"
     command = [sys.executable, str(PROJECT / "benchmarks"), "network", *sizes.split()]
@@ -173,7 +172,7 @@ def test_benchmark_over_hosts_checks_bytes_sent(tmp_path: Path) -> None:
         assert 0.99 * share <= float(row["net_sent_to_least"]) < 2 * share
 
 
-def test_hosts_refuse_wrong_arguments() -> None:
+def test_hosts_refuse_wrong_arguments():
     for wrong in ("200", "mbit", "-1mbit", "fast"):
         with pytest.raises(ValueError, match="is no rate"):
             Hosts(rate=wrong)

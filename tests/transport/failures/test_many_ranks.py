@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from jobs.failing import Job
 
 pytestmark = pytest.mark.no_mpi
 
@@ -31,7 +30,7 @@ for size in (4, 12):
 """
 
 
-def test_wait_on_many_ranks_reads_one_process_in_five_milliseconds(job: Job) -> None:
+def test_wait_on_many_ranks_reads_one_process_in_five_milliseconds(job):
     """Also where the node has more ranks; and none in the first 100 ms."""
     ended = job(COUNTS_READS, ranks=12, head="")
     assert ended.status == 0, ended.err

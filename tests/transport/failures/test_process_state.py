@@ -12,7 +12,7 @@ from mpidist.transport.failures.process_state import GONE, RUNNING, STOPPED, UNK
 pytestmark = pytest.mark.no_mpi
 
 
-def test_process_state_is_that_of_the_process_that_was_meant() -> None:
+def test_process_state_is_that_of_the_process_that_was_meant():
     own = Process.own()
     assert own.state(seen_from=own) == RUNNING
     assert own._replace(begun=own.begun + 1).state(seen_from=own) == GONE  # a later process has its id
@@ -20,7 +20,7 @@ def test_process_state_is_that_of_the_process_that_was_meant() -> None:
     assert own._replace(namespace=0).state(seen_from=own._replace(namespace=0)) == UNKNOWN
 
 
-def test_process_state_follows_signals() -> None:
+def test_process_state_follows_signals():
     own = Process.own()
     code = f"from {Process.__module__} import Process; print(*Process.own(), flush=True); input()"
     with subprocess.Popen(

@@ -2,10 +2,9 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
-from jobs.faults import BLOCKS, TWO, UNEVEN, Job, Placement, job, of_others, on
+from jobs.faults import BLOCKS, TWO, UNEVEN, job, of_others, on
 
 __all__ = ["job"]
 
@@ -25,9 +24,7 @@ sys.exit(3)
 
 @pytest.mark.core
 @on(BLOCKS, UNEVEN)
-def test_stack_of_a_late_rank_is_in_the_error_of_all_others_and_in_its_flight_file(
-    job: Job, tmp_path: Path, placement: Placement
-) -> None:
+def test_stack_of_a_late_rank_is_in_the_error_of_all_others_and_in_its_flight_file(job, tmp_path, placement):
     ended = job(LATE.format("sum(range(10**12))"), placement, MPIDIST_FLIGHT_DIR=str(tmp_path / "flights"))
     for note in of_others(ended, "late", placement):
         assert note.kind == "DeadlineExceededError", note
@@ -39,7 +36,7 @@ def test_stack_of_a_late_rank_is_in_the_error_of_all_others_and_in_its_flight_fi
     assert [frame[2] for frame in told["stack"][0]] == ["busy", "<module>"]
 
 
-def test_late_rank_inside_another_strategy_is_reported_as_such(job: Job) -> None:
+def test_late_rank_inside_another_strategy_is_reported_as_such(job):
     body = """
 other = mpidist.MultiWorkerMirroredStrategy()
 attempt("late", lambda: (other if is_faulty else strategy).reduce("SUM", 1.0, options=DEADLINE))
@@ -51,7 +48,7 @@ other.reset()
     assert [note.rank for note in of_others(ended, "late", UNEVEN) if re.search(pattern, note.text)] == UNEVEN.others
 
 
-def test_stack_signal_that_is_off_leaves_errors_as_they_were(job: Job) -> None:
+def test_stack_signal_that_is_off_leaves_errors_as_they_were(job):
     ended = job(LATE.format("time.sleep(600)"), TWO, MPIDIST_STACK_SIGNAL="off")
     for note in of_others(ended, "late", TWO):
         assert re.search(r"\n  rank 1: finished reduce .* and has made no call since\Z", note.text), note

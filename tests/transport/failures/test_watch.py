@@ -3,17 +3,14 @@
 import re
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from support.agreements import warnings_of
 from support.alarms import RangError, alarm
 from support.deadlines import options
-from support.ranks import Intracomm
 from support.reductions import all_reduce
-from transport.failures.clocks import Clock, come_late, given_up, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import come_late, given_up, let_time_pass, wait_for_late_rank
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -30,9 +27,7 @@ from mpidist.transport.text import name_ranks
 pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 
-def test_stall_warning_is_logged_once_on_nodes(
-    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
-) -> None:
+def test_stall_warning_is_logged_once_on_nodes(comm, placement, monkeypatch, caplog, clock):
     """The missing ranks are named with what they did last, on all nodes where ranks wait."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "600")
     strategy = Strategy(comm=comm)
@@ -53,7 +48,7 @@ def test_stall_warning_is_logged_once_on_nodes(
     strategy.close()
 
 
-def started_by(rank: int, size: int) -> str:
+def started_by(rank, size):
     """Return how an error speaks of a rank that has started a call and waits for nothing, as a pattern.
 
     Beside others that have not noticed yet that all have joined.
@@ -63,7 +58,7 @@ def started_by(rank: int, size: int) -> str:
 
 
 @pytest.mark.parametrize("away", [0, -1])
-def test_rank_that_has_started_a_call_and_waits_nowhere_is_named(comm: Intracomm, clock: Clock, away: int) -> None:
+def test_rank_that_has_started_a_call_and_waits_nowhere_is_named(comm, clock, away):
     """Within a node nobody but the rank itself makes its part of a started call progress."""
     away %= comm.size
     strategy = Strategy(None, options(600), comm=comm)
@@ -81,9 +76,7 @@ def test_rank_that_has_started_a_call_and_waits_nowhere_is_named(comm: Intracomm
 
 
 @pytest.mark.parametrize("away", [0, -1])
-def test_stall_warning_names_a_rank_that_only_started_the_call(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock, away: int
-) -> None:
+def test_stall_warning_names_a_rank_that_only_started_the_call(comm, monkeypatch, caplog, clock, away):
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "600")
     away %= comm.size
     speaker = 1 if away == 0 else 0
@@ -98,9 +91,7 @@ def test_stall_warning_names_a_rank_that_only_started_the_call(
     assert all(re.search(started_by(away, comm.size), line) for line in told)
 
 
-def test_building_a_strategy_waits_for_all_but_not_in_silence(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
-) -> None:
+def test_building_a_strategy_waits_for_all_but_not_in_silence(comm, monkeypatch, caplog, clock):
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "600")
     come_late(clock, comm, comm.size - 1)
     Strategy(comm=comm).close()
@@ -111,11 +102,11 @@ def test_building_a_strategy_waits_for_all_but_not_in_silence(
         assert re.match(rf"mpidist: building a strategy on rank {comm.rank} has waited \d\d\d\d s", line)
 
 
-def fall_asleep_in(comm: Intracomm, patch: pytest.MonkeyPatch, owner: type[Any], method: str) -> None:
+def fall_asleep_in(comm, patch, owner, method):
     """Let this rank fall asleep in the middle of a call, until the others have given up; what they sent is left."""
     really, is_asleep = getattr(owner, method), [False]
 
-    def sleep(*given: Any, **named: Any) -> Any:
+    def sleep(*given, **named):
         if not is_asleep[0]:
             is_asleep[0] = True
             let_time_pass(comm)
@@ -129,9 +120,7 @@ def fall_asleep_in(comm: Intracomm, patch: pytest.MonkeyPatch, owner: type[Any],
 @pytest.mark.parametrize(
     ("transport", "owner", "method"), [("mpi", MpiCommunicator, "all_reduce"), ("shared_memory", TwoShot, "steps")]
 )
-def test_deadline_holds_while_data_move(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, transport: str, owner: type[Any], method: str, clock: Clock
-) -> None:
+def test_deadline_holds_while_data_move(comm, monkeypatch, transport, owner, method, clock):
     """All ranks have come, and one of them stops in the middle."""
     monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
     strategy, last = Strategy(None, options(600), comm=comm), comm.size - 1
@@ -144,7 +133,7 @@ def test_deadline_holds_while_data_move(
         if comm.rank == last:
             fall_asleep_in(comm, patch, owner, method)
 
-            def twice() -> None:  # the first one raises, if the others' parts have not all come before
+            def twice():  # the first one raises, if the others' parts have not all come before
                 for _ in range(2):
                     all_reduce(strategy, "SUM", value)
 
@@ -164,9 +153,7 @@ def test_deadline_holds_while_data_move(
     strategy.close()
 
 
-def test_reset_of_some_ranks_ends_at_the_deadline(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_reset_of_some_ranks_ends_at_the_deadline(comm, monkeypatch, clock):
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "600")
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
@@ -185,7 +172,7 @@ def test_reset_of_some_ranks_ends_at_the_deadline(
     comm.Barrier()
 
 
-def test_reset_interrupted_on_one_rank_fails_on_all(comm: Intracomm, clock: Clock) -> None:
+def test_reset_interrupted_on_one_rank_fails_on_all(comm, clock):
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
         clock.do_in_wait(lambda: signal.raise_signal(signal.SIGALRM))
@@ -200,7 +187,7 @@ def test_reset_interrupted_on_one_rank_fails_on_all(comm: Intracomm, clock: Cloc
     comm.Barrier()
 
 
-def test_reset_during_a_call_of_others_is_named_at_once(comm: Intracomm, placement: object) -> None:
+def test_reset_during_a_call_of_others_is_named_at_once(comm, placement):
     with Strategy(comm=comm) as strategy:
         if comm.rank != 1:
             with pytest.raises(PeerFailedError) as caught:
@@ -211,7 +198,7 @@ def test_reset_during_a_call_of_others_is_named_at_once(comm: Intracomm, placeme
         assert strategy.reduce("SUM", 1.0) == comm.size
 
 
-def test_giving_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -> None:
+def test_giving_up_on_the_next_call_does_not_fail_this_one(comm):
     """A rank may be at the end of a call still, when the others wait in the next one in vain."""
     own = comm.Dup()
     watch = CallWatchdog(own, StatusBoard(comm, range(comm.size)), ("here",) * comm.size)
@@ -230,7 +217,7 @@ def test_giving_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -> N
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_stragglers_exclude_waiting_ranks_if_all_answer(comm: Intracomm, is_heard: bool) -> None:
+def test_stragglers_exclude_waiting_ranks_if_all_answer(comm, is_heard):
     """A rank that has not found that all joined may wait for that word from a host that is silent."""
     own, last = comm.Dup(), comm.size - 1
     board = StatusBoard(comm, range(comm.size))
@@ -247,11 +234,11 @@ def test_stragglers_exclude_waiting_ranks_if_all_answer(comm: Intracomm, is_hear
     comm.Barrier()
 
 
-def test_reset_with_calls_under_way_raises_on_the_others(strategy: Strategy, comm: Intracomm) -> None:
+def test_reset_with_calls_under_way_raises_on_the_others(strategy, comm):
     """Others may wait for this rank's part of a call that was started."""
     value = np.ones(500_000)
 
-    def step() -> None:
+    def step():
         handle = mpidist.get_replica_context().start_all_reduce("SUM", value)
         if comm.rank:
             handle.wait()
@@ -268,9 +255,7 @@ def test_reset_with_calls_under_way_raises_on_the_others(strategy: Strategy, com
     assert (all_reduce(strategy, "SUM", value) == comm.size).all()
 
 
-def test_reset_and_close_receive_late_notes(
-    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reset_and_close_receive_late_notes(comm, placement, monkeypatch):
     """MPI frees no communicator with messages left in it: those of long waits that ended well are taken before."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.05")
     strategy = Strategy(comm=comm)
@@ -284,16 +269,14 @@ def test_reset_and_close_receive_late_notes(
 
 
 @pytest.mark.parametrize("end", [Strategy.reset, Strategy.close])
-def test_reset_and_close_send_no_notes_while_counting_them(
-    comm: Intracomm, placement: object, end: Callable[[Strategy], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reset_and_close_send_no_notes_while_counting_them(comm, placement, end, monkeypatch):
     """The others would not know of it, and wait for the wrong number, all of them, for ever."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.05")
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
         really = MpiAgreement.all_gather_object
 
-        def late(agreement: MpiAgreement, item: object) -> list[object]:
+        def late(agreement, item):
             time.sleep(0.3)
             return really(agreement, item)
 
@@ -305,9 +288,7 @@ def test_reset_and_close_send_no_notes_while_counting_them(
     strategy.close()
 
 
-def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(comm, monkeypatch, clock):
     """One rank of each node tells the other nodes: of pairs of ranks there are too many in a large job."""
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,1")
     strategy = Strategy(comm=comm)
@@ -315,7 +296,7 @@ def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(
     pattern = r"rank 2 of 3 ranks did not join it|had given up"
     with given_up(clock, comm, 2), pytest.raises(DeadlineExceededError, match=pattern):
         strategy.reduce("SUM", 1.0, options=options(600))
-    watchdog: Any = parts_of(strategy).group._watchdog
+    watchdog = parts_of(strategy).group._watchdog
     sent = comm.allgather(watchdog._notes.sent)
     assert sum(sent[0]) > 0
     assert sent[1][2] == 0

@@ -5,12 +5,10 @@ They pack arrays into one and bring them back, as they are, cast and divided; an
 
 import gc
 from itertools import product
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
 from host_cuda.gpus import allocations, down, emulated, gpus, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, UFUNCS, bits, in_rank_order, in_tree_order, unlike_numbers
 
@@ -35,15 +33,15 @@ SIZES = [1, 0, 2, 3, 15, 16, 17, 31, 33, 511, 513, ROW // 4 - 1, ROW // 4, ROW /
 
 
 @pytest.fixture
-def kernels(gpus: cuda.Cuda) -> DeviceKernels:
+def kernels(gpus):
     return DeviceKernels()
 
 
-def empty(size: int, dtype: Any) -> Any:
+def empty(size, dtype):
     return cuda.current().cupy.empty(size, dtype)
 
 
-def numbers_of(dtype: np.dtype[Any], size: int, seed: int = 0) -> Any:
+def numbers_of(dtype, size, seed=0):
     """Any numbers of a dtype, [size]."""
     rng = np.random.default_rng([seed, size])
     if dtype.kind in "iu":
@@ -53,7 +51,7 @@ def numbers_of(dtype: np.dtype[Any], size: int, seed: int = 0) -> Any:
     return (numbers + 1j * rng.standard_normal(size) if dtype.kind == "c" else numbers).astype(dtype)
 
 
-def odd_numbers_of(dtype: np.dtype[Any]) -> Any:
+def odd_numbers_of(dtype):
     """Zeros, subnormal numbers, infinities and no numbers, [n]."""
     if dtype.kind in "iu":
         return np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 0, 1], dtype)
@@ -66,7 +64,7 @@ def odd_numbers_of(dtype: np.dtype[Any]) -> Any:
     return pairs.reshape(-1)
 
 
-def every_pattern(dtype: np.dtype[Any]) -> Any:
+def every_pattern(dtype):
     """All numbers of half precision; of float32, patterns at random, and those where roundings turn, [n]."""
     halves = np.arange(1 << 16, dtype=np.uint16)
     if dtype in HALVES:
@@ -77,7 +75,7 @@ def every_pattern(dtype: np.dtype[Any]) -> Any:
     return np.concatenate([patterns, *(edge + np.uint32(step) for edge in edges for step in steps)]).view(F32)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Whether the bits are the same; those of what is no number may be others."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -95,34 +93,34 @@ CAST_PAIRS = [tuple(DTYPES[code] for code in pair.split()) for pair in CASTS]
 QUOTIENT_PAIRS = [tuple(DTYPES[code] for code in pair.split()) for pair in QUOTIENTS]
 
 
-def lists_of(dtype: np.dtype[Any]) -> list[Any]:
+def lists_of(dtype):
     """Arrays of many sizes and shapes, with odd numbers among theirs."""
     return [odd_numbers_of(dtype), *(numbers_of(dtype, size) for size in SIZES)]
 
 
-def flat(arrays: list[Any]) -> Any:
+def flat(arrays):
     return np.concatenate([its.reshape(-1) for its in arrays])
 
 
-def packed(kernels: DeviceKernels, host: list[Any], wire: Any, **how: Any) -> Any:
+def packed(kernels, host, wire, **how):
     """Pack arrays into a new one of this dtype; return it on the host."""
     buffer = empty(sum(its.size for its in host), wire)
     kernels.pack([up(its) for its in host], buffer, **how)
     return down(buffer)
 
 
-def unpacked(kernels: DeviceKernels, numbers: Any, like: list[Any], dtype: Any, divisor: int = 1) -> list[Any]:
+def unpacked(kernels, numbers, like, dtype, divisor=1):
     """Unpack numbers to new arrays of these shapes and this dtype; return them on the host."""
     targets = [up(np.zeros(its.shape, dtype)) for its in like]
     kernels.unpack(up(numbers), targets, divisor)
     return [down(its) for its in targets]
 
 
-def are_same(arrays: list[Any], others: list[Any]) -> bool:
+def are_same(arrays, others):
     return all(same(one, other) for one, other in zip(arrays, others, strict=True))
 
 
-def test_pack_and_unpack_take_one_launch_of_a_list(gpus: cuda.Cuda) -> None:
+def test_pack_and_unpack_take_one_launch_of_a_list(gpus):
     """Rounded to nearest even where it is cast; and finite numbers that become infinite float16 are counted."""
     for read, written in (*zip(ON_DEVICE, ON_DEVICE, strict=True), *CAST_PAIRS):
         kernels = DeviceKernels()
@@ -143,7 +141,7 @@ def test_pack_and_unpack_take_one_launch_of_a_list(gpus: cuda.Cuda) -> None:
         assert kernels.overflowed == became.sum()
 
 
-def test_quotients_are_those_of_numpy(kernels: DeviceKernels) -> None:
+def test_quotients_are_those_of_numpy(kernels):
     for launches, ((read, written), divisor) in enumerate(product(QUOTIENT_PAIRS, (2, 3, 7, 1000)), 1):
         host = lists_of(read)
         with np.errstate(all="ignore"):
@@ -155,7 +153,7 @@ def test_quotients_are_those_of_numpy(kernels: DeviceKernels) -> None:
 UNALIGNED = [(dtype, dtype) for dtype in (np.dtype(np.uint8), BF16, F32, F64, COMPLEX[1])]
 
 
-def test_starts_of_any_alignment(kernels: DeviceKernels) -> None:
+def test_starts_of_any_alignment(kernels):
     """Of the arrays, of the buffer, and of both; what lies around is left alone."""
     starts = product((0, 1, 2, 3, 4, 8), (0, 1, 2, 3, 4, 5, 7, 8))
     for (read, written), (array_at, buffer_at) in product([*UNALIGNED, *((F32, half) for half in HALVES)], starts):
@@ -177,7 +175,7 @@ def test_starts_of_any_alignment(kernels: DeviceKernels) -> None:
 
 
 @pytest.mark.parametrize("old", [None, "the driver's version", "NVRTC's version"])
-def test_ten_thousand_small_arrays(emulated: Emulated, kernels: DeviceKernels, old: str | None) -> None:
+def test_ten_thousand_small_arrays(emulated, kernels, old):
     """Of which a launch takes 1,363, and only 168 where the driver or NVRTC is older than CUDA 12.1."""
     if old is not None:
         emulated.wish(old, 12_000)
@@ -190,7 +188,7 @@ def test_ten_thousand_small_arrays(emulated: Emulated, kernels: DeviceKernels, o
 
 
 @pytest.mark.parametrize("pair", ["u1 u1", "f2 f2", "f4 f4", "c16 c16", "f4 bf", "bf f4"])
-def test_arrays_begin_at_multiples_of_16_bytes_and_zeros_lie_between(kernels: DeviceKernels, pair: str) -> None:
+def test_arrays_begin_at_multiples_of_16_bytes_and_zeros_lie_between(kernels, pair):
     read, wire = (DTYPES[code] for code in pair.split())
     host = [numbers_of(read, size) for size in SIZES if size]
     layout = PackLayout([its.size for its in host], wire, is_padded=True)
@@ -210,7 +208,7 @@ def test_arrays_begin_at_multiples_of_16_bytes_and_zeros_lie_between(kernels: De
     assert layout.size <= sum(its.size for its in host) + len(host) * (16 // wire.itemsize - 1)
 
 
-def test_arrays_that_are_not_contiguous_are_packed_and_not_unpacked_to(kernels: DeviceKernels) -> None:
+def test_arrays_that_are_not_contiguous_are_packed_and_not_unpacked_to(kernels):
     host = numbers_of(F32, 12).reshape(3, 4)
     arrays, expected = [up(host).T, up(host)[:, 1:3], up(host)], [host.T, host[:, 1:3], host]
     buffer = empty(12 + 6 + 12, F32)
@@ -224,7 +222,7 @@ def test_arrays_that_are_not_contiguous_are_packed_and_not_unpacked_to(kernels: 
     assert [bits(down(its)) for its in copies] == list(map(bits, expected))
 
 
-def test_copies_of_several_dtypes_and_divisions_in_place(kernels: DeviceKernels) -> None:
+def test_copies_of_several_dtypes_and_divisions_in_place(kernels):
     for dtypes in (ON_DEVICE[-2:], ON_DEVICE):
         host = [numbers_of(dtype, 5000) for dtype in dtypes]
         targets = [up(np.zeros(5000, dtype)) for dtype in dtypes]
@@ -239,11 +237,11 @@ def test_copies_of_several_dtypes_and_divisions_in_place(kernels: DeviceKernels)
     )
 
 
-def test_kernels_refuse_wrong_arrays_and_skip_empty_ones(kernels: DeviceKernels) -> None:
+def test_kernels_refuse_wrong_arrays_and_skip_empty_ones(kernels):
     ints, floats, nothing = up(np.arange(4)), up(np.ones(4, F32)), empty(0, F32)
     unaligned = up(np.zeros(17, np.uint8))[1:].view(F32)  # which would end CUDA's context
     pack, unpack, copy, combine = kernels.pack, kernels.unpack, kernels.copy, kernels.combine
-    refused: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
+    refused = [
         (pack, ([floats, floats], floats), ValueError, r"pack needs a .* buffer of 8 elements, got float32\[4\]"),
         (unpack, (floats[::2], [floats]), ValueError, r"unpack needs a contiguous .* 4 elements, got float32\[2\]"),
         (copy, ([floats], [ints]), ValueError, r"cannot copy float32\[4\] to int64\[4\]"),
@@ -265,9 +263,7 @@ def test_kernels_refuse_wrong_arrays_and_skip_empty_ones(kernels: DeviceKernels)
 
 
 @pytest.mark.parametrize("lacks_pinned_memory", [False, True])
-def test_finite_numbers_that_became_infinities_are_counted(
-    emulated: Emulated, kernels: DeviceKernels, lacks_pinned_memory: bool
-) -> None:
+def test_finite_numbers_that_became_infinities_are_counted(emulated, kernels, lacks_pinned_memory):
     """Where they count: in float16."""
     emulated.wish("cudaHostAlloc", 2 * lacks_pinned_memory)  # CUDA's "out of memory"
     least = 65520.0
@@ -288,7 +284,7 @@ def test_finite_numbers_that_became_infinities_are_counted(
 # 64-bit arithmetic, without the memory that needs it.
 
 
-def test_offsets_go_far_beyond_32_bits(gpus: cuda.Cuda, emulated: Emulated) -> None:
+def test_offsets_go_far_beyond_32_bits(gpus, emulated):
     """Of a huge array and a small one: the end of the huge one is really there, and pretends to begin far below."""
     held, below = 3 * ROW // 4 + 5, 4 * 2**33
     numbers, result = up(np.arange(held + 3, dtype=F32)), up(np.zeros(held + 3, F32))
@@ -309,7 +305,7 @@ def test_offsets_go_far_beyond_32_bits(gpus: cuda.Cuda, emulated: Emulated) -> N
 # New arrays.
 
 
-def test_new_arrays_lie_apart_and_small_ones_share_allocations(gpus: cuda.Cuda) -> None:
+def test_new_arrays_lie_apart_and_small_ones_share_allocations(gpus):
     shapes = [(3,), (), (0, 4), (5, 7), (64, 1024), (16,), (64, 257), (1, 7), (13,), (4, 7)] * 3 + [(100, 100)] * 60
     dtypes = [[F32, F64, np.dtype(np.uint8), BF16][at // 10 % 4] for at in range(len(shapes))]
     made = NewArrays(shapes, dtypes)
@@ -331,7 +327,7 @@ def test_new_arrays_lie_apart_and_small_ones_share_allocations(gpus: cuda.Cuda) 
 @pytest.mark.parametrize(
     "keeps", ["nothing", "an array", "a view", "a pointer", "memory", "memory of its own", "a capsule", "a shape"]
 )
-def test_arrays_serve_again_when_a_program_has_let_go_of_all(gpus: cuda.Cuda, keeps: str) -> None:
+def test_arrays_serve_again_when_a_program_has_let_go_of_all(gpus, keeps):
     """Also of what CuPy and other libraries make of them. Whoever changes a shape has changed it for no later call."""
     shapes = [(3,), (2, 5), (1 << 15,)] * 8
     made, kept = NewArrays(shapes, [F32] * 24), []
@@ -357,7 +353,7 @@ def test_arrays_serve_again_when_a_program_has_let_go_of_all(gpus: cuda.Cuda, ke
         assert (down(kept[0]) == 7).all()
 
 
-def test_new_arrays_reused_memory_is_bounded_and_of_the_allocator(gpus: cuda.Cuda) -> None:
+def test_new_arrays_reused_memory_is_bounded_and_of_the_allocator(gpus):
     pool, own = gpus.cupy.get_default_memory_pool(), gpus.cupy.cuda.MemoryPool()
     gc.collect()
     before = pool.used_bytes()  # perhaps some of it kept by other lists, which go first
@@ -373,7 +369,7 @@ def test_new_arrays_reused_memory_is_bounded_and_of_the_allocator(gpus: cuda.Cud
     assert pool.used_bytes() <= before
 
 
-def test_new_arrays_release_memory_to_a_full_pool(gpus: cuda.Cuda) -> None:
+def test_new_arrays_release_memory_to_a_full_pool(gpus):
     """And is a part of what CuPy's pool may take."""
     pool = gpus.cupy.get_default_memory_pool()
     gc.collect()
@@ -392,10 +388,10 @@ def test_new_arrays_release_memory_to_a_full_pool(gpus: cuda.Cuda) -> None:
         pool.set_limit(size=0)
 
 
-def test_new_arrays_do_not_reuse_memory_held_by_a_thread(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_arrays_do_not_reuse_memory_held_by_a_thread(gpus, monkeypatch):
     """As a monitor does that goes through all objects, while they are counted: nothing tells these references later."""
-    held: list[Any] = []
-    really = _Kept.of.__func__  # type: ignore[attr-defined]
+    held = []
+    really = _Kept.of.__func__
     monkeypatch.setattr(_Kept, "of", classmethod(lambda cls, place, its: held.extend(its) or really(cls, place, its)))
     made = NewArrays([(5,)] * 9, [F32] * 9)
     arrays = made.take()
@@ -406,7 +402,7 @@ def test_new_arrays_do_not_reuse_memory_held_by_a_thread(gpus: cuda.Cuda, monkey
 # Calls that come again.
 
 
-def test_pack_distinguishes_arrays_at_a_reused_address(kernels: DeviceKernels) -> None:
+def test_pack_distinguishes_arrays_at_a_reused_address(kernels):
     """Even where it has the same id and address."""
     memory, numbers = up(np.arange(100, dtype=F32)), np.arange(100, dtype=F32)
     for size in (10, 20, 30, 10) * 5:
@@ -425,11 +421,11 @@ def test_pack_distinguishes_arrays_at_a_reused_address(kernels: DeviceKernels) -
 WITH_KERNELS = [DTYPES[code] for code in COMBINED]
 
 
-def dtypes_of(op: str) -> list[Any]:
+def dtypes_of(op):
     return [dtype for dtype in ON_DEVICE if dtype.kind != "c" or op in ("sum", "prod")]
 
 
-def check_joined(kernels: DeviceKernels, rows: list[Any], op: str, divisor: int = 1) -> None:
+def check_joined(kernels, rows, op, divisor=1):
     """Join the rows of an array, and arrays that lie anywhere; compare with NumPy's numbers, and the host's."""
     reduction, dtype = Reduction(op, divisor), rows[0].dtype
     with np.errstate(all="ignore"):
@@ -452,7 +448,7 @@ def check_joined(kernels: DeviceKernels, rows: list[Any], op: str, divisor: int 
 
 
 @pytest.mark.parametrize("op", UFUNCS)
-def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, op: str) -> None:
+def test_pieces_are_joined_as_on_the_host(kernels, op):
     """In one launch if there is a kernel: half precision in float32, divided, and rounded once."""
     sizes, launches = [*product((1, 7, 64, 5003), (1, 2, 3, 8))], 0
     for dtype in dtypes_of(op):
@@ -471,7 +467,7 @@ def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, op: str) -> No
             check_joined(kernels, pieces, op)
 
 
-def test_more_pieces_than_a_launch_takes(kernels: DeviceKernels) -> None:
+def test_more_pieces_than_a_launch_takes(kernels):
     """In any order: their addresses are no row of even steps. Numbers that become infinite are counted, too."""
     for dtype in (BF16, F64, F16):
         rows = [numbers_of(dtype, 5, seed) for seed in range(500)]
@@ -484,7 +480,7 @@ def test_more_pieces_than_a_launch_takes(kernels: DeviceKernels) -> None:
         assert kernels.overflowed == (5 if dtype == F16 else 0)
 
 
-def test_pieces_are_joined_in_the_order_of_a_fold(kernels: DeviceKernels) -> None:
+def test_pieces_are_joined_in_the_order_of_a_fold(kernels):
     for dtype, total in product((F32, F64, np.dtype(np.int16)), (1, 2, 7, 8)):
         rows = unlike_numbers(total, 300, dtype)
         reduction = Reduction("sum", fold=Fold(total, [[replica] for replica in range(total)]))
@@ -494,7 +490,7 @@ def test_pieces_are_joined_in_the_order_of_a_fold(kernels: DeviceKernels) -> Non
                 assert bits(down(out)) == bits(in_tree_order(np.add, rows)), total
 
 
-def test_pieces_of_any_alignment_distance_and_order(kernels: DeviceKernels) -> None:
+def test_pieces_of_any_alignment_distance_and_order(kernels):
     """Also into one of them; what lies behind the result is left alone."""
     for dtype in (np.dtype(np.int8), BF16, F32, F64):
         rows = [numbers_of(dtype, 1003, seed) for seed in range(3)]

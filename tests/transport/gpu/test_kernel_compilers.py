@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from host_cuda.gpus import only_emulated
@@ -34,7 +33,7 @@ except cuda.current().cupy.cuda.compiler.CompileException as error:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("only_emulated")
-def test_gpus_before_volta_take_short_tables() -> None:
+def test_gpus_before_volta_take_short_tables():
     """In a process of its own, as CuPy asks a GPU once. NVRTC refuses to compile long ones for it."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     program = [sys.executable, "-c", BEFORE_VOLTA]
@@ -45,7 +44,7 @@ def test_gpus_before_volta_take_short_tables() -> None:
 CUPY_OPTIONS = ["-ftz=true", "--device-as-default-execution-space"]  # which CuPy 14 puts after ours
 
 
-def check_ptx(ptx: str) -> None:
+def check_ptx(ptx):
     """No product and sum in one, and no subnormal number made a zero; 16 bytes are moved at a time."""
     for word in ("fma.", "mad.f", ".ftz"):
         assert word not in ptx, word
@@ -59,7 +58,7 @@ def check_ptx(ptx: str) -> None:
         assert "RRRR" in "".join("+" if word == "add.rn" else "R" for word in words), name
 
 
-def find_nvrtc() -> Any:
+def find_nvrtc():
     """The compiler that CuPy uses, if it is here: with CUDA's toolkit, or from its wheel."""
     places = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]
     wheels = importlib.util.find_spec("nvidia")
@@ -73,7 +72,7 @@ def find_nvrtc() -> Any:
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("arch", ["compute_75", "sm_90"])
-def test_nvrtc_takes_the_kernels_and_the_options(arch: str) -> None:
+def test_nvrtc_takes_the_kernels_and_the_options(arch):
     """As CuPy gives them to it, without one folder of headers."""
     nvrtc = find_nvrtc()
     if nvrtc is None:
@@ -99,7 +98,7 @@ def test_nvrtc_takes_the_kernels_and_the_options(arch: str) -> None:
 
 
 @pytest.mark.no_mpi
-def test_kernel_source_is_in_the_package() -> None:
+def test_kernel_source_is_in_the_package():
     """What setup.cfg leaves out is missed by those who install alone."""
     settings = configparser.ConfigParser()
     settings.read(Path(__file__).parents[3] / "setup.cfg")

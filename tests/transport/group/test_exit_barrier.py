@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from support.ranks import Intracomm
 
 from mpidist.transport.group.exit_barrier import ExitBarrier
 
@@ -13,11 +12,11 @@ pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
 class Losses:
     """Which ranks a rank finds gone: what it sees itself, or what another rank lets it see."""
 
-    def __init__(self, comm: Intracomm, lost: int, knows: int, is_in_round: bool) -> None:
+    def __init__(self, comm, lost, knows, is_in_round):
         self._comm, self._lost, self._knows, self._is_in_round = comm, lost, knows, is_in_round
         self._num_calls = 0
 
-    def __call__(self) -> list[int]:
+    def __call__(self):
         self._num_calls += 1  # the first call comes before the messages, all others after them
         if self._comm.rank == self._knows:
             sees = self._num_calls > self._is_in_round
@@ -28,7 +27,7 @@ class Losses:
 
 @pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("is_in_round", [False, True], ids=["before", "in the round"])
-def test_exit_barrier_spreads_a_loss_seen_by_one_rank(comm: Intracomm, is_in_round: bool) -> None:
+def test_exit_barrier_spreads_a_loss_seen_by_one_rank(comm, is_in_round):
     """Else those of other nodes, which cannot see the process, would wait for ever; here they see it after that."""
     lost, knows, own = comm.size - 1, max(0, comm.size - 2), comm.Dup()
     text = None
@@ -52,10 +51,10 @@ def test_exit_barrier_spreads_a_loss_seen_by_one_rank(comm: Intracomm, is_in_rou
 class Clock:
     """Stands still until rank 0 has heard of all ranks that their messages are on their way; then the time is over."""
 
-    def __init__(self, comm: Intracomm) -> None:
+    def __init__(self, comm):
         self._comm, self._num_calls, self._now = comm, 0, 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         self._num_calls += 1
         if self._num_calls == 2:  # the first one in the round
             self._comm.send(None, 0)
@@ -65,13 +64,11 @@ class Clock:
         return self._now
 
 
-def test_exit_barrier_logs_awaited_ranks_once_on_the_lowest_rank(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_barrier_logs_awaited_ranks_once_on_the_lowest_rank(comm, monkeypatch):
     own, lines = comm.Dup(), list[str]()
     others = range(1, comm.size)
 
-    def tell(line: str) -> None:
+    def tell(line):
         lines.append(line)
         if comm.rank == 1:
             comm.send(None, 0, 1)

@@ -4,8 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from support.ranks import Intracomm
-from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
+from transport.failures.clocks import let_time_pass, wait_for_late_rank
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -14,7 +13,7 @@ from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFail
 pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 
-def fail(error: Exception, if_: bool) -> None:
+def fail(error, if_):
     if if_:
         raise error
 
@@ -22,12 +21,12 @@ def fail(error: Exception, if_: bool) -> None:
 class Awkward(Exception):
     """An exception that does not come out of a copy as it went in."""
 
-    def __init__(self, first: str, second: str) -> None:
+    def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
 
 
 # Ranks that fail, and with what; the others raise an error of the same type, so that all handle it alike.
-FAILURES: dict[str, tuple[list[int], type[Exception]]] = {
+FAILURES = {
     "first rank": ([0], FileNotFoundError),
     "last rank": ([2], FileNotFoundError),
     "two ranks": ([1, 2], OSError),
@@ -35,7 +34,7 @@ FAILURES: dict[str, tuple[list[int], type[Exception]]] = {
 }
 
 
-def test_raise_together_some_ranks_fail_all_raise_the_lowest_ranks_error(strategy: Strategy) -> None:
+def test_raise_together_some_ranks_fail_all_raise_the_lowest_ranks_error(strategy):
     """And go on, as they do where none fails."""
     rank = strategy.topology.rank
     with strategy.raise_together("reading"):
@@ -53,10 +52,10 @@ def test_raise_together_some_ranks_fail_all_raise_the_lowest_ranks_error(strateg
         assert strategy.reduce("SUM", 1.0) == 3
 
 
-def test_raise_together_ends_calls_in_the_block(strategy: Strategy) -> None:
+def test_raise_together_ends_calls_in_the_block(strategy):
     """The others wait in another call: that is no hang either."""
 
-    def train() -> None:
+    def train():
         with strategy.raise_together("training"):
             fail(KeyError("mine"), strategy.topology.rank == 1)
             strategy.reduce("SUM", 1.0)
@@ -69,13 +68,13 @@ def test_raise_together_ends_calls_in_the_block(strategy: Strategy) -> None:
         assert isinstance(caught.value.__context__, KeyError)
 
 
-def test_blocks_of_different_names_are_refused(strategy: Strategy) -> None:
+def test_blocks_of_different_names_are_refused(strategy):
     block = strategy.raise_together("b" if strategy.topology.rank else "a")
     with pytest.raises(InvalidArgumentError, match=r"what: rank 0: a; ranks? 1.*: b"), block:
         pass
 
 
-def test_raise_together_names_a_rank_late_in_the_block(comm: Intracomm, clock: Clock) -> None:
+def test_raise_together_names_a_rank_late_in_the_block(comm, clock):
     strategy = Strategy(None, CommunicationOptions(timeout_seconds=600), comm=comm)
     if comm.rank == 0:
         let_time_pass(comm)
@@ -89,7 +88,7 @@ def test_raise_together_names_a_rank_late_in_the_block(comm: Intracomm, clock: C
     strategy.close()
 
 
-def test_interruptions_are_each_ranks_own(strategy: Strategy) -> None:
+def test_interruptions_are_each_ranks_own(strategy):
     """Ctrl-C ends the program; nobody has to be asked."""
     with pytest.raises(KeyboardInterrupt), strategy.raise_together():
         raise KeyboardInterrupt
@@ -99,7 +98,7 @@ def test_interruptions_are_each_ranks_own(strategy: Strategy) -> None:
 class Mute(Exception):
     """An exception that cannot say what it is."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise ValueError("no text")
 
 
@@ -107,7 +106,7 @@ class Odd(Exception):
     """An exception that only one rank knows."""
 
 
-def test_raise_together_reports_strange_exceptions(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raise_together_reports_strange_exceptions(strategy, monkeypatch):
     """Nobody is left waiting for a report that could not be made, or read."""
     rank = strategy.topology.rank
     for kind, pattern in ((Mute, ""), (Odd, ""), (Awkward, r"^rank 1: [\w.]*Awkward: this and that$")):
@@ -120,11 +119,11 @@ def test_raise_together_reports_strange_exceptions(strategy: Strategy, monkeypat
     assert strategy.reduce("SUM", 1.0) == strategy.topology.size
 
 
-def test_raise_together_shares_an_error_of_a_part_of_ranks(comm: Intracomm) -> None:
+def test_raise_together_shares_an_error_of_a_part_of_ranks(comm):
     part = comm.Split(comm.rank < 2, comm.rank)
-    with Strategy(comm=comm) as strategy, Strategy(comm=part) as of_part:  # type: ignore[arg-type]
+    with Strategy(comm=comm) as strategy, Strategy(comm=part) as of_part:
 
-        def work() -> None:
+        def work():
             with strategy.raise_together():
                 of_part.reduce("SUM", np.ones(1 + (comm.rank == 1)))
 
@@ -134,10 +133,10 @@ def test_raise_together_shares_an_error_of_a_part_of_ranks(comm: Intracomm) -> N
     part.Free()
 
 
-def test_raise_together_closed_strategy_keeps_the_exception(comm: Intracomm) -> None:
+def test_raise_together_closed_strategy_keeps_the_exception(comm):
     strategy = Strategy(comm=comm)
 
-    def work() -> None:
+    def work():
         with strategy.raise_together():
             strategy.close()
             raise OSError("mine")

@@ -2,8 +2,6 @@
 
 import random
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +15,11 @@ from support.contributions import (
     unlike_numbers,
 )
 from support.placements import one_and_two_nodes
-from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.row_reduction import all_reduce_rows
 from mpidist.transport.topology import Topology
-from mpidist.transport.tree import ReplicaTree
 
 pytestmark = [pytest.mark.core]
 
@@ -33,14 +29,12 @@ TRANSPORTS = ["shared_memory", "mpi", "mpi in chunks"]
 
 
 @pytest.fixture
-def topology(comm: Intracomm, placement: tuple[int, ...]) -> Topology:
+def topology(comm, placement):
     return Topology.from_labels(comm.rank, placement, ["host"] * comm.size)
 
 
 @pytest.fixture(params=TRANSPORTS)
-def levels(
-    request: pytest.FixtureRequest, comm: Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Levels]:
+def levels(request, comm, topology, monkeypatch):
     if comm.size == 1:
         yield Levels.solo()
         return
@@ -52,13 +46,13 @@ def levels(
     made.free()
 
 
-def trees(topology: Topology) -> Iterator[ReplicaTree]:
+def trees(topology):
     for total in (4, 5, 7, 8, 13, 16):
         if total >= topology.size:
             yield replica_tree(total, topology)
 
 
-def reduced(levels: Levels, tree: ReplicaTree, op: str, numbers: list[Any], in_place: bool = False) -> Any:
+def reduced(levels, tree, op, numbers, in_place=False):
     rows = rows_of_this_rank(tree, UFUNCS[op], numbers)
     pace = random.Random(f"{tree.total} {op} {len(rows[0])} {levels.world.rank}")
     time.sleep(pace.choice([0] * 10 + [0.0001, 0.002]))  # no call may overtake another one
@@ -67,7 +61,7 @@ def reduced(levels: Levels, tree: ReplicaTree, op: str, numbers: list[Any], in_p
     return out
 
 
-def test_row_reduction_has_the_bits_of_its_tree(levels: Levels, topology: Topology) -> None:
+def test_row_reduction_has_the_bits_of_its_tree(levels, topology):
     """Of lists of no number, fewer than ranks, and several chunks with a shorter last one."""
     for tree in trees(topology):
         for count in sorted({0, 1, topology.size - 1, topology.size, topology.size + 1, 130, 1000}):
@@ -82,15 +76,13 @@ def test_row_reduction_has_the_bits_of_its_tree(levels: Levels, topology: Topolo
 
 
 @pytest.mark.no_mpi
-def test_rows_of_one_rank_are_added_in_the_order_of_the_tree() -> None:
+def test_rows_of_one_rank_are_added_in_the_order_of_the_tree():
     tree = replica_tree(8, Topology.from_labels(0, [0], ["host"]))
     assert (reduced(Levels.solo(), tree, "sum", cancelling(100)) == 4).all()
 
 
 @one_and_two_nodes
-def test_rows_that_do_not_fit_into_slots_are_sent(
-    comm: Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_do_not_fit_into_slots_are_sent(comm, topology, monkeypatch):
     set_sizes(monkeypatch, chunk_bytes=128, one_shot_bytes=0)
     levels = Levels.from_mpi(comm, topology) if comm.size > 1 else Levels.solo()
     tree = replica_tree(40 + topology.size, topology)  # more rows than a slot of 128 bytes has long doubles
@@ -102,7 +94,7 @@ def test_rows_that_do_not_fit_into_slots_are_sent(
 
 
 @pytest.mark.ranks(min=2)
-def test_traffic_is_that_of_rows_and_of_sums(levels: Levels, topology: Topology) -> None:
+def test_traffic_is_that_of_rows_and_of_sums(levels, topology):
     """For the busier direction of this rank's link; shards of whole elements and whole chunks on one node."""
     tree, rank, size, count = replica_tree(13, topology), topology.rank, topology.size, 960
     reduced(levels, tree, "sum", unlike_numbers(13, count, np.float32))
@@ -124,11 +116,11 @@ def test_traffic_is_that_of_rows_and_of_sums(levels: Levels, topology: Topology)
 
 
 @one_and_two_nodes
-def test_waits_check_on_peers(levels: Levels, topology: Topology) -> None:
+def test_waits_check_on_peers(levels, topology):
     """So that they end when a peer is lost."""
     checks = 0
 
-    def check_peers() -> None:
+    def check_peers():
         nonlocal checks
         checks += 1
 
@@ -140,7 +132,7 @@ def test_waits_check_on_peers(levels: Levels, topology: Topology) -> None:
 
 
 @one_and_two_nodes
-def test_levels_that_compress_are_refused(levels: Levels, topology: Topology) -> None:
+def test_levels_that_compress_are_refused(levels, topology):
     tree = replica_tree(8, topology)
     rows = rows_of_this_rank(tree, np.add, unlike_numbers(8, 10, np.float32))
     with pytest.raises(TypeError, match="CompressingCommunicator; pass the levels for host memory"):

@@ -2,15 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import numpy as np
 import pytest
-from jobs.failing import Job
 from support.placements import one_and_two_nodes
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -22,11 +18,11 @@ pytestmark = pytest.mark.core
 several = pytest.mark.ranks(2)
 
 
-def in_thread(body: Callable[[], Any], name: str = "worker") -> Any:
+def in_thread(body, name="worker"):
     """Run something in a thread of its own; return what it returns, or raise what it raises."""
-    ended: list[Any] = []
+    ended = []
 
-    def run() -> None:
+    def run():
         try:
             ended.append(body())
         except Exception as error:  # raised below, in the thread that waits
@@ -41,12 +37,12 @@ def in_thread(body: Callable[[], Any], name: str = "worker") -> Any:
 
 
 @one_and_two_nodes
-def test_two_threads_with_a_strategy_each(comm: Intracomm, placement: object) -> None:
+def test_two_threads_with_a_strategy_each(comm, placement):
     """They run at once, in any order on any rank; built in one order on all."""
     strategies = [Strategy(comm=comm) for _ in range(2)]
-    wrong: list[Any] = []
+    wrong = []
 
-    def train(number: int) -> None:
+    def train(number):
         for step in range(60):
             value = np.full(3 + 5000 * (step % 7 == 0), float(number + step))
             total = all_reduce(strategies[number], "SUM", value)
@@ -64,12 +60,12 @@ def test_two_threads_with_a_strategy_each(comm: Intracomm, placement: object) ->
 
 
 @several
-def test_thread_that_waits_lends_its_calls(comm: Intracomm) -> None:
+def test_thread_that_waits_lends_its_calls(comm):
     """As a thread of JAX makes the calls of a compiled function, which the program waits for."""
     with Strategy(comm=comm) as strategy:
         group = parts_of(strategy).group
 
-        def reduce() -> float:
+        def reduce():
             with group.lent_to_this_thread("psum"):
                 with pytest.raises(RuntimeError, match="but thread 'worker' makes this strategy's calls"):
                     in_thread(lambda: strategy.reduce("SUM", 1.0), "other")
@@ -80,19 +76,19 @@ def test_thread_that_waits_lends_its_calls(comm: Intracomm) -> None:
 
 
 @several
-def test_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> None:
+def test_second_thread_is_refused_while_the_first_lives(comm):
     """The builder may hand it on, once."""
     with Strategy(comm=comm) as strategy:
         assert strategy.reduce("SUM", 1.0) == comm.size
         reached, done = threading.Event(), threading.Event()
 
-        def work() -> float:
+        def work():
             total = float(strategy.reduce("SUM", 1.0))
             reached.set()
             done.wait()
             return total + float(strategy.reduce("SUM", 1.0))
 
-        result: list[float] = []
+        result = []
         thread = threading.Thread(target=lambda: result.append(work()), name="trainer")
         thread.start()
         reached.wait()
@@ -113,16 +109,16 @@ def test_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> None
 @pytest.mark.ranks(1)
 @pytest.mark.usefixtures("comm")
 @pytest.mark.parametrize("lends", [False, True])
-def test_take_over_by_two_threads_at_once_admits_one(lends: bool) -> None:
+def test_take_over_by_two_threads_at_once_admits_one(lends):
     both, ends, guards, admitted = threading.Barrier(2), threading.Barrier(2), [], []
 
     class Builder(threading.Thread):
-        def is_alive(self) -> bool:  # which the guard checks: here two threads meet that check at once
+        def is_alive(self):  # which the guard checks: here two threads meet that check at once
             with suppress(threading.BrokenBarrierError):
                 both.wait(timeout=1)
             return True
 
-    def enter() -> None:
+    def enter():
         with suppress(OtherThreadError), guards[0].lend("reduce") if lends else nullcontext():
             if not lends:
                 guards[0].take_over("reduce")
@@ -143,13 +139,13 @@ def test_take_over_by_two_threads_at_once_admits_one(lends: bool) -> None:
 
 
 @several
-def test_thread_is_refused_while_the_first_is_in_a_call(comm: Intracomm) -> None:
+def test_thread_is_refused_while_the_first_is_in_a_call(comm):
     """Else its call would be another one of this rank, beside that of the first."""
     with Strategy(comm=comm) as strategy:
         agreement = parts_of(strategy).group.agreement
         before, errors = agreement.sequence, []
 
-        def call_too() -> None:
+        def call_too():
             while agreement.sequence == before:
                 time.sleep(0.001)
             try:
@@ -199,7 +195,7 @@ another.close()
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize(("level", "nodes"), [("single", "0,1,1"), ("serialized", "0,0,0")])
-def test_less_than_thread_multiple_will_do(job: Job, level: str, nodes: str) -> None:
+def test_less_than_thread_multiple_will_do(job, level, nodes):
     """One thread makes all calls then; another one may only where MPI allows it."""
     ended = job(LEVELS.format(level=level), head="", MPIDIST_PRETEND_NODES=nodes)
     if "level" not in ended.out:  # MPI may give more than was asked for

@@ -1,13 +1,11 @@
 """New results lie in memory of results that the program has let go: numbers, what is kept, and what it costs."""
 
 import resource
-from typing import Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 
 import mpidist
@@ -19,23 +17,23 @@ pytestmark = pytest.mark.core
 SHAPES = (300, 200), (64,), (40, 1000), (), (100_000,), (3, 3, 64, 64)
 
 
-def gradients(step: int) -> dict[str, Any]:
+def gradients(step):
     return {f"layer {at}": np.full(shape, step + at, np.float32) for at, shape in enumerate(SHAPES)}
 
 
-def require(results: dict[str, Any], size: int, step: int) -> None:
+def require(results, size, step):
     for at, shape in enumerate(SHAPES):
         result = results[f"layer {at}"]
         assert result.shape == shape
         assert (result == size * (step + at)).all(), (step, at)
 
 
-def faults() -> int:
+def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @one_and_two_nodes
-def test_results_of_kept_steps_stay_unchanged(placement: object, strategy: Strategy) -> None:
+def test_results_of_kept_steps_stay_unchanged(placement, strategy):
     """All of them, or those of the last few steps; results may be written by the program."""
     size = strategy.num_replicas_in_sync
     history = [all_reduce(strategy, "SUM", gradients(step)) for step in range(7)]
@@ -53,7 +51,7 @@ def test_results_of_kept_steps_stay_unchanged(placement: object, strategy: Strat
 
 
 @one_and_two_nodes
-def test_results_as_arguments_and_as_outs(placement: object, strategy: Strategy) -> None:
+def test_results_as_arguments_and_as_outs(placement, strategy):
     """Of the call after, and of calls with other shapes in between."""
     size = strategy.num_replicas_in_sync
     value, other = gradients(1), np.ones((500, 100), np.float32)
@@ -69,7 +67,7 @@ def test_results_as_arguments_and_as_outs(placement: object, strategy: Strategy)
 
 
 @pytest.mark.ranks(1, 2)
-def test_results_of_a_repeated_step_take_no_pages(comm: Intracomm) -> None:
+def test_results_of_a_repeated_step_take_no_pages(comm):
     """Once it has been made a few times: the results of the step before are let go."""
     with Strategy(comm=comm) as strategy:
         value = gradients(1) | {"large": np.ones(1 << 20, np.float32)}
@@ -86,11 +84,11 @@ def test_results_of_a_repeated_step_take_no_pages(comm: Intracomm) -> None:
 
 
 @one_and_two_nodes
-def test_other_calls_take_kept_memory_too(placement: object, strategy: Strategy) -> None:
+def test_other_calls_take_kept_memory_too(placement, strategy):
     size, history = strategy.topology.size, []
     large = np.full((size * 50, 2000), strategy.topology.rank, np.float32)
 
-    def step() -> tuple[Any, Any]:
+    def step():
         context = mpidist.get_replica_context()
         assert context is not None
         return context.all_gather(large, 0), context.reduce_scatter("SUM", large)
@@ -113,7 +111,7 @@ def test_other_calls_take_kept_memory_too(placement: object, strategy: Strategy)
 
 
 @pytest.mark.ranks(2)
-def test_after_an_error_and_after_close(comm: Intracomm) -> None:
+def test_after_an_error_and_after_close(comm):
     size = comm.size
     strategy = Strategy(comm=comm)
     kept = all_reduce(strategy, "SUM", gradients(1))

@@ -1,13 +1,11 @@
 """Memory of results that were let go: what is used again, what is never, and how much is kept."""
 
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
-from mpidist.transport.host_memory.result_memory import RecycledResults, ResultMemory
+from mpidist.transport.host_memory.result_memory import ResultMemory
 
 pytestmark = pytest.mark.no_mpi
 
@@ -16,39 +14,39 @@ LARGE = (64, 1024)  # 256 KiB
 NBYTES = 4 * 64 * 1024
 
 
-def address(array: np.ndarray[Any, Any]) -> int:
+def address(array):
     return int(array.ctypes.data)
 
 
 @pytest.fixture
-def memory() -> ResultMemory:
+def memory():
     return ResultMemory(1 << 30)
 
 
-def repeated(memory: ResultMemory, shapes: list[tuple[int, ...]], dtypes: list[Any]) -> RecycledResults:
+def repeated(memory, shapes, dtypes):
     """Return results of calls of which one was made before."""
     results = memory.results(shapes, dtypes)
     assert [array.shape for array in results.take()] == shapes
     return results
 
 
-def test_result_memory_keeps_nothing_of_a_single_call(memory: ResultMemory) -> None:
+def test_result_memory_keeps_nothing_of_a_single_call(memory):
     memory.results([LARGE], [FLOAT]).take()
     memory.empty(LARGE, FLOAT, device=False)
     assert memory.nbytes == 0
 
 
-def exported(array: np.ndarray[Any, Any]) -> Any:
+def exported(array):
     class Foreign:
         """Holds a capsule of DLPack, as an array of another library does."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.capsule = array.__dlpack__()
 
     return Foreign()
 
 
-VIEWS: tuple[Callable[[Any], Any], ...] = (
+VIEWS = (
     lambda array: array,
     lambda array: array[3:5, 7],
     lambda array: array.view(np.uint8).T[1:],
@@ -60,7 +58,7 @@ VIEWS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def test_result_memory_is_not_reused_while_a_view_lives() -> None:
+def test_result_memory_is_not_reused_while_a_view_lives():
     for view in VIEWS:
         results = repeated(ResultMemory(1 << 30), [LARGE], [FLOAT])
         (array,) = results.take()
@@ -79,7 +77,7 @@ def test_result_memory_is_not_reused_while_a_view_lives() -> None:
         assert start in {address(array) for (array,) in again}  # and there again, once nobody looks
 
 
-def test_small_results_are_kept_apart(memory: ResultMemory) -> None:
+def test_small_results_are_kept_apart(memory):
     """A loss of each step that is kept does not hold the gradients' memory."""
     results = repeated(memory, [(), LARGE, (0,), (10,)], [np.dtype(np.float64), FLOAT, FLOAT, FLOAT])
     losses, addresses = [], set()
@@ -93,7 +91,7 @@ def test_small_results_are_kept_apart(memory: ResultMemory) -> None:
     assert len(addresses) == 2
 
 
-def test_result_memory_stays_within_its_limit() -> None:
+def test_result_memory_stays_within_its_limit():
     """What was not used for the longest time goes first; a list that is larger than the limit is not kept."""
     memory = ResultMemory(3 * NBYTES + 1024)
     lists = [repeated(memory, [(64 + at, 1000)], [FLOAT]) for at in range(8)]
@@ -106,7 +104,7 @@ def test_result_memory_stays_within_its_limit() -> None:
     assert NBYTES <= memory.nbytes <= 3 * NBYTES + 1024
 
 
-def test_result_memory_releases_unused_results(memory: ResultMemory) -> None:
+def test_result_memory_releases_unused_results(memory):
     once = repeated(memory, [(1000, 1000)], [FLOAT])
     once.take()
     often = repeated(memory, [LARGE], [FLOAT])
@@ -119,7 +117,7 @@ def test_result_memory_releases_unused_results(memory: ResultMemory) -> None:
     assert once.take()[0].shape == (1000, 1000)
 
 
-def test_clear_gives_back_all_that_nobody_looks_at(memory: ResultMemory) -> None:
+def test_clear_gives_back_all_that_nobody_looks_at(memory):
     results = repeated(memory, [LARGE], [FLOAT])
     (kept,) = results.take()
     kept[...] = 3

@@ -1,12 +1,9 @@
 """Arrays of more than 2^31 elements: more than an MPI call counts, and than Open MPI sends in one."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from mpidist import CommunicationOptions
-from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(2), pytest.mark.long]
@@ -16,12 +13,12 @@ MARKS = [0, 2**30 - 1, 2**30, 2**31 - 1, 2**31, COUNT - 1]  # ends of messages, 
 
 
 @pytest.fixture(scope="module")
-def memory() -> Any:
+def memory():
     """One array for all tests: 2 GiB on each of two ranks is enough to ask for."""
     return np.empty(COUNT, np.int8)
 
 
-def is_filled(array: Any, filling: int, marks: Any) -> bool:
+def is_filled(array, filling, marks):
     """Whether an array holds one number but for the marks, without a temporary array as large."""
     found = array[MARKS].tolist() == marks
     array[MARKS] = filling
@@ -29,7 +26,7 @@ def is_filled(array: Any, filling: int, marks: Any) -> bool:
 
 
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
-def test_all_reduce_in_place(strategy: Strategy, memory: Any, implementation: str) -> None:
+def test_all_reduce_in_place(strategy, memory, implementation):
     memory[...] = 1
     memory[MARKS] = [rank + strategy.topology.rank for rank in range(6)]
     ops = parts_of(strategy).cross_device_ops
@@ -37,7 +34,7 @@ def test_all_reduce_in_place(strategy: Strategy, memory: Any, implementation: st
     assert is_filled(memory, 2, [1, 3, 5, 7, 9, 11])
 
 
-def test_large_arrays_are_right_in_other_calls(strategy: Strategy, memory: Any) -> None:
+def test_large_arrays_are_right_in_other_calls(strategy, memory):
     """On the transport itself, which works in place."""
     world, rank = parts_of(strategy).group.levels.world, strategy.topology.rank
     memory[...] = rank

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from itertools import product
-from typing import Any
 
 import pytest
 from jobs.failing import PROJECT
@@ -36,19 +35,19 @@ PRRTE = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0", "PMIX_NAMESPACE": "prter
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
 
-def recorded(path: str) -> dict[str, Any]:
+def recorded(path):
     return json.loads((FIXTURES / path).read_text())
 
 
-def slurm_tasks(shape: str) -> list[dict[str, str]]:
+def slurm_tasks(shape):
     return recorded(f"slurm-env/{shape}.json")["tasks"]
 
 
-def mpi_ranks(name: str) -> list[dict[str, str]]:
+def mpi_ranks(name):
     return [rank["env"] for rank in recorded(f"mpi-env/{name}.json")["ranks"]]
 
 
-def error_of(environ: dict[str, str], library: str, command: list[str] = COMMAND, size: int = 1) -> str:
+def error_of(environ, library, command=COMMAND, size=1):
     with pytest.raises(TopologyError) as error:
         check_launch(environ, size, library, command)
     return str(error.value)
@@ -57,13 +56,13 @@ def error_of(environ: dict[str, str], library: str, command: list[str] = COMMAND
 KINDS = {MPICH: "pmi2", INTEL: "pmi2", MVAPICH: "pmi2", OPEN_MPI: "pmix", CRAY: "cray_shasta", OTHER: "TYPE"}
 
 
-def without_pmi(library: str, kind: str) -> tuple[list[dict[str, str]], str, list[str]]:
+def without_pmi(library, kind):
     texts = [f"`srun --mpi={kind} -N 2 -n 4 {LINE}`", "srun --mpi=none started 4 ranks (SLURM_STEP_NUM_TASKS=4)"]
     return slurm_tasks("2nodes-4tasks-none"), library, [*texts, f"inside the allocation with `mpiexec -n 4 {LINE}`"]
 
 
 # What started the ranks; their library of MPI; what the error says.
-REFUSED: list[tuple[list[dict[str, str]], str, list[str]]] = [
+REFUSED = [
     *(without_pmi(*one) for one in KINDS.items()),
     (
         slurm_tasks("2nodes-4tasks-pmi2"),
@@ -99,14 +98,14 @@ REFUSED: list[tuple[list[dict[str, str]], str, list[str]]] = [
 ]
 
 
-def test_singletons_are_refused_with_the_command_that_starts_one_world() -> None:
+def test_singletons_are_refused_with_the_command_that_starts_one_world():
     for environs, library, texts in REFUSED:
         for environ in environs:
             text = error_of(environ, library)
             assert [one for one in texts if one not in text] == [], text
 
 
-def test_launch_error_has_command_for_separate_programs() -> None:
+def test_launch_error_has_command_for_separate_programs():
     text = error_of({**STEP, **HYDRA}, OPEN_MPI)
     unset = "-u SLURM_STEP_NUM_TASKS -u PMI_SIZE -u MPI_LOCALNRANKS -u PMI_FD"
     assert f"(If separate programs are meant: `env {unset} python ...`.)" in text
@@ -115,9 +114,7 @@ def test_launch_error_has_command_for_separate_programs() -> None:
 
 
 @pytest.mark.parametrize(("library", "companion"), [(MPICH, "hydra_pmi_proxy"), (OPEN_MPI, "ompi_info")])
-def test_mpiexec_beside_the_interpreter_is_named_if_it_is_the_librarys(
-    tmp_path: pathlib.Path, library: str, companion: str
-) -> None:
+def test_mpiexec_beside_the_interpreter_is_named_if_it_is_the_librarys(tmp_path, library, companion):
     (tmp_path / "mpiexec").touch()
     python = str(tmp_path / "python")
     environ = {"PMI_SIZE": "4"}
@@ -126,11 +123,11 @@ def test_mpiexec_beside_the_interpreter_is_named_if_it_is_the_librarys(
     assert f"`{tmp_path}/mpiexec -n 4 {python} a.py`" in error_of(environ, library, [python, "a.py"])
 
 
-def test_command_without_interpreter_gets_one() -> None:
+def test_command_without_interpreter_gets_one():
     assert "-n 4 python train.py -v`" in error_of(STEP, MPICH, ["train.py", "-v"])
 
 
-def test_sane_world_of_one_passes() -> None:
+def test_sane_world_of_one_passes():
     sane = [
         {},
         {**HYDRA, "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"},
@@ -154,7 +151,7 @@ def test_sane_world_of_one_passes() -> None:
     check_launch(spawned, 1, MPICH, COMMAND)
 
 
-def test_world_of_several_ranks_is_never_questioned() -> None:
+def test_world_of_several_ranks_is_never_questioned():
     """A step may hold several programs; a script may set the variables of PyTorch from those of MPI."""
     for path in (FIXTURES / "slurm-env").iterdir():
         for environ, size in product(slurm_tasks(path.stem), (2, 3, 32)):
@@ -163,7 +160,7 @@ def test_world_of_several_ranks_is_never_questioned() -> None:
         check_launch(TORCHRUN, size, MPICH, COMMAND)
 
 
-def test_forgotten_srun_is_a_warning_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_forgotten_srun_is_a_warning_with_the_line(caplog):
     batch = recorded("slurm-env/2nodes-4tasks-pmi2.json")["batch"]
     with caplog.at_level(logging.WARNING, "mpidist"):
         check_launch(batch, 1, OPEN_MPI, COMMAND)
@@ -172,7 +169,7 @@ def test_forgotten_srun_is_a_warning_with_the_line(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_launch_of_one_rank_on_purpose_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_launch_of_one_rank_on_purpose_logs_nothing(caplog):
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
     alone = {**HYDRA, "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}
     with caplog.at_level(logging.DEBUG, "mpidist"):
@@ -181,7 +178,7 @@ def test_launch_of_one_rank_on_purpose_logs_nothing(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
-def test_pmix_launcher_is_refused_before_mpich_aborts() -> None:
+def test_pmix_launcher_is_refused_before_mpich_aborts():
     """Libraries that may speak PMIx are left to start, and MPICH under its own launchers."""
     for environ in [*mpi_ranks("ompi-mpirun-2hosts-4ranks"), *slurm_tasks("2nodes-4tasks-pmix")]:
         with pytest.raises(TopologyError, match="started 4 ranks"):
@@ -215,7 +212,7 @@ SRUN = {**STEP, "PMI_SIZE": "4", "PMI_RANK": "0", "PMI_FD": "9"}
         pytest.param(SRUN, OPEN_MPI, None, id="Open MPI"),
     ],
 )
-def test_netmod_is_that_which_pmi2_of_slurm_carries(environ: dict[str, str], library: str, netmod: str | None) -> None:
+def test_netmod_is_that_which_pmi2_of_slurm_carries(environ, library, netmod):
     chosen = dict(environ)
     choose_network(chosen, library)
     provider = {"FI_PROVIDER": "^sockets"} if library == MPICH_OF_TWO_NETMODS else {}
@@ -233,7 +230,7 @@ def test_netmod_is_that_which_pmi2_of_slurm_carries(environ: dict[str, str], lib
         (TORCHRUN, 2, "each would be in a world of 2. Needed is one world of 4"),
     ],
 )
-def test_launcher_of_another_library_is_refused_with_the_command(environ: dict[str, str], size: int, text: str) -> None:
+def test_launcher_of_another_library_is_refused_with_the_command(environ, size, text):
     said = error_of(environ, MPICH, size=size)
     assert text in said
     line = "/env/bin/python train.py`" if "Ray" in text else f"{LINE}`"
@@ -242,7 +239,7 @@ def test_launcher_of_another_library_is_refused_with_the_command(environ: dict[s
     check_launch(environ | {"MPIDIST_ALONE": "1"}, size, MPICH, COMMAND)
 
 
-def output_of(program: str, **variables: str) -> tuple[int, str]:
+def output_of(program, **variables):
     """Run a Python program alone; return its status, and what it wrote."""
     environment = {**clean_environment(), **variables, "PYTHONPATH": PROJECT}
     command = [sys.executable, "-c", program]
@@ -265,7 +262,7 @@ print("world of", mpidist.MultiWorkerMirroredStrategy().topology.size)
         ({"_MPIDIST_RANK_PID": "1"}, "world of 1"),  # a program that a rank has started, with its environment
     ],
 )
-def test_launcher_of_another_library_and_a_strategy(variables: dict[str, str], text: str) -> None:
+def test_launcher_of_another_library_and_a_strategy(variables, text):
     status, output = output_of(BUILD, **TORCHRUN, **variables)
     assert "device of 1" in output
     assert text in output
@@ -286,7 +283,7 @@ for found, programs in ((None, ()), ("libmpich.so.12", ("mpicc.mpich", "mpicc"))
 """
 
 
-def test_absent_mpi_error_has_commands_for_installed_mpis() -> None:
+def test_absent_mpi_error_has_commands_for_installed_mpis():
     _, output = output_of(NO_MPI)
     pattern = r"""
 .*none could be loaded: .*names a library that mpi4py does not find

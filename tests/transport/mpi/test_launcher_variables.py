@@ -26,9 +26,7 @@ STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "1", 
         ({"PMI_RANK": "many", "PMI_SIZE": ""}, None, None),
     ],
 )
-def test_rank_and_size_are_those_of_the_innermost_launcher(
-    environ: dict[str, str], numbers: tuple[int, int, int] | None, rank: int | None
-) -> None:
+def test_rank_and_size_are_those_of_the_innermost_launcher(environ, numbers, rank):
     assert numbers_of(environ) == numbers
     assert rank_from_environment(environ) == rank
 
@@ -48,5 +46,5 @@ def test_rank_and_size_are_those_of_the_innermost_launcher(
         ({"PMI_RANK": "0"}, "a launcher with PMI"),
     ],
 )
-def test_launcher_is_named_from_its_variables(environ: dict[str, str], expected: str) -> None:
+def test_launcher_is_named_from_its_variables(environ, expected):
     assert launcher_text(environ) == expected

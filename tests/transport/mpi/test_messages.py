@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.contributions import bits, in_tree_order, replica_tree, rows_of_this_rank, unlike_numbers
-from support.ranks import Intracomm
 
 from mpidist.errors import PeerFailedError
 from mpidist.transport.mpi import communicator as module
@@ -27,7 +26,7 @@ IS_OPEN_MPI = "Open MPI"
 class Tools:
     """MPI's interface for tools: what it tells, and what is left open."""
 
-    def __init__(self, settings: dict[str, int]) -> None:
+    def __init__(self, settings):
         self.names, self.numbers, self.open = list(settings), list(settings.values()), 0
         self.library = SimpleNamespace(  # its functions, as ctypes calls them
             MPI_T_init_thread=lambda required, provided: self.count(1),
@@ -38,28 +37,28 @@ class Tools:
             MPI_T_cvar_handle_free=lambda handle: self.count(-1),
         )
 
-    def count(self, opened: int) -> int:
+    def count(self, opened):
         self.open += opened
         return 0
 
-    def find(self, name: bytes, index: Any) -> int:
+    def find(self, name, index):
         if name.decode() not in self.names:
             return 73
         ctypes.cast(index, ctypes.POINTER(ctypes.c_int))[0] = self.names.index(name.decode())
         return 0
 
-    def take(self, index: ctypes.c_int, _object: None, handle: Any, _count: Any) -> int:
+    def take(self, index, _object, handle, _count):
         ctypes.cast(handle, ctypes.POINTER(ctypes.c_size_t))[0] = 1 + index.value
         return self.count(1)
 
-    def read(self, handle: ctypes.c_void_p, value: Any) -> int:
+    def read(self, handle, value):
         ctypes.cast(value, ctypes.POINTER(ctypes.c_size_t))[0] = self.numbers[(handle.value or 0) - 1]
         return 0
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.core
-def test_eager_limit_is_of_open_mpi_alone_and_asking_leaves_mpi_as_it_is(comm: Intracomm) -> None:
+def test_eager_limit_is_of_open_mpi_alone_and_asking_leaves_mpi_as_it_is(comm):
     """Open MPI takes the level of threads that its interface for tools is started with for that of the process."""
     before = load_mpi().Query_thread()
     (said,) = {eager_limit_bytes() for _ in range(3)}
@@ -70,7 +69,7 @@ def test_eager_limit_is_of_open_mpi_alone_and_asking_leaves_mpi_as_it_is(comm: I
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("file", ["/no/such/library.so", None])
-def test_eager_limit_of_a_library_without_settings_is_none(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_limit_of_a_library_without_settings_is_none(file, monkeypatch):
     mpi = SimpleNamespace(get_vendor=lambda: (IS_OPEN_MPI, (5, 0, 11)), __file__=file, Query_thread=lambda: 3)
     monkeypatch.setattr(open_mpi, "load_mpi", lambda: mpi)
     assert eager_limit_bytes() is None
@@ -86,9 +85,7 @@ def test_eager_limit_of_a_library_without_settings_is_none(file: str | None, mon
         ({"pml_ucx_priority": 51, "btl_tcp_eager_limit": 65536}, None),  # UCX carries the messages
     ],
 )
-def test_eager_limit_holds_only_for_messages_by_tcp(
-    settings: dict[str, int], expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eager_limit_holds_only_for_messages_by_tcp(settings, expected, monkeypatch):
     mpi = SimpleNamespace(get_vendor=lambda: (IS_OPEN_MPI, (5, 0, 11)), __file__="mpi.so", Query_thread=lambda: 3)
     tools = Tools(settings)
     monkeypatch.setattr(open_mpi, "load_mpi", lambda: mpi)
@@ -98,7 +95,7 @@ def test_eager_limit_holds_only_for_messages_by_tcp(
 
 
 @pytest.mark.ranks(3)
-def test_arrays_arrive_whole_in_short_messages(comm: Intracomm) -> None:
+def test_arrays_arrive_whole_in_short_messages(comm):
     for nbytes in (0, 1, 999, 1000, 1001, 5000, 64_000):
         communicator = MpiCommunicator(comm.Dup(), "all", message_bytes=1000)
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -115,15 +112,13 @@ def test_arrays_arrive_whole_in_short_messages(comm: Intracomm) -> None:
 # Not in the core, which runs with Open MPI: that cuts a message which does not fit, and says nothing.
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("is_told", [True, False], ids=["others tell the rank", "nobody knows"])
-def test_error_of_mpi_becomes_the_loss_of_a_rank(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_told: bool
-) -> None:
+def test_error_of_mpi_becomes_the_loss_of_a_rank(comm, monkeypatch, is_told):
     """MPI finds the loss in a message before the rank looks at the processes of others, and names no rank."""
     monkeypatch.setattr(module, "NEWS_SECONDS", 60.0 if is_told else 0.01)
     own = comm.Split(comm.rank)
     communicator, number_of_looks = MpiCommunicator(own, "across_nodes"), 0
 
-    def look() -> None:
+    def look():
         nonlocal number_of_looks
         number_of_looks += 1
         if is_told and number_of_looks == 3:
@@ -139,7 +134,7 @@ def test_error_of_mpi_becomes_the_loss_of_a_rank(
 
 
 @pytest.mark.ranks(2)
-def test_killed_rank_is_named_if_it_is_the_only_other(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_rank_is_named_if_it_is_the_only_other(comm, monkeypatch):
     """As where one of two nodes has a single rank, and that is killed."""
     monkeypatch.setattr(module, "NEWS_SECONDS", 0.01)
     communicator = MpiCommunicator(comm.Dup(), "across_nodes")
@@ -155,13 +150,13 @@ Messages = Sequence[tuple[Any, int]]
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("limit", [1 << 30, 300])
-def test_as_many_bytes_move_as_are_counted(comm: Intracomm, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_bytes_move_as_are_counted(comm, limit, monkeypatch):
     topology = Topology.from_labels(comm.rank, [0] * comm.size, ["host"] * comm.size)
     communicator = MpiCommunicator(comm.Dup(), "all", limit)
     moved = [0, 0]
     transfer = MpiCommunicator.transfer
 
-    def counting(self: MpiCommunicator, sends: Messages, receives: Messages) -> None:
+    def counting(self, sends, receives):
         for at, messages in enumerate((sends, receives)):
             moved[at] += sum(part.nbytes for part, _ in messages)
         transfer(self, sends, receives)

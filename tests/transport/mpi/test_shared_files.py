@@ -3,10 +3,9 @@
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from jobs.failing import Ended, Job
+from jobs.failing import Ended
 
 from mpidist.cli.leftovers import find_leftovers, remove
 
@@ -49,10 +48,10 @@ strategy.close()
 
 
 @pytest.fixture
-def run(job: Job, tmp_path: Path) -> Run:
+def run(job, tmp_path):
     """Run a job, and list the files that MPI has made for it."""
 
-    def run(program: str, **variables: str) -> tuple[Ended, list[str]]:
+    def run(program, **variables):
         ended = job(PROGRAM + program, head="", TMPDIR=str(tmp_path), **variables)
         files = (tmp_path / "program.py.files").read_text().split()
         assert files, ended.err
@@ -62,19 +61,19 @@ def run(job: Job, tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_shared_files_of_a_job_are_gone_after_its_end(run: Run, end: str) -> None:
+def test_shared_files_of_a_job_are_gone_after_its_end(run, end):
     ended, files = run(ENDS[end])
     assert ended.status != 0
     assert [path for path in files if os.path.exists(path)] == []
 
 
-def test_shared_files_without_names_serve_later_communicators(run: Run) -> None:
+def test_shared_files_without_names_serve_later_communicators(run):
     ended, files = run(LATER, MPIDIST_PRETEND_NODES="0,1,1")
     assert (ended.status, ended.err) == (0, "")
     assert [path for path in files if os.path.exists(path)] == []
 
 
-def test_shared_files_keep_names_by_variable_until_doctor_removes_them(run: Run) -> None:
+def test_shared_files_keep_names_by_variable_until_doctor_removes_them(run):
     _, files = run(ENDS["kill of the launcher"], MPIDIST_UNLINK_MPI_FILES="0")
     assert [path for path in files if os.path.exists(path)] == files
     while len(left := [one for one in find_leftovers() if str(one.path) in files]) < len(files):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from host_cuda.gpus import only_emulated
-from jobs.faults import THREE, TWO, Job, Placement, job, of_others, on
+from jobs.faults import THREE, TWO, job, of_others, on
 
 from mpidist.transport.failures import job_abort
 
@@ -51,7 +51,7 @@ os._exit({code})
 
 @on(TWO, THREE)
 @pytest.mark.parametrize("death", ["SIGKILL", "SIGSTOP"])
-def test_rank_killed_or_stopped_before_its_launch_is_named(job: Job, placement: Placement, death: str) -> None:
+def test_rank_killed_or_stopped_before_its_launch_is_named(job, placement, death):
     """Those of its node see that it is gone, and at the deadline that it is stopped: their GPUs have begun."""
     is_dead, faulty = death == "SIGKILL", rf"rank {placement.faulty} of {placement.size} ranks is"
     options, code = "None" if is_dead else "DEADLINE", job_abort.EXIT_CODE_AFTER_FAILURE
@@ -106,7 +106,7 @@ handles.abort_all("of a test")
     [("", []), (UNDER_WAY, []), (ABORTING, []), (HANGING, ["mpidist the abort of communicators"])],
     ids=["nothing is under way", "a call is under way", "an abort ends late", "an abort hangs"],
 )
-def test_exit_of_a_process_destroys_no_communicator(program: str, left: list[str]) -> None:
+def test_exit_of_a_process_destroys_no_communicator(program, left):
     """For which NCCL might wait without end. What aborts them is waited for, for a while."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", BEGIN + program]

@@ -4,9 +4,7 @@ import re
 import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,10 +19,10 @@ class CudaError(RuntimeError):
     """As CuPy's."""
 
 
-def modules(count: int | Exception = 2, version: str = "14.2.0", nccl: int = 22809, available: bool = True) -> Any:
+def modules(count=2, version="14.2.0", nccl=22809, available=True):
     """Make what `Cuda` imports."""
 
-    def device_count() -> int:
+    def device_count():
         if isinstance(count, Exception):
             raise count
         return count
@@ -42,7 +40,7 @@ def modules(count: int | Exception = 2, version: str = "14.2.0", nccl: int = 228
     return SimpleNamespace(__version__=version, cuda=its)
 
 
-def found(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Cuda:
+def found(monkeypatch, cupy):
     """Return what looks at these modules."""
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy and cupy.cuda)
@@ -62,7 +60,7 @@ def found(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Cuda:
         (modules(), "^$"),
     ],
 )
-def test_gpu_support_names_missing_parts_and_remedy(cupy: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_support_names_missing_parts_and_remedy(cupy, reason, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     if "hides" not in reason:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -72,7 +70,7 @@ def test_gpu_support_names_missing_parts_and_remedy(cupy: Any, reason: str, monk
     assert its.support is its.support, "looking is done once"
 
 
-def test_gpu_support_gives_the_import_error_of_cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_support_gives_the_import_error_of_cupy(monkeypatch, tmp_path):
     error = "libcudart.so.12: cannot open shared object file"
     (tmp_path / "cupy.py").write_text(f"import warnings; warnings.warn('no'); raise ImportError({error!r} + '\\nmore')")
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
@@ -98,20 +96,20 @@ HOSTS = ["n1", "n1", "n2", "n2"]
         ([GOOD, replace(OTHER, reason="it has none")], "rank 1 .n1.: it has none"),
     ],
 )
-def test_ranks_need_a_gpu_each(facts: list[GpuFacts], reason: str) -> None:
+def test_ranks_need_a_gpu_each(facts, reason):
     found = reason_against_nccl(facts, [range(2)], HOSTS)
     assert re.search(reason, found)
     assert bool(found) == bool(reason)
 
 
-def test_versions_must_agree_where_ranks_meet() -> None:
+def test_versions_must_agree_where_ranks_meet():
     facts = [GOOD, OTHER, *(replace(GOOD, gpu=("n2", gpu), nccl_version=23004) for gpu in "ab")]
     assert reason_against_nccl(facts, [[0, 1], [2, 3]], HOSTS) == ""
     with pytest.raises(TopologyError, match=r"one version .*: 2.28.9 on ranks 0-1 \(n1\), 2.30.4 on ranks 2-3 \(n2\)"):
         reason_against_nccl(facts, [range(4)], HOSTS)
 
 
-def test_facts_are_read_from_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_read_from_the_process(monkeypatch):
     its = found(monkeypatch, modules())
     environ = {"NCCL_HOSTID": "h", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     facts = GpuFacts.here(its, environ, "n1")

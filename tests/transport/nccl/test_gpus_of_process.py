@@ -5,14 +5,12 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
-from host_cuda.emulated import HANGS, Emulated
-from host_cuda.gpus import Compiler, compiler, down, emulated, gpus, require_gpus, up
+from host_cuda.emulated import HANGS
+from host_cuda.gpus import compiler, down, emulated, gpus, require_gpus, up
 from support.contributions import bits
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
@@ -34,14 +32,14 @@ FOLDS = [Fold(2, [[0], [1]]), Fold(3, [[0], [1], [2]]), Fold(8, [[1], [2], [3]])
 
 
 @pytest.fixture(params=["a GPU each", "one GPU"])
-def make(request: pytest.FixtureRequest, gpus: Any) -> Iterator[Any]:
+def make(request, gpus):
     """Makes the GPUs of a process, so many, and frees them."""
-    made: list[GpusOfProcess] = []
+    made = []
     shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and gpus.support.nccl_version >= SHARES_GPUS
     if request.param == "one GPU" and not shares:
         pytest.skip("needs a GPU with NCCL 2.30.3 or later, and NCCL_MULTI_RANK_GPU_ENABLE=1")
 
-    def several(count: int) -> tuple[GpusOfProcess, list[int]]:
+    def several(count):
         indices = list(range(count)) if request.param == "a GPU each" else [0] * count
         require_gpus(indices[-1] + 1)
         gpus.cupy.cuda.Device(0).use()
@@ -53,7 +51,7 @@ def make(request: pytest.FixtureRequest, gpus: Any) -> Iterator[Any]:
         one.free()
 
 
-def put(gpus: Any, index: int, numbers: Any) -> Any:
+def put(gpus, index, numbers):
     """Copy numbers to a GPU, and do not wait for that."""
     gpus.cupy.cuda.Device(index).use()
     array = up(numbers)
@@ -62,7 +60,7 @@ def put(gpus: Any, index: int, numbers: Any) -> Any:
 
 
 @pytest.mark.parametrize("fold", FOLDS, ids=lambda its: f"{its.num_parts} to {its.num_rows}")
-def test_arrays_are_added_in_the_order_of_the_tree_and_broadcast(make: Any, gpus: Any, fold: Fold) -> None:
+def test_arrays_are_added_in_the_order_of_the_tree_and_broadcast(make, gpus, fold):
     """From any layout: public calls pass one array after the other where they can."""
     its, indices = make(fold.num_parts)
     rng = np.random.default_rng(fold.num_parts)
@@ -81,9 +79,7 @@ def test_arrays_are_added_in_the_order_of_the_tree_and_broadcast(make: Any, gpus
 
 
 @pytest.mark.parametrize(("read", "added"), [("f8", "f8"), ("f2", "f4"), ("i2", "i4")])
-def test_all_kernels_of_sums_are_compiled_before(
-    compiler: Compiler, make: Any, gpus: Any, read: str, added: str
-) -> None:
+def test_all_kernels_of_sums_are_compiled_before(compiler, make, gpus, read, added):
     """While no deadline runs: also those of long lists, and of what CuPy has cast, as it has kernels of its own."""
     its, indices = make(2)
     its.compile(FOLDS[0], np.add, np.dtype(read), 200, np.dtype(added))
@@ -95,7 +91,7 @@ def test_all_kernels_of_sums_are_compiled_before(
     assert compiler.compiled == set()
 
 
-def test_nccl_connects_at_the_start_without_the_variable(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_connects_at_the_start_without_the_variable(make, monkeypatch):
     """In the first calls it would wait without a deadline."""
     monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
     make(2)
@@ -105,7 +101,7 @@ def test_nccl_connects_at_the_start_without_the_variable(make: Any, monkeypatch:
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
 
 
-def test_work_in_a_thread_is_on_the_device_that_was_current(gpus: cuda.Cuda) -> None:
+def test_work_in_a_thread_is_on_the_device_that_was_current(gpus):
     require_gpus(2)
     with gpus.cupy.cuda.Device(1):
         work = Background("a test", current_gpu)
@@ -116,21 +112,19 @@ def test_work_in_a_thread_is_on_the_device_that_was_current(gpus: cuda.Cuda) -> 
     ("call", "status", "kind"),
     [("send of rank 2", 1, UnavailableError), ("an error of NCCL", 6, PeerFailedError), ("an abort", 0, RuntimeError)],
 )
-def test_error_of_nccl_ends_the_communicators(
-    gpus: cuda.Cuda, emulated: Emulated, monkeypatch: pytest.MonkeyPatch, call: str, status: int, kind: type[Exception]
-) -> None:
+def test_error_of_nccl_ends_the_communicators(gpus, emulated, monkeypatch, call, status, kind):
     """Of a call, in work that was launched, and of another thread."""
     before = gpus.cupy.cuda.get_current_stream()
     its = GpusOfProcess([0, 1, 2], Patience())
-    rows: list[Any] = []
+    rows = []
 
-    def add() -> None:
+    def add():
         parts = [[put(cuda.current(), index, np.ones(9))] for index in range(3)]
         row = put(cuda.current(), 0, np.zeros(9))
         rows.append(weakref.ref(row))
         its.add(FOLDS[1], np.add, parts, [row])
 
-    def abort_all(*_: Any) -> bool:
+    def abort_all(*_):
         nccl_handles.abort_all(LookupError("in a test"))
         return True  # as the GPUs are done then
 
@@ -160,9 +154,7 @@ def test_error_of_nccl_ends_the_communicators(
         (KeyboardInterrupt, None, 600.0),
     ],
 )
-def test_hanging_start_is_given_up_and_aborted_later(
-    emulated: Emulated, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], text: str | None, seconds: float
-) -> None:
+def test_hanging_start_is_given_up_and_aborted_later(emulated, monkeypatch, kind, text, seconds):
     monkeypatch.setattr(nccl_handles, "START_SECONDS", seconds)
     emulated.wish("ncclCommInitRank", HANGS)
     if kind is KeyboardInterrupt:
@@ -175,7 +167,7 @@ def test_hanging_start_is_given_up_and_aborted_later(
     assert emulated.ended() == [("abort", 2)]
 
 
-def test_failed_start_destroys_no_communicator(emulated: Emulated) -> None:
+def test_failed_start_destroys_no_communicator(emulated):
     """NCCL may wait without end for communicators of which it has made some, when they are destroyed."""
     emulated.wish("ncclGroupEnd", 2)
     with pytest.raises(UnavailableError, match="could not be started on GPUs 0, 1 of one process: NCCL_ERROR"):
@@ -185,21 +177,19 @@ def test_failed_start_destroys_no_communicator(emulated: Emulated) -> None:
 
 
 @pytest.mark.parametrize(("stall", "timeout"), [(0.0, 0.2), (0.1, 0.0), (0.1, 0.4)])
-def test_hanging_broadcast_over_gpus_warns_and_is_given_up(
-    emulated: Emulated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall: float, timeout: float
-) -> None:
+def test_hanging_broadcast_over_gpus_warns_and_is_given_up(emulated, monkeypatch, caplog, stall, timeout):
     its = GpusOfProcess([0, 1], Patience(stall, timeout))
 
-    def broadcast() -> None:
+    def broadcast():
         its.broadcast([put(cuda.current(), 0, np.ones(9))], [[put(cuda.current(), 1, np.zeros(9))]])
 
     broadcast()
     real = gpus_of_process.is_complete
 
-    def told() -> int:
+    def told():
         return sum("over GPUs 0, 1 of one process has taken" in record.message for record in caplog.records)
 
-    def is_complete(*given: Any) -> bool:  # where there is no deadline, once people were told
+    def is_complete(*given):  # where there is no deadline, once people were told
         return not timeout and told() > 0 and real(*given)
 
     monkeypatch.setattr(gpus_of_process, "is_complete", is_complete)

@@ -8,19 +8,16 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from host_cuda.device_checks import CHECKS
-from host_cuda.emulated import HANGS, Emulated
+from host_cuda.emulated import HANGS
 from host_cuda.gpus import down, emulated, gpus, is_working, opened, up, use_own_settings
 from support.contributions import COMPLEX, HALVES, UFUNCS
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
@@ -34,7 +31,6 @@ from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.tree import Fold
@@ -47,19 +43,19 @@ ONLY_NCCL = CommunicationOptions(implementation="NCCL")
 CALLS_OF_NCCL = ["allReduce", "reduce", "reduceScatter", "allGather", "broadcast", "send", "recv"]
 
 
-def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
+def make_handle(provider, comm):
     unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
     device = int(provider.cupy.cuda.runtime.getDevice())
     (made,) = nccl_handles.start_init(comm.size, unique_id, {comm.rank: device}).wait()
     return made
 
 
-def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
+def connect(provider, comm, name="all"):
     return NcclCommunicator(make_handle(provider, comm), name, comm.rank, comm.size, DeviceQueue(), DeviceKernels())
 
 
 @pytest.fixture
-def provider(gpus: cuda.Cuda, comm: Intracomm) -> cuda.Cuda:
+def provider(gpus, comm):
     """The same, where NCCL takes these ranks together, and is to."""
     facts = comm.allgather(GpuFacts.here(gpus, os.environ, HOSTNAME))
     reason = reason_against_nccl(facts, [range(comm.size)], [HOSTNAME] * comm.size)
@@ -69,27 +65,27 @@ def provider(gpus: cuda.Cuda, comm: Intracomm) -> cuda.Cuda:
 
 
 @pytest.fixture
-def communicator(provider: cuda.Cuda, comm: Intracomm) -> Iterator[NcclCommunicator]:
+def communicator(provider, comm):
     made = connect(provider, comm)
     yield made
     made.free()
 
 
 @pytest.mark.ranks(1, 3)
-def test_nccl_passes_checks_of_device_communicators(communicator: NcclCommunicator) -> None:
+def test_nccl_passes_checks_of_device_communicators(communicator):
     for check in CHECKS.values():
         check(communicator)
 
 
 @pytest.mark.ranks(1)
-def test_sums_in_an_order_are_left_to_kernels(communicator: NcclCommunicator) -> None:
+def test_sums_in_an_order_are_left_to_kernels(communicator):
     """Of the order in which NCCL adds it says nothing."""
     for reduction in (Reduction("sum", fold=Fold(2, [[0], [1]])), Reduction("sum", in_rank_order=True)):
         assert communicator.native_dtype(np.dtype(np.float32), reduction) is None
 
 
 @pytest.mark.ranks(3)
-def test_one_nan_is_seen_by_all(communicator: NcclCommunicator) -> None:
+def test_one_nan_is_seen_by_all(communicator):
     for op, dtype, owner in product(UFUNCS, [*FLOATS, *COMPLEX[:2]], range(communicator.size)):
         if dtype.kind == "c" and op in ("min", "max"):
             continue
@@ -101,13 +97,11 @@ def test_one_nan_is_seen_by_all(communicator: NcclCommunicator) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_parts_of_any_length_are_received_where_kernels_join_them_fastest(
-    communicator: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_any_length_are_received_where_kernels_join_them_fastest(communicator, monkeypatch):
     """At multiples of 16 bytes."""
     combine, places = DeviceKernels.combine, set()
 
-    def note(kernels: Any, parts: Any, *more: Any) -> None:
+    def note(kernels, parts, *more):
         places.update(address_of(part) % 16 for part in parts)
         combine(kernels, parts, *more)
 
@@ -122,7 +116,7 @@ def test_parts_of_any_length_are_received_where_kernels_join_them_fastest(
 
 @pytest.mark.ranks(4)
 @pytest.mark.usefixtures("provider")
-def test_nccl_alone_reaches_all_nodes_and_else_its_own(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_nccl_alone_reaches_all_nodes_and_else_its_own(comm, placement):
     for group in opened(comm):
         assert is_working(group, ONLY_NCCL)
         assert is_working(group)
@@ -131,9 +125,7 @@ def test_nccl_alone_reaches_all_nodes_and_else_its_own(comm: Intracomm, placemen
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("setting", ["MPIDIST_NCCL=0", "NCCL_COMM_BLOCKING=0"])
-def test_disabled_nccl_stages_arrays_and_logs_the_reason(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str
-) -> None:
+def test_disabled_nccl_stages_arrays_and_logs_the_reason(emulated, comm, monkeypatch, caplog, setting):
     monkeypatch.setenv(*setting.split("="))
     for group in opened(comm):
         assert is_working(group)
@@ -147,9 +139,7 @@ def test_disabled_nccl_stages_arrays_and_logs_the_reason(
 
 
 @pytest.mark.ranks(3)
-def test_more_ranks_than_gpus_are_staged(
-    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_ranks_than_gpus_are_staged(gpus, comm, monkeypatch, caplog):
     use_own_settings(monkeypatch)
     for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.delenv(name, raising=False)
@@ -162,9 +152,7 @@ def test_more_ranks_than_gpus_are_staged(
 
 
 @pytest.mark.ranks(3)
-def test_other_versions_are_refused_with_a_table(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_versions_are_refused_with_a_table(emulated, comm, monkeypatch):
     emulated.wish("NCCL's version", 22809 if comm.rank else 23004)
     its = cuda.Cuda()
     monkeypatch.setattr(cuda, "current", lambda: its)
@@ -176,9 +164,7 @@ def test_other_versions_are_refused_with_a_table(
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("way", ["NCCL", "through the host", "RING"])
-def test_kernels_and_copies_go_before_the_users(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_kernels_and_copies_go_before_the_users(emulated, comm, monkeypatch, way):
     """Which fill the GPU in a backward pass; only streams of a higher priority get on meanwhile."""
     monkeypatch.setenv("MPIDIST_NCCL", "1" if way == "NCCL" else "0")
     options = CommunicationOptions(implementation="RING" if way == "RING" else "AUTO")
@@ -196,13 +182,13 @@ def test_kernels_and_copies_go_before_the_users(
 
 
 @pytest.mark.ranks(3)
-def test_interrupt_while_ranks_connect_ends_in_one_abort(emulated: Emulated, comm: Intracomm) -> None:
+def test_interrupt_while_ranks_connect_ends_in_one_abort(emulated, comm):
     """All communicators of the process go together, and later calls name it. No other array gets the memory."""
     first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
     start, buffer, into = time.monotonic(), up(np.ones(comm.size, np.float16)), up(np.ones(1, np.float16))
     kept = weakref.ref(buffer), weakref.ref(into)
 
-    def give_up() -> None:
+    def give_up():
         if time.monotonic() - start > 0.4:
             raise KeyboardInterrupt("rank 1 did not come")
 
@@ -226,9 +212,7 @@ def test_interrupt_while_ranks_connect_ends_in_one_abort(emulated: Emulated, com
 
 
 @pytest.mark.ranks(3)
-def test_hanging_abort_is_logged_and_blocks_no_rank(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hanging_abort_is_logged_and_blocks_no_rank(emulated, comm, monkeypatch, caplog):
     monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 1.0)
     its = connect(cuda.current(), comm)
     emulated.wish("abort", HANGS)
@@ -241,7 +225,7 @@ def test_hanging_abort_is_logged_and_blocks_no_rank(
 
 
 @pytest.mark.ranks(3)
-def test_free_of_a_communicator_waits_until_it_is_gone(emulated: Emulated, comm: Intracomm) -> None:
+def test_free_of_a_communicator_waits_until_it_is_gone(emulated, comm):
     its = connect(cuda.current(), comm)
     emulated.wish("destroy", HANGS)
     threading.Timer(0.5, emulated.be_normal).start()
@@ -251,13 +235,11 @@ def test_free_of_a_communicator_waits_until_it_is_gone(emulated: Emulated, comm:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_hanging_start_of_nccl_is_given_up_and_aborted_later(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
-) -> None:
+def test_hanging_start_of_nccl_is_given_up_and_aborted_later(emulated, comm, monkeypatch, is_interrupted):
     """By an interrupt on rank 0, or as it takes too long."""
     if comm.rank == 1:
         emulated.wish("ncclCommInitRank", HANGS)
-    kind: Any = UnavailableError
+    kind = UnavailableError
     for group in opened(comm):
         if is_interrupted:
             kind = KeyboardInterrupt if comm.rank == 0 else PeerFailedError
@@ -292,9 +274,7 @@ def test_hanging_start_of_nccl_is_given_up_and_aborted_later(
         ("ncclGroupEnd", 8, DeadlineExceededError, "'s status 8; .*: ncclGroupEnd fails .* 8; unset NCCL_COMM"),
     ],
 )
-def test_errors_of_nccl_become_ours(
-    emulated: Emulated, comm: Intracomm, call: str, status: int, kind: type[Exception], text: str
-) -> None:
+def test_errors_of_nccl_become_ours(emulated, comm, call, status, kind, text):
     its = connect(cuda.current(), comm)
     if comm.rank == 0:
         emulated.wish(call, status)
@@ -308,9 +288,7 @@ def test_errors_of_nccl_become_ours(
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("what", ["ncclGetUniqueId", "ncclCommInitRank"])
-def test_failed_start_on_one_rank_raises_on_all_and_can_be_repeated(
-    emulated: Emulated, comm: Intracomm, what: str
-) -> None:
+def test_failed_start_on_one_rank_raises_on_all_and_can_be_repeated(emulated, comm, what):
     failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
     if comm.rank == failing:
         emulated.wish(what, 2)
@@ -324,12 +302,12 @@ def test_failed_start_on_one_rank_raises_on_all_and_can_be_repeated(
 
 
 @pytest.mark.ranks(3)
-def test_error_check_and_abort_of_a_communicator_exclude_each_other(emulated: Emulated, comm: Intracomm) -> None:
+def test_error_check_and_abort_of_a_communicator_exclude_each_other(emulated, comm):
     """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
     handle, order = make_handle(cuda.current(), comm), []
     real, look = handle.comm, handle.comm.check_async_error
 
-    def slow_look() -> None:
+    def slow_look():
         other = threading.Thread(target=lambda: (nccl_handles.abort_all("of a test"), order.append("aborted")))
         other.start()
         other.join(0.2)
@@ -337,7 +315,7 @@ def test_error_check_and_abort_of_a_communicator_exclude_each_other(emulated: Em
         threads.append(other)
         look()
 
-    threads: list[threading.Thread] = []
+    threads = []
     handle.comm = SimpleNamespace(check_async_error=slow_look, abort=real.abort)
     handle.check()
     threads[0].join()

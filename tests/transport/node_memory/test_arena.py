@@ -5,7 +5,6 @@ import os
 
 import numpy as np
 import pytest
-from support.ranks import Intracomm
 
 from mpidist.transport.node_memory import arena as arena_module
 from mpidist.transport.node_memory.arena import SharedArena
@@ -15,7 +14,7 @@ from mpidist.transport.node_memory.window import LINE_BYTES
 pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
 
-def test_arena_memory_is_reached_by_all_ranks(comm: Intracomm) -> None:
+def test_arena_memory_is_reached_by_all_ranks(comm):
     """Zeros at first; also what is taken long after the ranks have mapped the memory."""
     arena = SharedArena(comm, 1000 * comm.rank)
     places = []
@@ -37,10 +36,10 @@ def test_arena_memory_is_reached_by_all_ranks(comm: Intracomm) -> None:
     arena.free()
 
 
-def test_memory_is_given_back(comm: Intracomm) -> None:
+def test_memory_is_given_back(comm):
     """Whoever still refers to it."""
 
-    def used() -> int:
+    def used():
         facts = os.statvfs("/dev/shm")
         return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 
@@ -59,14 +58,14 @@ def test_memory_is_given_back(comm: Intracomm) -> None:
     comm.Barrier()
 
 
-def test_too_little_memory_later_is_no_error(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_later_is_no_error(comm, monkeypatch):
     arena = SharedArena(comm, 100)
     assert arena.take(arena.own.size) is None
     assert arena.take(10) is not None
     limit = 2 << 20
     really = os.posix_fallocate
 
-    def fail_from(file: int, start: int, nbytes: int) -> None:
+    def fail_from(file, start, nbytes):
         if nbytes > limit:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         really(file, start, nbytes)
@@ -80,10 +79,10 @@ def test_too_little_memory_later_is_no_error(comm: Intracomm, monkeypatch: pytes
     arena.free()
 
 
-def test_arena_part_has_memory_for_the_first_take(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arena_part_has_memory_for_the_first_take(comm, monkeypatch):
     """Also where the system says that the file system is smaller, or cannot say how large it is."""
 
-    def unknown() -> tuple[int, int]:
+    def unknown():
         raise OSError(errno.ENOENT, "")
 
     for function in (lambda: (4096, 4096), unknown):
@@ -95,7 +94,7 @@ def test_arena_part_has_memory_for_the_first_take(comm: Intracomm, monkeypatch: 
         arena.free()
 
 
-def test_some_memory_is_left_to_others(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_memory_is_left_to_others(comm, monkeypatch):
     free = [64 << 20]
     monkeypatch.setattr(arena_module, "file_system_bytes", lambda: (64 << 20, free[0]))
     arena = SharedArena(comm, 0)
@@ -107,7 +106,7 @@ def test_some_memory_is_left_to_others(comm: Intracomm, monkeypatch: pytest.Monk
     arena.free()
 
 
-def test_pages_that_are_given_back_are_taken_again(comm: Intracomm) -> None:
+def test_pages_that_are_given_back_are_taken_again(comm):
     """Zeros once more; gaps that touch are one."""
     page = 4096
     arena = SharedArena(comm, page, 64 * page)
@@ -132,7 +131,7 @@ def test_pages_that_are_given_back_are_taken_again(comm: Intracomm) -> None:
     arena.free()
 
 
-def test_blocks_of_results_are_given_back_with_their_last_array(comm: Intracomm) -> None:
+def test_blocks_of_results_are_given_back_with_their_last_array(comm):
     arena = SharedArena(comm, 4096)
     block = ResultBlock.take(arena, 10_000)
     assert block is not None

@@ -8,15 +8,14 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
-from support.ranks import Intracomm
 from support.used import Used
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.core
 Sync = Callable[[], None]
 
 
-def mapped() -> list[str]:
+def mapped():
     """The files of shared memory that this process has mapped."""
     gc.collect()  # arrays of other tests
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -40,7 +39,7 @@ def mapped() -> list[str]:
 
 
 @pytest.mark.ranks(3)
-def test_all_ranks_reach_all_parts(comm: Intracomm) -> None:
+def test_all_ranks_reach_all_parts(comm):
     """Zeros at first; what a rank writes into any part, all read; on pages of their own."""
     for nbytes in (0, 1, 4096, 4097, (2 << 20) + 1):
         parts = SharedWindow(comm, nbytes).parts
@@ -61,14 +60,14 @@ def test_all_ranks_reach_all_parts(comm: Intracomm) -> None:
         comm.Barrier()
 
 
-def l1_hash(address: int) -> int:
+def l1_hash(address):
     """The hash by which AMD's Zen finds a line: `part_stride` names the source."""
     pairs = [(12, 27), (13, 26), (14, 25), (15, 20), (16, 21), (17, 22), (18, 23), (19, 24)]
     return sum((address >> low & 1 ^ address >> high & 1) << at for at, (low, high) in enumerate(pairs))
 
 
 @pytest.mark.no_mpi
-def test_part_stride_separates_parts_in_the_first_cache() -> None:
+def test_part_stride_separates_parts_in_the_first_cache():
     for mebibytes in (2, 15, 128, 255, 320, 4096):
         for nbytes in (mebibytes << 20, (mebibytes << 20) + 128, (mebibytes << 20) + 5000):
             stride = part_stride(nbytes)
@@ -80,11 +79,11 @@ def test_part_stride_separates_parts_in_the_first_cache() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_window_file_has_no_name_while_memory_is_reserved(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_file_has_no_name_while_memory_is_reserved(comm, monkeypatch):
     """A job that is killed leaves nothing behind. To reserve takes long where there is much."""
     links, really = [], os.posix_fallocate
 
-    def reserve(file: int, start: int, length: int) -> None:
+    def reserve(file, start, length):
         links.append(os.fstat(file).st_nlink)
         really(file, start, length)
 
@@ -104,30 +103,30 @@ def test_window_file_has_no_name_while_memory_is_reserved(comm: Intracomm, monke
     assert Used.now().files == files
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def full_disk(monkeypatch):
     """Let the node have no memory left, once this rank asks for its part."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
 
 
-def no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_directory(monkeypatch):
     monkeypatch.setattr(window_module, "_DIRECTORY", "/dev/shm/no/such/folder")
 
 
-def closed_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def closed_directory(monkeypatch):
     """Let a rank see another folder, as if it was in a container of its own."""
     really = os.open
 
-    def look_elsewhere(path: Any, *args: Any) -> int:
+    def look_elsewhere(path, *args):
         return really(f"{path}-elsewhere" if str(path).startswith("/dev/shm/mpidist-") else path, *args)
 
     monkeypatch.setattr(os, "open", look_elsewhere)
 
 
-PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int, str]] = {
+PROBLEMS = {
     "no memory for the last": (
         full_disk,
         -1,
@@ -150,7 +149,7 @@ class Problem(NamedTuple):
 
 
 @pytest.fixture(params=PROBLEMS)
-def problem(request: pytest.FixtureRequest, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Problem:
+def problem(request, comm, monkeypatch):
     """Make shared memory impossible to have."""
     make, rank, pattern = PROBLEMS[request.param]
     if comm.rank == rank % comm.size:
@@ -159,9 +158,7 @@ def problem(request: pytest.FixtureRequest, comm: Intracomm, monkeypatch: pytest
 
 
 @pytest.mark.ranks(2, 3)
-def test_too_little_memory_is_every_ranks_error(
-    comm: Intracomm, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_every_ranks_error(comm, problem, monkeypatch):
     """Also where only one rank has none; and nothing is left of it."""
     with monkeypatch.context() as patch:
         patch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
@@ -180,9 +177,7 @@ def test_too_little_memory_is_every_ranks_error(
 
 
 @one_and_two_nodes
-def test_without_shared_memory_ranks_send_messages(
-    comm: Intracomm, placement: tuple[int, ...], problem: Problem, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_shared_memory_ranks_send_messages(comm, placement, problem, caplog):
     """On all nodes alike, with one warning, of rank 0; and the results are right."""
     needs_it = placement.count(placement[problem.rank]) > 1  # ranks alone on a node have memory of their own
     with caplog.at_level(logging.WARNING, "mpidist"), Strategy(comm=comm) as strategy:
@@ -197,7 +192,7 @@ def test_without_shared_memory_ranks_send_messages(
 
 
 @pytest.mark.ranks(1, 3)
-def test_reset_and_close_leave_no_memory_behind(comm: Intracomm) -> None:
+def test_reset_and_close_leave_no_memory_behind(comm):
     """Of the staging memory at once; of arrays, when the last is gone."""
     before = len(mapped())
     strategy = Strategy(comm=comm)
@@ -215,7 +210,7 @@ def test_reset_and_close_leave_no_memory_behind(comm: Intracomm) -> None:
     assert len(mapped()) == before
 
 
-def resident() -> int:
+def resident():
     """How much of this process's memory lies in shared windows, in KiB."""
     total, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -227,7 +222,7 @@ def resident() -> int:
 
 
 @pytest.mark.ranks(2)
-def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intracomm) -> None:
+def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm):
     gc.collect()
     before = resident()
     strategy = Strategy(comm=comm)
@@ -245,7 +240,7 @@ def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intrac
 
 
 @pytest.fixture(params=["ordered processor", "fence of MPI"])
-def fence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sync | None]:
+def fence(request, monkeypatch):
     """What `Fence` does on this processor, and on one that needs it."""
     monkeypatch.setattr(barrier_module, "_ORDERED", request.param == "ordered processor")
     made = Fence()
@@ -254,13 +249,13 @@ def fence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     made.free()
 
 
-def wait(barrier: NodeBarrier) -> None:
+def wait(barrier):
     while not barrier.has_passed():
         time.sleep(0)
 
 
 @pytest.mark.ranks(2, 3)
-def test_node_barrier_passes_after_all_have_arrived(comm: Intracomm, fence: Sync | None) -> None:
+def test_node_barrier_passes_after_all_have_arrived(comm, fence):
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
     assert barrier.count == 0
     for late in range(comm.size):
@@ -280,7 +275,7 @@ def test_node_barrier_passes_after_all_have_arrived(comm: Intracomm, fence: Sync
         comm.Barrier()
 
 
-def test_node_barrier_orders_writes_before_reads(comm: Intracomm, fence: Sync | None) -> None:
+def test_node_barrier_orders_writes_before_reads(comm, fence):
     """A few thousand times, at any pace: what each rank wrote for a round, all read after its barrier."""
     window = SharedWindow(comm, 4 * LINE_BYTES)
     barrier = NodeBarrier(window, comm.rank, fence)
@@ -297,7 +292,7 @@ def test_node_barrier_orders_writes_before_reads(comm: Intracomm, fence: Sync | 
 
 
 @pytest.mark.ranks(2, 3)
-def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fence: Sync | None) -> None:
+def test_words_are_those_of_the_barrier_that_was_passed_last(comm, fence):
     """Also for a rank so slow that the others have shown their next words already."""
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
     shown = random.Random(7)
@@ -316,11 +311,11 @@ def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fe
 
 
 @pytest.mark.ranks(2)
-def test_node_barrier_fences_before_arrival_and_after_passing(comm: Intracomm) -> None:
+def test_node_barrier_fences_before_arrival_and_after_passing(comm):
     """What cannot be seen on a processor that needs none."""
     window = SharedWindow(comm, LINE_BYTES)
     arrivals = window.parts[comm.rank][:8].view(np.int64)
-    seen: list[int] = []
+    seen = []
     barrier = NodeBarrier(window, comm.rank, lambda: seen.append(int(arrivals[0])))
     for step in range(3):
         barrier.post()

@@ -5,7 +5,6 @@ import mmap
 import os
 import weakref
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +15,15 @@ from support.reductions import all_reduce
 from support.used import Used
 
 import mpidist
-from mpidist import MultiWorkerMirroredStrategy, Strategy
+from mpidist import MultiWorkerMirroredStrategy
 from mpidist.errors import UnavailableError
 
 WORLD = MPI.COMM_WORLD
 
 
 @pytest.mark.ranks(2)
-def test_array_is_an_ordinary_one(strategy: Strategy) -> None:
-    shapes: list[Any] = [(), 0, 5, (2, 3), [2, 3], (0, 4), np.int64(3)]
+def test_array_is_an_ordinary_one(strategy):
+    shapes = [(), 0, 5, (2, 3), [2, 3], (0, 4), np.int64(3)]
     for shape, dtype, per_node in product(shapes, ("float32", np.dtype(np.complex128), bool), (False, True)):
         array = strategy.symmetric_empty(shape, dtype, per_node=per_node)
         assert type(array) is np.ndarray
@@ -36,7 +35,7 @@ def test_array_is_an_ordinary_one(strategy: Strategy) -> None:
 
 @one_and_two_nodes
 @pytest.mark.core
-def test_ranks_of_a_node_share_one(placement: tuple[int, ...]) -> None:
+def test_ranks_of_a_node_share_one(placement):
     with MultiWorkerMirroredStrategy() as strategy:
         array = strategy.symmetric_empty((2, 2), np.int64, per_node=True)
         WORLD.Barrier()
@@ -48,15 +47,13 @@ def test_ranks_of_a_node_share_one(placement: tuple[int, ...]) -> None:
 
 @pytest.mark.core
 @one_and_two_nodes
-def test_want_of_memory_on_one_node_is_the_error_of_all(
-    placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_want_of_memory_on_one_node_is_the_error_of_all(placement, monkeypatch):
     """And nothing is left of it: later arrays have the same places everywhere."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    def allocate(what: str) -> None:
+    def allocate(what):
         if what == "variable":
             with strategy.scope():
                 mpidist.Variable(np.zeros(100_000))
@@ -80,7 +77,7 @@ def test_want_of_memory_on_one_node_is_the_error_of_all(
 
 
 @pytest.mark.ranks(2)
-def test_nest_of_arrays_keeps_its_form(strategy: Strategy) -> None:
+def test_nest_of_arrays_keeps_its_form(strategy):
     like = {"w": np.ones((2, 3), np.float16), "b": [np.arange(4), np.float32(1)], "n": (2, 1.5)}
     for per_node in (False, True):
         made = strategy.symmetric_empty_like(like, per_node=per_node)
@@ -97,7 +94,7 @@ def test_nest_of_arrays_keeps_its_form(strategy: Strategy) -> None:
     assert array.dtype.isnative
 
 
-IMPOSSIBLE: list[tuple[Any, Any, type[Exception], str]] = [
+IMPOSSIBLE = [
     ((2, -1), "f4", ValueError, r"the lengths in the shape must be 0 or more, got \(2, -1\)"),
     (2, object, ValueError, "ranks cannot share Python objects, got dtype object; pass one of numbers"),
     (1 << 60, "f4", ValueError, "dtype float32 is larger than any memory; ask for less"),
@@ -108,7 +105,7 @@ IMPOSSIBLE: list[tuple[Any, Any, type[Exception], str]] = [
 
 
 @pytest.mark.ranks(2)
-def test_impossible_array_is_refused(strategy: Strategy) -> None:
+def test_impossible_array_is_refused(strategy):
     for shape, dtype, kind, text in IMPOSSIBLE:
         for per_node in (False, True):
             with raises_everywhere(WORLD, kind, f"^symmetric_empty: .*{text}"):
@@ -118,7 +115,7 @@ def test_impossible_array_is_refused(strategy: Strategy) -> None:
 
 @pytest.mark.core
 @pytest.mark.ranks(2)
-def test_memory_of_reduced_arrays_is_given_back_with_them(strategy: Strategy) -> None:
+def test_memory_of_reduced_arrays_is_given_back_with_them(strategy):
     """Also of lists, which calls remember to be faster the next time."""
     for per_node, count, is_value in product((False, True), (5, 40_000), (False, True)):
         own = [np.ones(count, np.float32), np.ones(3, np.float32)]
@@ -139,11 +136,11 @@ def test_memory_of_reduced_arrays_is_given_back_with_them(strategy: Strategy) ->
 
 
 @one_and_two_nodes
-def test_symmetric_empty_per_node_is_reserved_once(placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
+def test_symmetric_empty_per_node_is_reserved_once(placement, monkeypatch):
+    lengths = []
     really = os.posix_fallocate
 
-    def reserve(file: int, start: int, length: int) -> None:
+    def reserve(file, start, length):
         lengths.append(length)
         really(file, start, length)
 
@@ -166,7 +163,7 @@ def test_symmetric_empty_per_node_is_reserved_once(placement: tuple[int, ...], m
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_ranks_may_let_go_of_arrays_at_other_times(strategy: Strategy) -> None:
+def test_ranks_may_let_go_of_arrays_at_other_times(strategy):
     kept = []
     for per_node, count, step in product((False, True), (3, 300_000), range(3)):
         value = strategy.symmetric_empty(count, np.float32)

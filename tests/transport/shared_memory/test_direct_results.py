@@ -5,13 +5,11 @@ import os
 import time
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.contributions import have_equal_bits, list_of_all, list_of_rank
 from support.everywhere import raises_everywhere
-from support.ranks import Intracomm
 from support.reductions import F32, all_reduce
 from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
@@ -29,7 +27,7 @@ pytestmark = [
 LISTS = ([150_001], [70_000, 3, 0, 9, 100_000, 17, 50_001], [130] * 900)
 
 
-def is_shared(array: np.ndarray[Any, Any]) -> bool:
+def is_shared(array):
     """Whether an array lies in shared memory of the library."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, stop = (int(bound, 16) for bound in line.split()[0].split("-"))
@@ -39,9 +37,7 @@ def is_shared(array: np.ndarray[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 512 << 10])
-def test_direct_results_have_the_bits_of_other_results(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
+def test_direct_results_have_the_bits_of_other_results(comm, monkeypatch, chunk_bytes):
     """Whether they lie in shared memory, or in other memory as those of the first call."""
     set_sizes(monkeypatch, chunk_bytes=chunk_bytes, one_shot_bytes=256)
     with Strategy(comm=comm) as strategy:
@@ -61,7 +57,7 @@ def test_direct_results_have_the_bits_of_other_results(
 
 
 @pytest.mark.ranks(2)
-def test_large_sums_have_the_same_bits(comm: Intracomm) -> None:
+def test_large_sums_have_the_same_bits(comm):
     """From 16 MiB on, ranks copy in to staging memory, and sums are written past the caches."""
     lengths = [4_300_000, 5, 300_001]
     mine, right = list_of_rank(comm.rank, lengths, F32), list_of_all(comm.size, lengths, F32, comm.size)
@@ -74,7 +70,7 @@ def test_large_sums_have_the_same_bits(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_small_results_of_a_list_keep_no_memory_of_the_list(comm: Intracomm) -> None:
+def test_small_results_of_a_list_keep_no_memory_of_the_list(comm):
     """A program may keep the loss of each step."""
     losses = []
     with Strategy(comm=comm) as strategy:
@@ -88,7 +84,7 @@ def test_small_results_of_a_list_keep_no_memory_of_the_list(comm: Intracomm) -> 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("deadline", [None, "600"])
-def test_outs_of_some_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, deadline: str | None) -> None:
+def test_outs_of_some_ranks(comm, monkeypatch, deadline):
     """Then all stage once more; if that goes on, results lie in other memory, which costs nothing."""
     if deadline is not None:  # which adds a barrier between what ranks tell and when they are told it
         monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", deadline)
@@ -103,7 +99,7 @@ def test_outs_of_some_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, de
 
 
 @pytest.mark.ranks(3)
-def test_direct_results_are_chosen_separately_for_dtypes(comm: Intracomm) -> None:
+def test_direct_results_are_chosen_separately_for_dtypes(comm):
     """Each dtype for itself: the one is shared no longer after a while, the other always is."""
     with Strategy(comm=comm) as strategy:
         for step in range(12):
@@ -116,9 +112,9 @@ def test_direct_results_are_chosen_separately_for_dtypes(comm: Intracomm) -> Non
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_keep_unlike_numbers_of_results(comm: Intracomm) -> None:
+def test_ranks_that_keep_unlike_numbers_of_results(comm):
     """No deadline, no out: one rank has no more blocks to lend before the others."""
-    kept: list[np.ndarray[Any, Any]] = []
+    kept = []
     with Strategy(comm=comm) as strategy:
         for step in range(24):
             result = all_reduce(strategy, "SUM", np.full(100_000, step, np.float32))
@@ -129,7 +125,7 @@ def test_ranks_that_keep_unlike_numbers_of_results(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_published_word_stays_until_all_have_read_it(comm: Intracomm) -> None:
+def test_published_word_stays_until_all_have_read_it(comm):
     """Also if a rank has passed another barrier since then, and tells the next word."""
     window = SharedWindow(comm, LINE_BYTES)
     both = [native.Barrier(window.parts, comm.rank, 100), NodeBarrier(window, comm.rank)]
@@ -152,7 +148,7 @@ def test_published_word_stays_until_all_have_read_it(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_failures_and_resets_leave_no_memory_behind(comm: Intracomm) -> None:
+def test_failures_and_resets_leave_no_memory_behind(comm):
     with Strategy(comm=comm) as strategy:
         used = []
         for _ in range(5):
@@ -169,7 +165,7 @@ def test_failures_and_resets_leave_no_memory_behind(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_direct_results_need_a_limit_above_zero(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_results_need_a_limit_above_zero(comm, monkeypatch):
     monkeypatch.setenv("MPIDIST_RESULT_BYTES", "0")
     with Strategy(comm=comm) as strategy:
         for _ in range(4):
@@ -179,7 +175,7 @@ def test_direct_results_need_a_limit_above_zero(comm: Intracomm, monkeypatch: py
 
 
 @pytest.mark.ranks(2)
-def test_direct_results_of_a_forked_process_are_its_own(comm: Intracomm) -> None:
+def test_direct_results_of_a_forked_process_are_its_own(comm):
     """As of the fork: what this process does with the memory later does not show there, nor the other way round."""
     with Strategy(comm=comm) as strategy:
         mine = np.full(100_000, 1.0)

@@ -1,13 +1,10 @@
 """The compiled part of the library: the same bits as NumPy, on ranks with and without it, and refusals."""
 
-from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from support.contributions import HALVES, have_equal_bits, in_rank_order, list_of_all, list_of_rank
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
@@ -31,7 +28,7 @@ USERS = (barrier, reduction, two_shot, in_place, levels)  # modules that have a 
 
 
 @pytest.fixture(params=["all", "some"])
-def ranks_with_it(request: pytest.FixtureRequest, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> str:
+def ranks_with_it(request, comm, monkeypatch):
     """Which ranks have the compiled part: all, or those of uneven numbers."""
     set_sizes(monkeypatch, chunk_bytes=1024, one_shot_bytes=256)
     if request.param == "some" and comm.rank % 2 == 0:
@@ -42,7 +39,7 @@ def ranks_with_it(request: pytest.FixtureRequest, comm: Intracomm, monkeypatch: 
 
 @pytest.mark.whole
 @several
-def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str) -> None:
+def test_same_bits_as_numpy(comm, ranks_with_it):
     """Half precision is rounded once."""
     ways = [*zip("bHld", WAYS_TO_WRITE * 2, strict=False), *product(["f", *HALVES], WAYS_TO_WRITE)]
     with Strategy(comm=comm) as strategy:
@@ -69,7 +66,7 @@ def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str) -> None:
 
 
 @pytest.mark.no_mpi
-def test_copies_of_arrays_side_by_side() -> None:
+def test_copies_of_arrays_side_by_side():
     """Whatever they are, and whichever object their dtype is; NumPy copies the others."""
     barrier = native.Barrier([np.zeros(256, np.uint8)], 0, 1)
     source = np.arange(6000, dtype=np.float32)
@@ -97,7 +94,7 @@ def test_copies_of_arrays_side_by_side() -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_native_copies_write_results_of_numpy_in_both_modes(comm: Intracomm, ranks_with_it: str) -> None:
+def test_native_copies_write_results_of_numpy_in_both_modes(comm, ranks_with_it):
     with Strategy(comm=comm) as strategy:
         for way, dtype in product(WAYS_TO_WRITE, ("f", "e", "D", "i")):
             force_way_to_write(strategy, way)
@@ -111,7 +108,7 @@ def test_native_copies_write_results_of_numpy_in_both_modes(comm: Intracomm, ran
 
 
 @pytest.mark.ranks(2, 3)
-def test_outs_and_numbers_that_are_left_to_numpy(comm: Intracomm, ranks_with_it: str) -> None:
+def test_outs_and_numbers_that_are_left_to_numpy(comm, ranks_with_it):
     """Many small arrays that compiled code has begun to stage, and whose outs it does not take; infinite sums."""
     size, lengths, raw = comm.size, [100] * 60, np.zeros(60 * 401 + 1, np.uint8)
     with Strategy(comm=comm) as strategy:
@@ -132,7 +129,7 @@ def test_outs_and_numbers_that_are_left_to_numpy(comm: Intracomm, ranks_with_it:
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("op", UFUNCS)
-def test_any_number_of_parts(op: str) -> None:
+def test_any_number_of_parts(op):
     for dtype, num_parts in product(DTYPES, (2, 3, 7)):
         every = [list_of_rank(rank, [5000], dtype)[0] for rank in range(num_parts)]
         total, second = np.empty_like(every[0]), np.empty_like(every[0])
@@ -149,7 +146,7 @@ def test_any_number_of_parts(op: str) -> None:
 
 
 @pytest.mark.no_mpi
-def test_least_and_greatest_are_nan_where_a_part_is() -> None:
+def test_least_and_greatest_are_nan_where_a_part_is():
     for dtype, op in product((np.float32, np.float64), ("min", "max")):
         special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0], dtype)
         one, other = np.repeat(special, len(special)), np.tile(special, len(special))
@@ -160,7 +157,7 @@ def test_least_and_greatest_are_nan_where_a_part_is() -> None:
 
 
 @pytest.mark.no_mpi
-def test_native_sum_of_any_halves_has_the_bits_of_numpy() -> None:
+def test_native_sum_of_any_halves_has_the_bits_of_numpy():
     """Infinities and NaN among them; all float16 with ties, subnormals, and the least sums that become infinite."""
     random = np.random.default_rng(1)
     edges = np.array([0x0001, 0x03FF, 0x0400, 0x3C00, 0x4C00, 0x4BFF, 0x7BFF, 0x7C00, 0x7E00], np.uint16)
@@ -172,7 +169,7 @@ def test_native_sum_of_any_halves_has_the_bits_of_numpy() -> None:
         check_halves(parts, (1, 3, 4))
 
 
-def check_halves(parts: list[Any], divisors: Sequence[int]) -> None:
+def check_halves(parts, divisors):
     """Of a NaN that comes of several, no bits are promised."""
     for divisor in divisors:
         with np.errstate(all="ignore"):
@@ -185,7 +182,7 @@ def check_halves(parts: list[Any], divisors: Sequence[int]) -> None:
 
 
 @pytest.mark.no_mpi
-def test_sums_of_compressed_float16_that_overflow_are_counted() -> None:
+def test_sums_of_compressed_float16_that_overflow_are_counted():
     """Compiled code counts none, so NumPy adds these."""
     given, out = np.array([6e4, 1, 6e4, np.inf], np.float16), np.empty(4, np.float16)
     counting = Reduction(counts_overflow=True)
@@ -195,7 +192,7 @@ def test_sums_of_compressed_float16_that_overflow_are_counted() -> None:
 
 
 @pytest.mark.no_mpi
-def test_sums_that_are_refused() -> None:
+def test_sums_that_are_refused():
     """NumPy adds what overlaps in part, what is not alike, and what cannot be written."""
     whole = np.arange(100.0)
     one, other = whole[:50], whole[50:]

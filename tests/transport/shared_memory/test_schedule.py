@@ -1,15 +1,13 @@
 """How lists of arrays are cut into chunks, and chunks into shards: every element once, and where it is said to be."""
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpidist.transport.shared_memory.schedule import Move, Schedule, chunk_bounds, fused_schedule, scatter_schedule
+from mpidist.transport.shared_memory.schedule import chunk_bounds, fused_schedule, scatter_schedule
 
 pytestmark = pytest.mark.no_mpi
 
@@ -22,7 +20,7 @@ lanes_of = st.integers(1, 6)
 chunk_of = st.integers(1, 700)
 
 
-def places(move: Move, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+def places(move, lengths):
     """Open a move: piece, element of it, and place in the chunk, of every element."""
     if move.last == move.first + 1:
         elements = [(move.first, at) for at in range(move.start, move.stop)]
@@ -33,7 +31,7 @@ def places(move: Move, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(piece, element, move.at + index) for index, (piece, element) in enumerate(elements)]
 
 
-def check_shards(schedule: Schedule, lanes: int, lengths: Sequence[int]) -> None:
+def check_shards(schedule, lanes, lengths):
     """See that the moves of every shard fill it, from its first place to its last."""
     for chunk in schedule.chunks:
         assert len(chunk.bounds) == lanes + 1
@@ -53,7 +51,7 @@ def check_shards(schedule: Schedule, lanes: int, lengths: Sequence[int]) -> None
 @example([4, 4, 4, 2], 1, 10)  # a run that the end of a chunk cuts
 @example([1], 4, 1)
 @example([1000], 4, 700)
-def test_fused_schedule_has_elements_once(lengths: list[int], lanes: int, chunk_count: int) -> None:
+def test_fused_schedule_has_elements_once(lengths, lanes, chunk_count):
     schedule = fused_schedule(lengths, lanes, chunk_count)
     check_shards(schedule, lanes, lengths)
     total = sum(lengths)
@@ -74,7 +72,7 @@ def test_fused_schedule_has_elements_once(lengths: list[int], lanes: int, chunk_
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(0, 5000), lanes_of)
-def test_shards_of_a_chunk_are_fair_and_begin_at_whole_lines(count: int, lanes: int) -> None:
+def test_shards_of_a_chunk_are_fair_and_begin_at_whole_lines(count, lanes):
     bounds = chunk_bounds(count, lanes)
     sizes = [stop - start for start, stop in pairwise(bounds)]
     assert sum(sizes) == count
@@ -89,7 +87,7 @@ def test_shards_of_a_chunk_are_fair_and_begin_at_whole_lines(count: int, lanes: 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=6), chunk_of)
 @example([0, 0, 0], 4)
 @example([5, 0, 1], 1)  # less than an element a lane
-def test_scatter_schedule_keeps_given_shards(sizes: list[int], chunk_count: int) -> None:
+def test_scatter_schedule_keeps_given_shards(sizes, chunk_count):
     """Every chunk holds a slice of each that has some left."""
     bounds = [0, *accumulate(sizes)]
     schedule, lanes = scatter_schedule(bounds, chunk_count), len(sizes)
@@ -97,7 +95,7 @@ def test_scatter_schedule_keeps_given_shards(sizes: list[int], chunk_count: int)
     assert (schedule.count, schedule.lengths) == (sum(sizes), tuple(sizes))
     assert schedule.count == bounds[-1]
     assert not schedule.is_fine
-    seen: list[list[int]] = [[] for _ in range(lanes)]
+    seen = [[] for _ in range(lanes)]
     for chunk in schedule.chunks:
         assert 0 < chunk.count <= max(chunk_count, lanes)
         for lane, moves in enumerate(chunk.shards):
@@ -108,7 +106,7 @@ def test_scatter_schedule_keeps_given_shards(sizes: list[int], chunk_count: int)
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=4), lanes_of, st.integers(1, 1 << 20), st.randoms())
-def test_schedule_computes_chunks_on_access(lengths: list[int], lanes: int, chunk_count: int, random: Random) -> None:
+def test_schedule_computes_chunks_on_access(lengths, lanes, chunk_count, random):
     """However many there are: a call of these arrays may be refused."""
     total = sum(lengths)
     chunks = fused_schedule(lengths, lanes, chunk_count).chunks

@@ -8,9 +8,7 @@ import gc
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +24,6 @@ from support.contributions import (
     reduction_of,
 )
 from support.placements import one_and_two_nodes
-from support.ranks import Intracomm
 from support.reductions import all_reduce
 from support.transports import set_sizes
 from tensors import Tensor
@@ -44,12 +41,12 @@ SMALL, LARGE = 5, 300  # elements: one round, and many chunks
 UNTOUCHED = -5
 
 
-def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_small_chunks(monkeypatch):
     set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_shot_bytes=64, depth=2, fine_count=20)
 
 
 @pytest.fixture
-def on_one_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+def on_one_node(comm, monkeypatch):
     """A strategy with chunks of 128 bytes."""
     use_small_chunks(monkeypatch)
     with Strategy(comm=comm) as made:
@@ -57,21 +54,21 @@ def on_one_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[St
 
 
 @pytest.fixture
-def strategy(placement: tuple[int, ...], on_one_node: Strategy) -> Strategy:
+def strategy(placement, on_one_node):
     """The same on pretended nodes."""
     return on_one_node
 
 
-def numbers(rank: int, step: int, count: int) -> Any:
+def numbers(rank, step, count):
     """What a rank contributes in one step of a test."""
     return (np.arange(count) + 3 * rank + 7 * step) % 11.0
 
 
-def total(strategy: Strategy, step: int, count: int, op: str = "SUM") -> Any:
+def total(strategy, step, count, op="SUM"):
     return UFUNCS[op.lower()].reduce([numbers(rank, step, count) for rank in range(strategy.topology.size)])
 
 
-def steps(strategy: Strategy, number: int = 4) -> Iterator[int]:
+def steps(strategy, number=4):
     """Count, at another pace on every rank."""
     random_ = random.Random(strategy.topology.rank)
     for step in range(number):
@@ -80,16 +77,16 @@ def steps(strategy: Strategy, number: int = 4) -> Iterator[int]:
             time.sleep(random_.choice([0, 0.0005]))
 
 
-def fill(strategy: Strategy, array: Any, step: int) -> Any:
+def fill(strategy, array, step):
     array[...] = numbers(strategy.topology.rank, step, array.size).reshape(array.shape)
     return array
 
 
-def listed(value: Any) -> list[Any]:
+def listed(value):
     return value if isinstance(value, list) else [value]
 
 
-def check(strategy: Strategy, value: Any, step: int, out: Any = None, op: str = "SUM") -> None:
+def check(strategy, value, step, out=None, op="SUM"):
     """Fill a value, or a list of them, reduce it, look at the result, and overwrite the value."""
     values, outs = listed(value), [] if out is None else listed(out)
     before = [fill(strategy, array, step + at).copy() for at, array in enumerate(values)]
@@ -107,7 +104,7 @@ def check(strategy: Strategy, value: Any, step: int, out: Any = None, op: str = 
 class Arrays:
     """Arrays that the table below takes its values and outs from; `is_odd` is true on another rank in each step."""
 
-    def __init__(self, strategy: Strategy, count: int) -> None:
+    def __init__(self, strategy, count):
         self.count, self.rank, self.is_odd = count, strategy.topology.rank, False
         self.first, self.second, self.third = strategy.symmetric_empty_like([np.zeros(count)] * 3)
         self.apart = strategy.symmetric_empty(count, np.float64)  # in another window
@@ -117,10 +114,10 @@ class Arrays:
         self.private, self.own = np.zeros(count), np.zeros(count)
         self.of_rank = [self.first, self.second, self.third, self.apart, self.base, self.matrix]
 
-    def part(self, start: int) -> Any:
+    def part(self, start):
         return self.base[start : start + self.count]
 
-    def parts(self) -> list[Any]:
+    def parts(self):
         """Return a slice, the end, every second number, a slice backwards, a column, and one of another dtype."""
         base, count = self.base, self.count
         real = base[: 2 * count].view(np.complex128).real
@@ -128,7 +125,7 @@ class Arrays:
 
 
 # What each rank passes, and where it takes the result: arrays, or lists of two.
-PAIRS: dict[str, Callable[[Arrays], list[tuple[Any, Any]]]] = {
+PAIRS = {
     "anywhere to anywhere": lambda its: [
         (value, out) for value in (its.first, its.private) for out in (None, value, its.apart, its.of_node, its.own)
     ],
@@ -165,15 +162,15 @@ PAIRS: dict[str, Callable[[Arrays], list[tuple[Any, Any]]]] = {
 }
 
 
-def shifts(count: int) -> tuple[int, ...]:
+def shifts(count):
     """Return by how much an out may lie beside its value, forwards and backwards, over a part of it or at its end."""
     return 1, count // 2, count - 1, count, -1, -count
 
 
 @pytest.mark.parametrize("check_calls", ["0", "1"])
 def test_symmetric_value_anywhere_into_out_anywhere_is_reduced_and_nothing_else_written(
-    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, check_calls: str
-) -> None:
+    comm, placement, monkeypatch, check_calls
+):
     """Neither here nor on another rank; with `MPIDIST_CHECK=0` as well."""
     monkeypatch.setenv("MPIDIST_CHECK", check_calls)
     use_small_chunks(monkeypatch)
@@ -192,7 +189,7 @@ def test_symmetric_value_anywhere_into_out_anywhere_is_reduced_and_nothing_else_
                     assert all((array == UNTOUCHED).all() for array in its.of_rank), name
 
 
-def test_symmetric_value_of_the_node_counts_once_for_each_rank(strategy: Strategy, comm: Intracomm) -> None:
+def test_symmetric_value_of_the_node_counts_once_for_each_rank(strategy, comm):
     """Into something else, into itself, and over a part of itself."""
     for count in (SMALL, LARGE):
         base, other = (strategy.symmetric_empty(size, np.float64, per_node=True) for size in (3 * count, count))
@@ -208,16 +205,14 @@ def test_symmetric_value_of_the_node_counts_once_for_each_rank(strategy: Strateg
 
 
 @pytest.mark.ranks(min=2)
-def test_symmetric_and_private_calls_do_not_overtake_each_other(
-    strategy: Strategy, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_symmetric_and_private_calls_do_not_overtake_each_other(strategy, comm, monkeypatch):
     """One after the other with nothing in between, of all kinds and sizes, some ranks slow at any place."""
     same, mine, steps_of = random.Random(comm.size), random.Random(comm.rank), TwoShot.steps
 
-    def nap() -> None:
+    def nap():
         time.sleep(mine.choice([0, 0.0001, 0.001]) * (mine.random() < 0.1))
 
-    def slow_steps(transfer: TwoShot, has_passed_barrier: bool) -> Iterator[int]:
+    def slow_steps(transfer, has_passed_barrier):
         nap()
         for step in steps_of(transfer, has_passed_barrier):
             nap()
@@ -249,7 +244,7 @@ def test_symmetric_and_private_calls_do_not_overtake_each_other(
 
 
 @one_and_two_nodes
-def test_rank_order_is_kept_to_the_bit(strategy: Strategy) -> None:
+def test_rank_order_is_kept_to_the_bit(strategy):
     size, rank = strategy.topology.size, strategy.topology.rank
     for dtype in (*REALS, *HALVES):
         rows = np.random.default_rng(4).standard_normal((size, LARGE)).astype(dtype)
@@ -260,9 +255,9 @@ def test_rank_order_is_kept_to_the_bit(strategy: Strategy) -> None:
 
 
 @one_and_two_nodes
-def test_lists_of_all_kinds_of_arrays(strategy: Strategy) -> None:
+def test_lists_of_all_kinds_of_arrays(strategy):
     """Tiny, large, empty and 0-d ones, of every layout; symmetric, private, and both."""
-    shapes: list[tuple[int, ...]] = [(LARGE,), (), (0,), (1,), (3, 50), (4, 0), (2,), (LARGE, 2)]
+    shapes = [(LARGE,), (), (0,), (1,), (3, 50), (4, 0), (2,), (LARGE, 2)]
     like = [np.zeros(shape, dtype) for shape in shapes for dtype in (np.float32, np.int64)]
     symmetric = strategy.symmetric_empty_like(like)
     odd = [np.zeros(array.shape[::-1], array.dtype.newbyteorder(">")).T for array in like]
@@ -281,7 +276,7 @@ def test_lists_of_all_kinds_of_arrays(strategy: Strategy) -> None:
 
 
 @one_and_two_nodes
-def test_arrays_that_come_and_go(strategy: Strategy) -> None:
+def test_arrays_that_come_and_go(strategy):
     """A new one may have the identity of one that is gone; it does not lie where that lay."""
     for step in steps(strategy, 12):
         count = (SMALL, LARGE)[step % 2]
@@ -297,7 +292,7 @@ def test_arrays_that_come_and_go(strategy: Strategy) -> None:
 
 
 @one_and_two_nodes
-def test_arrays_outlive_their_strategy(comm: Intracomm, placement: tuple[int, ...]) -> None:
+def test_arrays_outlive_their_strategy(comm, placement):
     """And serve the next one, as arrays like any other."""
     count = LARGE
     strategy = Strategy(comm=comm)
@@ -318,7 +313,7 @@ def test_arrays_outlive_their_strategy(comm: Intracomm, placement: tuple[int, ..
 
 
 @one_and_two_nodes
-def test_arrays_outlive_a_call_that_failed(strategy: Strategy, comm: Intracomm) -> None:
+def test_arrays_outlive_a_call_that_failed(strategy, comm):
     """One rank gave up; the others had staged, or not even come."""
     array = strategy.symmetric_empty(LARGE, np.float64)
     fill(strategy, array, 0)
@@ -337,7 +332,7 @@ def test_arrays_outlive_a_call_that_failed(strategy: Strategy, comm: Intracomm) 
     assert (array == total(strategy, 0, LARGE)).all()
 
 
-def some(random_: random.Random, whole: list[Any]) -> list[int]:
+def some(random_, whole):
     """Some of the arrays of a list, in some order."""
     chosen = [index for index in range(len(whole)) if random_.random() < 0.8] or [0]
     if random_.random() < 0.5:
@@ -348,9 +343,7 @@ def some(random_: random.Random, whole: list[Any]) -> list[int]:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("per_node", [False, True])
 @pytest.mark.parametrize("parity", [0, 1])
-def test_arrays_that_lie_side_by_side_are_added_together_and_nothing_else(
-    on_one_node: Strategy, comm: Intracomm, per_node: bool, parity: int
-) -> None:
+def test_arrays_that_lie_side_by_side_are_added_together_and_nothing_else(on_one_node, comm, per_node, parity):
     """Arrays of one window in any choice and order, wholly or in part, into themselves or into another window."""
     for seed in range(parity, 12, 2):
         random_ = random.Random(seed)  # of all ranks alike
@@ -386,7 +379,7 @@ def test_arrays_that_lie_side_by_side_are_added_together_and_nothing_else(
 
 
 @pytest.mark.ranks(3)
-def test_many_small_arrays_are_one_run(on_one_node: Strategy) -> None:
+def test_many_small_arrays_are_one_run(on_one_node):
     arrays = on_one_node.symmetric_empty_like([np.zeros(index % 40 + 1, np.float32) for index in range(500)])
     shared = parts_of(on_one_node).group.shared
     if on_one_node.topology.size > 1:
@@ -401,7 +394,7 @@ def test_many_small_arrays_are_one_run(on_one_node: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_ops_of_arrays_where_they_lie(on_one_node: Strategy) -> None:
+def test_ops_of_arrays_where_they_lie(on_one_node):
     rank = on_one_node.topology.rank
     for dtype, op in product((*HALVES, *REALS), ("MEAN", "MIN", "MAX", "PROD")):
         arrays = on_one_node.symmetric_empty_like([np.zeros(count, dtype) for count in (70, 1, 200)])
@@ -417,7 +410,7 @@ def test_ops_of_arrays_where_they_lie(on_one_node: Strategy) -> None:
 
 
 # Views that do not look like symmetric arrays.
-HIDDEN: tuple[Callable[[Any], Any], ...] = (
+HIDDEN = (
     lambda part: np.lib.stride_tricks.as_strided(part, part.shape, part.strides),
     lambda part: np.asarray(memoryview(part)),
     np.from_dlpack,
@@ -425,7 +418,7 @@ HIDDEN: tuple[Callable[[Any], Any], ...] = (
 
 
 @pytest.mark.ranks(3)
-def test_hidden_views_of_symmetric_arrays_are_reduced_right(on_one_node: Strategy) -> None:
+def test_hidden_views_of_symmetric_arrays_are_reduced_right(on_one_node):
     """The out overlaps a value that does not look like a symmetric array: other ranks write it early."""
     whole, together = (
         on_one_node.symmetric_empty(LARGE + 7, np.float64, per_node=per_node) for per_node in (False, True)
@@ -443,7 +436,7 @@ def test_hidden_views_of_symmetric_arrays_are_reduced_right(on_one_node: Strateg
 
 
 @pytest.mark.ranks(2)
-def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
+def test_arrays_that_change_their_dtype(on_one_node):
     """What was found of an array in one call is not taken for true in the next."""
     array = on_one_node.symmetric_empty(LARGE, np.float32)
     for dtype in (np.float32, np.int32, np.float32):
@@ -454,7 +447,7 @@ def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_views_of_other_libraries_are_recognised_by_address(on_one_node: Strategy) -> None:
+def test_views_of_other_libraries_are_recognised_by_address(on_one_node):
     """What they share memory with, they do not tell; so they are known by their addresses."""
     for count in (SMALL, LARGE):
         shared = parts_of(on_one_node).group.shared

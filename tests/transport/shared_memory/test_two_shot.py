@@ -6,7 +6,6 @@ Chunks have 128 bytes, so that a few hundred numbers take all slots in turn, sev
 import random
 import time
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from support.contributions import (
     rows_of_this_rank,
     unlike_numbers,
 )
-from support.ranks import Intracomm
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -28,9 +26,8 @@ from mpidist.context_stack import parts_of
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.in_place import InPlace
-from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
+from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.two_shot import FusedArrays
-from mpidist.transport.tree import ReplicaTree
 from mpidist.transport.waiting import complete
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
@@ -40,7 +37,7 @@ FINE_COUNT = 20  # smaller pieces, on average, are copied before they are added
 
 
 @pytest.mark.ranks(3)
-def test_small_and_large_lists_take_turns(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_and_large_lists_take_turns(comm, monkeypatch):
     """Those of one round share the slots with the others."""
     set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, one_shot_bytes=CHUNK_BYTES, fine_count=FINE_COUNT)
     mine = random.Random(comm.rank)
@@ -56,9 +53,7 @@ def test_small_and_large_lists_take_turns(comm: Intracomm, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("one_shot_bytes", [0, CHUNK_BYTES], ids=["two-shot", "one-shot"])
-def test_symmetric_arrays_follow_the_tree(
-    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, one_shot_bytes: int
-) -> None:
+def test_symmetric_arrays_follow_the_tree(comm, placement, monkeypatch, one_shot_bytes):
     """From and to shared memory, and in place; divided by those who add."""
     sizes = {"chunk_bytes": CHUNK_BYTES, "one_shot_bytes": one_shot_bytes, "fine_count": FINE_COUNT}
     set_sizes(monkeypatch, **sizes, least_bytes=1, depth=2)
@@ -79,7 +74,7 @@ def test_symmetric_arrays_follow_the_tree(
                     comm.Barrier()
 
 
-def add_in_slots(strategy: Strategy, tree: ReplicaTree, sources: list[Any], outs: list[Any]) -> None:
+def add_in_slots(strategy, tree, sources, outs):
     group = parts_of(strategy).group
     everyones = [
         [list(row) for row in zip(*(place.arrays for place in group.shared.places(arrays)), strict=True)]
@@ -91,14 +86,14 @@ def add_in_slots(strategy: Strategy, tree: ReplicaTree, sources: list[Any], outs
     group.levels.fused.run(group.levels.fused.two_shot(arrays, reduction, tree.total))
 
 
-def add_where_they_lie(strategy: Strategy, tree: ReplicaTree, sources: list[Any], outs: list[Any]) -> None:
+def add_where_they_lie(strategy, tree, sources, outs):
     shared, reducer = parts_of(strategy).group.shared, parts_of(strategy).group.levels.fused
     runs = shared.runs(shared.places(sources), shared.places(outs), np.dtype(np.float32))
     transfer = InPlace(runs, reducer.slots, Reduction(fold=tree.within_node), tree.total)
     complete(transfer.steps(has_passed_barrier=False), reducer.check_peers)
 
 
-def fill(arrays: list[Any], numbers: Any) -> None:
+def fill(arrays, numbers):
     for array, part in zip(arrays, np.split(numbers, np.cumsum([array.size for array in arrays])[:-1]), strict=True):
         array[...] = part
 
@@ -107,7 +102,7 @@ def fill(arrays: list[Any], numbers: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_shards_are_added_in_messages_of_any_length(comm: Intracomm) -> None:
+def test_shards_are_added_in_messages_of_any_length(comm):
     for way, message_bytes in product(("float32", "float16", "chain"), (64, 1000, MAX_CHUNK_BYTES)):
         across = MpiCommunicator(comm.Dup(), "across_nodes", message_bytes=message_bytes)
         exchange = ShardExchange(across)
@@ -123,12 +118,12 @@ def test_shards_are_added_in_messages_of_any_length(comm: Intracomm) -> None:
         across.free()
 
 
-def _started(exchange: ShardExchange, buffer: Any, way: str) -> ShardAllReduce:
+def _started(exchange, buffer, way):
     if way != "chain":
         return exchange.start(buffer, Reduction(), np.dtype(np.float16) if way == "float16" else None)
     own = buffer.copy()
 
-    def fold(before: Any) -> None:
+    def fold(before):
         buffer[...] = own if before is None else before + own
 
     return exchange.start_chain(buffer, fold)

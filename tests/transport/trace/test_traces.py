@@ -6,17 +6,14 @@ import time
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from jobs.failing import Job
 from support.everywhere import raises_everywhere
 from support.placements import one_and_two_nodes
-from support.ranks import Intracomm
 from support.replicas import inside
-from support.trace_events import Event, process_of, read_events
-from transport.failures.clocks import Clock, let_time_pass, wait_for_late_rank
+from support.trace_events import process_of, read_events
+from transport.failures.clocks import let_time_pass, wait_for_late_rank
 
 from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mpidist.__main__ import run_command
@@ -27,32 +24,30 @@ from mpidist.transport.trace.clocks import compare_clocks, name_clock
 
 
 @pytest.fixture
-def folder(comm: Intracomm, tmp_path: Path) -> Path:
+def folder(comm, tmp_path):
     return Path(comm.bcast(str(tmp_path), 0))
 
 
-def pieces_in(folder: Path) -> dict[int, list[Event]]:
+def pieces_in(folder):
     paths = sorted(folder.glob("*/rank-*.jsonl"))
     return {int(path.name.split("-")[1]): [*map(json.loads, path.read_text().splitlines())] for path in paths}
 
 
-def calls_of(pieces: list[Event]) -> list[list[Any]]:
+def calls_of(pieces):
     """Return the calls in a file: number, sequence, name, begun, agreed, ended, each as written last."""
     texts = {int(number): text for piece in pieces for number, text in piece.get("texts", {}).items()}
     rows = {row[0]: row for piece in pieces for row in piece.get("calls", ())}
     return [[row[0], row[1], texts[row[2]][0], *row[3:]] for row in rows.values()]
 
 
-def require_refused(
-    comm: Intracomm, strategy: MultiWorkerMirroredStrategy, folder: Any, kind: type[Exception], text: str
-) -> None:
+def require_refused(comm, strategy, folder, kind, text):
     """Require that all ranks refuse a trace. Collective."""
     with raises_everywhere(comm, kind, text), strategy.trace(folder):
         raise AssertionError("nothing may be done untraced")
     assert strategy.reduce("SUM", 1.0) == comm.size
 
 
-def merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[Event], str]:
+def merged(folder, capsys):
     """Merge, and return the events, and what was printed."""
     assert run_command(["trace", "merge", str(folder)]) == 0
     (path,) = folder.glob("**/trace.json")
@@ -61,7 +56,7 @@ def merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[Event
 
 @one_and_two_nodes
 @pytest.mark.core
-def test_trace_records_all_calls(comm: Intracomm, placement: tuple[int, ...], folder: Path) -> None:
+def test_trace_records_all_calls(comm, placement, folder):
     num_steps = 300  # more than a piece has
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         with strategy.trace(folder):
@@ -88,9 +83,7 @@ def test_trace_records_all_calls(comm: Intracomm, placement: tuple[int, ...], fo
 
 
 @one_and_two_nodes
-def test_merged_file_shows_all_ranks(
-    comm: Intracomm, placement: tuple[int, ...], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merged_file_shows_all_ranks(comm, placement, folder, capsys):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.trace(folder):
         started = [inside(strategy, "start_all_reduce", "SUM", np.ones(count)) for count in (100_000, 5)]
         strategy.reduce("SUM", np.ones(300_000))
@@ -115,7 +108,7 @@ def test_merged_file_shows_all_ranks(
 
 @pytest.mark.core
 @pytest.mark.ranks(3)
-def test_late_rank_is_named(comm: Intracomm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_late_rank_is_named(comm, folder, capsys):
     """In four of the calls the last rank comes when all others wait, whatever else the machine does."""
     late, others = comm.size - 1, range(comm.size - 1)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.trace(folder):
@@ -139,9 +132,7 @@ def test_late_rank_is_named(comm: Intracomm, folder: Path, capsys: pytest.Captur
 
 
 @pytest.mark.ranks(2)
-def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(comm, folder, monkeypatch):
     (folder / "file").write_text("")
     own = folder / "file"
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -156,7 +147,7 @@ def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(
     comm.Barrier()
     assert len(pieces_in(folder / "made" / "here")) == comm.size
 
-    def refuse(*arguments: Any) -> int:
+    def refuse(*arguments):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.delenv("MPIDIST_TRACE")
@@ -168,12 +159,10 @@ def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(
 
 
 @pytest.mark.ranks(2)
-def test_file_system_that_does_not_answer_ends_with_the_deadline(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_file_system_that_does_not_answer_ends_with_the_deadline(comm, folder, monkeypatch, clock):
     make, told = os.mkdir, comm.Dup()
 
-    def stand_still(path: Any, mode: int = 0o777) -> None:
+    def stand_still(path, mode=0o777):
         if comm.rank == 1 and folder in Path(path).parents:
             let_time_pass(comm)
             told.recv(source=0)
@@ -197,7 +186,7 @@ def test_file_system_that_does_not_answer_ends_with_the_deadline(
 
 
 @pytest.mark.ranks(2)
-def test_wrong_arguments_are_refused_together(comm: Intracomm, folder: Path) -> None:
+def test_wrong_arguments_are_refused_together(comm, folder):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         require_refused(comm, strategy, 3, TypeError, "PathLike")
         with strategy.trace(folder):
@@ -209,9 +198,7 @@ def test_wrong_arguments_are_refused_together(comm: Intracomm, folder: Path) -> 
 
 
 @pytest.mark.ranks(3)
-def test_two_strategies_are_traced_at_once(
-    comm: Intracomm, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_strategies_are_traced_at_once(comm, folder, capsys, monkeypatch):
     monkeypatch.setenv("MPIDIST_TRACE", str(folder))
     half = comm.Split(comm.rank % 2)
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, MultiWorkerMirroredStrategy(comm=half) as part:
@@ -231,7 +218,7 @@ def test_two_strategies_are_traced_at_once(
 
 
 @pytest.mark.ranks(2)
-def test_trace_records_no_calls_after_the_block(comm: Intracomm, folder: Path) -> None:
+def test_trace_records_no_calls_after_the_block(comm, folder):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         for _ in range(2):
             with strategy.trace(folder):
@@ -257,7 +244,7 @@ def test_trace_records_no_calls_after_the_block(comm: Intracomm, folder: Path) -
 
 
 @pytest.mark.ranks(2)
-def test_trace_left_by_an_exception_on_one_rank_is_an_error_of_all(comm: Intracomm, folder: Path) -> None:
+def test_trace_left_by_an_exception_on_one_rank_is_an_error_of_all(comm, folder):
     strategy = MultiWorkerMirroredStrategy(comm=comm)
     with raises_everywhere(comm, InvalidArgumentError, "leave `with strategy.trace.*by an exception, or none"):
         with suppress(KeyError), strategy.trace(folder):
@@ -268,12 +255,12 @@ def test_trace_left_by_an_exception_on_one_rank_is_an_error_of_all(comm: Intraco
     strategy.close()
 
 
-def read(path: Path) -> list[Event]:
+def read(path):
     return [*map(json.loads, path.read_text().splitlines())]
 
 
 @pytest.mark.ranks(1)
-def test_strategy_of_one_device_is_traced_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strategy_of_one_device_is_traced_too(folder, capsys):
     with OneDeviceStrategy() as strategy, strategy.trace(folder):
         strategy.reduce("SUM", np.ones(1000))
         strategy.reset()
@@ -288,21 +275,21 @@ def test_strategy_of_one_device_is_traced_too(folder: Path, capsys: pytest.Captu
 
 
 @pytest.mark.ranks(2)
-def test_forked_process_writes_in_no_file_of_its_parent(comm: Intracomm, folder: Path) -> None:
+def test_forked_process_writes_in_no_file_of_its_parent(comm, folder):
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.trace(folder):
         strategy.reduce("SUM", 1.0)
         (path,) = folder.glob(f"*/rank-{comm.rank}-*")
         before = path.read_bytes()
         child = os.fork()
         if child == 0:
-            parts_of(strategy).group.trace.write()  # type: ignore[union-attr]
+            parts_of(strategy).group.trace.write()
             os._exit(path.read_bytes() != before)
         assert os.waitpid(child, 0)[1] == 0
     assert len(calls_of(read(path))) == 2
 
 
 @pytest.mark.no_mpi
-def test_more_calls_and_names_than_the_flight_recorder_keeps_are_recorded(tmp_path: Path) -> None:
+def test_more_calls_and_names_than_the_flight_recorder_keeps_are_recorded(tmp_path):
     num_calls = 5000
     with OneDeviceStrategy() as strategy, strategy.trace(tmp_path):
         for number in range(num_calls):
@@ -316,12 +303,7 @@ def test_more_calls_and_names_than_the_flight_recorder_keeps_are_recorded(tmp_pa
 
 
 @pytest.mark.no_mpi
-def test_full_disk_or_its_own_length_ends_the_trace_and_not_the_program(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_full_disk_or_its_own_length_ends_the_trace_and_not_the_program(tmp_path, monkeypatch, caplog, capsys):
     write = os.write
     with OneDeviceStrategy() as strategy, strategy.trace(tmp_path):
         monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:10]))
@@ -359,9 +341,7 @@ strategy.reduce("SUM", 1.0)
 @pytest.mark.no_mpi
 @pytest.mark.core
 @pytest.mark.parametrize("program", [KILLED, EXITS], ids=["killed", "exits"])
-def test_job_that_fails_leaves_files_that_can_be_read(
-    job: Job, tmp_path: Path, program: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_job_that_fails_leaves_files_that_can_be_read(job, tmp_path, program, capsys):
     relative = os.path.relpath(tmp_path / "trace")
     ended = job(f"os.chdir('/')\n{program}", ranks=2, MPIDIST_TRACE=relative, MPIDIST_FLIGHT_DIR="off")
     assert ended.status != 0
@@ -397,7 +377,7 @@ strategy.close()
 
 
 @pytest.mark.no_mpi
-def test_requests_to_parameter_servers_are_traced(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_to_parameter_servers_are_traced(job, tmp_path, capsys):
     ended = job(SERVERS, head="", MPIDIST_TRACE=str(tmp_path / "trace"))
     assert ended.status == 0, ended.err
     assert "whose ranks make no calls together: set MPIDIST_TRACE" in ended.out
@@ -411,7 +391,7 @@ def test_requests_to_parameter_servers_are_traced(job: Job, tmp_path: Path, caps
 SECOND = 1_000_000_000
 
 
-def ahead_of(host: int) -> int:
+def ahead_of(host):
     """By how much the clock of a pretended host is ahead of the machine's, in nanoseconds."""
     return (0, -7 * SECOND, 90_000 * SECOND, SECOND // 3)[host]
 
@@ -419,7 +399,7 @@ def ahead_of(host: int) -> int:
 @pytest.mark.core
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("ranks_of_a_host", [1, 2])
-def test_difference_of_clocks_is_found_within_the_error(comm: Intracomm, ranks_of_a_host: int) -> None:
+def test_difference_of_clocks_is_found_within_the_error(comm, ranks_of_a_host):
     host = comm.rank // ranks_of_a_host
     num_hosts = (comm.size - 1) // ranks_of_a_host + 1
     samples = compare_clocks(comm, f"host{host}", lambda: time.monotonic_ns() + ahead_of(host))
@@ -433,7 +413,7 @@ def test_difference_of_clocks_is_found_within_the_error(comm: Intracomm, ranks_o
 
 
 @pytest.mark.ranks(2)
-def test_ranks_of_a_host_have_one_clock(comm: Intracomm) -> None:
+def test_ranks_of_a_host_have_one_clock(comm):
     (sample,) = compare_clocks(comm, name_clock())
     assert sample == (name_clock(), sample.time, 0, 0)
     assert compare_clocks(None, "alone")[0][2:] == (0, 0)
