@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
 
+from mpidist.transport.group.thread_guard import waits_for_autograd
 from mpidist.transport.topology import Topology
 
 __all__ = [
@@ -226,10 +227,9 @@ def current() -> Entry | None:
 
     Entries of the default strategy count as none, as they do not change what is current; but its `merge_call` does.
     """
-    entries = _stack.entries
-    if not entries:
+    entry = innermost()
+    if entry is None:
         return None
-    entry = entries[-1]
     return None if is_default(entry.strategy) and not entry.is_merge_call else entry
 
 
@@ -240,8 +240,14 @@ def is_innermost(replica: CurrentReplica) -> bool:
 
 
 def innermost() -> Entry | None:
-    """Return the innermost entry of this thread, also of the default strategy; `None` if there is none."""
-    return _stack.entries[-1] if _stack.entries else None
+    """Return the innermost entry of this thread, also of the default strategy; `None` if there is none.
+
+    A thread of autograd, which calls a hook, has that of the thread in `backward()`.
+    """
+    if _stack.entries:
+        return _stack.entries[-1]
+    is_of_python = not isinstance(threading.current_thread(), threading._DummyThread)
+    return None if is_of_python else innermost_of_all_threads(waits_for_autograd)
 
 
 def innermost_of_all_threads(counts: Callable[[int], bool] = bool) -> Entry | None:

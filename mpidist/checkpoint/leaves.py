@@ -209,8 +209,8 @@ class _PositionLeaf(Leaf):
     def __init__(self, name: str, dataset: DistributedDataset | DistributedIterator, strategy: CurrentStrategy) -> None:
         if not parts_of(strategy).peers.is_in_lock_step:
             raise ValueError(
-                f"{name} is a data set of {strategy}, whose workers have no common position in it: save each "
-                "worker's own"
+                f"{name} is a data set of {strategy}, whose workers have no common position in it: save the "
+                "position of each worker"
             )
         super().__init__(name, dataset, dataset.state_dict())
 

@@ -15,11 +15,12 @@ from mpidist.transport.group.sync_group import SyncGroup
 __all__ = ["DeviceCalls"]
 
 _MOST_ARRAYS: Final = 1 << 16  # of all calls: each takes some 300 bytes
+_ARRAYS_OF_CALL: Final = 8  # whose bytes a call itself takes
 
 
 @final
 class DeviceCalls:
-    """The cached calls of one group of ranks. Keeps no array: another array of the same form may take an address."""
+    """Cache of calls of one group of ranks. Keeps no array: another one of its dtype and shape may take an address."""
 
     def __init__(self, group: SyncGroup) -> None:
         self._group = group
@@ -48,17 +49,18 @@ class DeviceCalls:
         """Add a call that was described and prepared, if it can be repeated. Local."""
         if not (call.operands.are_on_gpu and call.plan.execution.can_repeat(call)):
             return
-        is_full = self._num_arrays + len(call.values) > _MOST_ARRAYS
+        size = _ARRAYS_OF_CALL + len(call.values)
+        is_full = self._num_arrays + size > _MOST_ARRAYS
         if is_full or self._cached_for is not self._group.levels:  # a reset makes new levels
             self._cached.clear()
             self._num_arrays, self._cached_for = 0, self._group.levels
-        self._num_arrays += len(call.values)
+        self._num_arrays += size
         cached = self._cached[call.device_key] = _with_arrays(call, [], None)
         cached.programs = {}
 
 
 def _flatten(value: Any) -> tuple[list[Any], nest.Structure]:
-    """List the leaves of a nest: of one that looks like a list of arrays, as if it were that."""
+    """List the leaves of a nest. A list that begins with an array of CuPy is not checked for nests in it."""
     if type(value) is list and value and type(value[0]) is cuda.cupy().ndarray:
         return value, (list.__name__, len(value))
     return nest.flatten(value)

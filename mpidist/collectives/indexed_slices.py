@@ -109,7 +109,9 @@ class _Rows:
         if arrays.is_device(self.values):
             raise TypeError("IndexedSlices in device memory are not reduced: copy values and indices to host memory")
         if isinstance(slices.indices, np.ma.MaskedArray):
-            raise TypeError("the indices of IndexedSlices are a masked array, whose mask would be lost")
+            raise TypeError(
+                "the indices of IndexedSlices are a masked array, whose mask would be lost: leave the masked rows out"
+            )
         self.indices = np.asarray(slices.indices)
         if self.indices.size and self.indices.dtype.kind not in "iu":
             raise TypeError(f"the indices of IndexedSlices must be integers, got dtype {self.indices.dtype.name}")

@@ -36,7 +36,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     Raises:
         TypeError: If `accumulation_fn` cannot be called.
 
-    Binding the algorithm to ranks, as a strategy does, raises `ValueError` if `reduce_to_device` is not one rank.
+    Binding the algorithm to ranks, as a strategy does, raises `ValueError` if `reduce_to_device` is not one rank. A
+    call raises it on the adding rank, if `accumulation_fn` returns no such array, and `PeerFailedError` on others.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ def _checked(total: Any, like: Any) -> Any:
     if getattr(total, "shape", None) == like.shape and _KINDS.get(kind, 0) <= _KINDS.get(like.dtype.kind, 2):
         return total
     got = f"{total.dtype.name}{list(total.shape)}" if kind else value_text(total)
-    hint = ": a `return` is missing?" if total is None else ""
+    hint = " (is a `return` missing?)" if total is None else ""
     needed = f"needed an array like those it takes, {like.dtype.name}{list(like.shape)}"
     raise ValueError(f"accumulation_fn returned {got}{hint}; {needed}")
 

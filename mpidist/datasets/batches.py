@@ -56,7 +56,7 @@ class Step(NamedTuple):
     """Batches of this rank at a step.
 
     `parts` are those of this rank's replicas: `MISSING` for a replica whose own batches have ended. `num_seen` is how
-    much of the pass the step is, on all ranks, and `common_fields` must be equal on all ranks; by name.
+    much of the pass the step is, on all ranks, and `common_fields` must be equal on all ranks, by name.
     """
 
     parts: Sequence[Any]

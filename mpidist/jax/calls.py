@@ -186,7 +186,7 @@ def _is_thread_of_jax() -> bool:
 
 
 def _dispatch_synchronously() -> None:
-    """Make compiled functions return only when they have ended: else their calls and later ones had no order."""
+    """Make compiled functions return only when they have ended: else their calls and later ones would have no order."""
     if not jax.config.read(_ASYNCHRONOUS):
         return
     if backends_are_initialized():

@@ -13,7 +13,6 @@ from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport.devices import Device
 from mpidist.transport.failures import open_groups
-from mpidist.transport.group.thread_guard import waits_for_autograd
 from mpidist.whole_number import whole_number
 
 __all__ = ["ReplicaContext", "SharedResult"]
@@ -280,9 +279,7 @@ class ReplicaContext:
 
     def _require_default(self, call: str) -> None:
         """Refuse a call outside of `run`, unless this is the default strategy's context and no strategy was entered."""
-        here, waiting = context_stack.current_replica(), context_stack.innermost_of_all_threads(waits_for_autograd)
-        if waiting is not None and waiting.replica_context is self:
-            return  # in a hook, which a thread of PyTorch's calls
+        here = context_stack.current_replica()
         if here is self:
             if context_stack.innermost() is None and open_groups.num_strategies():
                 raise RuntimeError(

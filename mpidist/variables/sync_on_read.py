@@ -98,12 +98,14 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             rest = np.fmod(wide, wide.dtype.type(count))
             share = (wide - rest) // wide.dtype.type(count)
         else:
-            total = arrays.on_host(total)  # CuPy has no `spacing`
+            total = arrays.on_host(total)  # where all dtypes have `nextafter`
             rest = np.zeros_like(total)
             if total.dtype.kind != "c":
-                with np.errstate(all="ignore"):  # of the largest number, and of infinite ones
-                    units = np.spacing(total) * total.dtype.type(count)
-                np.fmod(total, units, out=rest, where=np.isfinite(total))
+                is_finite = np.isfinite(total)
+                np.copyto(rest, total, where=is_finite)
+                with np.errstate(all="ignore"):  # of infinite numbers; and float8 has NaN in place of too large units
+                    units = (total - np.nextafter(total, np.zeros_like(total))) * total.dtype.type(count)
+                    np.fmod(total, units, out=rest, where=is_finite & (np.abs(units) > 0))
             share = (total - rest) / count
         has_first = parts_of(self._strategy).replicas.has_first
         for at in range(len(self._copies)):

@@ -1,7 +1,9 @@
 """What a program does with device memory: right numbers, a late rank, nothing that grows."""
 
+import gc
 import os
 import time
+import weakref
 from itertools import product
 from types import SimpleNamespace
 
@@ -250,6 +252,24 @@ def test_lists_of_other_forms_at_the_same_addresses_are_other_lists(gpus, comm, 
             for at, result in enumerate(results):
                 assert result.shape == shape
                 assert (down(result) == 2 * (turn + at) + 1).all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("into", ["new arrays", "the values", "other arrays"])
+def test_repeated_list_of_gpu_arrays_keeps_none_of_them(gpus, comm, into):
+    kept = []
+
+    def repeat():
+        values, others = ([up(np.ones(6, np.float32)) for _ in range(20)] for _ in range(2))
+        out = {"new arrays": None, "the values": values}.get(into, others)
+        for _ in range(3):
+            context().all_reduce("sum", values, out=out)
+        kept.extend(map(weakref.ref, (*values, *others)))
+
+    with Strategy(comm=comm) as strategy:
+        strategy.run(repeat)
+        gc.collect()
+        assert [one() for one in kept if one() is not None] == []
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,7 @@ import torch
 from support.replicas import context
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist import get_strategy
 from mpidist.transport.group.thread_guard import OtherThreadError
 
 DEPTH = 62  # from 60 on, autograd takes a thread of its own for a backward pass inside of a backward pass
@@ -54,6 +55,8 @@ def test_calls_go_to_the_thread_of_a_hook_and_back(comm):
         ctx, gradient = context(), torch.full((3,), float(comm.rank))
 
         def reduce():
+            with pytest.raises(RuntimeError, match="requires being in cross-replica context"):
+                strategy.reduce("sum", 1.0)
             assert ctx.all_reduce("sum", gradient).tolist() == [1.0] * 3
             started.append(ctx.start_all_reduce("sum", gradient, out=gradient))
 
@@ -68,6 +71,39 @@ def test_calls_go_to_the_thread_of_a_hook_and_back(comm):
             assert strategy.reduce("sum", 1.0) == 2
             call_in_backward(lambda: started.append(strategy.reduce("sum", 1.0)))
             assert started.pop() == 2
+
+
+def test_hook_current_context_is_that_of_the_step(comm):
+    found = []
+
+    def step():
+        call_in_backward(lambda: found.append(context().all_reduce("sum", 1.0)))
+
+    with Strategy(comm=comm) as strategy:
+        strategy.run(step)
+        with strategy.scope():
+            call_in_backward(lambda: found.append(get_strategy().reduce("sum", 1.0)))
+    assert found == [2, 2]
+
+
+@pytest.mark.parametrize("first", ["hook", "own"])
+@pytest.mark.parametrize("last", ["hook", "own"])
+def test_hook_calls_return_to_the_thread_and_after_its_end_to_the_first(comm, first, last):
+    found = []
+
+    def call():
+        found.append(strategy.reduce("sum", 1.0))
+
+    def train():
+        for where in (first, last):
+            call_in_backward(call) if where == "hook" else call()
+
+    with Strategy(comm=comm) as strategy:
+        thread = threading.Thread(target=train, name="trainer")
+        thread.start()
+        thread.join()
+        call()
+    assert found == [2, 2, 2]
 
 
 def test_other_threads_are_refused_in_the_hook_and_after_it(comm):
@@ -91,5 +127,5 @@ def test_other_threads_are_refused_in_the_hook_and_after_it(comm):
         call_in_backward(hook)
         call_in_another()
         assert strategy.reduce("sum", 1.0) == 2
-    pattern = r"reduce in thread 'loader', but thread 'Dummy-\d+' makes this strategy's calls"
+    pattern = r"reduce in thread 'loader', but thread 'MainThread' makes this strategy's calls"
     assert [bool(re.match(pattern, text)) for text in refused] == [True, True], refused

@@ -195,7 +195,7 @@ def test_assignment_across_replicas_changes_every_copy(strategy):
 def test_on_read_float_sum_reads_back_the_assigned_total(strategy):
     """Also the least numbers and the largest ones."""
     numbers = np.arange(-150, 150)
-    for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
+    for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
         least, largest = (float(getattr(ml_dtypes.finfo(dtype), name)) for name in ("smallest_subnormal", "max"))
         totals = np.concatenate([numbers, numbers / 3, numbers * least, [largest, np.inf, -np.inf, np.nan]])
         totals = totals.astype(dtype)

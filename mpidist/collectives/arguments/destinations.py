@@ -182,7 +182,7 @@ def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: boo
     """
     if isinstance(leaf, DistributedValues):
         components = components_of(leaf, replicas.num_here)
-        if isinstance(components[0], (dict, list, tuple)):  # replicas returned nests of different forms
+        if any(isinstance(one, (dict, list, tuple)) for one in components):  # nests of different forms
             Contributions(components).flatten(replicas.ids_here)
         return components
     if may_repeat or replicas.are_bare:

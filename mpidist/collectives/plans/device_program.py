@@ -1,4 +1,4 @@
-"""The messages of device memory of one plan, and what kernels need of the arrays of a repeated call."""
+"""Messages of device memory of one plan, and lists of a repeated call's arrays for kernels."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DeviceMessages:
 
 @final
 class DeviceProgram:
-    """What kernels need of the arrays of a call: of a repeated call, found once. Keeps no array.
+    """Lists of a call's arrays for kernels; a repeated call makes them once. Keeps no array.
 
     `is_repeated`: the call's arrays are contiguous and aligned, and have the same addresses each time.
     """

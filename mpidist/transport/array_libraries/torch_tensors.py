@@ -40,11 +40,7 @@ class TorchTensors(ArrayLibrary):
         return torch is not None and isinstance(value, torch.Tensor)
 
     def to_native(self, value: Any) -> NativeArray:
-        if value.requires_grad and not value.is_leaf and sys.modules["torch"].is_grad_enabled():
-            raise TypeError(
-                f"the tensor is a result that PyTorch differentiates ({type(value.grad_fn).__name__}), and no gradient "
-                "goes back through other ranks: pass tensor.detach()"
-            )
+        _require_no_history(value)
         if value.is_cpu:
             return _VIEWS.of(value)
         _VIEWS.forget(value)  # `module.to("cuda")` leaves the parameters their names, and takes their memory away
@@ -65,7 +61,10 @@ class TorchTensors(ArrayLibrary):
     def to_target(self, value: Any) -> NativeArray | None:
         if value.is_conj() or value.is_neg():
             raise TypeError("the tensor is a view whose numbers are conjugated or negated as they are read: clone it")
-        return _view(value.detach()) if value.is_cuda else self.to_native(value)
+        if not value.is_cuda:
+            return self.to_native(value)
+        _require_no_history(value)
+        return _view(value.detach())
 
     def is_target(self, value: Any, array: NativeArray) -> bool:
         return _VIEWS.has(value, array)
@@ -203,6 +202,15 @@ class _Lists:
 
 
 _LISTS: Final = _Lists()
+
+
+def _require_no_history(tensor: Any) -> None:
+    """Refuse a tensor that PyTorch differentiates."""
+    if tensor.requires_grad and not tensor.is_leaf and sys.modules["torch"].is_grad_enabled():
+        raise TypeError(
+            f"the tensor is a result that PyTorch differentiates ({type(tensor.grad_fn).__name__}), and no gradient "
+            "goes back through other ranks: pass tensor.detach()"
+        )
 
 
 def _view(tensor: Any) -> NativeArray:

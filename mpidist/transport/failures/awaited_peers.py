@@ -74,7 +74,7 @@ class AwaitedPeers(Awaited):
             return ends
         if note.tag not in (GAVE_UP, FOLLOWS):
             return False
-        # An awaited server that has given up, because of another rank, serves no longer.
+        # A rank that has given up because of a lost one answers no more.
         is_given_up = note.is_lost and rank in self.ranks and rank not in self.dispensable
         self.is_ended_by_program |= is_given_up
         return is_given_up or any(one.rank in self.ranks and one.process == GONE for one in note.statuses)

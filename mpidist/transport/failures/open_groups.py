@@ -72,7 +72,10 @@ class OpenGroup(ABC):
 
     @abstractmethod
     def wait_for_peers_at_exit(self) -> str | None:
-        """Wait a while until all ranks of a failed group can finalize MPI; return which are missing, or `None`."""
+        """Wait a while until all ranks of a failed group can finalize MPI; return `None`, or why they cannot.
+
+        The text is empty if a lower rank reports it.
+        """
 
     @abstractmethod
     def disown(self) -> None:
@@ -371,7 +374,7 @@ def _save_at_end() -> list[str]:
 
 
 def _leave_to_parent() -> None:
-    """Leave the groups to the parent of a forked process, which does not end MPI either."""
+    """Leave the groups, and the end of MPI, to the parent of this forked process."""
     job_abort.uninstall()
     _failed.clear()
     _unbuilt.clear()

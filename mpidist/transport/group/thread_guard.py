@@ -1,4 +1,4 @@
-"""Guard of a group's calls: only one thread makes them, as two threads had another order on each rank."""
+"""Guard of a group's calls: only one thread makes them; two would use another order on each rank."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ class ThreadGuard:
         if why:
             raise RuntimeError(f"{call} {why}")
         with self._change:
+            if self._waiting is not None and not self._waiting.is_alive():  # its last call was in a hook
+                self._owner, self._waiting = self._waiting, None
             self._require_free(call)
             if self._is_of_autograd():
                 is_back = self._waiting is threading.current_thread()
                 self._waiting = None if is_back else self._waiting or self._owner
             else:
-                self._may_be_taken_over, self._waiting = not self._owner.is_alive(), None
+                self._may_be_taken_over, self._waiting = not self._owner.is_alive(), _in_backward()
             self._owner, self.ident = threading.current_thread(), threading.get_ident()
 
     def disown(self) -> None:
@@ -105,10 +107,11 @@ class ThreadGuard:
         may_be = self._may_be_taken_over and self._waiting is None and not _is_in_a_call(self._owner)
         may_come = lends or may_be or self._is_of_autograd()
         if self._is_lent or (self._owner is not new and self._owner.is_alive() and not may_come):
+            owner = self._waiting or self._owner  # the program's, and not one of autograd
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
             jax = "; only one thread may run functions that call mpidist.jax" if "mpidist.jax" in sys.modules else ""
             raise OtherThreadError(
-                f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: only one "
+                f"{call} in thread {new.name!r}, but thread {owner.name!r} makes this strategy's calls: only one "
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
                 f"Build one strategy for each thread, in the same order on all ranks{jax}"
             )
@@ -127,6 +130,15 @@ def waits_for_autograd(ident: int | None) -> bool:
     """Whether a thread is in `backward()` of PyTorch, whose threads do the work of GPUs, and call hooks."""
     frame = sys._current_frames().get(ident or 0)
     return frame is not None and frame.f_globals.get("__name__") == "torch.autograd.graph"
+
+
+def _in_backward() -> threading.Thread | None:
+    """Return the one thread in `backward()`, if this may be a thread of autograd; `None` if several threads are."""
+    if not isinstance(threading.current_thread(), threading._DummyThread):
+        return None
+    threads = [its for its in threading.enumerate() if not isinstance(its, threading._DummyThread)]
+    found = [thread for thread in threads if waits_for_autograd(thread.ident)]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_in_a_call(thread: threading.Thread) -> bool:

@@ -103,7 +103,7 @@ class LauncherReport(NamedTuple):
     Attributes:
         launcher: The launcher's name; "another launcher" for one of another library than MPI that is not listed here.
         num_processes: How many processes there are, at least.
-        variable: The variable with this number, with its value.
+        variable: The variable that gives this number, with its value.
     """
 
     launcher: str

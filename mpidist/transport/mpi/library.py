@@ -115,7 +115,7 @@ def ranks_in_world(comm: Intracomm) -> frozenset[int]:
 def ranks_of_node(comm: Intracomm) -> list[int]:
     """Return the ranks of this rank's node, and itself. Collective.
 
-    Those are ranks by two of three sources: MPI, the host's name, and the file system of shared memory. Slurm's
+    A rank is of this node by two of three sources: MPI, the host's name, the file system of shared memory. Slurm's
     PMIx reports several hosts as one to Open MPI, if the nodes of a component of a heterogeneous job come
     before those of an earlier one by name; its pmi2 reports one host as several to MPICH, if the distribution of
     tasks is `arbitrary`; and the containers of a host may have names of their own.

@@ -1,4 +1,4 @@
-/* Whether a program passes the arrays again that it passed before. */
+/* Comparison of arrays with those of an earlier call, and descriptions of lists of arrays. */
 #include "native.h"
 
 #define MOST_WORDS 10 /* that describe an array */

@@ -1,4 +1,4 @@
-"""What CuPy's binding of NCCL lacks: NCCL's own words for its errors, from the library that CuPy has loaded."""
+"""NCCL's own texts of errors, which CuPy's binding lacks, from the library that CuPy has loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIBRARY: Final = "libnccl.so.2"
 
 
 def error_text(error: BaseException) -> str:
-    """Return what an error of CuPy's binding says, in one line, and NCCL's last warning in this process."""
+    """Return the text of an error of CuPy's binding, in one line, with NCCL's last warning in this process."""
     is_unknown = isinstance(error, KeyError)  # CuPy has no word for NCCL's newer statuses: 7 in progress, 8 timeout
     text, warning = f"NCCL's status {error}" if is_unknown else first_line(error), _last_warning()
     return f"{text}; NCCL's last warning here: {warning}" if warning else text

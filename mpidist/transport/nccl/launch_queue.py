@@ -163,7 +163,7 @@ class DeviceQueue:
                 handle.connected.add(kind or what)
 
     def is_complete(self, launched: Launched) -> bool:
-        """Say whether work is done, or raise NCCL's failure; once it is done, release the memory. Never waits."""
+        """Return whether work is done, or raise NCCL's failure; once it is done, release the memory. Never waits."""
         if launched not in self._flying:
             return True
         try:
