@@ -98,15 +98,17 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             rest = np.fmod(wide, wide.dtype.type(count))
             share = (wide - rest) // wide.dtype.type(count)
         else:
-            total = arrays.on_host(total)  # where all dtypes have `nextafter`
-            rest = np.zeros_like(total)
-            if total.dtype.kind != "c":
-                is_finite = np.isfinite(total)
-                np.copyto(rest, total, where=is_finite)
+            host = arrays.on_host(total)  # where all dtypes have `nextafter`
+            rest = np.zeros_like(host)
+            if host.dtype.kind != "c":
+                is_finite = np.isfinite(host)
+                np.copyto(rest, host, where=is_finite)
                 with np.errstate(all="ignore"):  # of infinite numbers; and float8 has NaN in place of too large units
-                    units = (total - np.nextafter(total, np.zeros_like(total))) * total.dtype.type(count)
-                    np.fmod(total, units, out=rest, where=is_finite & (np.abs(units) > 0))
-            share = (total - rest) / count
+                    units = (host - np.nextafter(host, np.zeros_like(host))) * host.dtype.type(count)
+                    np.fmod(host, units, out=rest, where=is_finite & (np.abs(units) > 0))
+            share = (host - rest) / count
+            if arrays.is_device(total):
+                share, rest = arrays.to_device(share), arrays.to_device(rest)
         has_first = parts_of(self._strategy).replicas.has_first
         for at in range(len(self._copies)):
             self._store(at, share + rest if at == 0 and has_first else share, None)

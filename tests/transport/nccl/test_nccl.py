@@ -131,7 +131,7 @@ def test_disabled_nccl_stages_arrays_and_logs_the_reason(emulated, comm, monkeyp
         assert is_working(group)
         assert is_working(group)
         assert group.levels_of(True).queue is None
-        with raises_everywhere(comm, UnavailableError, f"cannot be had: .*{setting} (asks to|is set.*unset it)"):
+        with raises_everywhere(comm, UnavailableError, f"cannot be had: .*{setting} (disables NCCL|is set.*unset it)"):
             is_working(group, ONLY_NCCL)
     assert emulated.calls(*CALLS_OF_NCCL) == []
     assert caplog.text.count("goes from rank to rank through the host") == (comm.rank == 0)
