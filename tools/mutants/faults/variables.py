@@ -12,8 +12,8 @@ FAULTS = [
     ),
     Fault(
         "sync_on_read.py",
-        "share = (total - rest) / count",
-        "share = total - rest",
+        "share = (host - rest) / count",
+        "share = host - rest",
         "a sum that is assigned to an ON_READ variable counts once a replica",
     ),
     Fault(
