@@ -518,8 +518,10 @@ class Connection:
                     request.Cancel()
                     request.Wait()
                 request.Free()
-        except load_mpi().Exception:  # ULFM tells that the worker's process has failed, as another error does
-            self.abandon()
+        except load_mpi().Exception as error:
+            if not is_process_failure(error):
+                raise
+            self.abandon()  # the error of the lost worker is on its way already
             return
         self._buffers, self._whole = [], np.empty(0, np.uint8)
         if not all(sent.Test() for sent in [*self._sends, *self._data_sends]):
