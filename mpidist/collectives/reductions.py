@@ -87,8 +87,7 @@ class Reductions:
         if call.error is None:
             self._open(call)
         try:
-            group.agreement.arrive(call)
-            has_same_places = group.agreement.conclude(call)  # raises, if the call has no plan because of an error
+            has_same_places = group.agreement.join(call)  # raises, if the call has no plan because of an error
             if self._uncompiled:
                 self._compile_and_add(call, is_started=False)
             results = self._close(call, call.plan.execution.finish(call, has_same_places))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -20,6 +21,7 @@ from mpidist.collectives.arguments.operands import Operands
 from mpidist.collectives.arguments.out_arrays import write_outs
 from mpidist.collectives.plans.call import ReductionCall
 from mpidist.collectives.plans.fused_execution import FusedExecution
+from mpidist.collectives.plans.places import NOWHERE
 from mpidist.collectives.plans.repeated_reductions import ListIntoOthers, RepeatedReduction
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
 from mpidist.transport.agreement.agreement import Progress
@@ -32,14 +34,24 @@ from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.native.loading import native
 from mpidist.values import Contributions, PerReplica
 
-__all__ = ["NO_OTHERS", "CallKey", "KnownCall", "RepeatedCalls", "key_of_repeated", "of_first_replica"]
+__all__ = [
+    "NO_OTHERS",
+    "CallKey",
+    "Described",
+    "KnownCall",
+    "RepeatedCalls",
+    "key_of_array",
+    "key_of_repeated",
+    "of_first_replica",
+]
 
 _MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
 _MAX_ARRAYS: Final = 256  # symmetric ones, and lists
 _MAX_ALIKE: Final = 8  # lists whose first arrays are alike
-_OP_TYPES: Final = {str, ReduceOp}
+_OP_TYPES: Final[Set[type]] = {str, ReduceOp}
 _NESTS: Final = {list, tuple, dict}
-_NUMBERS: Final = {float, np.float16, np.float32, np.float64, np.int32, np.int64}  # and no ints, whose sum is checked
+_NUMBERS: Final = {float, np.float16, np.float32, np.float64, np.int32, np.int64}
+_SMALL_INTS: Final = range(-1 << 31, 1 << 31)  # so that no sum overflows, which is checked of others
 
 _OF_NUMPY: Final = {np.ndarray, *_NUMBERS}
 
@@ -49,6 +61,7 @@ _OTHERS: Final = "other arrays"
 # the array (of a nest the structure, and none), what options of the call override, and whether arrays of the caller's
 # take the result: of a nest its own, or `_OTHERS`. It has no names, as it is made in each call.
 CallKey: TypeAlias = tuple[str, Any, tuple[Any, ...], np.dtype[Any] | None, tuple[Any, ...], bool | str]
+Described: TypeAlias = tuple[CallKey, Any, Any, list[Any] | None]  # the arguments of `RepeatedCalls.run`
 
 Array = np.ndarray[Any, Any]
 NO_OTHERS: Final[Sequence[Any]] = ()
@@ -78,9 +91,21 @@ def _are_alike(components: Sequence[Any], outs: Sequence[Any]) -> bool:
     return len({(array.shape, array.dtype) for array in arrays}) == 1
 
 
-def key_of_repeated(
-    name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any
-) -> tuple[CallKey, Any, Any, list[Any] | None] | None:
+def _key_of_array(
+    op_types: Set[type], name: str, reduce_op: Any, value: Any, out: Any, overrides: tuple[Any, ...] = ()
+) -> Described | None:
+    if type(value) is not np.ndarray or type(reduce_op) not in op_types or not value.dtype.isnative:
+        return None
+    if not (value.flags.c_contiguous and value.flags.aligned) or (out is not None and not _takes_result(out, value)):
+        return None
+    return (name, reduce_op, value.shape, value.dtype, overrides, out is not None), value, out, None
+
+
+# Describes a call of one array as `key_of_repeated` does, which it is the first and most frequent part of.
+key_of_array: Final = partial(_key_of_array if native is None else native.key_of_array, _OP_TYPES)
+
+
+def key_of_repeated(name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any) -> Described | None:
     """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
     These calls reduce one NumPy array: into a new array, in place, or into another array of the same kind, with which
@@ -95,16 +120,11 @@ def key_of_repeated(
         if type(options) is not CommunicationOptions:
             return None
         overrides = options.overrides
-    likes = None
-    if type(value) is not np.ndarray and type(value) in _NUMBERS and out is None:
-        value, likes = library_of(value).to_native(value), [value]
+    if (type(value) in _NUMBERS or (type(value) is int and value in _SMALL_INTS)) and out is None:
+        found = key_of_array(name, reduce_op, library_of(value).to_native(value), None, overrides)
+        return found and (*found[:3], [value])
     if type(value) is np.ndarray:
-        flags = value.flags
-        if not (flags.c_contiguous and flags.aligned):
-            return None
-        if out is not None and not (flags.writeable if out is value else _takes_result(out, value)):
-            return None
-        return (name, reduce_op, value.shape, value.dtype, overrides, out is not None), value, out, likes
+        return key_of_array(name, reduce_op, value, out, overrides)
     if native is None or not (type(value) in _NESTS or hasattr(type(value), "_fields")) or not value:
         return None
     if type(value) is list and isinstance(known_library_of(value[0]), CuPyArrays):  # of `DeviceCalls`
@@ -147,11 +167,10 @@ def _outs(out: Any, leaves: list[Any], structure: tuple[Any, ...]) -> tuple[list
 
 
 def _takes_result(out: Any, value: Array) -> bool:
-    """Whether another array takes the result of an array as that array would take it itself."""
-    if type(out) is not np.ndarray or out.shape != value.shape or out.dtype != value.dtype:
+    """Whether an array takes the result of another one, or of itself, as that array would take it itself."""
+    if type(out) is not np.ndarray or out.shape != value.shape or out.dtype != value.dtype or not out.flags.carray:
         return False
-    flags = out.flags
-    return flags.writeable and flags.c_contiguous and flags.aligned and not np.may_share_memory(out, value)
+    return out is value or not np.may_share_memory(out, value)
 
 
 @final
@@ -206,7 +225,8 @@ class RepeatedCalls:
 
     def __init__(self, group: SyncGroup, sum_memory: SumMemory) -> None:
         self._group, self._sum_memory = group, sum_memory
-        self._cached: dict[CallKey, _CachedCall | None] = {}  # `None`: such calls have to be checked each time
+        # Of one array, where the strategy has allocated no shared memory. `None`: they have to be checked each time.
+        self._cached: dict[CallKey, KnownCall | None] = {}
         self._symmetric: dict[int, _SymmetricCall] = {}  # by the id of the array, until the array is gone
         self._lists: dict[Any, list[_ListCall]] = {}  # by `_place_of_list`, the newest first
         self._cached_for: Levels | None = None
@@ -227,12 +247,16 @@ class RepeatedCalls:
         whose arrays are not known; new results become like `likes`. `others` are what the other replicas of this rank
         pass.
         """
-        known = self.find(key, value, out)
+        group, known = self._group, None
+        if self._cached_for is group.levels and not group.shared.num_windows:
+            known = self._cached.get(key)
+        if known is None:
+            known = self.find(key, value, out)
         if known is None:
             return None
         cached = known[0]
         if others and (sums := cached.call.plan.local_sums) is not None:
-            self._group.enter(cached.call.name)  # before the memory of sums is written
+            group.enter(cached.call.name)  # before the memory of sums is written
             try:
                 value = sums.add([[value], *([other] for other in others)], self._sum_memory)[0]
             except Exception:  # of any kind: the call is made as others are, and the other ranks learn of it
@@ -289,20 +313,21 @@ class RepeatedCalls:
         alike = self._cached.get(key)
         if alike is None:
             return None
-        of_array = alike.execution.variant_of(value, out)
+        cached, reduction, _ = alike
+        of_array = cached.execution.variant_of(value, out)
         if of_array is not None:
-            return alike, alike.reduction, of_array
+            return cached, reduction, of_array
         symmetric = self._symmetric.get(id(value))
         if symmetric is None or out is not value or symmetric.array() is not value or symmetric.key != key:
             return None
-        return alike, symmetric.reduction, symmetric.variant
+        return cached, symmetric.reduction, symmetric.variant
 
     def make(self, timeout: float | None, known: KnownCall, value: Any, out: Any) -> Any:
         """Make a call: in compiled code, as far as there is such code and no rank waits long. Collective."""
         (cached, reduction, _), group, agreement = known, self._group, self._group.agreement
         cached.call.timeout_seconds = timeout
         group.enter(cached.call.name)
-        if group.calls:
+        if group.calls.waiting or group.calls.launched:
             group.calls.finish()
         try:
             call, progress, begun, result = self._begin(*known, value, out)
@@ -359,7 +384,7 @@ class RepeatedCalls:
                 begun = reduction.begin(value, result, place) if call.error is None else None
             except Exception as problem:
                 call = _call_with(call, problem)
-            agreement.arrive(call)
+            progress = agreement.arrive_at_once(call)
         elif progress != Progress.DONE:
             begun = reduction.resume(value, result, place, progress == Progress.AGREED)
         return call, progress, begun, result
@@ -442,14 +467,15 @@ class RepeatedCalls:
         call = _ListCall(holds_for, outs_hold, cached, variant, references)
         known[place] = [call, *known.get(place, ())][:_MAX_ALIKE]
 
-    def _cached_call(self, call: ReductionCall) -> _CachedCall | None:
+    def _cached_call(self, call: ReductionCall) -> KnownCall | None:
         """Return the cached entry of a call; `None` if such calls have to be checked each time."""
         execution = call.plan.execution
-        is_native = call.operands.arrays[0].dtype.isnative
-        if not (isinstance(execution, FusedExecution) and _is_plain(call) and is_native):
+        if not (isinstance(execution, FusedExecution) and _is_plain(call)):
             return None
         reduction = execution.of_one_array(self._group.agreement.flight)
-        return None if reduction is None else _CachedCall(call.like(), execution, reduction)
+        if reduction is None:
+            return None
+        return _CachedCall(call.like(), execution, reduction), reduction, NOWHERE.digest
 
     def _add_symmetric(self, key: CallKey, call: ReductionCall) -> None:
         """Add a call of an array that lies in shared memory. Local."""

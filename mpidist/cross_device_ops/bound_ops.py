@@ -17,7 +17,7 @@ from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_b
 from mpidist.collectives.plans.local_sums import require_tree_order
 from mpidist.collectives.plans.reduce_algorithm import ReduceAlgorithm
 from mpidist.collectives.reductions import Reductions
-from mpidist.collectives.repeated_calls import NO_OTHERS, key_of_repeated, of_first_replica
+from mpidist.collectives.repeated_calls import NO_OTHERS, Described, key_of_array, key_of_repeated, of_first_replica
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport.group.sync_group import SyncGroup
@@ -124,7 +124,11 @@ class BoundOps:
         reductions, first, others, into = self.reductions, value, NO_OTHERS, out
         if type(value) is Contributions or not self.replicas.are_bare:
             first, others, into = of_first_replica(value, out, self.replicas.num_here)
-        repeated = key_of_repeated(call, reduce_op, first, options, into, error)
+        repeated: Described | None = None
+        if options is None and error is None:
+            repeated = key_of_array(call, reduce_op, first, into)
+        if repeated is None:
+            repeated = key_of_repeated(call, reduce_op, first, options, into, error)
         late_out = None
         if repeated is None and not others and self._may_copy(first, into):
             with suppress(MemoryError):  # the other ranks make the call

@@ -184,8 +184,12 @@ class Agreement(ABC):
             DeadlineExceededError: If not all ranks joined in time.
             Exception: `error`, if every rank has the same one.
         """
+        return self.arrive_at_once(record) == Progress.AGREED or self.conclude(record)
+
+    def arrive_at_once(self, record: CallRecord) -> int:
+        """Join the round of a call, and go on as far as no rank has to wait. Returns the `Progress`."""
         self.arrive(record)
-        return self.conclude(record)
+        return Progress.JOINED
 
     def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
         """Join the round of a call in compiled code, which carries the whole call out if no rank has to wait long.

@@ -27,6 +27,7 @@ from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.failure_notes import BROKE_OFF
 from mpidist.transport.mpi.library import Intracomm, failed_ranks, last_round, load_mpi, ranks_in_world
+from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.barrier import NodeBarrier
 from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
 from mpidist.transport.stacks import Stack
@@ -70,6 +71,8 @@ class MpiAgreement(Agreement):
             self._rounds, self._second_rounds = MpiRounds.over(comm.Dup()), MaximumRounds(comm)
         self._awaited = self._rounds
         self.is_node_barrier = barrier is not None
+        is_compiled = native is not None and isinstance(barrier, native.Barrier)
+        self._join = native.WholeCall(barrier, call_watchdog.recorder.memory).run if is_compiled else None
         self.compares_all_calls = check or self.is_node_barrier
         if check and isinstance(self._rounds, CarryingRounds):
             self.carrying = self._rounds
@@ -134,11 +137,19 @@ class MpiAgreement(Agreement):
     def _timeout_of(self, record: CallRecord) -> float | None:
         return self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
 
+    def arrive_at_once(self, record: CallRecord) -> int:
+        if self._join is not None and record.error is None and not record.is_last and not record.is_started:
+            progress = self.join_at_once(record, self._join, None, None, 0)
+            if progress != Progress.NOT_JOINED:
+                return progress
+        return super().arrive_at_once(record)
+
     def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
-        call_watchdog = self._call_watchdog
+        call_watchdog, name = self._call_watchdog, record.name
+        recorder = call_watchdog.recorder
         if self.notice.bit or self.step_exit is not None:
             return Progress.NOT_JOINED
-        if call_watchdog.recorder.after_begin is not None or not self.is_node_barrier:
+        if recorder.after_begin is not None or not self.is_node_barrier:
             return Progress.NOT_JOINED
         if self._watchdog.broken is not None:
             raise self._repeated(self._watchdog.broken)
@@ -146,13 +157,14 @@ class MpiAgreement(Agreement):
         has_second_round = bool(timeout)
         if has_second_round and self._watchdog.has_notes():  # `arrive` raises why this call cannot complete
             return Progress.NOT_JOINED
-        self.sequence += 1
-        call_watchdog.note(self.sequence, record.name, timeout)
+        self.sequence = sequence = self.sequence + 1
+        call_watchdog.sequence, call_watchdog.call = sequence, name
+        call_watchdog.call_timeout, call_watchdog.is_new = timeout, True
         record.timeout, self._compared, self._has_second_round = timeout, None, has_second_round
         self._posted = record.fingerprint ^ has_second_round ^ (self.run << 1)
         self._notice_bit, self._step_exit = 0, None
-        text = call_watchdog.recorder.number_of(record.name, record.details)
-        progress = run(*given, self.sequence, text, self._posted, record.variant, has_second_round)
+        text = recorder.texts.get((name, record.details)) or recorder.number_of(name, record.details)
+        progress = run(*given, sequence, text, self._posted, record.variant, has_second_round)
         if progress == Progress.JOINED_AGAIN:
             self._compared = True, True
             call_watchdog.mark_joined()
@@ -201,7 +213,7 @@ class MpiAgreement(Agreement):
         if not have_arrived():
             if self._watchdog.broken is not None:  # by an earlier call, in which this rank has waited since `arrive`
                 raise self._repeated(self._watchdog.broken)
-            self._call_watchdog.timeout = record.timeout
+            self._call_watchdog.call_timeout = record.timeout
             if not is_pausing() and self._slow_ranks.note_wait(self.sequence):  # else the program has computed, too
                 self.notice.ask()
             self._wait(have_arrived, self._memory, not self.is_node_barrier)
@@ -252,7 +264,7 @@ class MpiAgreement(Agreement):
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
         self._call_watchdog.restart(since)
         if record is not None:
-            self._call_watchdog.timeout = record.timeout
+            self._call_watchdog.call_timeout = record.timeout
 
     def has_notes(self) -> bool:
         return self._watchdog.has_notes()

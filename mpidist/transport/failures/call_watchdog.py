@@ -22,7 +22,13 @@ _LOST_SECONDS: Final = 0.3  # after which time of waiting a message of a rank th
 
 @final
 class CallWatchdog(Awaited):
-    """One rank's watch over the numbered calls of its group, one call at a time. Each call awaits all ranks."""
+    """One rank's watch over the numbered calls of its group, one call at a time. Each call awaits all ranks.
+
+    Attributes:
+        call: The name of the call.
+        call_timeout: The call's own deadline.
+        is_new: Whether this rank has not waited in the call yet.
+    """
 
     given_up = ", for it or for an earlier call"
 
@@ -38,25 +44,19 @@ class CallWatchdog(Awaited):
         self.ranks = range(comm.Get_size())
         self.watchdog = Watchdog(self, comm, board, hostnames, stall_seconds, remedy, on_failure)
         self.recorder = board.recorder
-        self._call = ""
-        self._is_new = False  # whether this rank has not waited in its call yet
+        self.call, self.is_new = "", False
+        self.call_timeout: float | None = None
         self._message = ""  # the message of one rank that it waits for, between two calls
-        self._timeout: float | None = None
-        self._agree_at = math.inf  # when to record that all ranks have joined, on the monotonic clock
+        self._agree_at = 0, math.inf  # of which call to record that all ranks have joined; when, on the monotonic clock
 
     def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
         """Note, and record, that this rank makes a call. Local.
 
         The wait of the watchdog begins at the first check, because most calls end before that.
         """
-        self.note(sequence, call, timeout, is_last)
-        self.recorder.begin(sequence, call, details)
-
-    def note(self, sequence: int, call: str, timeout: float | None, is_last: bool = False) -> None:
-        """Note that this rank makes a call, which compiled code records. Local; see `begin`."""
-        self.sequence, self._call, self._timeout, self._is_new = sequence, call, timeout, True
+        self.sequence, self.call, self.call_timeout, self.is_new = sequence, call, timeout, True
         self.is_last = is_last
-        self._agree_at = math.inf
+        self.recorder.begin(sequence, call, details)
 
     def await_message(self, name: str) -> None:
         """Begin a wait for a message of one rank, between two calls, without a deadline; "" ends it. Local.
@@ -68,41 +68,38 @@ class CallWatchdog(Awaited):
 
     def restart(self, since: float | None = None) -> None:
         """Measure the time of the wait from now on (`since`), because this rank did other work since the call began."""
-        if self._is_new:
-            self._is_new = False
+        if self.is_new:
+            self.is_new = False
             self.watchdog.begin(since)
         else:
             self.watchdog.restart(since)
 
     def mark_joined(self) -> None:
         """Note that all ranks have joined the call: if this rank waits on, its recorder soon shows that data move."""
-        self._agree_at = time.monotonic() + _LATE_NOTE_SECONDS
+        self._agree_at = self.sequence, time.monotonic() + _LATE_NOTE_SECONDS
 
     def check_peers(self) -> None:
         """Raise if waiting further cannot help, as `Watchdog.check_peers` does. Local."""
-        if self._is_new:
-            self._is_new = False
+        if self.is_new:
+            self.is_new = False
             self.watchdog.begin(self.recorder.begun)
         self.watchdog.check_peers()
         for rank, note in self.watchdog.resets.items():
             if note.sequence < self.sequence:
                 self.watchdog.give_up(f"rank {rank} called reset() instead, after call {note.sequence}")
-        if time.monotonic() >= self._agree_at:
+        joined, at = self._agree_at
+        if joined == self.sequence and time.monotonic() >= at:
             self.recorder.agree()
-            self._agree_at = math.inf
+            self._agree_at = 0, math.inf
 
     @property
-    def timeout(self) -> float | None:
+    def timeout(self) -> float | None:  # type: ignore[override]
         """How long this rank may wait, in seconds; `None` or 0 for ever."""
-        return None if self._message else self._timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float | None) -> None:
-        self._timeout = seconds
+        return None if self._message else self.call_timeout
 
     @property
     def name(self) -> str:
-        return self._message or name_call(self._call, self.sequence)
+        return self._message or name_call(self.call, self.sequence)
 
     def is_late(self, status: Status) -> bool:
         return not status.has_joined(self.sequence) or status.has_started(self.sequence)

@@ -67,13 +67,14 @@ class FlightRecorder:
 
     Attributes:
         memory: [`FLIGHT_BYTES`] bytes, zeros at first. Compiled code records the calls that it carries out by itself.
+        texts: The numbers of the texts that the memory has, each of a call's name and details.
         after_begin: Called when a call has begun. A trace copies calls then, before newer ones overwrite them.
     """
 
     def __init__(self, memory: Array) -> None:
         self.memory = memory
         self._words = memory[: 8 * _TEXTS].data.cast("q")
-        self._texts: dict[tuple[str, str], int] = {}
+        self.texts: dict[tuple[str, str], int] = {}
         self._num_texts = 0
         self.after_begin: Callable[[], None] | None = None
 
@@ -89,7 +90,7 @@ class FlightRecorder:
 
     def number_of(self, call: str, details: str) -> int:
         """Return the number of the text of calls, which is in the memory from now on."""
-        return self._texts.get((call, details)) or self._keep(call, details)
+        return self.texts.get((call, details)) or self._keep(call, details)
 
     @property
     def count(self) -> int:
@@ -152,14 +153,14 @@ class FlightRecorder:
 
     def texts_since(self, number: int) -> dict[int, tuple[str, str]]:
         """Return the texts whose numbers are larger: each call's name and details."""
-        return {text_number: text for text, text_number in self._texts.items() if text_number > number}
+        return {text_number: text for text, text_number in self.texts.items() if text_number > number}
 
     def _keep(self, call: str, details: str) -> int:
         self._num_texts += 1
         number = self._num_texts
-        if len(self._texts) >= _NUM_TEXTS:  # the oldest text is dropped, and its calls lose their names
-            self._texts.pop(next(iter(self._texts)))
-        self._texts[call, details] = number
+        if len(self.texts) >= _NUM_TEXTS:  # the oldest text is dropped, and its calls lose their names
+            self.texts.pop(next(iter(self.texts)))
+        self.texts[call, details] = number
         self._write(number, call, details)
         return number
 

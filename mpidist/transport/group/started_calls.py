@@ -214,6 +214,10 @@ class PendingCalls:
     computes. Calls on a GPU are always advanced by the thread as well: the GPUs of other ranks wait for the launch on
     this rank, which may itself wait for those ranks, in a barrier of the user's program.
 
+    Attributes:
+        waiting: The calls that are not launched.
+        launched: The calls that are launched on a GPU, and not over.
+
     Args:
         in_thread: The workplaces whose calls a background thread advances, too.
         use_gpu: Makes the GPU of the calls the current device of the thread that calls it.
@@ -224,15 +228,15 @@ class PendingCalls:
     ) -> None:
         self._agreement = agreement
         self._in_thread, self._use_gpu = in_thread, use_gpu
-        self._calls: deque[Pending] = deque()
-        self._launched: deque[Pending] = deque()
+        self.waiting: deque[Pending] = deque()
+        self.launched: deque[Pending] = deque()
         self._lock = threading.RLock()
         self._has_work = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def __bool__(self) -> bool:
-        return bool(self._calls or self._launched)
+        return bool(self.waiting or self.launched)
 
     def start(
         self,
@@ -251,7 +255,7 @@ class PendingCalls:
         """
         call = Pending(steps, place, values, outs)
         call.advance_others = self.advance
-        self._calls.append(call)
+        self.waiting.append(call)
         self.advance()
         return call
 
@@ -288,15 +292,19 @@ class PendingCalls:
         with self._lock:
             self._agreement.mark_started(False)
             while last is None or not last.is_done:
-                if not all(call.is_for_this_thread for call in (*self._launched, *self._calls)):
+                if not all(call.is_for_this_thread for call in (*self.launched, *self.waiting)):
                     raise OtherThreadError("a call that another thread started is not over: wait for it in that thread")
                 self._join_ahead()
-                if self._calls and self._calls[0].place is not Workplace.HOST and (last is None or last in self._calls):
+                if (
+                    self.waiting
+                    and self.waiting[0].place is not Workplace.HOST
+                    and (last is None or last in self.waiting)
+                ):
                     self._launch_first()
-                elif self._launched:
-                    self._finish_first(self._launched)
-                elif self._calls:
-                    self._finish_first(self._calls)
+                elif self.launched:
+                    self._finish_first(self.launched)
+                elif self.waiting:
+                    self._finish_first(self.waiting)
                 else:
                     break
             self._mark_started()
@@ -309,15 +317,15 @@ class PendingCalls:
         """
         self.advance()
         joined = self._agreement.sequence  # read first, as the thread may join another call at any time
-        return min([joined, *(call.sequence - 1 for call in (*self._launched, *self._calls) if call.sequence)])
+        return min([joined, *(call.sequence - 1 for call in (*self.launched, *self.waiting) if call.sequence)])
 
     def abandon(self, why: str) -> None:
         """Abandon the calls, and end the thread. `why`: the reason, for errors."""
         with self._lock:
-            for call in (*self._launched, *self._calls):
+            for call in (*self.launched, *self.waiting):
                 call.abandon(why)
-            self._launched.clear()
-            self._calls.clear()
+            self.launched.clear()
+            self.waiting.clear()
             self._is_closed = True
             self._has_work.set()
         if self._thread is not None:
@@ -325,18 +333,18 @@ class PendingCalls:
 
     def _mark_started(self) -> None:
         """Record that the caller does other work, if no background thread advances the first call meanwhile."""
-        if self._calls and self._calls[0].place not in self._in_thread:
+        if self.waiting and self.waiting[0].place not in self._in_thread:
             self._agreement.mark_started()
 
     def _launch_first(self) -> None:
         """Advance the first call to its launch, so that later calls can progress. Waits for the other ranks."""
-        call = self._calls.popleft()
+        call = self.waiting.popleft()
         self._agreement.restart_clock()
         try:
             call.finish(self._agreement.check_peers, to_launch=True)
         finally:
             if not call.is_done:
-                self._launched.append(call)
+                self.launched.append(call)
 
     def _finish_first(self, calls: deque[Pending]) -> None:
         call = calls.popleft()
@@ -345,13 +353,13 @@ class PendingCalls:
 
     def _advance(self, may_block: bool, is_caller: bool) -> None:
         """Advance launched calls, which only the caller does, then the first calls up to one that cannot progress."""
-        while is_caller and self._launched and self._launched[0].is_for_this_thread:
-            self._launched[0].advance()
-            if not self._launched[0].is_done:
+        while is_caller and self.launched and self.launched[0].is_for_this_thread:
+            self.launched[0].advance()
+            if not self.launched[0].is_done:
                 break
-            self._launched.popleft()
-        while self._calls and (is_caller or self._calls[0].place in self._in_thread):
-            call = self._calls[0]
+            self.launched.popleft()
+        while self.waiting and (is_caller or self.waiting[0].place in self._in_thread):
+            call = self.waiting[0]
             if not call.is_for_this_thread:
                 return
             if is_caller:
@@ -362,15 +370,15 @@ class PendingCalls:
                 call.advance(may_block)
             if not (call.is_done or call.is_launched):
                 return
-            self._calls.popleft()
+            self.waiting.popleft()
             if not call.is_done:
-                self._launched.append(call)
+                self.launched.append(call)
 
     def _join_ahead(self) -> None:
         """Join the comparisons of calls behind the first, in the order of calls, as far as there is room. Local."""
-        before = list(self._launched)
-        for at in range(len(self._calls)):  # another thread may append a call
-            call = self._calls[at]
+        before = list(self.launched)
+        for at in range(len(self.waiting)):  # another thread may append a call
+            call = self.waiting[at]
             if at and not call.has_joined:
                 if not (self._agreement.can_join_ahead and call.can_join_after(before)):
                     return
@@ -381,7 +389,7 @@ class PendingCalls:
 
     def _wake(self) -> None:
         """Start the background thread, or wake it, if there is a call that it may advance."""
-        if self._calls and self._calls[0].place in self._in_thread and not self._is_closed:
+        if self.waiting and self.waiting[0].place in self._in_thread and not self._is_closed:
             self._has_work.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_thread, name="mpidist.pending", daemon=True)
@@ -394,11 +402,11 @@ class PendingCalls:
             with self._lock:
                 if self._is_closed:
                     return
-                first = id(self._calls[0]) if self._calls else 0  # the call itself would keep arrays of the caller
+                first = id(self.waiting[0]) if self.waiting else 0  # the call itself would keep arrays of the caller
                 self._advance(may_block=True, is_caller=False)
                 self._join_ahead()
-                if not self._calls or self._calls[0].place not in self._in_thread:
+                if not self.waiting or self.waiting[0].place not in self._in_thread:
                     self._has_work.clear()
-                is_same = bool(self._calls) and id(self._calls[0]) == first
+                is_same = bool(self.waiting) and id(self.waiting[0]) == first
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if is_same else _PAUSE_SECONDS
             time.sleep(pause)

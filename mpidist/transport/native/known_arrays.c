@@ -140,6 +140,45 @@ static PyObject *described(PyObject *Py_UNUSED(module), PyObject *const *given, 
     return text;
 }
 
+/* Whether two arrays have bytes in common: both are contiguous. */
+static int overlap(PyArrayObject *one, PyArrayObject *other)
+{
+    return PyArray_BYTES(one) < PyArray_BYTES(other) + PyArray_NBYTES(other) &&
+           PyArray_BYTES(other) < PyArray_BYTES(one) + PyArray_NBYTES(one);
+}
+
+PyDoc_STRVAR(key_of_array_doc,
+             "key_of_array(op_types, name, reduce_op, value, out, overrides=())\n--\n\n"
+             "Describe a reduction of one array: see `collectives.repeated_calls.key_of_array`.");
+
+static PyObject *key_of_array(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
+{
+    enum { OP_TYPES, NAME, OP, VALUE, OUT, OVERRIDES, NUM };
+    if (num_given < OVERRIDES || num_given > NUM) {
+        PyErr_SetString(PyExc_TypeError, "key_of_array: needed are five or six arguments");
+        return NULL;
+    }
+    PyObject *value = given[VALUE], *out = given[OUT];
+    const int is_known_op = PySet_Contains(given[OP_TYPES], (PyObject *)Py_TYPE(given[OP]));
+    if (is_known_op < 0) return NULL;
+    if (!is_known_op || !PyArray_CheckExact(value) || !PyArray_ISCARRAY_RO((PyArrayObject *)value)) Py_RETURN_NONE;
+    PyArrayObject *array = (PyArrayObject *)value, *into = (PyArrayObject *)out;
+    if (out != Py_None) {
+        if (!PyArray_CheckExact(out) || !PyArray_ISCARRAY(into)) Py_RETURN_NONE;
+        if (out != value && (!PyArray_SAMESHAPE(array, into) || overlap(array, into))) Py_RETURN_NONE;
+        if (out != value && !PyArray_EquivTypes(PyArray_DESCR(array), PyArray_DESCR(into))) Py_RETURN_NONE;
+    }
+    PyObject *shape = PyArray_IntTupleFromIntp(PyArray_NDIM(array), PyArray_DIMS(array));
+    PyObject *overrides = num_given == NUM ? Py_NewRef(given[OVERRIDES]) : PyTuple_New(0);
+    if (!shape || !overrides) {
+        Py_XDECREF(shape);
+        Py_XDECREF(overrides);
+        return NULL;
+    }
+    return Py_BuildValue("(OONONO)OOO", given[NAME], given[OP], shape, PyArray_DESCR(array), overrides,
+                         out == Py_None ? Py_False : Py_True, value, out, Py_None);
+}
+
 PyDoc_STRVAR(split_doc,
              "split(whole, shapes)\n--\n\nReturn a list of views of a flat array: of these shapes, one after the other.");
 
@@ -180,6 +219,7 @@ PyMethodDef known_arrays_functions[] = {
     {"are_known", (PyCFunction)(void (*)(void))are_known, METH_FASTCALL, are_known_doc},
     {"have_forms", (PyCFunction)(void (*)(void))have_forms, METH_FASTCALL, have_forms_doc},
     {"described", (PyCFunction)(void (*)(void))described, METH_FASTCALL, described_doc},
+    {"key_of_array", (PyCFunction)(void (*)(void))key_of_array, METH_FASTCALL, key_of_array_doc},
     {"split", (PyCFunction)(void (*)(void))split, METH_FASTCALL, split_doc},
     {NULL},
 };

@@ -1,4 +1,5 @@
-/* A repeated call of private arrays on one node, as a whole: what collectives/plans/repeated_reductions.py does in steps. */
+/* A repeated call of private arrays on one node, as a whole: what collectives/plans/repeated_reductions.py does in steps. And
+ * the comparison alone, of any call. */
 #include "native.h"
 
 /* A flight recorder's memory in words of 8 bytes: flight_recorder.py. */
@@ -19,7 +20,7 @@ typedef struct {
     PyObject_HEAD
     Barrier *barrier;
     TwoShot *two_shot;       /* NULL: every rank adds all numbers */
-    PyArray_Descr *dtype;
+    PyArray_Descr *dtype;    /* NULL: the comparison alone */
     Combine combine;
     Py_ssize_t slot_bytes, num_slots, divide_by;
     PyObject *flight;        /* an array: this rank's flight recorder */
@@ -63,6 +64,7 @@ static char *slot_of(const WholeCall *self, int rank, long long barrier)
 static int stage(WholeCall *self, PyObject *array, PyObject *result, npy_int64 place)
 {
     Barrier *barrier = self->barrier;
+    if (!self->dtype) return 1;
     if (self->two_shot) {
         const int is_taken = two_shot_take(self->two_shot, array, result, place);
         if (is_taken == 0) PyErr_SetString(PyExc_TypeError, "WholeCall: these arrays are reduced by NumPy");
@@ -96,6 +98,7 @@ static int reduce(WholeCall *self, PyObject *result)
     if (has_places < 0) return -1;
     if (!has_places) return JOINED;
     record_agreed(self);
+    if (!self->dtype) return AGREED;
     if (!two_shot) {
         add_all(self, (PyArrayObject *)result);
         return DONE;
@@ -128,7 +131,7 @@ PyDoc_STRVAR(
     run_doc,
     "run(array, result, place, sequence, text, fingerprint, variant, has_second_round)\n--\n\n"
     "Stage an array or, for a two-shot all-reduce, a list of arrays, record the call, join the rounds of the call, and\n"
-    "reduce. Does not wait long.\n\n"
+    "reduce. Without a dtype, record and join alone, until all ranks agree. Does not wait long.\n\n"
     "Returns how far the call came, as `Progress`. All ranks have passed the first round, and pass the same words, where\n"
     "this rank has joined the second one.");
 
@@ -162,15 +165,17 @@ static void whole_call_dealloc(WholeCall *self)
 
 static int whole_call_init(WholeCall *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"barrier", "slot_bytes", "num_slots", "op", "dtype", "divide_by", "two_shot", "flight", NULL};
-    PyObject *barrier, *dtype, *two_shot, *flight;
-    Op op;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nnO&O!nOO!", names, &BarrierType, &barrier, &self->slot_bytes,
-                                     &self->num_slots, set_op, &op, &PyArrayDescr_Type, &dtype, &self->divide_by, &two_shot,
-                                     &PyArray_Type, &flight))
+    static char *names[] = {"barrier", "flight", "slot_bytes", "num_slots", "op", "dtype", "divide_by", "two_shot", NULL};
+    PyObject *barrier, *flight, *dtype = NULL, *two_shot = Py_None;
+    Op op = SUM;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|nnO&O!nO", names, &BarrierType, &barrier, &PyArray_Type, &flight,
+                                     &self->slot_bytes, &self->num_slots, set_op, &op, &PyArrayDescr_Type, &dtype,
+                                     &self->divide_by, &two_shot))
         return -1;
-    self->combine = combine_for(op, (PyArray_Descr *)dtype, self->divide_by, ((Barrier *)barrier)->size);
-    if (!self->combine) return -1;
+    if (dtype) {
+        self->combine = combine_for(op, (PyArray_Descr *)dtype, self->divide_by, ((Barrier *)barrier)->size);
+        if (!self->combine) return -1;
+    }
     if (PyArray_NBYTES((PyArrayObject *)flight) < 8 * FLIGHT_WORDS || !PyArray_ISCARRAY((PyArrayObject *)flight) ||
         (two_shot != Py_None && !PyObject_TypeCheck(two_shot, &TwoShotType))) {
         PyErr_SetString(PyExc_ValueError, "WholeCall: needed are a flight recorder's memory, and a TwoShot or None");
@@ -178,7 +183,7 @@ static int whole_call_init(WholeCall *self, PyObject *args, PyObject *kwargs)
     }
     Py_INCREF(barrier);
     Py_XSETREF(self->barrier, (Barrier *)barrier);
-    Py_INCREF(dtype);
+    Py_XINCREF(dtype);
     Py_XSETREF(self->dtype, (PyArray_Descr *)dtype);
     Py_INCREF(flight);
     Py_XSETREF(self->flight, flight);

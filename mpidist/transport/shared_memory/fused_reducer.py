@@ -139,8 +139,9 @@ class FusedReducer:
         compiled = None if two_shot is None else two_shot.compiled
         if not reduction.is_compiled(dtype) or (two_shot is not None and compiled is None) or self.slots.size == 1:
             return None
-        where = self.slots.barrier, self.slots.slot_bytes, self.slots.num_slots
-        return native.WholeCall(*where, reduction.op, dtype, divide_by * reduction.divisor, compiled, flight)
+        where = self.slots.slot_bytes, self.slots.num_slots
+        divisor = divide_by * reduction.divisor
+        return native.WholeCall(self.slots.barrier, flight, *where, reduction.op, dtype, divisor, compiled)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         """Reduce a flat array in place. Collective."""

@@ -126,9 +126,9 @@ FAULTS = [
     ),
     Fault(
         "repeated_calls.py",
-        "return flags.writeable and flags.c_contiguous and flags.aligned and not np.may_share_memory(out, value)",
-        "return flags.writeable and flags.c_contiguous and flags.aligned",
-        "an out that overlaps the value gives wrong sums",
+        "_SMALL_INTS: Final = range(-1 << 31, 1 << 31)",
+        "_SMALL_INTS: Final = range(-1 << 63, 1 << 63)",
+        "a sum of large Python ints overflows where small ones were reduced before",
     ),
     Fault(
         "repeated_calls.py",
