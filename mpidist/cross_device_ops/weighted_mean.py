@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from mpidist.options import CommunicationOptions, Compression, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.host_memory.result_memory import ResultMemory
+from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.reduction import accumulator_dtype
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import value_text
@@ -68,23 +72,28 @@ def weighted_mean(
     if is_fp16 and error is None:
         most = ops.all_reduce(ReduceOp.MAX, per_replica_value(weights, replicas), options, call=call)
         _, exponent = math.frexp(most)
-        weights = [np.ldexp(own_weight, -exponent) for own_weight in weights]  # exact; the largest is 0.5 to 1
+        weights = [
+            np.asarray(np.ldexp(own_weight, -exponent)) for own_weight in weights
+        ]  # exact; the largest is 0.5 to 1
     try:
-        specs = [*map(_spec_of_mean, flat.leaves)]
-        products = [
-            [_weighted(leaf, own_weight) for leaf in leaves]
-            for leaves, own_weight in zip([flat.leaves, *flat.others], weights, strict=True)
-        ]
-        sums = [per_replica_value(of_replicas, replicas) for of_replicas in zip(*products, strict=True)]
+        of_replicas = [[*map(_native, leaves)] for leaves in (flat.leaves, *flat.others)]
+        specs = [Spec(its.shape, _dtypes_of_mean(its.dtype)[0], arrays.is_device(its)) for its in of_replicas[0]]
+        products = _weighted(of_replicas, weights, ops.product_memory)
+        sums = [per_replica_value(of_leaf, replicas) for of_leaf in zip(*products, strict=True)]
         if out is not None:
             outs = LateOuts(out, flat.structure, specs, ops, bool(flat.mirrored))
     except Exception as problem:
         error = error or name_call(problem, call)
-    given = [] if error is not None else (sums, per_replica_value(weights, replicas))
+    given = [] if error is not None else (sums[:-1], sums[-1])
     name = call if outs is None else outs.name(call)
-    totals, total_weight = ops.all_reduce(combining, given, options, call=name, error=error)
+    is_in_place = replicas.are_bare and not any(spec.device for spec in specs)  # in `product_memory`
+    totals, total_weight = ops.all_reduce(
+        combining, given, options, out=given if is_in_place and given else None, call=name, error=error
+    )
     _require_divisor(ops, call, total_weight, {np.dtype(np.float64), *(total.dtype for total in totals)})
-    means = [_divided(total, float(total_weight), spec) for total, spec in zip(totals, specs, strict=True)]
+    memory = ops.group.result_memory if is_in_place and outs is None else None
+    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+        means = [_divided(total, total_weight, spec, memory) for total, spec in zip(totals, specs, strict=True)]
     if outs is not None:
         outs.write(call, means)
         return out
@@ -111,28 +120,50 @@ def _number_of(weight: Any) -> np.ndarray[Any, Any]:
     return number.astype(np.float64)
 
 
-def _weighted(leaf: Any, weight: np.ndarray[Any, Any]) -> Any:
-    """Return a value times its weight, in a dtype that sums of it fit into."""
-    array = _native(leaf)
-    dtype = accumulator_dtype(_spec_of_mean(leaf).dtype)
-    product = arrays.empty(array.shape, dtype, arrays.is_device(array))
-    product[...] = array if weight else 0
-    with np.errstate(all="ignore"):
-        factor = dtype.type(weight)
+def _weighted(of_replicas: list[list[Any]], weights: list[np.ndarray[Any, Any]], memory: SumMemory) -> list[list[Any]]:
+    """Return the arrays of each replica times its weight, in dtypes that sums of them fit into, and last its weight.
+
+    They are overwritten by the next call, which returns the same arrays, so that their reduction is a repeated one.
+    """
+    leaves = [array for its, weight in zip(of_replicas, weights, strict=True) for array in (*its, weight)]
+    dtypes = [_dtypes_of_mean(array.dtype)[1] for array in leaves]
+    are_on_gpu, shapes = [*map(arrays.is_device, leaves)], [array.shape for array in leaves]
+    taken = iter(map(arrays.empty, shapes, dtypes, are_on_gpu) if any(are_on_gpu) else memory.take(shapes, dtypes))
+    products = []
+    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+        for its, weight in zip(of_replicas, weights, strict=True):
+            factor = cache(partial(_factor, weight))
+            products.append([_product(array, factor, into) for array, into in zip(its, taken, strict=False)])
+            products[-1].append(next(taken))
+            products[-1][-1][...] = weight
+    return products
+
+
+def _product(array: Any, factor: Callable[[np.dtype[Any]], Any], into: Any) -> Any:
+    """Multiply an array by a factor. A value that weighs nothing counts as 0, also where it is not a number."""
+    by = factor(into.dtype)
+    if by:
+        np.multiply(array, by, out=into, dtype=into.dtype, casting="unsafe")
+    else:
+        into.fill(0)
+    return into
+
+
+def _factor(weight: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> Any:
+    """Return a weight as a number of a dtype, in which it has to be normal."""
+    factor = dtype.type(weight)
     if weight and not np.finfo(dtype).tiny <= factor.real <= np.finfo(dtype).max:
         raise ValueError(
             f"weight {weight} does not fit into {dtype.name}, in which values are added: scale all weights"
         )
-    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-        product *= factor
-    return product
+    return factor
 
 
-def _spec_of_mean(leaf: Any) -> Spec:
-    """Describe the mean of a value."""
-    array = _native(leaf)
-    _, dtype = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(array.dtype))
-    return Spec(array.shape, dtype, arrays.is_device(array))
+@cache
+def _dtypes_of_mean(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Return the dtype of the mean of numbers, and that in which they are added."""
+    _, mean = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(dtype))
+    return mean, accumulator_dtype(mean)
 
 
 def _native(leaf: Any) -> Any:
@@ -153,8 +184,8 @@ def _require_divisor(ops: BoundOps, call: str, weight: Any, dtypes: set[np.dtype
     raise no_mean
 
 
-def _divided(total: Any, weight: float, spec: Spec) -> Any:
-    """Divide a sum in place, and return it in the dtype of the mean."""
-    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-        total /= total.dtype.type(weight)
-    return total.astype(spec.dtype, copy=False)
+def _divided(total: Any, weight: Any, spec: Spec, memory: ResultMemory | None) -> Any:
+    """Divide a sum: in place, or into a new array of `memory`. Return it in the dtype of the mean."""
+    into = total if memory is None or total.dtype != spec.dtype else memory.empty(*spec)
+    np.divide(total, total.dtype.type(weight), out=into)
+    return into.astype(spec.dtype, copy=False)

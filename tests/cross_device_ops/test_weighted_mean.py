@@ -44,6 +44,17 @@ def test_weighted_mean_of_exact_numbers_is_exact(comm):
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.parametrize("num_elements", [5, 100_000])
+def test_weighted_means_in_turn_have_memory_of_their_own(comm, num_elements):
+    """The products with the weights lie in memory that the calls share."""
+    with MultiWorker(comm=comm) as strategy:
+        value = [np.ones(num_elements, np.float32), np.ones((2, 3)), np.ones(num_elements, np.float16)]
+        means = [strategy.reduce("mean", [its * step for its in value], weight=comm.rank) for step in range(4)]
+        assert all((its == step).all() for step, mean in enumerate(means) for its in mean)
+        assert all((its == 1).all() for its in value)
+
+
+@pytest.mark.ranks(3)
 def test_dtypes_are_those_of_means(comm):
     with MultiWorker(comm=comm) as strategy:
         for dtype in map(np.dtype, ("i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", ml_dtypes.bfloat16)):

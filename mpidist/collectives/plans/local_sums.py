@@ -75,12 +75,12 @@ class LocalSums:
         if len(components) == 1:
             return list(components[0])
         runs = self._runs(tuple(range(len(self._specs))))
-        sizes, wires = [run.num_elements for run in runs], [self._wires[run.indices[0]] for run in runs]
+        shapes, wires = [(run.num_elements,) for run in runs], [self._wires[run.indices[0]] for run in runs]
         if memory is None or any(spec.device for spec in self._specs):
             are_on_gpu = [self._specs[run.indices[0]].device for run in runs]
-            totals = list(map(arrays.empty, [(size,) for size in sizes], wires, are_on_gpu))
+            totals = list(map(arrays.empty, shapes, wires, are_on_gpu))
         else:
-            totals = memory.take(sizes, wires)
+            totals = memory.take(shapes, wires)
         sums: list[Any] = []
         for run, total in zip(runs, totals, strict=True):
             self._combine(components, run, [total])

@@ -98,7 +98,7 @@ class RowsExecution(Execution):
         if row_list.device:
             rows = [arrays.empty((count,), row_list.wire, device=True) for _ in range(num_rows)]
         else:
-            rows = self._memory.take([count] * num_rows, [row_list.wire] * num_rows)
+            rows = self._memory.take([(count,)] * num_rows, [row_list.wire] * num_rows)
         self._local_sums.add_to_rows(components, row_list.indices, rows)
         if self._group.topology.size == 1:
             return rows[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any, Final, final
 
 import numpy as np
 
 __all__ = ["SumMemory"]
 
-_KEPT_BYTES: Final = 128 << 10  # memory for fewer bytes is no new pages of the system, and is quickly there
 _ALIGNMENT: Final = 64
 
 
@@ -20,14 +20,21 @@ class SumMemory:
 
     def __init__(self) -> None:
         self._kept = np.empty(0, np.uint8)
+        self._forms: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        self._taken: list[Any] = []  # of these forms
 
-    def take(self, counts: Sequence[int], dtypes: Sequence[np.dtype[Any]]) -> list[Any]:
-        """Return flat arrays of these lengths and dtypes, uninitialised, until the next call overwrites them."""
-        sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
-        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-        if starts[-1] < _KEPT_BYTES:
-            return [np.empty(count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
-        if self._kept.size < starts[-1]:
-            self._kept = np.empty(starts[-1], np.uint8)
-        places = zip(starts, sizes, dtypes, strict=False)
-        return [self._kept[start : start + size].view(dtype) for start, size, dtype in places]
+    def take(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[Any]:
+        """Return arrays of these shapes and dtypes, uninitialised, until the next call overwrites them.
+
+        The next call of the same shapes and dtypes gets the same objects, so that a reduction in place is a known one.
+        """
+        forms = list(zip(shapes, dtypes, strict=True))
+        if forms != self._forms:
+            sizes = [prod(shape) * dtype.itemsize for shape, dtype in forms]
+            starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+            if self._kept.size < starts[-1]:
+                self._kept = np.empty(starts[-1], np.uint8)
+            places = zip(starts, sizes, forms, strict=False)
+            self._taken = [self._kept[at : at + size].view(dtype).reshape(shape) for at, size, (shape, dtype) in places]
+            self._forms = forms
+        return list(self._taken)
