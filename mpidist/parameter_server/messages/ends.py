@@ -260,7 +260,7 @@ class Channel:
             if lane is not None:
                 if not lane.can_send():
                     self._wait(call, lane.can_send, 0.0, num_requests=num)
-                lane.send(join_bytes(parts, lane.slot()).size)
+                lane.send_arrays(parts)
                 continue
             memory = bytes_of(parts[0]) if len(parts) == 1 else join_bytes(parts, self._buffer())
             sends.append(self._comm.Isend([memory, self._byte], self.rank, DATA))
@@ -456,7 +456,7 @@ class Connection:
         if lane is not None:
             while not lane.can_send():
                 yield False
-            lane.send(join_bytes(parts, lane.slot()).size)
+            lane.send_arrays(parts)
             yield True
             return
         data = parts[0] if len(parts) == 1 else join_bytes(parts, self._buffer(0))

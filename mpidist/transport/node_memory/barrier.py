@@ -11,7 +11,7 @@ from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 from mpidist.transport.waiting import SPINS
 
-__all__ = ["Fence", "NodeBarrier", "make_barrier"]
+__all__ = ["Fence", "NodeBarrier", "make_barrier", "writer_of"]
 
 # On these processors, all cores see the stores of one core in order; on others, memory fences have to order them.
 _ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
@@ -47,6 +47,14 @@ def make_barrier(window: SharedWindow, rank: int, fence: Callable[[], None] | No
         return NodeBarrier(window, rank, fence)
     barrier: NodeBarrier = native.Barrier(window.parts, rank, SPINS)
     return barrier
+
+
+def writer_of(line: Any) -> Callable[[Any, Any], bool] | None:
+    """Return the compiled copy to memory that another rank reads, past the caches where that takes less, or `None`.
+
+    It takes contiguous bytes, to be written and to be read. `line` has `LINE_BYTES`, which are not touched. Local.
+    """
+    return None if native is None else native.Barrier([line], 0, 0).copy  # of one rank, which waits for nobody
 
 
 @final

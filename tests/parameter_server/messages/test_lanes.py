@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from itertools import cycle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from mpidist.parameter_server.cluster import Role
 from mpidist.parameter_server.messages.ends import Channel
 from mpidist.parameter_server.messages.lane import LANE_BYTES, NUM_SLOTS, Lane
 from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.native.loading import native
+from mpidist.transport.node_memory import barrier
 from mpidist.transport.node_memory.arena import SharedArena
 
 SIZES = (3_000_000, 100_000, 17, 20_000)  # of float32 numbers: several chunks, one that is read in place, small ones
@@ -233,6 +236,28 @@ def test_without_any_shared_memory(comm, monkeypatch, caplog, transport):
         sent, data = bytes_of_messages(comm, monkeypatch)
     assert sent > data
     assert ("which is slower: rank 0: " in caplog.text) == (comm.rank == 0)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.skipif(native is None, reason="the compiled part is left out: MPIDIST_NATIVE=0, or no compiler")
+def test_large_arrays_are_written_past_the_caches_where_that_takes_less(comm, monkeypatch):
+    """To write into lines that a core without a common cache holds takes up to six times as long."""
+    written = []
+
+    def make(*args):
+        made = native.Barrier(*args)
+        made.forced_way = 1
+
+        def copy(into, source):
+            written.append(source.nbytes)
+            return made.copy(into, source)
+
+        return SimpleNamespace(copy=copy)
+
+    monkeypatch.setattr(barrier, "native", SimpleNamespace(Barrier=make))
+    on_workers(comm, push_and_pull)
+    pushed, read = 2 * 4 * sum(SIZES[:2]), 2 * 8 * 3000 * 40  # by each worker; rows of the table by all
+    assert sum(written) > (pushed if comm.rank < num_workers(comm) else read)
 
 
 def shared_files():
