@@ -154,26 +154,17 @@ class MpiCommunicator(Communicator):
     def gather(self, buffer: Array, root: int) -> Array | None:
         if self.rank != root:
             self.traffic.add("gather", buffer.nbytes)
-            requests = [self.comm.Isend([chunk, self._byte], root) for chunk in self._byte_chunks(buffer)]
-            self._wait_all(requests, buffer)
+            self.transfer([(buffer, root)], [])
             return None
         self.traffic.add("gather", buffer.nbytes * (self.size - 1))
         rows = np.empty((self.size, buffer.size), buffer.dtype)
         rows[root] = buffer
-        requests = [
-            self.comm.Irecv([chunk, self._byte], source)
-            for source in range(self.size)
-            if source != root
-            for chunk in self._byte_chunks(rows[source])
-        ]
-        self._wait_all(requests, rows)
+        self.transfer([], [(rows[source], source) for source in self.others])
         return rows
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
-        requests = [self.comm.Irecv([chunk, self._byte], source) for chunk in self._byte_chunks(incoming)]
-        requests += [self.comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]
-        self._wait_all(requests, outgoing, incoming)
+        self.transfer([(outgoing, to)], [(incoming, source)])
 
     def send(self, buffer: Array, to: int, tag: int) -> list[Request]:
         """Start to send an array of at most `MAX_CHUNK_BYTES`. Local."""
@@ -205,12 +196,16 @@ class MpiCommunicator(Communicator):
         return requests
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
-        """Send and receive some messages of at most `MAX_CHUNK_BYTES` at once, and wait for them. Counts nothing.
+        """Send and receive some arrays at once, and wait for them. Counts nothing.
 
         Each is an array, or MPI's buffer, with the other rank. Empty ones are left out.
         """
-        requests = [self.comm.Irecv([_bytes(part), self._byte], source) for part, source in receives if part.nbytes]
-        requests += [self.comm.Isend([_bytes(part), self._byte], to) for part, to in sends if part.nbytes]
+        requests = [
+            start([chunk, self._byte], other)
+            for start, messages in ((self.comm.Irecv, receives), (self.comm.Isend, sends))
+            for part, other in messages
+            for chunk in self._byte_chunks(part)
+        ]
         if requests:
             self._wait_all(requests, *(part for part, _ in (*sends, *receives)))
 
@@ -277,7 +272,8 @@ class MpiCommunicator(Communicator):
             yield buffer[start : start + step]
 
     def _byte_chunks(self, buffer: Array) -> Iterator[Array]:
-        return (_bytes(chunk) for chunk in self._chunks(buffer))
+        sent, step = _bytes(buffer), self.max_chunk_bytes
+        return (sent[start : start + step] for start in range(0, sent.nbytes, step))
 
     def _reduce_scatter_in_pieces(self, buffer: Array, reduction: Reduction, bounds: Sequence[int]) -> Array:
         for root in range(self.size):
