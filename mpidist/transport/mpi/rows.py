@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-
-import numpy as np
+from typing import Final
 
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.mpi.communicator import MpiCommunicator
-from mpidist.transport.tree import Fold
 
-__all__ = ["all_reduce_rows", "row_traffic"]
+__all__ = ["exchange_rows", "row_traffic"]
+
+_CHUNK_BYTES: Final = 4 << 20  # of the sum: what the rows of a shard take is a few times as much
 
 
-def all_reduce_rows(
+def exchange_rows(
     communicator: MpiCommunicator,
-    fold: Fold,
     num_rows: Sequence[int],
-    ufunc: np.ufunc,
     rows: Sequence[Array],
     out: Array,
+    add: Callable[[Sequence[Array], Sequence[Array]], None],
+    lanes: int | None = None,
 ) -> None:
     """Add the rows of all ranks on every rank, and write the sum to `out` [n], which may be one of `rows`. Collective.
 
-    Every rank sends each other rank its rows of that rank's shard, adds its own shard, and sends the sum to all: two
-    rounds of messages, of which the first has one message for each row. With P ranks, S bytes and k rows on this rank,
-    whose shard has s bytes, it sends k (S - s) + (P - 1) s bytes. `fold` is of all `num_rows`, in rank order.
+    Every rank sends the first `lanes` ranks, by default all, its rows of their shards; each of these adds its own
+    shard, and sends the sum to all: two rounds of messages, of which the first has one message for each row. With P
+    ranks, S bytes and k rows on this rank, whose shard has s bytes, it sends k (S - s) + (P - 1) s bytes.
+
+    `add`, as `Fold.combine`, adds parts, of all `num_rows` in rank order, to one shard, which may be one of them.
     """
     rank, others = communicator.rank, communicator.others
-    bounds = shard_bounds(out.size, communicator.size)
-    nbytes = (bounds[rank + 1] - bounds[rank]) * out.itemsize
-    communicator.traffic.add("all_reduce", max(row_traffic(num_rows, rank, out.nbytes, nbytes)))
+    lanes = communicator.size if lanes is None else lanes
     first = list(accumulate(num_rows, initial=0))  # of the parts of each rank
-    step = max(1, communicator.max_chunk_bytes // (out.itemsize * max(num_rows)))
+    nbytes = 0
+    step = max(1, min(_CHUNK_BYTES, communicator.max_chunk_bytes) // out.itemsize)
     for begin in range(0, out.size, step):
-        bounds = shard_bounds(min(step, out.size - begin), communicator.size)
-        shards = [slice(begin + start, begin + stop) for start, stop in pairwise(bounds)]
+        end = min(begin + step, out.size)
+        bounds = [*(begin + bound for bound in shard_bounds(end - begin, lanes)), *[end] * (communicator.size - lanes)]
+        shards = [slice(start, stop) for start, stop in pairwise(bounds)]
         own = out[shards[rank]]
-        parts = list(communicator.scratch(fold.num_parts * own.size, out.dtype).reshape(fold.num_parts, own.size))
-        parts[first[rank] : first[rank] + num_rows[rank]] = [row[shards[rank]] for row in rows]
+        parts = list(communicator.scratch(first[-1] * own.size, out.dtype).reshape(first[-1], own.size))
+        parts[first[rank] : first[rank + 1]] = [row[shards[rank]] for row in rows]
         communicator.transfer(
             [(row[shards[other]], other) for other in others for row in rows],
-            [(parts[first[other] + at], other) for other in others for at in range(num_rows[other])],
+            [(part, other) for other in others for part in parts[first[other] : first[other + 1]]],
         )
-        fold.combine(ufunc, parts, (own,))
+        if own.size:
+            add(parts, (own,))
         communicator.transfer([(own, other) for other in others], [(out[shards[other]], other) for other in others])
+        nbytes += own.nbytes
+    communicator.traffic.add("all_reduce", max(row_traffic(num_rows, rank, out.nbytes, nbytes)))
 
 
 def row_traffic(num_rows: Sequence[int], rank: int, nbytes: int, own: int) -> tuple[int, int]:

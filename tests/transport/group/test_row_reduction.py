@@ -81,18 +81,6 @@ def test_rows_of_one_rank_are_added_in_the_order_of_the_tree():
     assert (reduced(Levels.solo(), tree, "sum", cancelling(100)) == 4).all()
 
 
-@one_and_two_nodes
-def test_rows_that_do_not_fit_into_slots_are_sent(comm, topology, monkeypatch):
-    set_sizes(monkeypatch, chunk_bytes=128, one_shot_bytes=0)
-    levels = Levels.from_mpi(comm, topology) if comm.size > 1 else Levels.solo()
-    tree = replica_tree(40 + topology.size, topology)  # more rows than a slot of 128 bytes has long doubles
-    for dtype in (np.dtype(np.longdouble), np.dtype(np.clongdouble)):
-        numbers = [(1 + number % 7) * np.ones(9, dtype) for number in range(tree.total)]
-        assert (reduced(levels, tree, "sum", numbers) == sum(numbers)).all()
-    comm.Barrier()
-    levels.free()
-
-
 @pytest.mark.ranks(min=2)
 def test_traffic_is_that_of_rows_and_of_sums(levels, topology):
     """For the busier direction of this rank's link; shards of whole elements and whole chunks on one node."""
@@ -102,13 +90,12 @@ def test_traffic_is_that_of_rows_and_of_sums(levels, topology):
     total, own = 4 * count, 4 * count // size
     sent = tree.num_rows[rank] * (total - own) + (size - 1) * own
     received = (sum(tree.num_rows) - tree.num_rows[rank]) * own + total - own
-    if topology.num_nodes == 1 or levels.fused is None or topology.num_nodes == size:
-        most = 0 if levels.fused is None else 15 * max(tree.num_rows)  # shards begin at whole cache lines
+    if topology.num_nodes in (1, size):
         assert calls == 1
-        assert abs(nbytes - max(sent, received)) <= 4 * size * most
+        assert nbytes == pytest.approx(max(sent, received), rel=0.02)  # chunks are not all cut into equal shards
     else:
         assert calls == 0
-        assert levels.within_node.traffic.calls["all_reduce"] == 1
+        assert levels.within_node.traffic.calls["all_reduce"] == (topology.local_size > 1)
         lanes = min(topology.node_sizes)
         has_lane = topology.local_rank < lanes
         across = levels.across_nodes.traffic.nbytes["all_reduce"]

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from mpidist.transport.mpi import open_mpi
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.mpi.open_mpi import eager_limit_bytes
-from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
+from mpidist.transport.mpi.rows import exchange_rows, row_traffic
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll
@@ -169,12 +170,12 @@ def test_as_many_bytes_move_as_are_counted(comm, limit, monkeypatch):
         (out, *_) = rows = rows_of_this_rank(tree, np.add, numbers)
         moved[:] = 0, 0
         communicator.traffic.clear()
-        all_reduce_rows(communicator, tree.world, tree.num_rows, np.add, rows, out)
+        exchange_rows(communicator, tree.num_rows, rows, out, partial(tree.world.combine, np.add))
         assert bits(out) == bits(in_tree_order(np.add, numbers))
         nbytes, own = count * 4, count * 4 // comm.size
         if limit > nbytes:
             assert tuple(moved) == row_traffic(tree.num_rows, comm.rank, nbytes, own), total
-            assert communicator.traffic.nbytes == {"all_reduce": max(moved)}
+        assert communicator.traffic.nbytes == {"all_reduce": max(moved)}
         assert communicator.traffic.calls == {"all_reduce": 1}
         if tree.num_rows == (1,) * comm.size:
             counted = communicator.traffic.nbytes["all_reduce"]
