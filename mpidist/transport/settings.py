@@ -7,10 +7,10 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Final, TypeVar, final
+from typing import Any, Final, NamedTuple, final
 
 __all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "STACK_SIGNAL", "Settings", "unknown_settings"]
 
@@ -20,43 +20,77 @@ MOST_CHUNK_BYTES: Final = 8 << 20
 
 STACK_SIGNAL: Final = signal.SIGRTMAX - 6  # few programs use signals in the middle of this range
 
-_T = TypeVar("_T")
-_LOG_LEVELS: Final[dict[str, str | None]] = {
-    level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-}
 
-# All variables that the library reads, here and elsewhere.
-_KNOWN: Final = (
-    "MPIDIST_ALONE",
-    "MPIDIST_CHECK",
-    "MPIDIST_CHECK_VALUES",
-    "MPIDIST_DEVICE_MPI",
-    "MPIDIST_EXIT_CODE_FILE",
-    "MPIDIST_FLIGHT_DIR",
-    "MPIDIST_FLIGHT_SIGNAL",
-    "MPIDIST_IO_TIMEOUT",
-    "MPIDIST_LOG",
-    "MPIDIST_NATIVE",
-    "MPIDIST_NCCL",
-    "MPIDIST_ON_ERROR",
-    "MPIDIST_PRETEND_NODES",
-    "MPIDIST_RESTARTS",
-    "MPIDIST_RESULT_BYTES",
-    "MPIDIST_SAVED_FILE",
-    "MPIDIST_STACK_SIGNAL",
-    "MPIDIST_STAGING_BYTES",
-    "MPIDIST_STALL_SECONDS",
-    "MPIDIST_STRAGGLER",
-    "MPIDIST_TIMEOUT_SECONDS",
-    "MPIDIST_TRACE",
-    "MPIDIST_TRACEBACK",
-    "MPIDIST_TRANSPORT",
-    "MPIDIST_TUNE_DIR",
-    "MPIDIST_UNLINK_MPI_FILES",
+@final
+class _Kind(NamedTuple):
+    """A kind of values. `convert` raises an error for any other text, and `rule` says what is needed: "it is ..."."""
+
+    convert: Callable[[str], Any]
+    rule: str
+
+    def read(self, environ: Mapping[str, str], name: str, default: Any) -> Any:
+        """Read a variable, which may be empty or missing."""
+        text = environ.get(name, "").strip()
+        try:
+            return self.convert(text) if text else default
+        except (KeyError, ValueError):
+            raise ValueError(f"{name}={environ[name]!r} is not understood; it is {self.rule}") from None
+
+
+def _one_of(choices: Mapping[str, Any]) -> _Kind:
+    return _Kind(choices.__getitem__, f"one of {', '.join(choices)}")
+
+
+def _in_any_case(choices: Mapping[str, Any]) -> _Kind:
+    return _Kind(lambda text: choices[text.upper()], _one_of(choices).rule)
+
+
+def _number_of(what: str, least: int = 0, most: float = math.inf) -> _Kind:
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise ValueError
+        return int(text)
+
+    return _Kind(convert, f"a number of {what}")
+
+
+def _seconds_of(text: str) -> float:
+    """Return a time, or 0, which is never, if threads cannot wait for so long."""
+    seconds = float(text)
+    if math.isnan(seconds) or seconds < 0:
+        raise ValueError
+    return seconds if seconds < threading.TIMEOUT_MAX else 0.0
+
+
+_LEAST_SIGNAL: Final = int(signal.SIGRTMIN)
+_MOST_SIGNAL: Final = int(signal.SIGRTMAX)
+_REAL_TIME: Final = _number_of("signals", _LEAST_SIGNAL, _MOST_SIGNAL)
+
+_SWITCH: Final = _one_of({"1": True, "0": False})
+_SECONDS: Final = _Kind(_seconds_of, "a number of seconds >= 0")
+_DEADLINE: Final = _Kind(lambda text: _seconds_of(text) or None, _SECONDS.rule)
+_NODES: Final = _Kind(
+    lambda text: tuple(map(int, text.split(","))),
+    "the node of each rank of the world, whole numbers with commas between them: 0,0,1,1",
 )
+_SIGNAL: Final = _Kind(
+    lambda text: None if text.lower() == "off" else _REAL_TIME.convert(text),
+    f"a signal from {_LEAST_SIGNAL} to {_MOST_SIGNAL}, or off",
+)
+_FLIGHT_SIGNAL: Final = _in_any_case({"USR1": "SIGUSR1", "USR2": "SIGUSR2", "OFF": None})
+_LOG_LEVEL: Final = _in_any_case({level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")})
+_TRANSPORT: Final = _one_of({name: name for name in ("auto", "mpi", "shared_memory")})
+_CHUNK: Final = _number_of(f"bytes, {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES}", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES)
+_RESTARTS: Final = _number_of("restarts, 0 for none")
 
-_FLIGHT_SIGNALS: Final[dict[str, str | None]] = {"USR1": "SIGUSR1", "USR2": "SIGUSR2", "OFF": None}
-_TRANSPORTS: Final = {name: name for name in ("auto", "mpi", "shared_memory")}
+# Variables that are checked here, and read where they are used.
+_CHECKED: Final = {"MPIDIST_ALONE": _SWITCH, "MPIDIST_NATIVE": _SWITCH, "MPIDIST_TRACEBACK": _one_of({"full": True})}
+_READ_ELSEWHERE: Final = ("MPIDIST_EXIT_CODE_FILE", "MPIDIST_FLIGHT_DIR", "MPIDIST_SAVED_FILE", "MPIDIST_TUNE_DIR")
+
+
+def _variable(name: str, kind: _Kind, default: Any = None) -> Any:
+    """Make the field of a setting, which a variable of the environment sets."""
+    return field(default=default, metadata={"variable": name, "kind": kind})
 
 
 @final
@@ -81,33 +115,32 @@ class Settings:
         result_bytes: The most bytes of results that a rank keeps for later results; `None` for a quarter of its part of
             the node's memory.
         device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
-        native: Whether the compiled part of the library may be used; read when the library is imported.
         unlink_mpi_files: Whether the files in which MPI shares memory lose their names after the start.
         io_timeout_seconds: The deadline of writing a checkpoint; `None` for that of calls, and 600 s in the background.
         check_values: In which runs of a strategy its variables are compared over ranks, each so many-th; 0 for none.
-        restarts: How often this job was started again, by `mpidist run` and by Slurm.
+        own_restarts: How often `mpidist run` has started this job again; `slurm_restarts`: how often Slurm has.
     """
 
-    pretend_nodes: tuple[int, ...] | None = None
-    check: bool = True
-    timeout_seconds: float | None = None
-    abort_on_error: bool = True
-    transport: str = "auto"
-    log_level: str | None = None
-    stall_seconds: float = 60.0
-    straggler_seconds: float = 60.0
-    nccl: bool = True
-    staging_bytes: int = 0
-    flight_signal: str | None = "SIGUSR1"
-    stack_signal: int | None = STACK_SIGNAL
-    trace: str = ""
-    result_bytes: int | None = None
-    device_mpi: bool = False
-    native: bool = True
-    unlink_mpi_files: bool = True
-    io_timeout_seconds: float | None = None
-    check_values: int = 0
-    restarts: int = 0
+    pretend_nodes: tuple[int, ...] | None = _variable("MPIDIST_PRETEND_NODES", _NODES)
+    check: bool = _variable("MPIDIST_CHECK", _SWITCH, True)
+    timeout_seconds: float | None = _variable("MPIDIST_TIMEOUT_SECONDS", _DEADLINE)
+    abort_on_error: bool = _variable("MPIDIST_ON_ERROR", _one_of({"abort": True, "raise": False}), True)
+    transport: str = _variable("MPIDIST_TRANSPORT", _TRANSPORT, "auto")
+    log_level: str | None = _variable("MPIDIST_LOG", _LOG_LEVEL)
+    nccl: bool = _variable("MPIDIST_NCCL", _SWITCH, True)
+    stall_seconds: float = _variable("MPIDIST_STALL_SECONDS", _SECONDS, 60.0)
+    straggler_seconds: float = _variable("MPIDIST_STRAGGLER", _SECONDS, 60.0)
+    staging_bytes: int = _variable("MPIDIST_STAGING_BYTES", _CHUNK, 0)
+    flight_signal: str | None = _variable("MPIDIST_FLIGHT_SIGNAL", _FLIGHT_SIGNAL, "SIGUSR1")
+    stack_signal: int | None = _variable("MPIDIST_STACK_SIGNAL", _SIGNAL, STACK_SIGNAL)
+    trace: str = _variable("MPIDIST_TRACE", _Kind(os.path.expanduser, "a folder"), "")
+    result_bytes: int | None = _variable("MPIDIST_RESULT_BYTES", _number_of("bytes, 0 or more"))
+    device_mpi: bool = _variable("MPIDIST_DEVICE_MPI", _SWITCH, False)
+    unlink_mpi_files: bool = _variable("MPIDIST_UNLINK_MPI_FILES", _SWITCH, True)
+    io_timeout_seconds: float | None = _variable("MPIDIST_IO_TIMEOUT", _DEADLINE)
+    check_values: int = _variable("MPIDIST_CHECK_VALUES", _number_of("runs, 0 for none"), 0)
+    own_restarts: int = _variable("MPIDIST_RESTARTS", _RESTARTS, 0)
+    slurm_restarts: int = _variable("SLURM_RESTART_COUNT", _RESTARTS, 0)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -116,30 +149,23 @@ class Settings:
         Raises:
             ValueError: If the value of a variable is invalid. The text names the variable.
         """
-        _choice(environ, "MPIDIST_ALONE", {"1": True, "0": False}, default=False)  # which are read where they are used
-        _choice(environ, "MPIDIST_TRACEBACK", {"full": True}, default=False)
-        return cls(
-            pretend_nodes=_nodes(environ, "MPIDIST_PRETEND_NODES"),
-            check=_choice(environ, "MPIDIST_CHECK", {"1": True, "0": False}, default=True),
-            timeout_seconds=_finite(_seconds(environ, "MPIDIST_TIMEOUT_SECONDS", 0.0)) or None,
-            stall_seconds=_finite(_seconds(environ, "MPIDIST_STALL_SECONDS", 60.0)),
-            straggler_seconds=_finite(_seconds(environ, "MPIDIST_STRAGGLER", 60.0)),
-            abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
-            transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
-            nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),
-            staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES) or 0,
-            result_bytes=_bytes(environ, "MPIDIST_RESULT_BYTES", 0),
-            flight_signal=_choice(environ, "MPIDIST_FLIGHT_SIGNAL", _FLIGHT_SIGNALS, "SIGUSR1", upper=True),
-            stack_signal=_real_time_signal(environ, "MPIDIST_STACK_SIGNAL", STACK_SIGNAL),
-            trace=os.path.expanduser(environ.get("MPIDIST_TRACE", "").strip()),
-            device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
-            native=_choice(environ, "MPIDIST_NATIVE", {"1": True, "0": False}, default=True),
-            unlink_mpi_files=_choice(environ, "MPIDIST_UNLINK_MPI_FILES", {"1": True, "0": False}, default=True),
-            io_timeout_seconds=_finite(_seconds(environ, "MPIDIST_IO_TIMEOUT", 0.0)) or None,
-            check_values=_count(environ, "MPIDIST_CHECK_VALUES", "runs"),
-            restarts=sum(_count(environ, name, "restarts") for name in ("MPIDIST_RESTARTS", "SLURM_RESTART_COUNT")),
-            log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
-        )
+        for name, kind in _CHECKED.items():
+            kind.read(environ, name, None)
+        sources = ((its, its.metadata["kind"], its.metadata["variable"]) for its in fields(cls))
+        return cls(**{its.name: kind.read(environ, name, its.default) for its, kind, name in sources})
+
+    @classmethod
+    def or_default(cls, environ: Mapping[str, str]) -> Settings:
+        """Read the settings; return the defaults if one is invalid: building a strategy raises that on all ranks."""
+        try:
+            return cls.from_environment(environ)
+        except ValueError:
+            return cls()
+
+    @property
+    def restarts(self) -> int:
+        """How often this job was started again."""
+        return self.own_restarts + self.slurm_restarts
 
     def apply_log_level(self) -> None:
         """Make the `mpidist` loggers write to standard error at the level of `MPIDIST_LOG`, if it is set."""
@@ -153,6 +179,9 @@ class Settings:
             logger.addHandler(handler)
 
 
+_KNOWN: Final = sorted({*(its.metadata["variable"] for its in fields(Settings)), *_CHECKED, *_READ_ELSEWHERE})
+
+
 def unknown_settings(environ: Mapping[str, str]) -> list[str]:
     """Describe each unknown `MPIDIST_` variable, with the variable that may be meant."""
     texts = []
@@ -161,71 +190,3 @@ def unknown_settings(environ: Mapping[str, str]) -> list[str]:
         near = near or [known for known in _KNOWN if name.startswith(known)]
         texts.append(f"the variable {name} means nothing" + (f"; is {near[0]} meant?" if near else ""))
     return texts
-
-
-def _choice(environ: Mapping[str, str], name: str, choices: dict[str, _T], default: _T, upper: bool = False) -> _T:
-    text = environ.get(name, "").strip()
-    if not text:
-        return default
-    text = text.upper() if upper else text
-    if text not in choices:
-        raise ValueError(f"{name}={environ[name]!r} is not understood; it is one of {', '.join(choices)}")
-    return choices[text]
-
-
-def _nodes(environ: Mapping[str, str], name: str) -> tuple[int, ...] | None:
-    text = environ.get(name, "").strip()  # 0,0,1,1
-    if not text:
-        return None
-    try:
-        return tuple(int(item) for item in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"{name}={environ[name]!r} is not understood; it is the node of each rank of the world, "
-            "whole numbers with commas between them: 0,0,1,1"
-        ) from None
-
-
-def _real_time_signal(environ: Mapping[str, str], name: str, default: int) -> int | None:
-    text = environ.get(name, "").strip().lower()
-    if text == "off":
-        return None
-    least, most = int(signal.SIGRTMIN), int(signal.SIGRTMAX)
-    if text and not (text.isdecimal() and least <= int(text) <= most):
-        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a signal from {least} to {most}, or off")
-    return int(text or default)
-
-
-def _seconds(environ: Mapping[str, str], name: str, default: _T) -> float | _T:
-    text = environ.get(name, "").strip()
-    if not text:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if math.isnan(seconds) or seconds < 0:
-        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of seconds >= 0")
-    return seconds
-
-
-def _finite(seconds: float) -> float:
-    """Return a time, or 0, which is never, if threads cannot wait for so long."""
-    return seconds if seconds < threading.TIMEOUT_MAX else 0.0
-
-
-def _count(environ: Mapping[str, str], name: str, what: str) -> int:
-    text = environ.get(name, "").strip()
-    if text and not text.isdecimal():
-        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of {what}, 0 for none")
-    return int(text or 0)
-
-
-def _bytes(environ: Mapping[str, str], name: str, least: int, most: float = math.inf) -> int | None:
-    text = environ.get(name, "").strip()
-    if not text:
-        return None
-    if not text.isdecimal() or not least <= int(text) <= most:
-        limits = f"{least} to {most}" if most < math.inf else f"{least} or more"
-        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of bytes, {limits}")
-    return int(text)

@@ -38,7 +38,7 @@ def start_mpi(mpi: ModuleType, thread_level: int, errors: str, environ: Mapping[
     ctypes does not find the library's function, or no other rank is awaited, mpi4py starts MPI.
     """
     rank = LaunchedRank.of(environ)
-    settings = _settings(environ)
+    settings = Settings.or_default(environ)
     is_watched = settings.stall_seconds or settings.timeout_seconds
     init = None if rank is None or not is_watched or errors != "exception" else _init_function(mpi)
     if rank is None or init is None:
@@ -50,13 +50,6 @@ def start_mpi(mpi: ModuleType, thread_level: int, errors: str, environ: Mapping[
         raise RuntimeError(f"MPI_Init_thread failed on rank {rank.rank} with error code {code}")
     for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):  # as mpi4py does, so that errors of MPI become exceptions
         comm.Set_errhandler(mpi.ERRORS_RETURN)
-
-
-def _settings(environ: Mapping[str, str]) -> Settings:
-    try:
-        return Settings.from_environment(environ)
-    except ValueError:  # building the strategy raises it, on all ranks
-        return Settings()
 
 
 def _init_function(mpi: ModuleType) -> Callable[..., Any] | None:

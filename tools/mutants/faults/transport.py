@@ -66,8 +66,8 @@ FAULTS = [
     ),
     Fault(
         "settings.py",
-        "    if text not in choices:\n",
-        "    if False:\n",
+        "except (KeyError, ValueError):",
+        "except ValueError:",
         "a setting that is not understood is a KeyError",
     ),
     Fault(
