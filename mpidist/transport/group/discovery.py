@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -36,13 +36,7 @@ from mpidist.transport.text import count_text, name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
-__all__ = [
-    "agreed_cost_model",
-    "communicators",
-    "discover",
-    "wait_for_all_ranks",
-    "own_settings",
-]
+__all__ = ["agreed_cost_model", "await_ranks", "discover"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -51,8 +45,11 @@ _SET: Final = "set it where the job is started, and make the launcher pass it on
 _START: Final = "start all ranks in one environment of Python"
 
 
-def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
-    """Initialize MPI, unless the program has; return the ranks of the group (`None`: all) and all ranks of the job.
+def await_ranks(comm: Intracomm | None, require: Callable[[frozenset[int]], None] = lambda ranks: None) -> Intracomm:
+    """Wait until all ranks come to build a group, and return them (`None`: all ranks of the job). Collective.
+
+    MPI is initialized, unless the program has done so, and a failure of this rank's program ends the job from now on.
+    `require` is called before the wait, with the ranks as they are numbered in the whole job.
 
     Raises:
         TypeError: If `comm` is no intra-communicator of mpi4py.
@@ -65,13 +62,19 @@ def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
     world: Intracomm = mpi.COMM_WORLD
     version = mpi.Get_library_version()
     check_launch(os.environ, world.Get_size(), version, command_line(), INHERITS_FROM_RANK)
-    comm = world if comm is None else comm
-    if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
-        raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
-    return comm, world
+    ranks: Intracomm = world if comm is None else comm
+    is_usable = isinstance(ranks, mpi.Intracomm) and ranks != mpi.COMM_NULL
+    if not is_usable:
+        raise TypeError(f"comm must be an intra-communicator of mpi4py, got {ranks!r}")
+    settings = Settings.or_default(os.environ)  # `discover` raises the error of an invalid one, on all ranks
+    settings.apply_log_level()
+    open_groups.install_job_abort(world, settings)
+    require(ranks_in_world(ranks))
+    _wait_for_all(ranks, settings)
+    return ranks
 
 
-def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
+def _wait_for_all(comm: Intracomm, settings: Settings) -> None:
     """Wait until all ranks build a group, at most `MPIDIST_TIMEOUT_SECONDS`. Collective."""
     open_groups.require_no_build_failure()
     timeout, stall = settings.timeout_seconds, settings.stall_seconds
@@ -122,19 +125,6 @@ def _is_first_to_bind(mark: socket.socket, comm: Intracomm) -> bool:
 
 def _places_here() -> str:
     return places_text(launcher_or_parent())
-
-
-def own_settings() -> Settings:
-    """Read this rank's settings, and set the log level. Local.
-
-    Returns defaults if a setting is invalid: `discover` raises the error later, on all ranks.
-    """
-    try:
-        settings = Settings.from_environment(os.environ)
-    except ValueError:
-        return Settings()
-    settings.apply_log_level()
-    return settings
 
 
 @final

@@ -19,12 +19,7 @@ from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.failures.flight_files import GroupFlight
 from mpidist.transport.failures.open_groups import OpenGroup
 from mpidist.transport.failures.watchdog import Watchdog
-from mpidist.transport.group.discovery import (
-    communicators,
-    discover,
-    own_settings,
-    wait_for_all_ranks,
-)
+from mpidist.transport.group.discovery import await_ranks, discover
 from mpidist.transport.group.levels import report_no_shared_memory
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.splits import on_node
@@ -49,11 +44,7 @@ def meet_ranks(
 
     `require` is called before the wait, with the ranks as they are numbered in the whole job.
     """
-    comm, world = communicators(comm)
-    settings = own_settings()
-    open_groups.install_job_abort(world, settings)
-    require(ranks_in_world(comm))
-    wait_for_all_ranks(comm, settings)
+    comm = await_ranks(comm, require)
     return comm, comm.allgather(item)
 
 

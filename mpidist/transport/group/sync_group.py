@@ -25,13 +25,7 @@ from mpidist.transport.failures.open_groups import OpenGroup
 from mpidist.transport.failures.process_end import end_without_mpi
 from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.group.device_levels import DeviceLevels
-from mpidist.transport.group.discovery import (
-    agreed_cost_model,
-    communicators,
-    discover,
-    own_settings,
-    wait_for_all_ranks,
-)
+from mpidist.transport.group.discovery import agreed_cost_model, await_ranks, discover
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls, Workplace
@@ -122,10 +116,7 @@ class SyncGroup(OpenGroup):
                 process is a child of a rank.
             ValueError: If an `MPIDIST_` variable cannot be understood.
         """
-        comm, world = communicators(comm)
-        settings = own_settings()
-        open_groups.install_job_abort(world, settings)
-        wait_for_all_ranks(comm, settings)
+        comm = await_ranks(comm)
         ranks = ranks_in_world(comm)
         try:
             return cls._of_duplicate(comm.Dup(), max_chunk_bytes)
