@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from mpidist.transport.text import count_text, name_ranks
+from mpidist.transport.text import count_text, group_ranks, name_ranks
 
 __all__ = ["Topology"]
 
@@ -51,10 +51,7 @@ class Topology:
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, in order."""
-        ranks_of: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        for rank, node in enumerate(self.node_of_rank):
-            ranks_of[node].append(rank)
-        return tuple(map(tuple, ranks_of))
+        return tuple(map(tuple, group_ranks(dict(enumerate(self.node_of_rank))).values()))
 
     @cached_property
     def node_sizes(self) -> tuple[int, ...]:

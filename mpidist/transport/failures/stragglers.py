@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, final
 from mpidist.transport.failures.failure_notes import FailureNote
 from mpidist.transport.failures.process_state import GONE, STOPPED
 from mpidist.transport.failures.status_board import Status
-from mpidist.transport.text import name_ranks
+from mpidist.transport.text import group_ranks, name_ranks
 
 __all__ = ["Awaited", "Stragglers"]
 
@@ -73,9 +73,7 @@ class Stragglers(NamedTuple):
         lines = [f"rank {rank}: {self.known[rank]}" for rank in sorted(self.known)[:_MAX_LINES]]
         if len(self.known) > _MAX_LINES:
             lines.append(f"... and {len(self.known) - _MAX_LINES} ranks more")
-        hosts: dict[str, list[int]] = {}
-        for rank in self.unheard:
-            hosts.setdefault(self.hostnames[rank], []).append(rank)
+        hosts = group_ranks({rank: self.hostnames[rank] for rank in self.unheard})
         for host, ranks in list(hosts.items())[:_MAX_LINES]:
             lines.append(f"{name_ranks(ranks)}: nothing was heard from host {host}")
         if len(hosts) > _MAX_LINES:

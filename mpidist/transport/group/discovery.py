@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from mpidist.transport.mpi.library import (
 from mpidist.transport.mpi.shared_files import mapped_mpi_files, unlink_files_of_all
 from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.stacks import places_text
-from mpidist.transport.text import count_text, name_ranks
+from mpidist.transport.text import count_text, group_ranks, name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
@@ -164,9 +164,7 @@ def _require_equal_settings(everyone: Sequence[_Report]) -> None:
     variables, versions = [report.variables for report in everyone], [report.versions for report in everyone]
     for what, of_rank, advice in (("environment variable", variables, _SET), ("version of", versions, _START)):
         for name in sorted({name for texts in of_rank for name in texts}):
-            values: dict[Any, list[int]] = {}
-            for rank, own in enumerate(of_rank):
-                values.setdefault(own.get(name), []).append(rank)
+            values = group_ranks({rank: own.get(name) for rank, own in enumerate(of_rank)})
             if len(values) > 1:
                 shown = {value: "not set" if value is None else repr(value) for value in values}
                 who = "; ".join(f"{name_ranks(ranks)}: {shown[value]}" for value, ranks in values.items())
@@ -225,17 +223,10 @@ def _topology(comm: Intracomm, everyone: Sequence[_Report], pretend_nodes: tuple
                 f"{in_job}; give one number per rank, for example 0,0,1,1 for 4 ranks"
             )
         labels = [pretend_nodes[number] for number in numbers_in_world(comm)]
-    for label, ranks in _group_by_label(labels).items():
+    for label, ranks in group_ranks(dict(enumerate(labels))).items():
         if len({first_here[other] for other in ranks}) > 1:
             raise TopologyError(
                 f"MPIDIST_PRETEND_NODES puts {name_ranks(ranks)} on node {label}, but they do not share memory; "
                 "it can split real nodes, not join them"
             )
     return Topology.from_labels(comm.rank, labels, [report.hostname for report in everyone])
-
-
-def _group_by_label(labels: Sequence[int]) -> dict[int, list[int]]:
-    groups: dict[int, list[int]] = {}
-    for rank, label in enumerate(labels):
-        groups.setdefault(label, []).append(rank)
-    return groups

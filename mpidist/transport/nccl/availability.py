@@ -5,15 +5,14 @@ NCCL itself answers most of these questions with "invalid usage", or with a hang
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from mpidist.errors import TopologyError
 from mpidist.transport.cuda import Cuda, nccl_version_text
-from mpidist.transport.text import first_line, name_ranks
+from mpidist.transport.text import first_line, group_ranks, name_ranks
 
 __all__ = ["GpuFacts", "reason_against_nccl"]
 
@@ -60,7 +59,7 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
     if lacking:
         return f"{name_ranks(lacking)} ({hosts[lacking[0]]}): {facts[lacking[0]].reason}"
     for ranks in groups:
-        having = _by(ranks, lambda rank: facts[rank].nccl_version)
+        having = group_ranks({rank: facts[rank].nccl_version for rank in ranks})
         if len(having) > 1:
             found = [
                 f"{nccl_version_text(its)} on {name_ranks(own)} ({', '.join(dict.fromkeys(hosts[one] for one in own))})"
@@ -71,18 +70,10 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
                 f"MPIDIST_NCCL=0 to do without NCCL: {', '.join(found)}"
             )
     for ranks in groups:
-        for gpu, sharing in _by(ranks, lambda rank: facts[rank].gpu).items():
+        for gpu, sharing in group_ranks({rank: facts[rank].gpu for rank in ranks}).items():
             if len(sharing) > 1 and not all(facts[rank].shares_gpus for rank in ranks):
                 return (
                     f"{name_ranks(sharing)} share GPU {gpu[1]} of {hosts[sharing[0]]}, and NCCL wants one for each "
                     "rank; start as many ranks on a node as it has GPUs"
                 )
     return ""
-
-
-def _by(ranks: Sequence[int], fact_of: Callable[[int], Any]) -> dict[Any, list[int]]:
-    """Group ranks by a fact."""
-    found: dict[Any, list[int]] = defaultdict(list)
-    for rank in ranks:
-        found[fact_of(rank)].append(rank)
-    return found
