@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Final, NamedTuple, final
 
+from mpidist.transport.mpi.child_process import read_stat
+
 __all__ = ["GONE", "RUNNING", "STOPPED", "UNKNOWN", "Process"]
 
 RUNNING: Final = "running"
 STOPPED: Final = "stopped"
 GONE: Final = "gone"
 UNKNOWN: Final = "unknown"
-
-_STAT_BYTES: Final = 4096  # more than the line has
 
 _STATES: Final = {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE, "x": GONE}
 
@@ -35,7 +35,7 @@ class Process(NamedTuple):
         """Describe the calling process."""
         pid = os.getpid()
         try:
-            return cls(pid, _stat(pid)[1], os.stat("/proc/self/ns/pid").st_ino)
+            return cls(pid, read_stat(pid)[3], os.stat("/proc/self/ns/pid").st_ino)
         except OSError:  # no /proc, or not all of it
             return cls(pid, 0, 0)
 
@@ -44,20 +44,9 @@ class Process(NamedTuple):
         if not self.namespace or self.namespace != seen_from.namespace:
             return UNKNOWN
         try:
-            state, begun = _stat(self.pid)
+            _, state, _, begun = read_stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return GONE
         except OSError:
             return UNKNOWN
         return _STATES.get(state, RUNNING) if begun == self.begun else GONE
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """Return the state letter of a process, and when the process began."""
-    file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # a third of what `pathlib` takes; an error reads it for each rank
-    try:
-        text = os.read(file, _STAT_BYTES)
-    finally:
-        os.close(file)
-    fields = text[text.rindex(b")") + 2 :].split()  # the name before may hold anything
-    return fields[0].decode(), int(fields[19])
