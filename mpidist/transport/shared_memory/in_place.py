@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
 from typing import final
 
 import numpy as np
@@ -12,7 +11,7 @@ from mpidist.transport.communicator import Array
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.staging_slots import BLOCK_BYTES, Slots
 from mpidist.transport.node_memory.symmetric import Run
-from mpidist.transport.reduction import Reduction, is_low_precision
+from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.schedule import chunk_bounds
 
 __all__ = ["InPlace"]
@@ -49,41 +48,14 @@ class InPlace:
         """
         if not has_passed_barrier:
             yield from self._slots.synchronize()
-        if native is not None and self._reduction.is_in_order:
-            self._combine_compiled(partial(native.combine, self._reduction.op))
-        elif len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_low_precision(self._blocks[0][1].dtype):
-            self._add_two()
-        else:
-            for parts, total, others in self._blocks:
-                self._reduction.combine(parts, total)
-                self._finish(total, others)
-        yield from self._slots.synchronize()
-
-    def _combine_compiled(self, combine: Callable[[list[Array], Array, int, Array | None], bool]) -> None:
-        """Reduce, divide and write two targets in one pass over the memory."""
-        divide_by = self._divide_by * self._reduction.divisor
+        is_compiled = native is not None and self._reduction.is_in_order
+        op, divide_by = self._reduction.op, self._divide_by * self._reduction.divisor
         for parts, total, others in self._blocks:
             second = others[0] if len(others) == 1 else None
-            if not combine(parts, total, divide_by, second):
-                self._reduction.combine(parts, total)
-                self._finish(total, others)
-            elif second is None:
-                for other in others:
-                    np.copyto(other, total)
-
-    def _add_two(self) -> None:
-        """Add as `Reduction.combine` does, without its overhead, which slows small arrays."""
-        ufunc, divides = self._reduction.ufunc, self._divide_by != 1
-        for (first, second), total, others in self._blocks:
-            ufunc(first, second, out=total)
-            if divides:
-                self._finish(total, others)
-            else:
-                for other in others:
-                    np.copyto(other, total)
-
-    def _finish(self, total: Array, others: Sequence[Array]) -> None:
-        if self._divide_by != 1:
-            total /= self._divide_by
-        for other in others:
-            np.copyto(other, total)
+            if not (is_compiled and native.combine(op, parts, total, divide_by, second)):
+                self._reduction.combine_and_divide(parts, total, self._divide_by)
+            elif second is not None:  # written in the same pass over the memory
+                continue
+            for other in others:
+                np.copyto(other, total)
+        yield from self._slots.synchronize()
