@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
@@ -138,7 +138,7 @@ class Messages:
     def send(self, name: str, buffer: Array, to: int, tag: int) -> Message:
         """Start to send bytes [n] to a rank. Local. `name`: as in `Message`."""
         comm = self._connected(name, to, tag)
-        requests = [request for chunk in _chunks(buffer) for request in comm.send(chunk, to, tag + 1)]
+        requests = comm.send(buffer, to, tag + 1)
         return self._started(Message(self._group, comm, name, requests, buffer, is_receive=False))
 
     def receive(self, name: str, buffer: Array, source: int | None, tag: int) -> Message:
@@ -149,7 +149,7 @@ class Messages:
                 f"{name}: {buffer.nbytes:,} bytes from any rank; needed at most {MAX_CHUNK_BYTES:,}, or one rank"
             )
         of_mpi = load_mpi().ANY_SOURCE if source is None else source
-        requests = [request for chunk in _chunks(buffer) for request in comm.receive(chunk, of_mpi, tag + 1)]
+        requests = comm.receive(buffer, of_mpi, tag + 1)
         return self._started(Message(self._group, comm, name, requests, buffer, is_receive=True))
 
     def compare_sizes(self, call: str, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
@@ -180,8 +180,7 @@ class Messages:
         try:
             for start, parts in ((comm.receive, incoming), (comm.send, outgoing)):
                 for other in (one for one in comm.others if parts[one].nbytes):
-                    for chunk in _chunks(parts[other]):
-                        requests += start(chunk, other, _ALL_TO_ALL)
+                    requests += start(parts[other], other, _ALL_TO_ALL)
         except BaseException:  # Ctrl-C
             never_free((requests, outgoing, incoming))
             raise
@@ -211,8 +210,3 @@ class Messages:
     def _started(self, message: Message) -> Message:
         self._under_way = [*(one for one in self._under_way if not one.is_over()), message]
         return message
-
-
-def _chunks(buffer: Array) -> Iterator[Array]:
-    """Cut bytes into pieces that MPI takes; an empty message is one piece."""
-    return (buffer[start : start + MAX_CHUNK_BYTES] for start in range(0, max(1, buffer.nbytes), MAX_CHUNK_BYTES))

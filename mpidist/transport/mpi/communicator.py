@@ -103,7 +103,7 @@ class MpiCommunicator(Communicator):
         for chunk in self._chunks(buffer):
             bounds = shard_bounds(chunk.size, self.size)
             self._combine_shard(chunk, bounds, reduction, chunk[bounds[self.rank] : bounds[self.rank + 1]])
-            self._all_gather(chunk, bounds)
+            self._wait_all(self.start_shards(chunk, bounds, 1), chunk)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         self.traffic.add("reduce", buffer.nbytes)
@@ -139,17 +139,12 @@ class MpiCommunicator(Communicator):
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = self._start_all_gather(buffer, bounds)
-        if buffer.nbytes <= self.max_chunk_bytes:
-            self._all_gather(buffer, bounds)
-            return
-        for root in range(self.size):
-            for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
-                self._broadcast(chunk, root)
+        self._wait_all(self.start_shards(buffer, bounds, 1), buffer)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         buffer = self._start_broadcast(buffer, root, into)
         for chunk in self._chunks(buffer):
-            self._broadcast(chunk, root)
+            self._wait(self.comm.Ibcast([_bytes(chunk), self._byte], root), chunk)
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         if self.rank != root:
@@ -167,11 +162,11 @@ class MpiCommunicator(Communicator):
         self.transfer([(outgoing, to)], [(incoming, source)])
 
     def send(self, buffer: Array, to: int, tag: int) -> list[Request]:
-        """Start to send an array of at most `MAX_CHUNK_BYTES`. Local."""
+        """Start to send an array, or MPI's buffer. Local."""
         return [self.comm.Isend([part, self._byte], to, tag) for part in self._messages(buffer)]
 
     def receive(self, buffer: Array, source: int, tag: int) -> list[Request]:
-        """Start to receive an array of at most `MAX_CHUNK_BYTES`. Local."""
+        """Start to receive an array. Local."""
         return [self.comm.Irecv([part, self._byte], source, tag) for part in self._messages(buffer)]
 
     def start_parts(self, buffer: Array, bounds: Sequence[int], rows: Array, tag: int) -> list[Request]:
@@ -200,12 +195,8 @@ class MpiCommunicator(Communicator):
 
         Each is an array, or MPI's buffer, with the other rank. Empty ones are left out.
         """
-        requests = [
-            start([chunk, self._byte], other)
-            for start, messages in ((self.comm.Irecv, receives), (self.comm.Isend, sends))
-            for part, other in messages
-            for chunk in self._byte_chunks(part)
-        ]
+        requests = [request for part, other in receives if part.nbytes for request in self.receive(part, other, 0)]
+        requests += [request for part, other in sends if part.nbytes for request in self.send(part, other, 0)]
         if requests:
             self._wait_all(requests, *(part for part, _ in (*sends, *receives)))
 
@@ -263,17 +254,10 @@ class MpiCommunicator(Communicator):
         """Whether messages from rank to rank are faster than MPI's own all-reduce, both polled."""
         return nbytes >= _DIRECT_BYTES and self.size <= _DIRECT_RANKS
 
-    def _broadcast(self, chunk: Array, root: int) -> None:
-        self._wait(self.comm.Ibcast([_bytes(chunk), self._byte], root), chunk)
-
     def _chunks(self, buffer: Array) -> Iterator[Array]:
         step = max(1, self.max_chunk_bytes // buffer.itemsize)
         for start in range(0, buffer.size, step):
             yield buffer[start : start + step]
-
-    def _byte_chunks(self, buffer: Array) -> Iterator[Array]:
-        sent, step = _bytes(buffer), self.max_chunk_bytes
-        return (sent[start : start + step] for start in range(0, sent.nbytes, step))
 
     def _reduce_scatter_in_pieces(self, buffer: Array, reduction: Reduction, bounds: Sequence[int]) -> Array:
         for root in range(self.size):
@@ -292,12 +276,10 @@ class MpiCommunicator(Communicator):
         bounds = shard_bounds(chunk.size, self.size)
         own = chunk[bounds[self.rank] : bounds[self.rank + 1]]
         self._combine_shard(chunk, bounds, reduction, own)
-        shard = [_bytes(own), self._byte]
         if self.rank == root:
-            shards = self._shards(chunk, bounds)
-            self._wait(self.comm.Igatherv(self._in_place, shards, root), chunk, shards)
+            self.transfer([], [(chunk[bounds[rank] : bounds[rank + 1]], rank) for rank in self.others])
         else:
-            self._wait(self.comm.Igatherv(shard, None, root), shard)
+            self.transfer([(own, root)], [])
 
     def _combine_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard, and combine them in rank order."""
@@ -306,22 +288,15 @@ class MpiCommunicator(Communicator):
         self._wait_all(self.start_parts(buffer, bounds, rows, 0), buffer, rows)
         self.join_parts(rows, own, reduction, shard)
 
-    def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
-        self._wait_all(self.start_shards(buffer, bounds, 1), buffer)
-
     def _messages(self, buffer: Array) -> list[Array]:
-        """Cut an array that is not very long into as few messages as the limit allows, of about equal length."""
-        sent, most = _bytes(buffer), self._message_bytes
-        if sent.nbytes <= most or sent.nbytes > _MOST_CUT_BYTES:
+        """Cut an array into as few messages as the limits allow, of about equal length."""
+        sent, most = _bytes(buffer), self.max_chunk_bytes
+        if sent.nbytes <= _MOST_CUT_BYTES:
+            most = min(most, self._message_bytes)
+        if sent.nbytes <= most:
             return [sent]
         step = math.ceil(sent.nbytes / math.ceil(sent.nbytes / most))
         return [sent[start : start + step] for start in range(0, sent.nbytes, step)]
-
-    def _shards(self, buffer: Array, bounds: Sequence[int]) -> Any:
-        """Describe shards to MPI, in bytes: MPI has no bfloat16, and a copy needs no type."""
-        width = buffer.itemsize
-        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
-        return [_bytes(buffer), counts, [start * width for start in bounds[:-1]], self._byte]
 
 
 def _is_right_in_mpi(dtype: np.dtype[Any], reduction: Reduction) -> bool:
