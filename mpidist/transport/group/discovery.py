@@ -179,10 +179,10 @@ def _warn_of_unknown(variables: Mapping[str, str]) -> None:
             logger.warning("mpidist: %s", text)
 
 
-def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
+def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel:
     """Read what `python -m mpidist tune` has measured: on one rank, so that all ranks choose alike. Collective."""
     tuned = load_tuned(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
-    agreed: CostModel | None = comm.bcast(tuned and tuned.model, 0)
+    agreed: CostModel = comm.bcast(CostModel() if tuned is None else tuned.model, 0)
     return agreed
 
 

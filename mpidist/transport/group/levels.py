@@ -90,7 +90,6 @@ class Levels:
         cls,
         comm: Intracomm,
         topology: Topology,
-        max_chunk_bytes: int = MAX_CHUNK_BYTES,
         transport: str = "auto",
         cost_model: CostModel | None = None,
     ) -> Levels:
@@ -102,9 +101,9 @@ class Levels:
         eager = MAX_CHUNK_BYTES
         if topology.num_nodes > 1:
             eager = -greatest(comm, -(eager_limit_bytes() or eager))  # limits may differ from node to node
-        world = _make_level(comm.Dup(), "world", max_chunk_bytes, eager)
-        within = _make_level(within_node(comm, topology), "within_node", max_chunk_bytes)
-        across = _make_level(across_nodes(comm, topology), "across_nodes", max_chunk_bytes, eager)
+        world = _make_level(comm.Dup(), "world", eager)
+        within = _make_level(within_node(comm, topology), "within_node")
+        across = _make_level(across_nodes(comm, topology), "across_nodes", eager)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
         if transport != "mpi":
@@ -264,7 +263,5 @@ def _make_result_arena(world: Communicator) -> SharedArena | None:
         return None
 
 
-def _make_level(
-    part: Intracomm | None, name: str, max_chunk_bytes: int, message_bytes: int = MAX_CHUNK_BYTES
-) -> Communicator:
-    return SoloCommunicator(name) if part is None else MpiCommunicator(part, name, max_chunk_bytes, message_bytes)
+def _make_level(part: Intracomm | None, name: str, message_bytes: int = MAX_CHUNK_BYTES) -> Communicator:
+    return SoloCommunicator(name) if part is None else MpiCommunicator(part, name, message_bytes=message_bytes)

@@ -31,7 +31,6 @@ from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls, Workplace
 from mpidist.transport.group.thread_guard import IN_A_FORK, ThreadGuard
 from mpidist.transport.host_memory.result_memory import ResultMemory
-from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES
 from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi, ranks_in_world, survives_losses
 from mpidist.transport.node_memory.symmetric import SharedArrays
 from mpidist.transport.settings import Settings
@@ -68,16 +67,9 @@ class SyncGroup(OpenGroup):
     """
 
     def __init__(
-        self,
-        membership: Membership | None,
-        topology: Topology,
-        settings: Settings,
-        max_chunk_bytes: int,
-        cost_model: CostModel | None = None,
+        self, membership: Membership | None, topology: Topology, settings: Settings, cost_model: CostModel
     ) -> None:
-        self.topology, self.settings = topology, settings
-        self.cost_model = CostModel() if cost_model is None else cost_model
-        self.membership, self._max_chunk_bytes = membership, max_chunk_bytes
+        self.membership, self.topology, self.settings, self.cost_model = membership, topology, settings, cost_model
         self.trace = None if membership is None else membership.trace
         self._threads = None if membership is None else ThreadGuard.of_group()
         self._handled_exception = sys.exc_info()[1]  # the exception that the program was handling in the last call
@@ -99,15 +91,14 @@ class SyncGroup(OpenGroup):
         """Make the group of this process alone. Needs no MPI."""
         settings = Settings.from_environment(os.environ)
         settings.apply_log_level()
-        return cls(None, Topology(0, (0,), (socket.gethostname(),)), settings, MAX_CHUNK_BYTES)
+        return cls(None, Topology(0, (0,), (socket.gethostname(),)), settings, CostModel())
 
     @classmethod
-    def from_mpi(cls, comm: Intracomm | None, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> SyncGroup:
+    def from_mpi(cls, comm: Intracomm | None) -> SyncGroup:
         """Make the group of an MPI communicator's ranks. Collective over it.
 
         Args:
             comm: An intra-communicator of mpi4py; `None` is `MPI.COMM_WORLD`.
-            max_chunk_bytes: Larger arrays are sent in several calls.
 
         Raises:
             TypeError: If `comm` is something else.
@@ -119,7 +110,7 @@ class SyncGroup(OpenGroup):
         comm = await_ranks(comm)
         ranks = ranks_in_world(comm)
         try:
-            return cls._of_duplicate(comm.Dup(), max_chunk_bytes)
+            return cls._of_duplicate(comm.Dup())
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
             if is_process_failure(error):
                 raise
@@ -129,13 +120,13 @@ class SyncGroup(OpenGroup):
             raise
 
     @classmethod
-    def _of_duplicate(cls, comm: Intracomm, max_chunk_bytes: int) -> SyncGroup:
+    def _of_duplicate(cls, comm: Intracomm) -> SyncGroup:
         """Make the group of all ranks of a communicator, which the group will own and free. Collective."""
         settings, topology, token = discover(comm)
         model = agreed_cost_model(comm, topology)
         membership = Membership(comm, topology, token, settings)
         try:
-            return cls(membership, topology, settings, max_chunk_bytes, model)
+            return cls(membership, topology, settings, model)
         except UnavailableError:
             membership.free()
             raise
@@ -444,7 +435,7 @@ class SyncGroup(OpenGroup):
             self._connect_alone()
             return
         comm, check, timeout = membership.comm, settings.check, settings.timeout_seconds
-        self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
+        self.levels = Levels.from_mpi(comm, self.topology, settings.transport, self.cost_model)
         comm, fused = comm.Dup(), self.levels.fused
         barrier = None if fused is None or fused.spans_nodes else fused.slots.barrier
         call_watchdog = membership.make_call_watchdog(comm, _REMEDIES[self.on_rank_lost])

@@ -39,8 +39,10 @@ def levels(request, comm, topology, monkeypatch):
         yield Levels.solo()
         return
     set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=1, one_shot_bytes=0, depth=2)
-    sizes = {"max_chunk_bytes": MAX_CHUNK_BYTES} if "chunks" in request.param else {}
-    made = Levels.from_mpi(comm, topology, transport=request.param.split()[0], **sizes)
+    made = Levels.from_mpi(comm, topology, transport=request.param.split()[0])
+    if "chunks" in request.param:
+        for level in (made.world, made.within_node, made.across_nodes):
+            level.max_chunk_bytes = MAX_CHUNK_BYTES
     yield made
     comm.Barrier()
     made.free()
