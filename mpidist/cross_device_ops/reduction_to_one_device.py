@@ -8,6 +8,7 @@ from typing import Any, Final, final
 
 from mpidist.collectives.arguments.destinations import ranks_of
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.transport import arrays
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.text import value_text
@@ -22,8 +23,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Add at one rank, in rank order, and send the result to the destinations.
 
     Rank order gives the same bits on any placement of ranks on nodes. With P ranks and S bytes, 2 calls: a reduction to
-    the root, S bytes, and a broadcast, S bytes, both over all ranks. With an `accumulation_fn`, a gather takes the
-    place of the reduction: S (P - 1) bytes into the root.
+    the root, S bytes, and a broadcast, S bytes, both over all ranks. With an `accumulation_fn`, a message of each other
+    rank takes the place of the reduction: S (P - 1) bytes into the root.
 
     Args:
         reduce_to_device: The rank that adds: a rank number or a device string with a rank, `"/rank:1"`. By default
@@ -66,9 +67,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self._accumulation_fn is None or reduction.op != "sum":
             levels.world.reduce(buffer, replace(reduction, in_rank_order=True), adding_rank)
         else:
-            rows = levels.world.gather(buffer, adding_rank)
-            if rows is not None:
-                total = _checked(self._accumulation_fn(list(rows)), buffer)
+            parts = _parts_of_all(levels, buffer, adding_rank)
+            if parts:
+                total = _checked(self._accumulation_fn(parts), buffer)
                 buffer[...] = total if reduction.divisor == 1 else total / reduction.divisor
         if adding_rank != root:
             _send(levels, buffer, adding_rank, root)
@@ -83,6 +84,17 @@ def _checked(total: Any, like: Any) -> Any:
     hint = " (is a `return` missing?)" if total is None else ""
     needed = f"needed an array like those it takes, {like.dtype.name}{list(like.shape)}"
     raise ValueError(f"accumulation_fn returned {got}{hint}; {needed}")
+
+
+def _parts_of_all(levels: Levels, buffer: Any, root: int) -> list[Any]:
+    """Return the arrays of all ranks, in rank order, at the root; none at other ranks. Collective."""
+    rank, parts = levels.world.rank, [buffer] * levels.world.size
+    for source in range(levels.world.size):
+        if source != root and rank in (source, root):
+            if rank == root:
+                parts[source] = arrays.empty(buffer.shape, buffer.dtype, arrays.is_device(buffer))
+            _send(levels, parts[source], source, root)
+    return parts if rank == root else []
 
 
 def _send(levels: Levels, buffer: Any, source: int, destination: int) -> None:

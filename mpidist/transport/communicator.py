@@ -167,14 +167,6 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def gather(self, buffer: Array, root: int) -> Array | None:
-        """Copy all ranks' buffers to the root. S (P - 1) bytes at the root, S at the other ranks.
-
-        Returns:
-            [P, n] at the root, in rank order; `None` elsewhere.
-        """
-
-    @abstractmethod
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         """Send one flat array and receive another, at the same time. As many bytes as the larger array has.
 
@@ -219,9 +211,6 @@ class SoloCommunicator(Communicator):
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         if into is not None:
             into[...] = buffer
-
-    def gather(self, buffer: Array, root: int) -> Array | None:
-        return buffer.reshape(1, -1).copy()
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         incoming[...] = outgoing

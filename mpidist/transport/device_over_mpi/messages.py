@@ -124,20 +124,6 @@ class MessagedCommunicator(Communicator):
 
         self._run("broadcast", buffer, self._chunks(buffer, 1), phase)
 
-    def gather(self, buffer: Array, root: int) -> Array | None:
-        is_root, count = self.rank == root, buffer.size
-        self.traffic.add("gather", buffer.nbytes * (self.size - 1 if is_root else 1))
-        chunks = cut_evenly(count, 1, self._staging.sizes.num_chunks(buffer.nbytes * (self.size - 1)))
-        if not is_root:
-            self._run("gather", buffer, chunks, lambda pieces: self._transfer(pieces, [(0, root)], pieces, []))
-            return None
-        rows = arrays.empty((self.size, count), buffer.dtype, device=True)
-        rows[root] = buffer
-        at_root = [[(row * count + start, row * count + stop) for row in self._others] for [(start, stop)] in chunks]
-        receives = list(enumerate(self._others))
-        self._run("gather", rows.reshape(-1), at_root, lambda pieces: self._transfer(pieces, [], pieces, receives))
-        return rows
-
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
         sent, received = self._chunks(outgoing, 1), self._chunks(incoming, 1)

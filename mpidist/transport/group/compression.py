@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, final
+from typing import final
 
 import numpy as np
 
@@ -15,8 +15,6 @@ from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["CompressingCommunicator", "narrow", "widen"]
-
-_FLOAT32: Final = np.dtype(np.float32)
 
 
 @final
@@ -67,14 +65,6 @@ class CompressingCommunicator(Communicator):
         half = self._narrowed(buffer) if self.rank == root else self._half_of(buffer)
         self._inner.broadcast(half, root)
         widen(half, buffer if into is None else into, self._kernels)
-
-    def gather(self, buffer: Array, root: int) -> Array | None:
-        halves = self._inner.gather(self._narrowed(buffer), root)
-        if halves is None:
-            return None
-        rows = arrays.empty(halves.shape, _FLOAT32, arrays.is_device(halves))
-        widen(halves.reshape(-1), rows.reshape(-1), self._kernels)
-        return rows
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         half = arrays.empty(incoming.shape, self._half, arrays.is_device(incoming))

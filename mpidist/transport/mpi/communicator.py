@@ -146,17 +146,6 @@ class MpiCommunicator(Communicator):
         for chunk in self._chunks(buffer):
             self._wait(self.comm.Ibcast([_bytes(chunk), self._byte], root), chunk)
 
-    def gather(self, buffer: Array, root: int) -> Array | None:
-        if self.rank != root:
-            self.traffic.add("gather", buffer.nbytes)
-            self.transfer([(buffer, root)], [])
-            return None
-        self.traffic.add("gather", buffer.nbytes * (self.size - 1))
-        rows = np.empty((self.size, buffer.size), buffer.dtype)
-        rows[root] = buffer
-        self.transfer([], [(rows[source], source) for source in self.others])
-        return rows
-
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
         self.transfer([(outgoing, to)], [(incoming, source)])

@@ -112,18 +112,6 @@ class NcclCommunicator(Communicator):
         at = address_of(buffer)
         self._run("broadcast", [buffer], lambda comm, to: comm.bcast(at, buffer.nbytes, self._byte, root, to))
 
-    def gather(self, buffer: Array, root: int) -> Array | None:
-        is_root = self.rank == root
-        self.traffic.add("gather", buffer.nbytes * (self.size - 1 if is_root else 1))
-        if not is_root:
-            self._exchange("gather", [buffer], [(root, address_of(buffer), buffer.nbytes)], [])
-            return None
-        rows = cuda.cupy().empty((self.size, buffer.size), buffer.dtype)
-        rows[root] = buffer
-        bounds = [row * buffer.size for row in range(self.size + 1)]
-        self._exchange("gather", [rows], [], _shards(rows, bounds, without=root))
-        return rows
-
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
         sends, receives = (to, address_of(outgoing), outgoing.nbytes), (source, address_of(incoming), incoming.nbytes)

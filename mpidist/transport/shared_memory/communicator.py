@@ -27,7 +27,7 @@ _SCHEDULES: Final = 64  # cached
 class SharedMemoryCommunicator(Communicator):
     """Ranks of one node that move and add arrays through shared memory, in chunks that fit into the cache.
 
-    Every reduction adds in rank order. `send_receive` and `gather` use MPI.
+    Every reduction adds in rank order. `send_receive` uses MPI.
 
     Attributes:
         mpi: The communicator of the same ranks over MPI, which this object owns and frees.
@@ -91,9 +91,6 @@ class SharedMemoryCommunicator(Communicator):
         self.traffic.add("broadcast", buffer.nbytes)
         schedule = self._whole((buffer.size,), 1, self._chunk_count(buffer.dtype))
         complete(self._spread(schedule, [buffer], [root], into), self.fused.check_peers)
-
-    def gather(self, buffer: Array, root: int) -> Array | None:
-        return self.mpi.gather(buffer, root)
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.mpi.send_receive(outgoing, to, incoming, source)

@@ -114,7 +114,6 @@ def test_bytes_are_counted_as_without_chunks_and_so_many_are_sent(gpus, comm, mo
         "reduce_scatter": (lambda: its.reduce_scatter(buffer, Reduction()), share, chunks * (size - 1)),
         "all_gather": (lambda: its.all_gather(buffer), share, chunks * (size - 1)),
         "broadcast": (lambda: its.broadcast(buffer, 0), nbytes, None),
-        "gather": (lambda: its.gather(buffer, 0), nbytes * (size - 1 if comm.rank == 0 else 1), None),
         "exchange": (lambda: its.send_receive(buffer, after, other, before), nbytes, None),
     }
     for call, num_bytes, num_messages in calls.values():
