@@ -74,7 +74,7 @@ class Membership:
         self.trace: Trace | None = None
         if settings.trace:
             try:
-                self.begin_trace(Path(settings.trace), is_of_job=True)
+                self.begin_trace(Path(settings.trace), comm.allgather, is_of_job=True)
             except UnavailableError:
                 self.free()
                 raise
@@ -207,11 +207,11 @@ class Membership:
             for rank in sorted({board.rank, *behind})
         }
 
-    def begin_trace(self, folder: Path, is_of_job: bool = False, gather: Gather | None = None) -> Trace:
+    def begin_trace(self, folder: Path, gather: Gather, is_of_job: bool = False) -> Trace:
         """Begin to record this rank's calls: `trace.begin_trace`. Collective."""
         comm = self.comm
         seat = Seat(self._token, comm.rank, comm.size, self.world_rank)
-        self.trace = begin_trace(comm, folder, seat, self.recorder, is_of_job, gather)
+        self.trace = begin_trace(comm, folder, seat, self.recorder, gather, is_of_job)
         return self.trace
 
     def end_trace(self) -> None:

@@ -44,15 +44,10 @@ def traced(
         trace = group.trace = _begin(group, Path(text))
     try:
         yield
-    except BaseException:
-        _stop(group, trace)
-        raise
-    try:
-        group.require_open(_END)
-    except RuntimeError:  # the block closed the strategy
-        _stop(group, trace)
-        return
-    try:
+        try:
+            group.require_open(_END)
+        except RuntimeError:  # the block closed the strategy
+            return
         with group.call(_call(_END, text, timeout_seconds)):
             if group.membership is not None:
                 group.membership.end_trace()
@@ -69,11 +64,12 @@ def _call(name: str, folder: str, timeout_seconds: float | None, error: Exceptio
 
 
 def _begin(group: SyncGroup, folder: Path) -> Trace:
+    gather = group.agreement.all_gather_object
     if group.membership is not None:
-        trace = group.membership.begin_trace(folder, gather=group.agreement.all_gather_object)
+        trace = group.membership.begin_trace(folder, gather)
     else:
         recorder = FlightRecorder(np.zeros(FLIGHT_BYTES, np.uint8))
-        trace = begin_trace(None, folder, Seat("alone", 0, 1, 0), recorder)
+        trace = begin_trace(None, folder, Seat("alone", 0, 1, 0), recorder, gather)
     if isinstance(group.agreement, SoloAgreement):
         group.agreement.recorder = trace.recorder
     return trace

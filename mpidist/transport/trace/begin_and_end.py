@@ -41,17 +41,14 @@ def begin_trace(
     folder: Path,
     seat: Seat,
     recorder: FlightRecorder,
+    gather: Gather,
     is_of_job: bool = False,
-    gather: Gather | None = None,
 ) -> Trace:
     """Begin to record the calls of a group, in a new folder within a folder. Collective.
 
-    `is_of_job`: all groups of the job have one folder, and not each trace its own. `gather` all-gathers an object, and
-    gives up where a rank's file system does not answer; by default it waits for ever. If a rank cannot write, every
-    rank raises.
+    `gather` all-gathers an object, and may give up where a rank's file system does not answer. `is_of_job`: all groups
+    of the job have one folder, and not each trace its own. If a rank cannot write, every rank raises.
     """
-    if gather is None:
-        gather = _alone if comm is None else comm.allgather
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     if is_of_job and _of_job:
         name = _of_job[0].name
@@ -92,10 +89,6 @@ def end_trace(comm: Intracomm | None, trace: Trace) -> None:
 def _save() -> str:
     write_all()
     return f"waits of the calls: python -m mpidist trace merge {os.path.relpath(_of_job[0])}" if _of_job else ""
-
-
-def _alone(item: Any) -> list[Any]:
-    return [item]
 
 
 open_groups.save_with(_save)
