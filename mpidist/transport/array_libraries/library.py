@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpidist.transport.arrays import NativeArray
 
 __all__ = ["ArrayLibrary", "kind_of"]
@@ -29,17 +31,17 @@ class ArrayLibrary(ABC):
     def owns(self, value: Any) -> bool:
         """Whether `value` is of this library. Must not import the library."""
 
-    @abstractmethod
     def to_native(self, value: Any) -> NativeArray:
-        """View a value as a native array, without a copy where the library allows it.
+        """View a value as a native array, without a copy where the library allows it; by default as NumPy does.
 
         Raises:
             TypeError: If the value cannot be viewed or copied. The text contains the remedy.
         """
+        return np.asarray(value)
 
-    @abstractmethod
     def from_native(self, array: NativeArray, like: Any) -> Any:
         """Convert a native array to the kind of `like`. May return `array` itself, which the caller must not keep."""
+        return array
 
     def from_natives(self, arrays: list[NativeArray], likes: Sequence[Any]) -> list[Any]:
         """Convert native arrays as `from_native` does, for values that are all of this library."""

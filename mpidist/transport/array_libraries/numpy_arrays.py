@@ -26,9 +26,6 @@ class NumPyArrays(ArrayLibrary):
             raise TypeError("cannot take a masked array, whose mask would be lost: pass value.filled(0), for example")
         return np.asarray(value)
 
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        return array
-
     def to_target(self, value: Any) -> NativeArray | None:
         return self.to_native(value)
 
@@ -41,9 +38,6 @@ class NumPyScalars(ArrayLibrary):
 
     def owns(self, value: Any) -> bool:
         return isinstance(value, np.generic)
-
-    def to_native(self, value: Any) -> NativeArray:
-        return np.asarray(value)
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         return array[()]
@@ -76,9 +70,3 @@ class ArrayLikes(ArrayLibrary):
 
     def owns(self, value: Any) -> bool:
         return hasattr(value, "__array__")
-
-    def to_native(self, value: Any) -> NativeArray:
-        return np.asarray(value)
-
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        return array

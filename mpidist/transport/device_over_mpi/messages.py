@@ -139,9 +139,6 @@ class MessagedCommunicator(Communicator):
 
         self._staging.run("exchange", count, nbytes, phases_of, self._check_peers, (outgoing, incoming))
 
-    def free(self) -> None:
-        """Free nothing: MPI's communicator and the staging memory are their owner's."""
-
     def _chunks(self, array: Array, num_pieces: int) -> list[list[Piece]]:
         """Cut an array into the chunks of a message, and each chunk into pieces."""
         return cut_evenly(array.size, num_pieces, self._staging.sizes.num_chunks(array.nbytes))

@@ -27,6 +27,7 @@ class AwaitedPeers(Awaited):
         is_ended_by_program: Whether the wait ended because a program ended or gave up, and no awaited rank was lost.
     """
 
+    # A status does not tell whether another rank waits for the same: `is_shared_with` stays False.
     given_up = " for another rank"
     busy_seconds = 10.0
 
@@ -53,9 +54,6 @@ class AwaitedPeers(Awaited):
 
     def is_late(self, status: Status) -> bool:
         return status.rank in self.ranks
-
-    def is_shared_with(self, status: Status) -> bool:
-        return False  # the status does not tell whether another rank waits as well, so each rank speaks for itself
 
     def go_on_without(self, gone: Collection[int]) -> list[int]:
         newly_lost = [rank for rank in gone if rank in self.dispensable and rank not in self.lost]

@@ -109,9 +109,9 @@ class Awaited(ABC):
     def is_late(self, status: Status) -> bool:
         """Whether a rank of this node has yet to do the awaited part."""
 
-    @abstractmethod
     def is_shared_with(self, status: Status) -> bool:
         """Whether a rank of this node waits for the same: then one of these ranks notifies other nodes for all."""
+        return False
 
     @abstractmethod
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:

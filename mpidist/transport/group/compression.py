@@ -71,9 +71,6 @@ class CompressingCommunicator(Communicator):
         self._inner.send_receive(self._narrowed(outgoing), to, half, source)
         widen(half, incoming, self._kernels)
 
-    def free(self) -> None:
-        """Do nothing: the owner of `inner` frees it."""
-
     def _half_of(self, buffer: Array) -> Array:
         if arrays.is_device(buffer):  # communicators of NCCL share a pack buffer, which may hold `buffer`
             return arrays.empty(buffer.shape, self._half, device=True)

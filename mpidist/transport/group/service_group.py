@@ -217,9 +217,6 @@ class ServiceGroup(OpenGroup):
         self._is_gone = True
         self._threads.disown()
 
-    def advance(self) -> None:
-        """See `OpenGroup.advance`. Does nothing: there are no started calls in this group."""
-
     def watch(self) -> Watchdog | None:
         """See `OpenGroup.watch`."""
         return None if load_mpi().Is_finalized() else self.watchdog
