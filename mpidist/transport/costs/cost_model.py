@@ -145,13 +145,6 @@ class CostModel:
         """Predict how long the bytes of the least all-reduce across nodes keep a link busy: 2 n (K - 1) / K / link."""
         return 2 * nbytes * (nodes - 1) / nodes / self.link_bytes_per_second
 
-    def tree_seconds(self, nbytes: float, ranks: int, latency: float, rate: float) -> float:
-        """Predict MPI's own all-reduce of P ranks: the better of log P steps of n, and 2 log P of 2 n (P - 1) / P."""
-        steps = math.ceil(math.log2(ranks))
-        doubling = steps * (latency + nbytes / rate + nbytes / self.add_bytes_per_second)
-        share = nbytes * (ranks - 1) / ranks
-        return min(doubling, 2 * steps * latency + 2 * share / rate + share / self.add_bytes_per_second)
-
     def _beats(self, one: str, other: str, nbytes: int, placement: Placement) -> bool:
         return self.seconds(one, nbytes, placement) <= self.seconds(other, nbytes, placement)
 
@@ -198,7 +191,11 @@ class CostModel:
         return seconds + max(work, link, chunks * under_way) + fill + 2 * self.link_seconds
 
     def _tree_across(self, nbytes: float, nodes: int) -> float:
-        return self.tree_seconds(nbytes, nodes, self.link_seconds, self.link_bytes_per_second)
+        """Predict MPI's own all-reduce of K nodes: the better of log K steps of n, and 2 log K of 2 n (K - 1) / K."""
+        steps, latency, rate = math.ceil(math.log2(nodes)), self.link_seconds, self.link_bytes_per_second
+        doubling = steps * (latency + nbytes / rate + nbytes / self.add_bytes_per_second)
+        share = nbytes * (nodes - 1) / nodes
+        return min(doubling, 2 * steps * latency + 2 * share / rate + share / self.add_bytes_per_second)
 
     def _leader(self, nbytes: int, placement: Placement) -> float:
         """Reduce in shared memory, as two-shot does; MPI's own all-reduce among the K leaders; a copy in and out."""
