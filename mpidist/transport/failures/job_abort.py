@@ -34,7 +34,6 @@ __all__ = [
     "is_of_first_rank",
     "register_job",
     "release_signal",
-    "report",
     "uninstall",
     "write_line",
 ]
@@ -105,17 +104,12 @@ def is_of_first_rank() -> bool:
     return not _jobs or _jobs[0].rank == 0
 
 
-def install(
-    job: Job,
-    flight_signal: str | None = "SIGUSR1",
-    tell_of_immediate_exit: Callable[[int], None] = lambda status: None,
-) -> None:
-    """Make an uncaught exception of this process end the whole job. Once; later calls do nothing.
+def install(job: Job, flight_signal: str | None, tell_of_immediate_exit: Callable[[int], None]) -> None:
+    """Make an uncaught exception of this process end the registered job. Once; later calls do nothing.
 
     `SystemExit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
     makes calls which other ranks wait for.
     """
-    register_job(job)
     if _undo or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
         return
     hook, thread_hook = sys.excepthook, threading.excepthook
@@ -187,17 +181,12 @@ def end_job(reason: str) -> None:
         _abort(_jobs[0], EXIT_CODE_AFTER_FAILURE)
 
 
-def report(error: BaseException, prefix: str) -> None:
-    """Write an exception with its traceback to standard error in one piece, `prefix` before every line."""
-    write_lines(traceback_text(error), prefix)
-
-
 def _fail(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
     """End the job because of an exception that nobody caught."""
     _reserve.close()
     job = _jobs[0]
     if _has_left(job, error):
-        report(error, job.prefix)
+        write_lines(traceback_text(error), job.prefix)
         return
     try:
         _report_failure(job, kind, error)
@@ -221,7 +210,7 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
         if issubclass(kind, Exception):
             job.save_flights(text_of(error), Stack.of_walk([*walk_tb(error.__traceback__)][::-1]))
     _wait_for_lower_rank(job, error)
-    report(error, job.prefix)
+    write_lines(traceback_text(error), job.prefix)
     if is_own:
         _await_acknowledgements(job)
 

@@ -81,9 +81,9 @@ class Watchdog:
         comm: Intracomm,
         board: StatusBoard,
         hostnames: tuple[str, ...],
-        stall_seconds: float = 0.0,
-        remedy: str = "",
-        on_failure: Callable[[str], str] = lambda text: "",
+        stall_seconds: float,
+        remedy: str,
+        on_failure: Callable[[str], str],
     ) -> None:
         self.advance_others: Callable[[], None] = lambda: None
         self.broken: Exception | None = None

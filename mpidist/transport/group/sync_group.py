@@ -30,7 +30,7 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls, Workplace
 from mpidist.transport.group.thread_guard import IN_A_FORK, ThreadGuard
-from mpidist.transport.host_memory.result_memory import ResultMemory
+from mpidist.transport.host_memory.result_memory import ResultMemory, most_result_bytes
 from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi, ranks_in_world, survives_losses
 from mpidist.transport.node_memory.symmetric import SharedArrays
 from mpidist.transport.settings import Settings
@@ -82,7 +82,8 @@ class SyncGroup(OpenGroup):
         self.levels: Levels
         self.devices: DeviceLevels
         self.agreement: Agreement
-        self.result_memory = ResultMemory.of_rank(settings.result_bytes, topology.local_size)
+        limit = settings.result_bytes
+        self.result_memory = ResultMemory(most_result_bytes(topology.local_size) if limit is None else limit)
         self._connect()
         self.shared = SharedArrays(self.levels.within_node)
 

@@ -120,11 +120,6 @@ class ResultMemory:
         self._kept: OrderedDict[_Blocks, RecycledResults] = OrderedDict()  # the one that was taken last comes last
         self._alike: dict[tuple[Any, ...], RecycledResults] = {}
 
-    @classmethod
-    def of_rank(cls, limit: int | None, num_local_ranks: int) -> ResultMemory:
-        """Make the memory of a rank; `limit` `None` is a quarter of the rank's part of the node's memory."""
-        return cls(most_result_bytes(num_local_ranks) if limit is None else limit)
-
     def results(
         self,
         shapes: Sequence[tuple[int, ...]],
