@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Final, final
 
 import numpy as np
@@ -11,6 +11,7 @@ from mpidist.transport.communicator import Array
 from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.node_memory.barrier import Fence, make_barrier
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
+from mpidist.transport.waiting import complete
 
 __all__ = ["BLOCK_BYTES", "Slots"]
 
@@ -74,12 +75,16 @@ class Slots:
             views = self._views[dtype] = [self._view(slot, dtype) for slot in range(self.num_slots)]
         return views
 
+    def pass_barrier(self, check_peers: Callable[[], None]) -> None:
+        """Pass a barrier. `check_peers`: as in `waiting.complete`."""
+        self.barrier.post()
+        if not self.barrier.has_passed():
+            complete(self._wait(), check_peers)
+
     def synchronize(self) -> Generator[int, None, None]:
         """Pass a barrier. Yields while other ranks have not arrived."""
-        barrier = self.barrier
-        barrier.post()
-        while not barrier.has_passed():
-            yield barrier.count
+        self.barrier.post()
+        return self._wait()
 
     def free(self) -> None:
         """Give back the memory, even if arrays refer to it. Local; no rank may use its slots any more."""
@@ -87,6 +92,10 @@ class Slots:
         self._window.discard()
         if self._fence is not None:
             self._fence.free()
+
+    def _wait(self) -> Generator[int, None, None]:
+        while not self.barrier.has_passed():
+            yield self.barrier.count
 
     def _view(self, slot: int, dtype: np.dtype[Any]) -> list[Array]:
         start = LINE_BYTES + slot * self.slot_bytes

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
-from mpidist.transport.shared_memory.schedule import Schedule, fused_schedule, scatter_schedule
-from mpidist.transport.shared_memory.two_shot import TwoShot
-from mpidist.transport.waiting import complete
 
 __all__ = ["SharedMemoryCommunicator"]
-
-_SCHEDULES: Final = 64  # cached
 
 
 @final
@@ -41,8 +34,8 @@ class SharedMemoryCommunicator(Communicator):
         self.fused = fused
         self.traffic = mpi.traffic
         self._slots = fused.slots
-        self._scatter = lru_cache(_SCHEDULES)(scatter_schedule)
-        self._whole = lru_cache(_SCHEDULES)(fused_schedule)
+        counted = "all_gather", "broadcast", "reduce_scatter"
+        self._gathers, self._broadcasts, self._scatters = map(self.traffic.sums_of, counted)
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
         self.mpi.set_wait_hook(check_peers)
@@ -58,39 +51,48 @@ class SharedMemoryCommunicator(Communicator):
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         self.traffic.add("reduce", buffer.nbytes)
-        schedule = self._whole((buffer.size,), self.size, self._chunk_count(buffer.dtype))
-        self._run(schedule, FusedArrays(buffer.dtype, [buffer], [buffer] if self.rank == root else []), reduction)
+        if buffer.size:  # all ranks add, so that the root has its result no sooner than they could
+            self.fused.all_reduce(buffer, reduction)
 
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
     ) -> Array:
-        if bounds is None:
-            bounds = shard_bounds(buffer.size, self.size)
-        shards = _shards(buffer, bounds)
-        targets = list(shards)
-        if into is not None:
-            targets[self.rank] = into
-        self.traffic.add("reduce_scatter", buffer.nbytes - shards[self.rank].nbytes)
-        if self.fused.is_small(buffer.nbytes):
-            parts = self.fused.one_shot(buffer.size, buffer.dtype).stage([buffer])
-            self.fused.synchronize()
-            start, stop = bounds[self.rank], bounds[self.rank + 1]
-            if stop > start:
-                reduction.combine([part[start:stop] for part in parts], targets[self.rank])
-            return targets[self.rank]
-        schedule = self._scatter(tuple(bounds), self._chunk_count(buffer.dtype))
-        self._run(schedule, FusedArrays(buffer.dtype, shards, shared=[targets]), reduction)
-        return targets[self.rank]
+        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
+        shards = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        own, target = shards[self.rank], shards[self.rank] if into is None else into
+        self._scatters[0] += 1
+        self._scatters[1] += buffer.nbytes - own.nbytes
+        step = self._chunk_count(buffer.dtype)
+        pieces, places = [buffer], bounds  # one copy, if all fits into a slot
+        if buffer.size > step:
+            step = max(1, step // self.size)
+            pieces, places = shards, range(0, self.size * step, step)
+        for start in range(0, max(map(len, pieces)), step):
+            views = self._slots.next_views(buffer.dtype)
+            for piece, at in zip(pieces, places, strict=False):
+                if piece is not own:
+                    chunk = piece[start : start + step]
+                    self._slots.write(views[self.rank][at : at + chunk.size], chunk)
+            self._slots.pass_barrier(self.fused.check_peers)
+            chunk, at = target[start : start + step], places[self.rank]
+            parts = [view[at : at + chunk.size] for view in views]
+            if pieces is shards:
+                parts[self.rank] = own[start : start + step]
+            if chunk.size:
+                self.traffic.overflowed += reduction.combine(parts, chunk)
+        return target
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
-        bounds = tuple(self._start_all_gather(buffer, bounds))
-        schedule = self._scatter(bounds, self._chunk_count(buffer.dtype))
-        complete(self._spread(schedule, _shards(buffer, bounds), range(self.size)), self.fused.check_peers)
+        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
+        shards = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        self._gathers[0] += 1
+        self._gathers[1] += buffer.nbytes - shards[self.rank].nbytes
+        self._spread(shards, shards, range(self.size))
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
-        self.traffic.add("broadcast", buffer.nbytes)
-        schedule = self._whole((buffer.size,), 1, self._chunk_count(buffer.dtype))
-        complete(self._spread(schedule, [buffer], [root], into), self.fused.check_peers)
+        self._broadcasts[0] += 1
+        self._broadcasts[1] += buffer.nbytes
+        self._spread([buffer], [buffer if into is None else into], [root])
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.mpi.send_receive(outgoing, to, incoming, source)
@@ -101,27 +103,17 @@ class SharedMemoryCommunicator(Communicator):
     def _chunk_count(self, dtype: np.dtype[Any]) -> int:
         return max(1, self._slots.slot_bytes // dtype.itemsize)
 
-    def _run(self, schedule: Schedule, arrays: FusedArrays, reduction: Reduction) -> None:
-        if schedule.count:
-            self.fused.run(TwoShot(self._slots, None, 0, schedule, arrays, reduction))
-
-    def _spread(
-        self, schedule: Schedule, pieces: Sequence[Array], owners: Sequence[int], into: Array | None = None
-    ) -> Generator[int, None, None]:
-        """Copy the shards of each chunk from their owners to all ranks: into `pieces`, or into the one array `into`."""
-        targets = pieces if into is None else [into]
-        for chunk in schedule.chunks:
-            views = self._slots.next_views(targets[0].dtype)
-            for owner, moves in zip(owners, chunk.shards, strict=True):
+    def _spread(self, sources: Sequence[Array], targets: Sequence[Array], owners: Sequence[int]) -> None:
+        """Copy the source of each owner to its target on all ranks, chunk by chunk; the two may be the same array."""
+        step = max(1, self._chunk_count(sources[0].dtype) // len(owners))  # so that all chunks fit into the cache
+        for start in range(0, max(map(len, sources)), step):
+            views = self._slots.next_views(sources[0].dtype)
+            for owner, source in zip(owners, sources, strict=True):
                 if owner == self.rank:
-                    for piece, _, start, stop, at, end in moves:
-                        self._slots.write(views[owner][at:end], pieces[piece][start:stop])
-            yield from self._slots.synchronize()
-            for owner, moves in zip(owners, chunk.shards, strict=True):
-                if owner != self.rank or into is not None:
-                    for piece, _, start, stop, at, end in moves:
-                        targets[piece][start:stop] = views[owner][at:end]
-
-
-def _shards(buffer: Array, bounds: Sequence[int]) -> list[Array]:
-    return [buffer[start:stop] for start, stop in pairwise(bounds)]
+                    chunk = source[start : start + step]
+                    self._slots.write(views[owner][: chunk.size], chunk)
+            self._slots.pass_barrier(self.fused.check_peers)
+            for owner, source, target in zip(owners, sources, targets, strict=True):
+                if owner != self.rank or target is not source:
+                    chunk = target[start : start + step]
+                    chunk[...] = views[owner][: chunk.size]

@@ -21,8 +21,7 @@ class FusedArrays:
     Attributes:
         dtype: The dtype in which numbers are sent.
         sources: [pieces], this rank's contribution.
-        results: [pieces], the arrays that take the results, of dtype `result_dtype`; may be the sources. Empty on a
-            rank that gets no results.
+        results: [pieces], the arrays that take the results, of dtype `result_dtype`; may be the sources.
         peers: [ranks][pieces], the contributions of all ranks of the node, if all lie in shared memory.
         shared: [places][pieces], the arrays in shared memory to which the rank that adds writes the results: those of
             each rank of the node, or the node's one array.

@@ -24,7 +24,6 @@ __all__ = [
     "chunk_bounds",
     "fused_schedule",
     "pieces_of",
-    "scatter_schedule",
 ]
 
 _ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
@@ -94,14 +93,12 @@ class Schedule:
         chunks: The chunks, in order.
         is_fine: Whether the pieces are so small that copying them into the slot and adding them there is faster than
             adding piece by piece.
-        is_scattered: Whether each chunk holds a slice of every piece, as `scatter_schedule` cuts them.
     """
 
     count: int
     lengths: tuple[int, ...]
     chunks: Chunks
     is_fine: bool
-    is_scattered: bool = False
 
 
 FINE_COUNT: Final = 4096  # elements of an average piece: adding them takes as long as calling a ufunc
@@ -146,26 +143,6 @@ def _moves(lengths: Sequence[int], ends: Sequence[int], begin: int, start: int, 
             moves.append(Move(piece, piece + 1, at - origin, end - origin, at - begin, end - begin))
         at = end
     return tuple(moves)
-
-
-def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
-    """Cut the shards [lanes] of a buffer into chunks, each with a slice of every shard. Each shard is a piece."""
-    lanes = len(bounds) - 1
-    longest = max(stop - start for start, stop in pairwise(bounds))
-    step = max(1, chunk_count // lanes)
-
-    def chunk(index: int) -> Chunk:
-        begin, places, shards = index * step, [0], []
-        for piece, (start, stop) in enumerate(pairwise(bounds)):
-            first, last = min(begin, stop - start), min(begin + step, stop - start)
-            at = places[-1]
-            places.append(at + last - first)
-            shards.append((Move(piece, piece + 1, first, last, at, places[-1]),) if last > first else ())
-        return Chunk(places[-1], tuple(places), tuple(shards))
-
-    lengths = tuple(stop - start for start, stop in pairwise(bounds))
-    chunks = Chunks(-(-longest // step), chunk)
-    return Schedule(bounds[-1], lengths, chunks, is_fine=False, is_scattered=True)
 
 
 def pieces_of(move: Move, arrays: Sequence[Array]) -> Iterator[tuple[int, int, int, int]]:

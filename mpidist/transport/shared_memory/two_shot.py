@@ -73,8 +73,7 @@ class TwoShot:
         lanes = len(schedule.chunks[0].shards) if len(schedule.chunks) else 1
         self._lane = slots.rank if slots.rank < lanes else -1
         self._views: list[list[Array]] = []
-        can_compile = native is not None and not schedule.is_scattered
-        self.compiled: Any = self._make_compiled(lanes, regions) if can_compile else None
+        self.compiled: Any = None if native is None else self._make_compiled(lanes, regions)
         self._places_barrier = 0  # the number of the barrier with which ranks publish where their results lie
         self._begun: Sequence[Array] | None = None  # the sources of which compiled code has copied the first chunk in
         self.overflowed = 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpidist.transport.shared_memory.schedule import chunk_bounds, fused_schedule, scatter_schedule
+from mpidist.transport.shared_memory.schedule import chunk_bounds, fused_schedule
 
 pytestmark = pytest.mark.no_mpi
 
@@ -83,27 +83,6 @@ def test_shards_of_a_chunk_are_fair_and_begin_at_whole_lines(count, lanes):
         assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 200), min_size=1, max_size=6), chunk_of)
-@example([0, 0, 0], 4)
-@example([5, 0, 1], 1)  # less than an element a lane
-def test_scatter_schedule_keeps_given_shards(sizes, chunk_count):
-    """Every chunk holds a slice of each that has some left."""
-    bounds = [0, *accumulate(sizes)]
-    schedule, lanes = scatter_schedule(bounds, chunk_count), len(sizes)
-    check_shards(schedule, lanes, sizes)
-    assert (schedule.count, schedule.lengths) == (sum(sizes), tuple(sizes))
-    assert schedule.count == bounds[-1]
-    assert not schedule.is_fine
-    seen = [[] for _ in range(lanes)]
-    for chunk in schedule.chunks:
-        assert 0 < chunk.count <= max(chunk_count, lanes)
-        for lane, moves in enumerate(chunk.shards):
-            assert {move.first for move in moves} <= {lane}
-            seen[lane] += [element for move in moves for _, element, _ in places(move, sizes)]
-    assert seen == [list(range(length)) for length in sizes]
-
-
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=4), lanes_of, st.integers(1, 1 << 20), st.randoms())
 def test_schedule_computes_chunks_on_access(lengths, lanes, chunk_count, random):
@@ -114,6 +93,3 @@ def test_schedule_computes_chunks_on_access(lengths, lanes, chunk_count, random)
     if total:
         at = random.randrange(len(chunks))
         assert chunks[at].count == min(chunk_count, total - at * chunk_count)
-    bounds = [0, *accumulate(lengths)]
-    longest, step = max(lengths), max(1, chunk_count // len(lengths))
-    assert len(scatter_schedule(bounds, chunk_count).chunks) == -(-longest // step)
