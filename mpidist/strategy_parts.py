@@ -13,11 +13,11 @@ from typing import Any, TypeVar, final
 from mpidist import context_stack
 from mpidist.collectives.all_gather import all_gather
 from mpidist.collectives.arguments.operands import symmetric_spec
-from mpidist.collectives.reduce_scatter import reduce_scatter
+from mpidist.collectives.arguments.signature import merge
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
 from mpidist.replica_context.joint_calls import JointCalls, JointWork
 from mpidist.replica_context.solo_calls import SoloCalls
 from mpidist.replicas import Replicas
@@ -220,15 +220,8 @@ class StrategyParts:
         out: Any = None,
     ) -> Any:
         """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""
-        merged, problem = self._merge(options)
+        merged, problem = merge(self.options, options)
         return all_gather(self.group, call, value, axis, merged, self.replicas, error or problem, out)
-
-    def reduce_scatter(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions | None, out: Any
-    ) -> Any:
-        """Reduce, and return this rank's part of the result: `ReplicaContext.reduce_scatter`. Collective."""
-        merged, error = self._merge(options)
-        return reduce_scatter(self.group, "reduce_scatter", reduce_op, value, axis, merged, error, out)
 
     def symmetric_empty(
         self, specs: Sequence[tuple[Any, Any, bool]], per_node: bool, error: Exception | None = None
@@ -264,13 +257,6 @@ class StrategyParts:
             ):
                 shared = iter(group.shared.empty(on_host, per_node, f"symmetric_empty on {group.topology.node_name}"))
         return [next(shared) if array is None else array for array in made]
-
-    def _merge(self, options: Any) -> tuple[CommunicationOptions, Exception | None]:
-        """Override the strategy's options by a call's. Returns an error, which the call raises on all ranks."""
-        try:
-            return self.options.merge(options), None
-        except Exception as problem:  # of any kind: the other ranks must learn of it
-            return self.options, problem
 
     def require_computing(self, call: str) -> None:
         """Refuse a call on a rank that has no replica, and where `require_cross_replica` refuses it."""

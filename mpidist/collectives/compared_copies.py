@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any, Final, TypeVar, final
 
 from mpidist.collectives.arguments.out_arrays import copy_overwritten
 from mpidist.transport.agreement.agreement import Call
-from mpidist.transport.agreement.fingerprint import fingerprint_of, name_digest
+from mpidist.transport.agreement.fingerprint import name_digest
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array
 from mpidist.transport.group.messages import Messages
@@ -20,13 +19,6 @@ __all__ = ["GIVEN", "ComparedCopies"]
 GIVEN: Final = "given"  # of splits
 
 _T = TypeVar("_T")
-
-
-@lru_cache(1024)
-def _described(name: str, fields: tuple[tuple[str, Hashable], ...]) -> tuple[int, dict[str, str]]:
-    """Return the fingerprint of a call, and its fields as people read them."""
-    shown = {key: str(value) for key, value in fields}
-    return fingerprint_of((name, shown)), shown
 
 
 @final
@@ -43,8 +35,12 @@ class ComparedCopies:
         self, name: str, timeout_seconds: float, error: Exception | None = None, variant: int = 0, **fields: Any
     ) -> AbstractContextManager[bool]:
         """Compare a call and its fields on all ranks, as `SyncGroup.call`. Collective."""
-        fingerprint, shown = _described(name, tuple(fields.items()))
-        call = Call(name, fingerprint, lambda: shown, timeout_seconds=timeout_seconds, error=error, variant=variant)
+
+        def describe() -> dict[str, str]:
+            return {key: str(value) for key, value in fields.items()}
+
+        fingerprint = self._group.agreement.fingerprint(name, tuple(fields.items()), describe)
+        call = Call(name, fingerprint, describe, timeout_seconds=timeout_seconds, error=error, variant=variant)
         return self._group.call(call)
 
     def tell(self, name: str, timeout_seconds: float, run: Callable[[], _T]) -> _T:

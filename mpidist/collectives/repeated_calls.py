@@ -327,7 +327,7 @@ class RepeatedCalls:
         (cached, reduction, _), group, agreement = known, self._group, self._group.agreement
         cached.call.timeout_seconds = timeout
         group.enter(cached.call.name)
-        if group.calls.waiting or group.calls.launched:
+        if group.calls.queue or group.calls.launched:
             group.calls.finish()
         try:
             call, progress, begun, result = self._begin(*known, value, out)

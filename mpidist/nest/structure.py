@@ -40,6 +40,8 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
     """
     if type(nest) in _LEAVES:
         return [nest], LEAF
+    if type(nest) is list and _LEAVES.issuperset(map(type, nest)):
+        return list(nest), (list.__name__, len(nest))  # the most frequent nest
     leaves: list[Any] = []
     return leaves, _walk(nest, leaves, ())
 

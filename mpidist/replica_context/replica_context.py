@@ -246,7 +246,8 @@ class ReplicaContext:
         """
         if not context_stack.is_innermost(self):
             self._require_default("all_gather")
-        options = options_or_hints(options, experimental_hints)
+        if experimental_hints is not None:
+            options = options_or_hints(options, experimental_hints)
         return self.calls.all_gather(value, axis, options, out)
 
     def merge_call(

@@ -7,6 +7,7 @@ from typing import Any, Final, final
 
 from mpidist import context_stack
 from mpidist.collectives.open_call import PendingResult
+from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.weighted_mean import weighted_mean
@@ -44,7 +45,7 @@ class SoloCalls:
 
     def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any, out: Any) -> Any:
         """See `ReplicaContext.reduce_scatter`."""
-        return parts_of(self._strategy).reduce_scatter(op, value, axis, options, out)
+        return reduce_scatter(self._ops.group, op, value, axis, self._ops.options, options, out)
 
     def all_gather(self, value: Any, axis: int, options: Any, out: Any) -> Any:
         """See `ReplicaContext.all_gather`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -13,7 +13,8 @@ from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
-from mpidist.collectives.arguments.checked_outs import HostOuts
+from mpidist.collectives.arguments.checked_outs import KnownOuts
+from mpidist.collectives.arguments.operands import Spec
 from mpidist.coordinator.cluster_coordinator import ClusterCoordinator
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
 from mpidist.options import CommunicationOptions
@@ -112,7 +113,7 @@ class ParameterServerStrategy(Strategy):
             replicas,
         )
         role = Role.meet(comm, resolver, wanted)
-        self._role, self._read_outs = role, HostOuts()
+        self._role, self._known_outs = role, lru_cache(256)(KnownOuts)
         try:
             device = choose_device(role.topology)
             partitioner, devices_of_servers = variable_partitioner, role.server_devices
@@ -179,8 +180,9 @@ class ParameterServerStrategy(Strategy):
         if out is None:
             outs = values = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
         else:
-            outs = self._read_outs.check(form, [(leaf.shape, leaf.dtype) for leaf in leaves], out)
-            values = outs if self._read_outs.is_plain else [*map(_received_in, outs)]
+            specs, nothing = [Spec(leaf.shape, leaf.dtype, False) for leaf in leaves], [None] * len(leaves)
+            outs, checked = self._known_outs(tuple(specs)).open(out, form, nothing, nothing, self._parts.group.shared)
+            values = outs if checked.are_targets else [*map(_received_in, outs)]
         parts = [
             [value] if type(leaf) is ServerVariable else leaf.parts_of(value)
             for leaf, value in zip(leaves, values, strict=True)

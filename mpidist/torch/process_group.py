@@ -322,8 +322,8 @@ class MpiProcessGroup(ProcessGroup):
             raise ValueError(f"input has {value.numel()} elements, not {self._size} times output's {output.numel()}")
         with _written(output) as rows:
             (source, target), reduce_op = _real_views([_in_rows(value).flatten(), rows.view(-1)], _name_of(opts))
-            options, source, out = self.ops.options.merge(self.options_of(opts)), source.flatten(), target.view(-1)
-            reduce_scatter(self._group, "reduce_scatter", reduce_op, source, 0, options, out=out)
+            source, out = source.flatten(), target.view(-1)
+            reduce_scatter(self._group, reduce_op, source, 0, self.ops.options, self.options_of(opts), out)
         return MpiWork(output)
 
     _reduce_scatter_base = reduce_scatter_single

@@ -164,11 +164,13 @@ def test_results_larger_than_memory_of_the_node_are_refused(comm, placement, mon
 
     for call, is_of_all in NEW_RESULTS.values():
         needed = value.nbytes * (comm.size if is_of_all else 1) * max(map(placement.count, placement))
-        with Strategy(comm=comm) as strategy:  # of its own, as memory for results of a known call is kept
-            node_has(needed - 1)
+        node_has(needed - 1)
+        with Strategy(comm=comm) as strategy:  # of its own, which knows no call: what a node has is read once for each
             with raises_everywhere(comm, (MemoryError, InvalidArgumentError), "of new memory, and .*; pass fewer"):
                 call(strategy, value)
-            node_has(needed)
+            assert strategy.gather(value[:1], 0).size == comm.size
+        node_has(needed)
+        with Strategy(comm=comm) as strategy:
             assert call(strategy, value).min() >= 1
     node_has(value.nbytes)
     with Strategy(comm=comm) as strategy:  # a reduction to one rank has its result in the memory of one rank

@@ -23,6 +23,8 @@ from mpidist.transport.native.loading import native
 
 pytestmark = pytest.mark.core
 
+ROOT = mpidist.__path__[0] + "/"
+
 
 def total(comm):
     return comm.size * (comm.size + 1) // 2
@@ -507,3 +509,48 @@ def test_repeated_call_passes_through_few_functions(strategy, comm):
     for given, out in ((value, value), (symmetric, symmetric), (symmetric, other), (value, other)):
         names = strategy.run(names_of, args=(given, out, 20 if native is not None else 1000))
         assert native is None or len(names) <= 20, names
+
+
+COPIES = {
+    "broadcast": lambda strategy, value, *_: strategy.broadcast(value),
+    "broadcast in place": lambda strategy, value, *_: strategy.broadcast(value, out=value),
+    "gather": lambda strategy, value, *_: strategy.gather(value, 0),
+}
+COPIES_IN_RUN = {
+    "all_gather": lambda context, value, *_: context.all_gather(value, 0),
+    "all_gather out": lambda context, value, whole, _: context.all_gather(value, 0, out=whole),
+    "reduce_scatter": lambda context, value, *_: context.reduce_scatter("SUM", value),
+    "reduce_scatter out": lambda context, value, _, part: context.reduce_scatter("SUM", value, out=part),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [np.ones, lambda count: [np.ones(count), np.ones(2 * count)]], ids=["array", "list"])
+def test_repeated_copies_pass_through_few_functions(strategy, make):
+    """As above, besides the comparison of the call, which is the same for all, and what a rank does while it waits."""
+    calls, waits = set(), []
+
+    def note(frame, event, _):
+        path, name = frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname
+        if event == "call" and not waits:
+            if path == "transport/waiting.py" or name.endswith("._wait"):
+                waits.append(frame)
+            elif not path.startswith(("/", "<", "transport/agreement/", "transport/failures/")):
+                calls.add((path, name))
+        elif event == "return" and waits == [frame]:
+            waits.clear()
+
+    def check(copies, caller):
+        arrays = make(6), make(12), make(3)
+        for name, copy in copies.items():
+            for _ in range(3):
+                calls.clear()
+                sys.setprofile(note)
+                try:
+                    copy(caller, *arrays)
+                finally:
+                    sys.setprofile(None)
+            assert native is None or (len(calls) <= 35 and len(dict(calls)) <= 12), (name, sorted(calls))
+
+    check(COPIES, strategy)
+    strategy.run(lambda: check(COPIES_IN_RUN, mpidist.get_replica_context()))

@@ -10,12 +10,19 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec
-from mpidist.collectives.arguments.out_arrays import check_outs, flatten_out, is_target, native_outs, owners_of
+from mpidist.collectives.arguments.out_arrays import (
+    check_outs,
+    flatten_out,
+    is_target,
+    native_outs,
+    owners_of,
+    owns_data,
+)
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.symmetric import SharedArrays, places_digest
 
-__all__ = ["CheckedOuts", "HostOuts", "KnownOuts"]
+__all__ = ["CheckedOuts", "KnownOuts"]
 
 _MAX_OUTS: Final = 256  # lists of outs of one plan: layers of one shape have one plan
 
@@ -69,6 +76,11 @@ class CheckedOuts:
                 return False
         return True
 
+    def are_apart_from(self, arrays: Sequence[Any]) -> bool:
+        """Whether arrays surely share no memory with the outs; quick."""
+        is_known = self.owners is not None and set(map(type, arrays)) == {np.ndarray}
+        return is_known and all(map(owns_data, arrays)) and self.owners.isdisjoint(map(id, arrays))  # type: ignore[union-attr]
+
     def are_unchanged(self, arrays: list[Any]) -> bool:
         """Whether a list has the checked arrays, unchanged; quick. `False` may also mean that there is no quick way."""
         if native is None or len(arrays) != len(self._outs):
@@ -80,14 +92,25 @@ class CheckedOuts:
 class KnownOuts:
     """The outs of earlier calls of one plan, which are not checked again. Arrays that are gone are forgotten."""
 
-    def __init__(self, specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> None:
-        self._specs, self._dtypes = specs, dtypes
+    def __init__(self, specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]] | None = None) -> None:
+        self._specs, self._dtypes = specs, [spec.dtype for spec in specs] if dtypes is None else dtypes
         self._checked: dict[int, CheckedOuts] = {}  # by the id of the first out
 
     def find(self, outs: Sequence[Any], arrays: Sequence[Any]) -> CheckedOuts | None:
         """Return outs as an earlier call has checked them; `None` for other ones."""
         checked = self._checked.get(id(outs[0]) if outs else 0)
         return checked if checked is not None and checked.matches(outs, arrays) else None
+
+    def open(
+        self, out: Any, structure: nest.Structure, values: Sequence[Any], arrays: Sequence[Any], shared: SharedArrays
+    ) -> tuple[list[Any], CheckedOuts]:
+        """List the outs in a nest as native arrays, checked by this or an earlier call: see `native_outs`."""
+        outs, form = nest.flatten(out)
+        checked = self.find(outs, arrays) if form == structure else None
+        if checked is None:
+            outs = native_outs(flatten_out(structure, False, out), values, arrays)
+            checked = self.check(outs, arrays, shared)
+        return outs, checked
 
     def check(self, outs: Sequence[Any], arrays: Sequence[Any], shared: SharedArrays) -> CheckedOuts:
         """Check new outs, and cache them until one is gone."""
@@ -105,41 +128,3 @@ class KnownOuts:
             # What is known refers to shared memory, which is given back when its arrays are gone.
             self._checked[key] = checked
         return checked
-
-
-@final
-class HostOuts:
-    """The outs of a call that reduces nothing, and fills host memory. The same outs as last time are not checked again.
-
-    `is_plain`: all outs of the last call are contiguous and in native byte order, so that bytes can be copied.
-    """
-
-    def __init__(self) -> None:
-        self.is_plain = False
-        self._outs: list[Callable[[], Any]] = []
-        self._wanted: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
-
-    def check(
-        self, structure: nest.Structure, wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
-    ) -> list[np.ndarray[Any, Any]]:
-        """List the arrays of `out`, which must have the wanted shapes and dtypes. Local."""
-        outs = flatten_out(structure, False, out)
-        if self._are_known(outs, wanted):
-            return outs
-        arrays = native_outs(outs, [None] * len(outs), [None] * len(outs))
-        specs = [Spec(shape, dtype, False) for shape, dtype in wanted]
-        check_outs(arrays, [None] * len(arrays), specs, [spec.dtype for spec in specs])
-        self.is_plain = all(array.flags.c_contiguous and array.dtype.isnative for array in arrays)
-        are_same = self.is_plain and set(map(type, outs)) <= {np.ndarray}
-        self._outs, self._wanted = [weakref.ref(one) for one in outs] if are_same else [], wanted
-        return arrays
-
-    def _are_known(self, outs: Sequence[Any], wanted: list[tuple[tuple[int, ...], np.dtype[Any]]]) -> bool:
-        return (
-            len(outs) == len(self._outs)
-            and wanted == self._wanted
-            and all(
-                ref() is out and out.flags.carray and (out.shape, out.dtype) == form  # carray: writeable, contiguous
-                for ref, out, form in zip(self._outs, outs, wanted, strict=True)
-            )
-        )

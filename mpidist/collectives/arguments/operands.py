@@ -20,7 +20,7 @@ from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.half import is_of_numpy
 from mpidist.transport.host_memory.result_memory import ResultMemory, node_bytes
 from mpidist.transport.text import count_text, size_text, value_text
-from mpidist.values import DistributedValues, IndexedSlices, contribution, local_component
+from mpidist.values import DistributedValues, IndexedSlices, contribution, contributions, local_component
 
 __all__ = [
     "NO_OPERANDS",
@@ -32,20 +32,19 @@ __all__ = [
     "axis_of",
     "host_sizes",
     "native_dtype",
+    "open_contributions",
     "require_memory",
     "require_values",
-    "result_arrays",
+    "specs_along",
+    "swapped",
     "symmetric_spec",
+    "whole_axis",
     "axes_tuple",
 ]
 
 _shape_of: Final = attrgetter("shape")
 _dtype_of: Final = attrgetter("dtype")
 _KNOWN_TYPES: Final[set[type]] = {np.ndarray, float, int}  # types for whose values some library was found before
-
-
-def _are_of_numpy(values: Sequence[Any]) -> bool:
-    return set(map(type, values)) == {np.ndarray}
 
 
 @final
@@ -73,7 +72,8 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 class Operands:
     """The values of one call, as native arrays; of distributed values, this rank's component, or its own copy.
 
-    Refuses values that are neither array nor number, and Python ints that do not fit in int64.
+    Refuses values that are neither array nor number, and Python ints that do not fit in int64. If some lie on a GPU,
+    checks that a call can use `devices` now: `DeviceLevels.require_usable`.
 
     Attributes:
         arrays: The native arrays. They may be the caller's memory and are only read.
@@ -83,7 +83,7 @@ class Operands:
 
     __slots__ = ("_is_plain", "_specs", "_values", "are_on_gpu", "arrays", "key")
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[Any], devices: DeviceLevels | None = None, call: str = "") -> None:
         self._specs: tuple[Spec, ...] | None = None
         self.arrays: list[Any]
         self.key: Any
@@ -95,18 +95,23 @@ class Operands:
             self.key = array.shape, array.dtype
             return
         types = set(map(type, values))
-        self.are_on_gpu = arrays.are_native_of_gpu(types, values)
-        self._is_plain = self.are_on_gpu or types == {np.ndarray}
+        self._is_plain = types == {np.ndarray}
+        if not self._is_plain:
+            self._is_plain = self.are_on_gpu = arrays.are_native_of_gpu(types, values)
         if self._is_plain:
             self._values = values
             self.arrays = list(values)
         else:
             self._values = [contribution(value) for value in values]
             self.arrays = [_native(value) for value in self._values]
-        if self._is_plain or _are_of_numpy(self.arrays):
+        if self._is_plain or set(map(type, self.arrays)) == {np.ndarray}:
             self.key = (*map(_shape_of, self.arrays), *map(_dtype_of, self.arrays), self.are_on_gpu)
         else:
             self.key = self.specs
+        if devices is not None and (
+            self.are_on_gpu or (not self._is_plain and any(map(arrays.is_device, self.arrays)))
+        ):
+            devices.require_usable(call)
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -116,14 +121,6 @@ class Operands:
                 Spec(array.shape, native_dtype(array.dtype), arrays.is_device(array)) for array in self.arrays
             )
         return self._specs
-
-    @classmethod
-    def of(cls, values: Sequence[Any], devices: DeviceLevels, call: str) -> Operands:
-        """Make operands. If some lie on a GPU, check that a call can use it now: `DeviceLevels.require_usable`."""
-        operands = cls(values)
-        if operands.are_on_gpu or (not operands._is_plain and any(map(arrays.is_device, operands.arrays))):
-            devices.require_usable(call)
-        return operands
 
     def with_arrays(self, replaced: list[Any]) -> Operands:
         """Return the same operands with other native arrays."""
@@ -175,13 +172,9 @@ class NewResults:
         return results
 
 
-def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory: ResultMemory) -> list[Any]:
-    """Return C-contiguous arrays, uninitialised, for the results of a call that has no plan."""
-    return [memory.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
-
-
-def host_sizes(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> list[int]:
-    """Return the bytes that each array takes of host memory, if it had the dtype: 0 for one in device memory."""
+def host_sizes(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]] | None = None) -> list[int]:
+    """Return the bytes that each array takes of host memory, if it had another dtype: 0 for one in device memory."""
+    dtypes = [spec.dtype for spec in specs] if dtypes is None else dtypes
     return [0 if spec.device else spec.num_elements * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
@@ -196,6 +189,16 @@ def require_memory(nbytes: int, num_local_ranks: int) -> None:
             f"{what} need {size_text(nbytes)} of new memory, and the node has {size_text(node_bytes())}; pass "
             f"fewer numbers at a time, or run fewer ranks on a node"
         )
+
+
+def open_contributions(value: Any) -> tuple[Any, list[Any], nest.Structure]:
+    """Replace each distributed value in a nest by this rank's `contribution`; return the nest, its leaves, its form."""
+    leaves, structure = nest.flatten(value)
+    if not _KNOWN_TYPES.issuperset(map(type, leaves)):
+        value = contributions(value)
+        leaves, structure = nest.flatten(value)
+        require_values(leaves, value)
+    return value, leaves, structure
 
 
 def require_values(leaves: Sequence[Any], value: Any) -> None:
@@ -215,11 +218,26 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
 
 def axis_of(axis: Any, shape: tuple[int, ...]) -> int:
     """Count an axis from the front; refuse one that the array does not have."""
-    at = axis if type(axis) is int else _index(axis, "a whole number")
+    at = axis if type(axis) is int else whole_axis(axis)
     if not -len(shape) <= at < len(shape):
         what = f"an array of shape {list(shape)}" if shape else "a scalar"
         raise InvalidArgumentError(f"{what} has no axis {at}")
     return at % len(shape)
+
+
+def specs_along(axes: Sequence[int], specs: Sequence[Spec], lengths: Sequence[int]) -> list[Spec]:
+    """Return specs with other lengths along an axis of each."""
+    return [
+        spec._replace(shape=(*spec.shape[:at], int(length), *spec.shape[at + 1 :]))
+        for spec, at, length in zip(specs, axes, lengths, strict=True)
+    ]
+
+
+def swapped(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    """Return a shape with an axis in front, in whose place the first one is."""
+    lengths = list(shape)
+    lengths[0], lengths[axis] = lengths[axis], lengths[0]
+    return tuple(lengths)
 
 
 def axes_tuple(axis: Any) -> tuple[int, ...]:
@@ -227,7 +245,7 @@ def axes_tuple(axis: Any) -> tuple[int, ...]:
     if type(axis) is int:
         return (axis,)
     what = "a whole number or a tuple of them"
-    return tuple(_index(one, what) for one in axis) if isinstance(axis, tuple) else (_index(axis, what),)
+    return tuple(whole_axis(one, what) for one in axis) if isinstance(axis, tuple) else (whole_axis(axis, what),)
 
 
 def axes_of(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -270,7 +288,8 @@ def _refusal(leaf: Any, path: str, text: str) -> InvalidTypeError:
     )
 
 
-def _index(axis: Any, what: str) -> int:
+def whole_axis(axis: Any, what: str = "a whole number") -> int:
+    """Return an axis of any type of whole numbers as an `int`."""
     try:
         if isinstance(axis, (bool, np.bool_)):
             raise TypeError

@@ -26,12 +26,13 @@ __all__ = [
     "is_target",
     "native_outs",
     "owners_of",
+    "owns_data",
     "result_outs",
     "target_arrays",
     "write_outs",
 ]
 
-_owns_data: Final = attrgetter("flags.owndata")
+owns_data: Final = attrgetter("flags.owndata")
 
 
 def flatten_out(structure: nest.Structure, has_mirrored: bool, out: Any) -> list[Any]:
@@ -210,7 +211,7 @@ def target_arrays(
 
 def owners_of(arrays: Sequence[Any]) -> set[int] | None:
     """Return what owns the memory of arrays, by `id`; `None` if something else may own some of it. Local."""
-    if set(map(type, arrays)) == {np.ndarray} and all(map(_owns_data, arrays)):
+    if set(map(type, arrays)) == {np.ndarray} and all(map(owns_data, arrays)):
         return set(map(id, arrays))
     owners = set(map(_owner, arrays))
     return None if None in owners else {owner for owner in owners if owner is not None}
@@ -235,7 +236,7 @@ def copy_overwritten(
     if all(map(is_, arrays, targets)):
         return arrays
     # Owned memory overlaps neither shared memory nor what other arrays own.
-    if are_shared and all(map(_owns_data, arrays)):
+    if are_shared and all(map(owns_data, arrays)):
         return arrays
     own = owners_of(arrays)
     if own is not None:

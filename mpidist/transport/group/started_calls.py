@@ -215,7 +215,7 @@ class PendingCalls:
     this rank, which may itself wait for those ranks, in a barrier of the user's program.
 
     Attributes:
-        waiting: The calls that are not launched.
+        queue: The calls that are not launched.
         launched: The calls that are launched on a GPU, and not over.
 
     Args:
@@ -228,7 +228,7 @@ class PendingCalls:
     ) -> None:
         self._agreement = agreement
         self._in_thread, self._use_gpu = in_thread, use_gpu
-        self.waiting: deque[Pending] = deque()
+        self.queue: deque[Pending] = deque()
         self.launched: deque[Pending] = deque()
         self._lock = threading.RLock()
         self._has_work = threading.Event()
@@ -236,7 +236,7 @@ class PendingCalls:
         self._is_closed = False
 
     def __bool__(self) -> bool:
-        return bool(self.waiting or self.launched)
+        return bool(self.queue or self.launched)
 
     def start(
         self,
@@ -255,7 +255,7 @@ class PendingCalls:
         """
         call = Pending(steps, place, values, outs)
         call.advance_others = self.advance
-        self.waiting.append(call)
+        self.queue.append(call)
         self.advance()
         return call
 
@@ -292,19 +292,15 @@ class PendingCalls:
         with self._lock:
             self._agreement.mark_started(False)
             while last is None or not last.is_done:
-                if not all(call.is_for_this_thread for call in (*self.launched, *self.waiting)):
+                if not all(call.is_for_this_thread for call in (*self.launched, *self.queue)):
                     raise OtherThreadError("a call that another thread started is not over: wait for it in that thread")
                 self._join_ahead()
-                if (
-                    self.waiting
-                    and self.waiting[0].place is not Workplace.HOST
-                    and (last is None or last in self.waiting)
-                ):
+                if self.queue and self.queue[0].place is not Workplace.HOST and (last is None or last in self.queue):
                     self._launch_first()
                 elif self.launched:
                     self._finish_first(self.launched)
-                elif self.waiting:
-                    self._finish_first(self.waiting)
+                elif self.queue:
+                    self._finish_first(self.queue)
                 else:
                     break
             self._mark_started()
@@ -317,15 +313,15 @@ class PendingCalls:
         """
         self.advance()
         joined = self._agreement.sequence  # read first, as the thread may join another call at any time
-        return min([joined, *(call.sequence - 1 for call in (*self.launched, *self.waiting) if call.sequence)])
+        return min([joined, *(call.sequence - 1 for call in (*self.launched, *self.queue) if call.sequence)])
 
     def abandon(self, why: str) -> None:
         """Abandon the calls, and end the thread. `why`: the reason, for errors."""
         with self._lock:
-            for call in (*self.launched, *self.waiting):
+            for call in (*self.launched, *self.queue):
                 call.abandon(why)
             self.launched.clear()
-            self.waiting.clear()
+            self.queue.clear()
             self._is_closed = True
             self._has_work.set()
         if self._thread is not None:
@@ -333,12 +329,12 @@ class PendingCalls:
 
     def _mark_started(self) -> None:
         """Record that the caller does other work, if no background thread advances the first call meanwhile."""
-        if self.waiting and self.waiting[0].place not in self._in_thread:
+        if self.queue and self.queue[0].place not in self._in_thread:
             self._agreement.mark_started()
 
     def _launch_first(self) -> None:
         """Advance the first call to its launch, so that later calls can progress. Waits for the other ranks."""
-        call = self.waiting.popleft()
+        call = self.queue.popleft()
         self._agreement.restart_clock()
         try:
             call.finish(self._agreement.check_peers, to_launch=True)
@@ -358,8 +354,8 @@ class PendingCalls:
             if not self.launched[0].is_done:
                 break
             self.launched.popleft()
-        while self.waiting and (is_caller or self.waiting[0].place in self._in_thread):
-            call = self.waiting[0]
+        while self.queue and (is_caller or self.queue[0].place in self._in_thread):
+            call = self.queue[0]
             if not call.is_for_this_thread:
                 return
             if is_caller:
@@ -370,15 +366,15 @@ class PendingCalls:
                 call.advance(may_block)
             if not (call.is_done or call.is_launched):
                 return
-            self.waiting.popleft()
+            self.queue.popleft()
             if not call.is_done:
                 self.launched.append(call)
 
     def _join_ahead(self) -> None:
         """Join the comparisons of calls behind the first, in the order of calls, as far as there is room. Local."""
         before = list(self.launched)
-        for at in range(len(self.waiting)):  # another thread may append a call
-            call = self.waiting[at]
+        for at in range(len(self.queue)):  # another thread may append a call
+            call = self.queue[at]
             if at and not call.has_joined:
                 if not (self._agreement.can_join_ahead and call.can_join_after(before)):
                     return
@@ -389,7 +385,7 @@ class PendingCalls:
 
     def _wake(self) -> None:
         """Start the background thread, or wake it, if there is a call that it may advance."""
-        if self.waiting and self.waiting[0].place in self._in_thread and not self._is_closed:
+        if self.queue and self.queue[0].place in self._in_thread and not self._is_closed:
             self._has_work.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_thread, name="mpidist.pending", daemon=True)
@@ -402,11 +398,11 @@ class PendingCalls:
             with self._lock:
                 if self._is_closed:
                     return
-                first = id(self.waiting[0]) if self.waiting else 0  # the call itself would keep arrays of the caller
+                first = id(self.queue[0]) if self.queue else 0  # the call itself would keep arrays of the caller
                 self._advance(may_block=True, is_caller=False)
                 self._join_ahead()
-                if not self.waiting or self.waiting[0].place not in self._in_thread:
+                if not self.queue or self.queue[0].place not in self._in_thread:
                     self._has_work.clear()
-                is_same = bool(self.waiting) and id(self.waiting[0]) == first
+                is_same = bool(self.queue) and id(self.queue[0]) == first
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if is_same else _PAUSE_SECONDS
             time.sleep(pause)

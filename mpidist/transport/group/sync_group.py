@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from typing import Final, final
+from typing import Any, Final, final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
@@ -57,6 +57,7 @@ class SyncGroup(OpenGroup):
         devices: The communicators for device memory, which are made at their first use.
         shared: The arrays in shared memory of the node.
         result_memory: Memory for results in host memory.
+        forms: What calls keep by the form of their arguments, until a reset.
         settings: The settings that were read from the environment.
         cost_model: The speeds of the machine.
         calls: The started calls that are not done.
@@ -201,7 +202,7 @@ class SyncGroup(OpenGroup):
     def call(self, record: CallRecord) -> Iterator[bool]:
         """Agree on a call with all ranks; the body does this rank's part. Yields what `agree` returns. Collective."""
         self.enter(record.name)
-        if self.calls:  # started calls get their sequence numbers before this call
+        if self.calls.queue or self.calls.launched:  # started calls get their sequence numbers before this call
             self.calls.finish()
         with self.data_phase():
             yield self.agreement.join(record)
@@ -431,6 +432,7 @@ class SyncGroup(OpenGroup):
         self.levels.free()
 
     def _connect(self) -> None:
+        self.forms: dict[Hashable, Any] = {}
         membership, settings = self.membership, self.settings
         if membership is None or self.topology.size == 1:
             self._connect_alone()

@@ -156,14 +156,14 @@ FAULTS = [
     ),
     Fault(
         "all_gather.py",
-        "bounds = [0, *(int(bound) * row_size for bound in np.cumsum(lengths))]",
-        "bounds = [int(lengths.max()) * row_size * at for at in range(len(lengths) + 1)]",
+        "if not are_equal or memory is None:",
+        "if memory is None:",
         "a gather of unequal lengths is wrong",
     ),
     Fault(
         "all_gather.py",
-        "alike = self.lengths, topology.rank if self.memory is None else None",
-        "alike = None",
+        'variants = [fingerprint_of((f"{call}, lengths", lengths, rank)) | 1 for rank in (None, group.topology.rank)]',
+        "variants = [1, 1]",
         "ranks with other lengths are taken for alike",
     ),
     Fault(
@@ -174,13 +174,13 @@ FAULTS = [
     ),
     Fault(
         "broadcast.py",
-        "    if group.topology.rank == root and result is not array:",
-        "    if result is not array:",
+        "    if world.rank == root and not is_in_place:",
+        "    if not is_in_place:",
         "a broadcast to some ranks sends from all",
     ),
     Fault(
         "broadcast.py",
-        "if self.root >= group.topology.size:",
+        "if root >= size:",
         "if False:",
         "a root that does not exist is accepted",
     ),
