@@ -340,6 +340,17 @@ def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path, flight):
     assert "rank 3 waits in call 7, reduce, for 8 s => ranks 0-2 are behind: rank 3 went on 8 s ago" in text
 
 
+def test_rank_that_left_is_blamed_for_the_failures_of_others(tmp_path, flight):
+    for rank in range(3):
+        state, reason = ("done", "ValueError: bad file 7") if rank == 1 else ("failed", "rank 1 left")
+        write(tmp_path, rank, group(rank, 3, [row(3, "reduce", state, 5)]), reason=reason, left=rank == 1)
+    text = flight(status=1)
+    assert text.count("=>") == text.count("=> rank 1 left because of an exception: ValueError: bad file 7 Why") == 1
+    for rank in range(3):
+        write(tmp_path, rank, group(rank, 3, [row(3, "reduce", "done", 5)]), reason=f"OSError: {rank}", left=True)
+    assert "=> nobody diverged: all 3 ranks finished call 3, reduce" in flight(status=0)
+
+
 def test_job_without_strategies(tmp_path, flight):
     write(tmp_path, 0)
     assert "No strategy was in use." in flight(status=0)

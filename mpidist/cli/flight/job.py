@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 @final
 class FlightFile(NamedTuple):
-    """Content of a rank's file, without the calls."""
+    """Content of a rank's file, without the calls. `has_left`: its program ended by an exception, the `reason`."""
 
     world_rank: int
     written_by: int
@@ -55,6 +55,7 @@ class FlightFile(NamedTuple):
     written: float
     reason: str
     stack: Stack
+    has_left: bool
 
 
 @final
@@ -100,7 +101,8 @@ def load_job(named: Path) -> JobFlight:
                 raise ValueError(f"it belongs to rank {content['world_rank']}")
             frames, problem = content["stack"]
             stack, written = Stack(tuple(Frame(*frame) for frame in frames), problem), float(content["time"])
-            file = FlightFile(rank, content["written_by"], content["host"], written, content["reason"], stack)
+            told = content["written_by"], content["host"], written, content["reason"], stack
+            file = FlightFile(rank, *told, content.get("left", False))
             for group in content["groups"]:
                 _add_group(strategies, group, file)
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:

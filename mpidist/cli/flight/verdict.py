@@ -74,7 +74,7 @@ class Verdict(NamedTuple):
 
 def judge(strategy: StrategyFlight) -> Verdict:
     """Find the ranks of a strategy that diverged."""
-    places, difference, lines = _places(strategy), _find_difference(strategy), []
+    places, difference, lines = _places(strategy), _find_difference(strategy), _leavers(strategy)
     for process, meaning in _PROCESSES.items():
         if ranks := [rank for place in places if place.process == process for rank in place.ranks]:
             lines.append(f"{_are(ranks)} {meaning}")
@@ -94,6 +94,13 @@ def judge(strategy: StrategyFlight) -> Verdict:
     if failed and not lines and len(failed) < len(strategy.ranks):
         lines.append(f"{name_ranks(failed)} failed, the others did not")
     return Verdict(strategy, places, difference, bool(lines), lines or [rest])
+
+
+def _leavers(strategy: StrategyFlight) -> list[str]:
+    """Name the ranks that exceptions of their own ended, unless they ended all ranks."""
+    left = {rank: flight.file.reason for rank, flight in sorted(strategy.ranks.items()) if flight.file.has_left}
+    texts = [f"{name_ranks(ranks)} left because of an exception: {why}" for why, ranks in group_ranks(left).items()]
+    return some_of(texts, _MOST, "other exceptions") if len(left) < strategy.size else []
 
 
 def some_of(texts: Sequence[str], most: int, others: str) -> list[str]:

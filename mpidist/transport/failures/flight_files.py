@@ -54,11 +54,18 @@ def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
 
 
 def write_flight(
-    folder: Path, world_rank: int, reason: str, groups: Sequence[GroupFlight], stack: Stack, written_by: int
+    folder: Path,
+    world_rank: int,
+    reason: str,
+    groups: Sequence[GroupFlight],
+    stack: Stack,
+    written_by: int,
+    has_left: bool = False,
 ) -> None:
     """Write the file of a rank, in place of an earlier one, in the folder, which is created if it does not exist.
 
-    `written_by` is another rank of the node where the rank itself cannot write.
+    `written_by` is another rank of the node where the rank itself cannot write. `has_left`: the rank's program ends by
+    an exception of its own, the `reason`.
     """
     wall = time.time() - time.monotonic()  # recorders have the monotonic clock of the node
     flights = [_group(flight, wall) for flight in groups]
@@ -69,6 +76,7 @@ def write_flight(
         "host": socket.gethostname(),
         "time": time.time(),
         "reason": reason,
+        "left": has_left,
         "groups": flights,
         "stack": (stack.frames, stack.problem),
     }

@@ -330,7 +330,7 @@ def save_with(saver: Callable[[], str]) -> None:
 def save_flights(reason: str, own_stack: Stack | None = None) -> str:
     """Write the flight recorders of this rank, and of late ranks of its node; return how to read them. Local.
 
-    `own_stack`: where this rank was; `None` where it still is there.
+    `own_stack`: where this rank was when an exception ended its program; `None` where it still is there.
     """
     _save()
     groups = (*_open, *_failed)
@@ -349,7 +349,8 @@ def save_flights(reason: str, own_stack: Stack | None = None) -> str:
     try:
         for rank, of_rank in flights.items():
             stack = stacks.get(pids.get(rank, 0), Stack())
-            write_flight(folders[0], rank, reason.splitlines()[0], of_rank, stack, own)
+            has_left = rank == own and own_stack is not None
+            write_flight(folders[0], rank, reason.splitlines()[0], of_rank, stack, own, has_left)
         return f"last calls of the ranks: python -m mpidist flight {os.path.relpath(folders[0])}"
     except OSError as error:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"

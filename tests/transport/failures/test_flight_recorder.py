@@ -1,6 +1,7 @@
 """The flight recorder: what a rank called last, for its neighbours, for files, and for `python -m mpidist flight`."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -122,6 +123,17 @@ def test_flight_files_of_all_ranks_are_written_at_a_deadline(job, tmp_path):
     status, said = flight(folder)
     assert status == 1
     assert "Where the ranks were in their programs" in said
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(("end", "text"), [("raise ValueError('bad file')", "ValueError: bad file")])
+def test_flight_names_the_rank_that_left_and_its_line(job, tmp_path, end, text):
+    program = f"def leave():\n    {end}\nif rank == 1:\n    leave()\nstrategy.reduce('SUM', 1.0)\n"
+    assert job(program, ranks=3, MPIDIST_FLIGHT_DIR=str(tmp_path)).status != 0
+    status, said = flight(tmp_path)
+    assert status == 1
+    assert f"=> rank 1 left because of an exception: {text}\n" in said
+    assert re.search(r"^  rank 1: \S+:\d+ in leave$", said, re.MULTILINE), said
 
 
 @pytest.mark.no_mpi
