@@ -487,6 +487,8 @@ def test_files_of_the_recorder_are_read(tmp_path, flight):
     found = re.search(rf"rank 0 failed in call 2, reduce \({re.escape(GRADIENTS)}\), (\d+(\.\d+)?) s ago", text)
     assert found
     assert float(found[1]) >= 4
+    write_flight(tmp_path, 0, "SystemExit: 75", [GroupFlight("a1b2", 0, 1, "", 0, entries)], Stack(), 0, True)
+    assert "rank 0: ValueError" in flight()  # why the call failed says more
 
 
 def test_hundreds_of_ranks_fit_a_screen(tmp_path, capsys):

@@ -8,15 +8,26 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from traceback import walk_stack, walk_tb
 from typing import Any, Final, NoReturn
 
+from mpidist.transport.stacks import Stack
 from mpidist.transport.tracebacks import stack_text
 
-__all__ = ["end_at_once", "ends_normally", "status_of", "watch_exits", "watch_immediate_exits", "where_raised"]
+__all__ = [
+    "end_at_once",
+    "ends_normally",
+    "stack_of",
+    "status_of",
+    "watch_exits",
+    "watch_immediate_exits",
+    "where_raised",
+]
 
 end_at_once: Final = os._exit  # also while `watch_immediate_exits` has replaced it
 _CODE: Final = SystemExit.__dict__["code"]
 _WHERE: Final = "raised_at"  # in `vars` of an exception: the stack, as text
+_STACK: Final = "raised_in"  # and for flight recorders
 
 
 def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
@@ -84,11 +95,18 @@ def where_raised(error: SystemExit) -> str:
     return stack_text(error.__traceback__)
 
 
+def stack_of(error: SystemExit) -> Stack:
+    """Return the stack of the exception's traceback, or the one that `_exit` stored."""
+    stack: Stack | None = vars(error).get(_STACK)
+    return stack or Stack.of_walk([*walk_tb(error.__traceback__)][::-1])
+
+
 def _exit(code: Any = None, /) -> NoReturn:
     """Do what `sys.exit` does, and store the stack in the exception."""
     error = SystemExit(code)
     if status_of(error):
         vars(error)[_WHERE] = stack_text(sys._getframe(1))
+        vars(error)[_STACK] = Stack.of_walk(walk_stack(sys._getframe(1)))
     raise error
 
 

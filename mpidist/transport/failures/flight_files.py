@@ -82,8 +82,9 @@ def write_flight(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{world_rank}.json"
-    if written_by != world_rank and _has_just_written(path, world_rank):
-        return  # the rank's own file says more than a neighbour's would
+    follows = has_left and any(flight.entries and flight.entries[-1].state == "failed" for flight in groups)
+    if (written_by != world_rank or follows) and _has_just_written(path, world_rank):
+        return  # the rank's own file says more than a neighbour's would, or the end of a program whose call failed
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(told))
     partial.replace(path)  # readers find a whole file

@@ -16,7 +16,7 @@ from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
-from mpidist.transport.failures.exit_code import status_of, watch_exits, watch_immediate_exits, where_raised
+from mpidist.transport.failures.exit_code import stack_of, status_of, watch_exits, watch_immediate_exits, where_raised
 from mpidist.transport.failures.process_end import note_status
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launcher_abort import mark_failure, store_code
@@ -254,6 +254,7 @@ def _end_with_code(error: SystemExit) -> None:
         return
     try:
         job.tell_end(_text_of_exit(error))
+        job.save_flights(_text_of_exit(error), stack_of(error))
         _wait_for_lower_rank(job, error)
         _report_exit(job, error)
         _await_acknowledgements(job)

@@ -126,7 +126,9 @@ def test_flight_files_of_all_ranks_are_written_at_a_deadline(job, tmp_path):
 
 
 @pytest.mark.no_mpi
-@pytest.mark.parametrize(("end", "text"), [("raise ValueError('bad file')", "ValueError: bad file")])
+@pytest.mark.parametrize(
+    ("end", "text"), [("raise ValueError('bad file')", "ValueError: bad file"), ("sys.exit(3)", "SystemExit: 3")]
+)
 def test_flight_names_the_rank_that_left_and_its_line(job, tmp_path, end, text):
     program = f"def leave():\n    {end}\nif rank == 1:\n    leave()\nstrategy.reduce('SUM', 1.0)\n"
     assert job(program, ranks=3, MPIDIST_FLIGHT_DIR=str(tmp_path)).status != 0
