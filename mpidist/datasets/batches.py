@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _PUT_IN_A_LIST: Final = "put batches in a list: [batch, ...]"
+_NEST: Final = "nest of the first batch"
 _FORM: Final = "form of the first batch"
 _MAX_ARRAYS: Final = 8  # that a text names
 
@@ -42,8 +43,8 @@ _SAME_SIZES: Final = (
     "batch size"
 )
 _SAME_FORM: Final = (
-    "Give every rank the same global batches: as many arrays, with the same dtypes and shapes. Compare what the ranks "
-    "read"
+    "Give every rank the same global batches: as many arrays, in nests of one form, with the same dtypes and shapes. "
+    "Compare what the ranks read"
 )
 _SAME_CONTENT: Final = (
     "Give every rank the same global batches: shuffle with the same seed on all ranks, and copy a part, which is a "
@@ -122,6 +123,7 @@ class GlobalBatches(BatchSource):
                 parts.append(nest.rebuild(batch, [leaf[start:stop] for leaf in leaves]))
             fields = {"global batch": f"{length} rows"}
             if number == 0 and self._compares_numbers:
+                fields[_NEST] = nest.form_text(form)
                 fields[_FORM] = _listed([f"{getattr(leaf, 'dtype', 'rows')}{list(leaf.shape[1:])}" for leaf in leaves])
                 fields["checksum of the first batch"] = f"{_checksum(leaves):08x}"
             yield Step(parts, length, fields)
@@ -177,7 +179,7 @@ def advice_for(everyone: Sequence[Mapping[str, str]]) -> str:
     """Return advice for users if ranks differ at a step in their `common_fields`, which global batches have."""
     if len({fields.get("global batch") for fields in everyone}) > 1:
         return _SAME_SIZES
-    return _SAME_CONTENT if len({fields.get(_FORM) for fields in everyone}) == 1 else _SAME_FORM
+    return _SAME_CONTENT if len({(fields.get(_NEST), fields.get(_FORM)) for fields in everyone}) == 1 else _SAME_FORM
 
 
 def order_fields_of(batches: Iterable[Any], *others: str) -> dict[str, int]:

@@ -202,6 +202,18 @@ def test_iteration_of_unlike_batch_shapes_raises_everywhere(comm, strategy):
 
 
 @pytest.mark.ranks(3)
+def test_iteration_of_unlike_nests_of_batches_raises_everywhere(comm, strategy):
+    rows = np.arange(4)
+    forms = {r"\{'a': \*\}; .*: \{'b': \*\}": ({"a": rows}, {"b": rows}), r"\[\*\]; .*: \(\*\)": ([rows], (rows,))}
+    for text, batches in forms.items():
+        unlike = strategy.experimental_distribute_dataset([batches[comm.rank > 0]])
+        with raises_everywhere(
+            comm, InvalidArgumentError, f"nest of the first batch: rank 0: {text}.*in nests of one form"
+        ):
+            next(iter(unlike))
+
+
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", ["nested", "long double"])
 def test_padding_is_not_compared(comm, kind, strategy):
     """Ranks have the same numbers, and other bytes between them, as in memory of `np.empty`."""
