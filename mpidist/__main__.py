@@ -37,6 +37,8 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 
 def main() -> NoReturn:
     """Run the command that this process's arguments name, and end with its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack characters of users' texts
     try:
         end = SystemExit(run_command(sys.argv[1:]))
     except SystemExit as problem:  # wrong arguments, or --help

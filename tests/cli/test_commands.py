@@ -13,6 +13,8 @@ from mpi_session.launch import Launcher
 from mpidist.__main__ import run_command
 from mpidist.cli import tune
 from mpidist.cli.measure_costs import measure_cost_model
+from mpidist.transport.failures.flight_files import write_flight
+from mpidist.transport.stacks import Stack
 
 
 def command(ranks, *arguments, **variables):
@@ -83,6 +85,14 @@ def test_help_is_printed_by_the_first_process(rank, is_told, capsys, monkeypatch
         run_command(["--help"])
     assert not end.value.code
     assert ("doctor" in capsys.readouterr().out) == is_told
+
+
+@pytest.mark.no_mpi
+def test_command_escapes_characters_that_its_output_lacks(tmp_path):
+    write_flight(tmp_path, 0, "ValueError: \u00dcberlauf", [], Stack(), 0)
+    done = command(1, "flight", str(tmp_path), PYTHONIOENCODING="ascii")
+    assert (done.status, done.err) == (0, "")
+    assert r"rank 0: ValueError: \xdcberlauf" in done.out
 
 
 @pytest.mark.no_mpi
