@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import lru_cache
 from types import FrameType, TracebackType
 from typing import Final
 
@@ -48,8 +49,14 @@ def stack_text(frames: TracebackType | FrameType | None) -> str:
 
 
 def is_within_package(file: str) -> bool:
-    """Whether a file is one of this package."""
-    return file.startswith(_PACKAGE)
+    """Whether a file is one of this package, or of another installation of it, which the ranks of a job may use."""
+    folder, name, _ = file.rpartition("/mpidist/")
+    return file.startswith(_PACKAGE) or _is_package(folder + name)
+
+
+@lru_cache
+def _is_package(folder: str) -> bool:
+    return folder != "" and os.path.isfile(f"{folder}transport/tracebacks.py")
 
 
 def is_printed(file: str) -> bool:

@@ -149,6 +149,16 @@ def test_stack_place_is_the_innermost_line_of_the_program():
     assert Stack(deep[:1]).place.endswith("subprocess.py:9 in wait")
 
 
+def test_stack_leaves_out_frames_of_another_installation(tmp_path):
+    inner, own = tmp_path / "mpidist/strategy.py", tmp_path / "mpidist/project/train.py"
+    text = f'  File "{inner}", line 7 in reduce\n  File "{own}", line 3 in step\n'
+    assert not Stack.of_text(text).is_inside  # the folder of a program may have the name
+    (tmp_path / "else/mpidist/transport").mkdir(parents=True)
+    (tmp_path / "else/mpidist/transport/tracebacks.py").touch()
+    text = text.replace(str(inner), str(tmp_path / "else/mpidist/strategy.py"))
+    assert str(Stack.of_text(text)) == f"it is inside mpidist, called at {own}:3 in step"
+
+
 def test_stacks_of_ranks_at_one_place_are_put_together():
     step, read = Frame("train.py", 41, "step"), Frame("data.py", 12, "read")
     inner = Frame("/v/lib/python3/site-packages/x.py", 3, "f")
