@@ -94,7 +94,7 @@ def load_trace(named: Path) -> JobTrace:
     names = {str(file.header["trace"]): file for file in files}
     if len(names) != 1:
         which = "; ".join(f"{name} ({file.path.name} and others)" for name, file in sorted(names.items()))
-        raise RefusedError(f"{folder} has files of {len(names)} traces: {which or 'all are empty'}; give each a folder")
+        raise RefusedError(f"{folder} has files of {len(names)} traces: {which}; give each a folder")
     files.sort(key=lambda file: (-file.header["size"], file.header["group"], file.header["rank"]))
     clocks = _Clocks(files)
     strategies: dict[str, StrategyTrace] = {}
@@ -128,8 +128,9 @@ def _read_all(folder: Path) -> tuple[list[_File], list[str]]:
         files.append(file)
         if file.damage:
             notes.append(f"{path.name}, {file.damage}; the rest is left out")
-    if problems and not files:
-        raise RefusedError(problems[0])
+    if not files:
+        ended = f"all files in {folder} are empty: their ranks were ended at once; see why, and trace the job again"
+        raise RefusedError([*problems, ended][0])
     return files, notes + [f"{problem}; it is left out" for problem in problems]
 
 

@@ -203,7 +203,7 @@ def test_merge_started_call_has_slices_of_its_waits_alone(tmp_path, merge):
         (["{}"], "line 1, cannot be understood: 'version'"),
         (["header", '{"calls": [[1, 2]], "time": 6}'], "cannot be understood: "),
         (["header", '{"calls": 3}'], "cannot be understood: "),
-        ([], "all are empty"),
+        ([], " are empty: their ranks were ended at once; see why, and trace the job again"),
     ],
 )
 def test_files_of_something_else_are_refused(tmp_path, merge, lines, needed):
