@@ -471,9 +471,15 @@ def test_flight_unreadable_file_exits_with_2(content, complaint, tmp_path, fligh
 def test_flight_contradictory_files_are_named(tmp_path, flight):
     write(tmp_path, 0, group(0, 2, []))
     path = write(tmp_path, 1, group(0, 2, []))
-    assert f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too" in flight()
-    write(tmp_path, 1, group(1, 3, []))
-    assert f"{path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files" in flight()
+    text = flight(status=1)
+    note = f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too; it is left out"
+    assert text.endswith(f"note: {note}")
+    assert "no file of rank 1: gone, or stuck without a process on the node to write one, or damaged " in text
+    write(tmp_path, 1, group(1, 2, [], token="whole"), group(1, 3, []))
+    text = flight(status=1)
+    assert f"note: {path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files;" in text
+    assert "Strategy whole" not in text
+    assert "but 2 in other files" in flight("--rank", "1", status=2)
 
 
 def test_files_of_the_recorder_are_read(tmp_path, flight):

@@ -5,7 +5,7 @@ when it is sent the signal SIGUSR1. Give the folder of a job, or the one that ho
 
     python -m mpidist flight mpidist-flight
 
-The exit status is 0 if no rank diverged, 1 if ranks did, and 2 if there are no files, or one cannot be understood.
+The exit status is 0 if no rank diverged, 1 if ranks did, and 2 if there are no files, or none can be understood.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise RefusedError(error) from None
     if arguments.rank is not None and arguments.rank not in job.files:
-        raise RefusedError(f"{job.folder} has no file of rank {arguments.rank}; it has {name_ranks(job.files)}")
-    verdicts = [judge(strategy) for strategy in job.strategies]
+        absent = f"{job.folder} has no file of rank {arguments.rank}; it has {name_ranks(job.files)}"
+        raise RefusedError(job.damaged.get(arguments.rank, absent))
+    verdicts = [judge(strategy, bool(job.damaged)) for strategy in job.strategies]
+    notes = [f"{problem}; it is left out" for problem in job.damaged.values()]
     if arguments.json:
-        text = json.dumps({"folder": str(job.folder), "strategies": [*map(_plain, verdicts)]}, indent=1)
+        text = json.dumps({"folder": str(job.folder), "notes": notes, "strategies": [*map(_plain, verdicts)]}, indent=1)
     elif arguments.rank is not None:
         text = "\n".join(_calls_of(job, arguments.rank))
     else:
         choice = [] if job.folder == named else [f"The newest job in {named} is {job.folder.name}."]
-        text = "\n".join([*choice, *_report(job, verdicts, arguments.calls)])
+        text = "\n".join([*choice, *_report(job, verdicts, arguments.calls), *(_wrap(it, "note: ") for it in notes)])
     print(text, flush=True)
     return int(any(verdict.has_diverged for verdict in verdicts))
 

@@ -82,17 +82,18 @@ StrategyFlight: TypeAlias = StrategyFiles[RankFlight]
 
 @final
 class JobFlight(NamedTuple):
-    """The files of a job, by rank of the world, and its strategies."""
+    """The files of a job, by rank of the world, and its strategies; `damaged` describes files that are left out."""
 
     folder: Path
     files: dict[int, FlightFile]
     strategies: list[StrategyFlight]
+    damaged: dict[int, str]
 
 
 def load_job(named: Path) -> JobFlight:
-    """Read the files of a job, the newest one in a folder of several; refuse it if one cannot be understood."""
+    """Read the files of a job, the newest one in a folder of several; leave out those that cannot be understood."""
     folder, _ = find_newest(named, _FILES, "rank-N.json", _ADVICE)
-    files: dict[int, FlightFile] = {}
+    files, damaged = dict[int, FlightFile](), dict[int, str]()
     strategies: dict[str, StrategyFlight] = {}
     for rank, path in list_files(folder, _FILES):
         try:
@@ -103,24 +104,31 @@ def load_job(named: Path) -> JobFlight:
             stack, written = Stack(tuple(Frame(*frame) for frame in frames), problem), float(content["time"])
             told = content["written_by"], content["host"], written, content["reason"], stack
             file = FlightFile(rank, *told, content.get("left", False))
-            for group in content["groups"]:
-                _add_group(strategies, group, file)
+            groups = [_group(group, file, strategies) for group in content["groups"]]
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise RefusedError(f"{path} cannot be understood: {type(error).__name__}: {error}") from error
+            damaged[rank] = f"{path} cannot be understood: {type(error).__name__}: {error}"
+            continue
         files[rank] = file
-    return JobFlight(folder, files, sorted(strategies.values(), key=lambda strategy: (-strategy.size, strategy.group)))
+        for one in groups:
+            strategies.setdefault(one.group, one).ranks.update(one.ranks)
+    if not files:
+        raise RefusedError(next(iter(damaged.values())))
+    found = sorted(strategies.values(), key=lambda strategy: (-strategy.size, strategy.group))
+    return JobFlight(folder, files, found, damaged)
 
 
-def _add_group(strategies: dict[str, StrategyFlight], content: dict[str, Any], file: FlightFile) -> None:
+def _group(content: dict[str, Any], file: FlightFile, others: dict[str, StrategyFlight]) -> StrategyFlight:
+    """Return the part of a strategy that a file has, if it fits the parts of `others`."""
     group, rank, size = content["group"], int(content["rank"]), int(content["size"])
-    strategy = strategies.setdefault(group, StrategyFiles(group, size, {}))
-    if strategy.size != size:
-        raise ValueError(f"{group} has {size} ranks, but {strategy.size} in other files")
+    flight = RankFlight(file, content["process"], [_call(*row) for row in content["calls"]])
+    strategy = StrategyFiles(group, size, {rank: flight})
+    if others.get(group, strategy).size != size:
+        raise ValueError(f"{group} has {size} ranks, but {others[group].size} in other files")
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of {size} ranks")
-    if rank in strategy.ranks:
+    if group in others and rank in others[group].ranks:
         raise ValueError(f"rank {rank} of {group} is in another file, too")
-    strategy.ranks[rank] = RankFlight(file, content["process"], [_call(*row) for row in content["calls"]])
+    return strategy
 
 
 def _call(sequence: int, call: str, details: str, state: str, *times: float) -> Call:

@@ -72,14 +72,15 @@ class Verdict(NamedTuple):
     lines: list[str]
 
 
-def judge(strategy: StrategyFlight) -> Verdict:
-    """Find the ranks of a strategy that diverged."""
+def judge(strategy: StrategyFlight, are_files_damaged: bool = False) -> Verdict:
+    """Find the ranks of a strategy that diverged. `are_files_damaged`: files of some ranks are left out."""
     places, difference, lines = _places(strategy), _find_difference(strategy), _leavers(strategy)
     for process, meaning in _PROCESSES.items():
         if ranks := [rank for place in places if place.process == process for rank in place.ranks]:
             lines.append(f"{_are(ranks)} {meaning}")
     if missing := strategy.missing:
-        lines.append(f"no file of {name_ranks(missing)}: gone, or stuck without a process on the node to write one")
+        reasons = f"gone, or stuck without a process on the node to write one{', or damaged' * are_files_damaged}"
+        lines.append(f"no file of {name_ranks(missing)}: {reasons}")
     if difference is not None:
         sides = [f"{name_ranks(ranks)} called {_with(call, details)}" for call, details, ranks in difference[1]]
         lines.append(f"at call {difference[0]} {', '.join(some_of(sides, _MOST, 'other calls'))}")
