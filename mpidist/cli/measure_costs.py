@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -32,12 +31,13 @@ _SLOWEST: Final = Reduction("max")
 
 def measure_cost_model(
     levels: Levels, seconds: float = 10, begin_wait: Step = lambda: None
-) -> tuple[CostModel, tuple[str, ...]]:
+) -> tuple[CostModel, tuple[str, ...], float]:
     """Measure what mpidist's own parts cost here. Collective; the result is the same on all ranks.
 
     The ranks work at once, as they do in an all-reduce. A time is the median of some rounds, on the slowest rank.
-    Returns the model, and the names of its numbers that could be measured here. `begin_wait` is called before the ranks
-    wait for each other: no wait is as long as the whole measurement, of about `seconds`.
+    Returns the model, the names of its numbers that could be measured here, and how many times as long slow rounds of
+    one step took as fast ones. `begin_wait` is called before the ranks wait for each other: no wait is as long as the
+    whole measurement, of about `seconds`.
     """
     clock, node = _Clock(levels.world, begin_wait), levels.within_node
     ranks = round(clock.slowest(node.size))  # of the largest node
@@ -51,8 +51,9 @@ def measure_cost_model(
     if node.size < levels.world.size:  # from each node to the next, one message alone, and long ones of all lanes
         steps["link"] = _messages(levels.across_nodes, 8) if node.rank == 0 else _rest
         steps["link long"] = _messages(levels.across_nodes, _MESSAGE) if node.rank < lanes else _rest
-    found = _costs(clock.measure(steps, seconds), ranks, lanes)
-    return CostModel(**found), tuple(found)
+    times, spread = clock.measure(steps, seconds)
+    found = _costs(times, ranks, lanes)
+    return CostModel(**found), tuple(found), spread
 
 
 @final
@@ -69,8 +70,8 @@ class _Clock:
         self._world.all_reduce(everyone, _SLOWEST)
         return float(everyone[0])
 
-    def measure(self, steps: Mapping[str, Step], seconds: float) -> dict[str, float]:
-        """Measure steps, which all ranks do equally often. Collective.
+    def measure(self, steps: Mapping[str, Step], seconds: float) -> tuple[dict[str, float], float]:
+        """Measure steps, which all ranks do equally often, and the largest spread of their rounds. Collective.
 
         Steps take turns, so that a disturbance slows a few rounds of each step, and not all rounds of one.
         """
@@ -78,7 +79,12 @@ class _Clock:
         first = {name: self.slowest(min(self._round(step, 1) for _ in range(3))) for name, step in steps.items()}
         repeats = {name: min(max(1, int(budget / first[name])), _MOST_REPEATS) for name in steps}
         rounds = [{name: self._round(step, repeats[name]) for name, step in steps.items()} for _ in range(_ROUNDS)]
-        return {name: self.slowest(statistics.median(times[name] for times in rounds)) for name in steps}
+        # The fifth of the nine rounds counts; the third and the seventh show how certain it is.
+        low, median, high = (
+            {name: self.slowest(sorted(times[name] for times in rounds)[at]) for name in steps}
+            for at in (_ROUNDS // 4, _ROUNDS // 2, -1 - _ROUNDS // 4)
+        )
+        return median, max(high[name] / low[name] for name in steps)
 
     def _round(self, step: Step, repeats: int) -> float:
         self.slowest(0)  # a barrier

@@ -45,6 +45,11 @@ _MEANINGS: Final = {
 }
 _UNITS: Final = {"seconds": ("us", 1e6), "bytes_per_second": ("GB/s", 1e-9), "bytes": ("MiB", 2.0**-20)}
 _MOST_SECONDS: Final = 3600
+_MOST_SPREAD: Final = 2.0
+_UNSURE: Final = (
+    "These numbers are uncertain: slow rounds of one measurement took {:.1f} times as long as fast ones, as when other "
+    "programs use the cores or the network. Measure again when they have ended, or longer, with more --seconds."
+)
 _POWERS: Final = range(10, 31, 2)  # of 2: the sizes in bytes that are shown
 
 
@@ -88,7 +93,7 @@ def _measure(group: SyncGroup, seconds: float, as_json: bool) -> int:
         if topology.local_size > (cores := os.cpu_count() or topology.local_size):
             _tell(f"Its ranks take turns on {cores} cores: what is measured here changes from time to time.", as_json)
     with group.call(Call("tune", timeout_seconds=0.0)):
-        model, measured = measure_cost_model(group.levels, seconds, group.agreement.restart_clock)
+        model, measured, spread = measure_cost_model(group.levels, seconds, group.agreement.restart_clock)
     if topology.rank > 0:
         return 0
     path, why = None, ""
@@ -100,6 +105,8 @@ def _measure(group: SyncGroup, seconds: float, as_json: bool) -> int:
         except (OSError, RuntimeError) as error:
             why = f"The numbers were not kept: {error}. MPIDIST_TUNE_DIR names another folder."
     _print_numbers(key, model, measured, path, as_json)
+    if spread > _MOST_SPREAD:
+        _tell(_UNSURE.format(spread), as_json)
     _tell(why or f"Written to {path}", as_json)
     return int(path is None and group.settings.pretend_nodes is None)
 

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mpi_session import clean_environment
 
 from mpidist.__main__ import run_command
+from mpidist.cli import measure_costs
 from mpidist.cli.measure_costs import measure_cost_model
 from mpidist.cli.tune import explain
 from mpidist.transport.costs.cost_file import TuningKey, load_tuned, save_cost_model, tuning_path
@@ -45,6 +47,20 @@ def test_tune_stores_and_shows_its_measurements(folder, capfd):
     assert set(content["model"]) >= set(content["measured"]) >= {"call_seconds", "add_bytes_per_second"}
     assert os.uname().nodename not in file.read_text().replace(content["key"]["processor"], "")
     assert f"Measured at {content['date']}, from {file}" in tune(capfd, "--show")
+
+
+@pytest.mark.no_mpi
+def test_tune_warns_of_rounds_that_differ_widely(folder, capfd, monkeypatch):
+    times, first_slow = [0.0], 10_000
+
+    def read_clock():
+        times.append(times[-1] + (7.5e-3 if len(times) > first_slow else 1e-3))
+        return times[-1]
+
+    monkeypatch.setattr(measure_costs, "time", SimpleNamespace(perf_counter=read_clock))
+    assert "uncertain" not in tune(capfd, "--seconds", "0.02")
+    times, first_slow = [0.0], len(times) * 3 // 4  # three rounds to begin with, and six of the nine that count
+    assert "took 7.5 times as long as fast ones" in tune(capfd, "--seconds", "0.02")
 
 
 @pytest.mark.no_mpi
@@ -112,8 +128,8 @@ def test_ranks_measure_together_and_alike(placement, transport, monkeypatch):
     monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
     group = SyncGroup.from_mpi(None)
     try:
-        model, measured = measure_cost_model(group.levels, 0.02)
-        assert set(load_mpi().COMM_WORLD.allgather((model, measured))) == {(model, measured)}
+        found = _, measured, _ = measure_cost_model(group.levels, 0.02)
+        assert set(load_mpi().COMM_WORLD.allgather(found)) == {found}
         several = max(group.topology.node_sizes) > 1
         assert ("mpi_seconds" in measured) == several
         assert ("link_bytes_per_second" in measured) == (group.topology.num_nodes > 1)
