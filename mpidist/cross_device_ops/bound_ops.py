@@ -104,11 +104,24 @@ class BoundOps:
                 pairs = list(pairs)
             except Exception as problem:  # of any kind: the other ranks must learn of it
                 error = name_call(problem, call)
+        values = self._values_to_all(pairs) if error is None else None
+        if values is not None:
+            reduced: list[Any] = self.all_reduce(reduce_op, values, options, call=call)
+            return reduced
         reduction_call, opened = open_batch_reduce(self.reductions, self._merge, call, reduce_op, pairs, options, error)
         if reduction_call.error is not None and isinstance(pairs, (list, tuple)) and any(map(_is_of_slices, pairs)):
             return self._batch_reduce_slices(reduce_op, pairs, options, call)
         results = iter(self.reductions.run(reduction_call))
         return [pair.close(results, self.group.topology.rank) for pair in opened]
+
+    def _values_to_all(self, pairs: Any) -> list[Any] | None:
+        """List the values of pairs (value, destinations), if all results go to all ranks. Local."""
+        size = self.group.topology.size
+        try:
+            are_to_all = [isinstance(pair, tuple) and len(ranks_of(pair[1], size, pair[0])) == size for pair in pairs]
+            return [value for value, _ in pairs] if pairs and all(are_to_all) else None
+        except Exception:  # of any kind: the call raises it on all ranks
+            return None
 
     def all_reduce(
         self,
