@@ -177,7 +177,7 @@ def _mpiexec_options(library: MpiLibrary, share: int, has_few_cores: bool) -> tu
 
 
 def _start_on(node: str) -> subprocess.Popen[bytes]:
-    command = ["srun", "--mpi=none", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "true"]
+    command = ["srun", "--mpi=none", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "/bin/true"]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, preexec_fn=prepare_child)
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, final
 
 from mpidist.cli.allocation import Allocation
 from mpidist.cli.launching import Launch, RefusedError, prepare_child
-from mpidist.transport.mpi.launcher_abort import FAILED, exit_code_file
+from mpidist.transport.mpi.launcher_abort import FAILED, LOST_RANK, exit_code_file
 from mpidist.transport.text import count_text
 
 __all__ = ["start_until_done"]
@@ -136,9 +136,9 @@ class _Plan:
 def _run(launch: Launch, restarts: int, folder: Path, forwarded: set[signal.Signals]) -> _End:
     """Start the launcher, forward signals to it, which this process blocks, and wait for its end."""
     saved = folder / "saved"
-    failed = Path(f"{saved}{FAILED}")
+    failed, lost = Path(f"{saved}{FAILED}"), Path(f"{saved}{LOST_RANK}")
     code_file = Path(exit_code_file(os.environ) or folder / "exit-code")
-    for file in (code_file, saved, failed):
+    for file in (code_file, saved, failed, lost):
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
@@ -156,6 +156,6 @@ def _run(launch: Launch, restarts: int, folder: Path, forwarded: set[signal.Sign
     code = launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
     text = code_file.read_text(errors="replace").strip() if code_file.is_file() else ""
     text = text if text.isdecimal() else ""  # something else has written there
-    was_killed = code in _OF_KILLED and not text
+    was_killed = code in _OF_KILLED and (not text or lost.exists())  # the code of a rank that misses another one
     seconds = time.monotonic() - began
     return _End(int(text or code), frozenset(signals), was_killed, failed.exists(), saved.exists(), seconds)

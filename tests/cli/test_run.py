@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs.failing import ran
+from jobs.failing import ran, stand_in
 from mpi_session import HANG_SECONDS, clean_environment
 
 from mpidist.__main__ import run_command
@@ -196,6 +196,19 @@ def test_restart_after_a_killed_rank_goes_on_from_the_checkpoint_with_a_rank_few
     assert first.startswith("3 ranks ended with exit code ")
     assert first.endswith("s; a rank was killed; restart 1 of at most 3, with 2 ranks")
     assert second.endswith("s; a rank was killed; restart 2 of at most 3, with 2 ranks")
+
+
+def test_rank_that_misses_a_killed_one_does_not_hide_it(tmp_path):
+    """Under srun other ranks may end by an error before srun kills them, where they handle SIGTERM."""
+    ends = 'echo 1 >"$MPIDIST_EXIT_CODE_FILE"; touch "$MPIDIST_SAVED_FILE-lost"; exit 137'
+    stand_in(tmp_path, "srun", f'case "$*" in */bin/true|*"-n 2 "*) ;; *) {ends};; esac')
+    job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = mpidist_run(tmp_path, "-n", "3", "--max-restarts", "3", "--min-ranks", "2", "train.py", **job)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "3 ranks ended with exit code 1 after 0 s; a rank was killed; restart 1 of at most 3, with 2 ranks"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(("fault", "codes"), [("raise ValueError('bad batch')", {1}), ("os.abort()", {6, 15, 134})])

@@ -256,6 +256,33 @@ with mpidist.MultiWorkerMirroredStrategy(replicas=6) as strategy:
 """
 
 
+KILLED = (
+    ADDS.replace(
+        "    manager.restore_or_initialize()",
+        """    handler = mpidist.checkpoint.PreemptionCheckpointHandler(manager)
+    manager.restore_or_initialize()""",
+    )
+    .replace(
+        "        strategy.run(train)",
+        """        if checkpoint.step == 3 and not strategy.restarts and strategy.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        strategy.run(train)""",
+    )
+    .replace("import sys, time", "import os, signal, sys, time")
+)
+
+
+def test_killed_rank_is_left_out_where_the_others_handle_sigterm(cluster, tmp_path):
+    """They live on when srun ends them, and fail as a process is gone."""
+    (tmp_path / "again.sbatch").write_text(SCRIPT)
+    job = submit(cluster, tmp_path, LIBRARIES[0], tmp_path / "again.sbatch", KILLED, "--nodes=1", "--ntasks-per-node=3")
+    ended = job.end()
+    assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
+    assert re.findall("a rank was killed; restart . of at most 3, with . ranks", ended.output) == [
+        "a rank was killed; restart 1 of at most 3, with 2 ranks"
+    ], str(ended)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_job_that_loses_a_node_goes_on_without_it_to_the_same_bits(tmp_path, library):
     (tmp_path / "again.sbatch").write_text(SCRIPT)

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, final
 from mpidist.transport.failures.exit_code import stack_of, status_of, watch_exits, watch_immediate_exits, where_raised
 from mpidist.transport.failures.process_end import note_status
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
-from mpidist.transport.mpi.launcher_abort import mark_failure, store_code
+from mpidist.transport.mpi.launcher_abort import FAILED, mark_for_restarts, store_code
 from mpidist.transport.shared_errors import following_of, has_left, is_shared
 from mpidist.transport.stacks import Stack
 from mpidist.transport.text import text_of
@@ -177,7 +177,7 @@ def end_job(reason: str) -> None:
             time.sleep(_LOWER_RANK_FIRST_SECONDS)
         else:
             write_line(f"this job ends with exit code {EXIT_CODE_AFTER_FAILURE}: {reason}")
-        mark_failure(os.environ)
+        mark_for_restarts(os.environ, FAILED)
         _abort(_jobs[0], EXIT_CODE_AFTER_FAILURE)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -33,6 +34,7 @@ from mpidist.transport.failures.failure_notes import (
 from mpidist.transport.failures.process_state import GONE
 from mpidist.transport.failures.status_board import Status, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
+from mpidist.transport.mpi.launcher_abort import LOST_RANK, mark_for_restarts
 from mpidist.transport.mpi.library import Intracomm, load_mpi, numbers_in_world
 from mpidist.transport.shared_errors import mark_following
 from mpidist.transport.text import name_ranks, text_of
@@ -324,6 +326,7 @@ class Watchdog:
         # If a lower rank has given up, too, that rank prints the whole text.
         follows = any(note.tag == GAVE_UP and rank < self._rank for rank, note in self._received.items())
         if late.gone:
+            mark_for_restarts(os.environ, LOST_RANK)
             self._fail(PeerFailedError, f"cannot complete: {late.sentence()}", late, follows)
         advice = f". {late.advice}" if late.absent and late.advice else ""
         reason = f"waited {self._awaited.timeout or 0:g} s, and {late.sentence()}{advice}"

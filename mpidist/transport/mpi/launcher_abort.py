@@ -15,9 +15,18 @@ from mpidist.transport.mpi.error_output import write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_variables import HYDRA_LOCAL_SIZE, PMI_FD
 
-__all__ = ["FAILED", "ask_launcher_to_abort", "exit_code_file", "mark_failure", "rank_before_start", "store_code"]
+__all__ = [
+    "FAILED",
+    "LOST_RANK",
+    "ask_launcher_to_abort",
+    "exit_code_file",
+    "mark_for_restarts",
+    "rank_before_start",
+    "store_code",
+]
 
-FAILED: Final = "-failed"  # what the name of the file `MPIDIST_SAVED_FILE` is followed by in that of `mark_failure`
+FAILED: Final = "-failed"  # the exit code 75 is that of a failure, not of a preemption
+LOST_RANK: Final = "-lost"  # a rank fails because the process of another one is gone
 _ANSWER_SECONDS: Final = 1.0
 
 
@@ -86,9 +95,9 @@ def store_code(environ: Mapping[str, str], code: int) -> None:
                 write_lines(f"mpidist: MPIDIST_EXIT_CODE_FILE={path} cannot be written: {why}", "")
 
 
-def mark_failure(environ: Mapping[str, str]) -> None:
-    """Mark the exit code 75 for `mpidist run --max-restarts` as a failure, not a preemption. Local."""
+def mark_for_restarts(environ: Mapping[str, str], mark: str) -> None:
+    """Make a file beside `MPIDIST_SAVED_FILE` that `mpidist run --max-restarts` looks for. Local."""
     path = environ.get("MPIDIST_SAVED_FILE", "")
     if path:
         with suppress(OSError):  # the job must end nevertheless
-            open(f"{path}{FAILED}", "w").close()
+            open(f"{path}{mark}", "w").close()
