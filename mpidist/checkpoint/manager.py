@@ -36,7 +36,7 @@ from mpidist.strategy_parts import StrategyParts
 from mpidist.transport.text import text_of
 from mpidist.whole_number import require_bool, whole_number
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "save_or_raise"]
 
 logger = logging.getLogger("mpidist.checkpoint")
 
@@ -70,7 +70,8 @@ class CheckpointManager:
         background: Whether `save` returns as soon as it has copied the state, and a thread writes the copy. The thread
             makes no call of MPI. The manager keeps the memory of the copy for the next one.
         on_error: What `save` and `wait` do if files cannot be written, as on a full disk: `"raise"` an `OSError`, or
-            `"warn"`, so that the training goes on. The checkpoints before are whole in both cases.
+            `"warn"`, so that the training goes on; a program that is preempted raises. The checkpoints before are whole
+            in both cases.
         on_difference: What `save` does if copies differ that should be equal, as in `Checkpoint.write`.
         writers: Which ranks write what is equal, as in `Checkpoint.write`.
         neighbour: Whether each node also keeps the newest checkpoint in its shared memory, if `mpidist run
@@ -316,6 +317,17 @@ class CheckpointManager:
         except RuntimeError:
             return False
         return True
+
+
+def save_or_raise(manager: CheckpointManager, checkpoint_number: int | None) -> str:
+    """Save, and wait until all is written; raise an `OSError` also where `on_error` is "warn". Collective."""
+    warns, manager._warns = manager._warns, False
+    try:
+        path = manager.save(checkpoint_number)
+        manager.wait()
+    finally:
+        manager._warns = warns
+    return path
 
 
 def _checked(number: Any) -> int:

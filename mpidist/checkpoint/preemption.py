@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Final, TypeVar, final
 
-from mpidist.checkpoint.manager import CheckpointManager
+from mpidist.checkpoint.manager import CheckpointManager, save_or_raise
 from mpidist.context_stack import parts_of
 from mpidist.transport.agreement.stop_notice import StopNotice
 from mpidist.transport.failures import open_groups
@@ -152,13 +152,12 @@ class PreemptionCheckpointHandler:
         except OSError as error:  # of an earlier save, in the background: this one may succeed
             if self._rank == 0:
                 logger.warning("mpidist: an earlier checkpoint was not written: %s", error)
-        path = self._manager.save(None if self._checkpoint_number is None else self._checkpoint_number())
-        self._manager.wait()
+        number = None if self._checkpoint_number is None else self._checkpoint_number()
+        path = save_or_raise(self._manager, number)  # else the job would go on from an old one, to fail here again
         for number in self._signals:  # the program ends as it should
             signal.signal(number, signal.SIG_IGN)
         if self._rank == 0:
-            saved = f"saved {path}" if path else "nothing was saved"
-            logger.warning("mpidist: %s: %s, leaving with exit code %d", reason, saved, self._exit_code)
+            logger.warning("mpidist: %s: saved %s, leaving with exit code %d", reason, path, self._exit_code)
         self._reason = ""
         self._extended.group.agreement.notice = StopNotice()  # for a program that goes on nevertheless
         leaving = SystemExit(self._exit_code)

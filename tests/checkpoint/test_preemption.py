@@ -91,6 +91,25 @@ def test_all_ranks_save_one_step_and_leave(job, tmp_path, when):
 
 @pytest.mark.no_mpi
 @pytest.mark.core
+@pytest.mark.parametrize("background", [False, True])
+def test_preemption_without_a_checkpoint_is_a_failure(job, background):
+    """Though the training goes on after other saves that fail: after code 75 it would go on from an old checkpoint."""
+    body = f"""
+manager = CheckpointManager(checkpoint, sys.argv[0] + ".saved", background={background}, on_error="warn")
+def fill(step):
+    if rank == 1 and step == 2:
+        open(manager.directory, "w").close()
+        send()
+train(before_call=fill)
+"""
+    ended = job(body, ranks=2, head=HEAD)
+    assert ended.status == 1, ended.err
+    assert re.search("(FileExists|NotADirectory)Error: .*program.py.saved", ended.err), ended.err
+    assert "leaving with" not in ended.err
+
+
+@pytest.mark.no_mpi
+@pytest.mark.core
 def test_in_the_last_step_the_program_ends(job):
     ended = job("train(before_call=lambda step: step == 5 and send())", ranks=2, head=HEAD)
     assert (ended.status, "ended at 6" in ended.out) == (0, True), ended.err
