@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +27,7 @@ TAKES_UNKNOWN: Final = True  # options that are not here are those of Slurm's sb
 
 _SCRIPTS: Final = Path(__file__).parents[1] / "slurm"
 _ASK_SECONDS: Final = 60.0
+_EARLY_SECONDS: Final = 60  # by how much at most Slurm sends a signal early
 _NETWORK: Final = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "^sockets"}
 
 
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             "there is no sbatch on PATH: submit on a login node of a Slurm cluster; --dry-run prints the command"
         )
     sys.stdout.flush()
-    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+    return subprocess.run(command, env={**_without_job(os.environ), **variables}, check=False).returncode
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
@@ -88,6 +89,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
         raise RefusedError(f"{ranks} ranks and {gpus} GPUs per node: needed is a GPU for each rank")
     if arguments.ps is not None and arguments.requeue:
         raise RefusedError("--requeue is for ranks in lock step, and --ps for others: take one of them")
+    if arguments.time is not None and arguments.requeue:
+        _require_time_before_signal(arguments.time, arguments.unknown)
     per_job = [
         *_options(time=arguments.time, partition=arguments.partition, account=arguments.account, qos=arguments.qos),
         *arguments.unknown,
@@ -99,8 +102,29 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     return [*command, str(_SCRIPTS / f"{name}.sbatch"), arguments.script, *arguments.arguments]
 
 
+def _require_time_before_signal(time: str, options: Sequence[str]) -> None:
+    """Refuse a time limit at which Slurm would send its signal while the ranks start, in each attempt."""
+    given = [one for one in options if one.startswith("--signal=")]
+    text = given[-1] if given else (_SCRIPTS / "requeue.sbatch").read_text().partition("#SBATCH --signal=")[2]
+    number = re.match(r"[^@\s]*@(\d+)", text)
+    least = _EARLY_SECONDS + (int(number[1]) if number else 60)  # Slurm's default
+    limit = _seconds(time)
+    if 0 < limit <= least:  # 0 is none
+        raise RefusedError(
+            f"--time {time} is {limit} s, and Slurm may send the signal at which the ranks save {least} s before the "
+            "end: give a longer --time, or --signal=USR1@SECONDS, which must be enough for a step and a checkpoint"
+        )
+
+
 def _options(**values: object) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+
+
+def _without_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those of the Slurm job of this shell, if any, which sbatch would pass on."""
+    if "SLURM_JOB_ID" not in environ:
+        return {**environ}
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -151,6 +175,16 @@ def _write_scripts(folder: Path) -> int:
         raise RefusedError(f"the job scripts cannot be written: {error}") from None
     print(f"{folder}: {', '.join(names)}")
     return 0
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds of a time of Slurm: minutes[:seconds], hours:minutes:seconds or days-hours[:minutes[...]]."""
+    days, is_long, rest = time.rpartition("-")
+    numbers = [int(one) for one in rest.split(":")]
+    if not is_long and len(numbers) < 3:
+        numbers = [0, *numbers]
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def _time(text: str) -> str:

@@ -40,6 +40,9 @@ def would_submit(capsys, *arguments):
         ("", "", "train"),
         ("--nodes 8 --ntasks-per-node 4 --time 1-12", "--nodes=8 --ntasks-per-node=4 --time=1-12", "train"),
         ("--gpus-per-node 4", "--ntasks-per-node=4 --gpus-per-node=4", "train"),
+        ("--requeue --time 0", "--time=0", "requeue"),
+        ("--requeue --time 00:06:01", "--time=00:06:01", "requeue"),
+        ("--requeue --time 3:00 --signal=USR1@90", "--time=3:00 --signal=USR1@90", "requeue"),
         ("--gpus-per-node 4 --requeue", "--ntasks-per-node=4 --gpus-per-node=4", "requeue"),
         ("--nodes 3 --ps 2 --time 5", "--nodes=3 --time=5 : --nodes=1 --ntasks-per-node=2 --time=5", "roles"),
         ("-p gpu -A ab12 --qos=high", "--partition=gpu --account=ab12 --qos=high", "train"),
@@ -83,6 +86,15 @@ def test_sbatch_submits(tools, capfd, monkeypatch):
     assert capfd.readouterr().out == f"special {SCRIPTS / 'train.sbatch'} train.py -x\n"
 
 
+@pytest.mark.parametrize(("job", "left"), [("3", "SLURM_CONF=c"), ("", "SLURM_CONF=c SLURM_DISTRIBUTION=cyclic")])
+def test_sbatch_from_a_job_gets_no_variables_of_the_job(tools, capfd, monkeypatch, job, left):
+    stand_in(tools, "sbatch", "/usr/bin/env | /usr/bin/grep ^SLURM_ | /usr/bin/sort")
+    for name, value in {"SLURM_CONF": "c", "SLURM_DISTRIBUTION": "cyclic", "SLURM_JOB_ID": job}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    assert run_command(["sbatch", "train.py"]) == 0
+    assert capfd.readouterr().out.split() == left.split()
+
+
 @pytest.mark.usefixtures("tools")
 @pytest.mark.parametrize(
     ("arguments", "text"),
@@ -96,6 +108,11 @@ def test_sbatch_submits(tools, capfd, monkeypatch):
             "4 ranks and 2 GPUs per node: needed is a GPU for each rank",
         ),
         ("--requeue --ps 1 train.py", "--requeue is for ranks in lock step"),
+        (
+            "--requeue --time 6 train.py",
+            "--time 6 is 360 s, and Slurm may send the signal at which the ranks save 360 s ",
+        ),
+        ("--requeue --time 0-0:2:30 --signal=USR1@90 train.py", "--time 0-0:2:30 is 150 s, and Slurm may send the "),
         ("train.py", "there is no sbatch on PATH"),
     ],
 )

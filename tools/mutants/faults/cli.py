@@ -30,8 +30,8 @@ FAULTS = [
     ),
     Fault(
         "batch_job.py",
-        "return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode",
-        "return 0 * subprocess.run(command, env={**os.environ, **variables}, check=False).returncode",
+        "return subprocess.run(command, env={**_without_job(os.environ), **variables}, check=False).returncode",
+        "return 0 * subprocess.run(command, env={**_without_job(os.environ), **variables}, check=False).returncode",
         "a submission that failed is a success",
     ),
     Fault(
