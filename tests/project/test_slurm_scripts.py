@@ -47,6 +47,7 @@ def test_roles_of_a_job(tmp_path, variables, said, started):
         (75, 0, "0", True),
         (75, 0, "3", True),
         (75, 0, "20", False),
+        (138, 0, "0", True),  # by USR1, before the program handles it
         (1, 0, "0", False),
         (1, 1, "0", True),  # a node is lost
         (0, 1, "0", False),
