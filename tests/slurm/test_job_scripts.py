@@ -493,4 +493,4 @@ def test_environment_without_mpi4py(cluster, tmp_path):
     variables = {"VIRTUAL_ENV": "/nowhere", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = submit(cluster, tmp_path, MPICH, "train.sbatch", ADD, *TWO_NODES, **variables).end()
     assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
-    assert "python -m mpi4py fails: load modules and an environment with mpidist in " in ended.output
+    assert "python -m mpi4py fails: load modules and mpidist's packages in " in ended.output

@@ -135,6 +135,20 @@ def test_disturbed_training_ends_with_the_same_bits(cluster, tmp_path):
     assert [last_lines(job) for job in jobs] == [last_lines(job) for job in undisturbed]
 
 
+def test_job_from_another_job_is_requeued_after_a_signal_before_its_handler(cluster, tmp_path):
+    """The variables are those of an array's task, a heterogeneous job, and `sbatch --export=NONE`."""
+    program = "import os, time; print(len(os.environ['MPIDIST_EXIT_CODE_FILE']), 'starts', flush=True); time.sleep(60)"
+    others = {"SLURM_ARRAY_JOB_ID": "999", "SLURM_ARRAY_TASK_ID": "1", "SLURM_HET_SIZE": "2"}
+    others |= {"SLURM_RESTART_COUNT": "30", "SLURM_EXPORT_ENV": "NONE", "MPI_TYPE": "pmi2"}
+    options = ("--nodes=1", "--ntasks-per-node=1", *TWO_NODES[2:])
+    job = submit(cluster, tmp_path, LIBRARIES[0], "requeue.sbatch", program, *options, **others)
+    job.wait_for_output(" starts")
+    cluster.call("scancel", "--signal=USR1", job.number)
+    job.start_again(1, "10")
+    job.wait_for_output(f"job {job.number}, attempt 1; ranks: 1, nodes: 1")
+    assert "ended by USR1, before its handler was there" in job.cancel().output
+
+
 def test_cancelled_job_is_not_requeued(cluster, tmp_path):
     job = submit(cluster, tmp_path, LIBRARIES[0], "requeue.sbatch", PROGRAM, *TWO_NODES, arguments=("1",))
     job.wait_for_output("attempt 0 works")
