@@ -325,11 +325,12 @@ if os.environ["SLURM_PROCID"] == "0":
 
 
 def test_chain_ends_when_the_training_does(cluster, tmp_path):
-    """The first job says "try again", the second one is done, and the third one is cancelled."""
+    """The first job says "try again", the second one is done, and the third one is cancelled; the last is another's."""
     program = "import os, sys; sys.exit(75 * (os.environ['SLURM_JOB_ID'] == open('first').read()))"
     options = ("--job-name=chain", "--nodes=1", "--ntasks-per-node=1", SHORT)
     first, *others = [
-        submit(cluster, tmp_path, MPICH, "chain.sbatch", program, "--hold", *options, **NO_MPI) for _ in range(3)
+        submit(cluster, tmp_path, MPICH, "chain.sbatch", program, "--hold", *options, arguments=arguments, **NO_MPI)
+        for arguments in ((), (), (), ("other",))
     ]
     (tmp_path / "first").write_text(first.number)
     for job in (first, *others):
@@ -338,8 +339,10 @@ def test_chain_ends_when_the_training_does(cluster, tmp_path):
         ("FAILED", 75),
         ("COMPLETED", 0),
         ("CANCELLED", 0),
+        ("COMPLETED", 0),
     ]
-    assert "ends the chain chain with code 0" in others[0].end().output
+    text = f"ends the chain chain with code 0; cancelled: {others[1].number}\n"
+    assert text in others[0].end().output
 
 
 def test_sweep_takes_a_line_for_each_task(cluster, tmp_path):
