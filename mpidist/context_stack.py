@@ -29,7 +29,7 @@ __all__ = [
     "current_strategy",
     "exchange_entries",
     "innermost",
-    "innermost_of_all_threads",
+    "innermost_of",
     "is_default",
     "is_innermost",
     "parts_of",
@@ -247,16 +247,17 @@ def innermost() -> Entry | None:
     if _stack.entries:
         return _stack.entries[-1]
     is_of_python = not isinstance(threading.current_thread(), threading._DummyThread)
-    return None if is_of_python else innermost_of_all_threads(waits_for_autograd)
-
-
-def innermost_of_all_threads(counts: Callable[[int], bool] = bool) -> Entry | None:
-    """Return the innermost entry of the one thread that has any; `None` if no thread has, or several have.
-
-    `counts`: whether a thread counts, by its ident.
-    """
-    found = [entries[-1] for ident, entries in list(_entries_of_threads.items()) if entries and counts(ident)]
+    threads = [] if is_of_python else list(_entries_of_threads.items())
+    found = [entries[-1] for ident, entries in threads if entries and waits_for_autograd(ident)]
     return found[0] if len(found) == 1 else None
+
+
+def innermost_of(thread: threading.Thread) -> Entry | None:
+    """Return the innermost entry of a thread, also of the default strategy; `None` if there is none."""
+    if thread is threading.current_thread():
+        return innermost()
+    entries = _entries_of_threads.get(thread.ident or 0)
+    return entries[-1] if entries else None
 
 
 def copy_entries() -> list[Entry]:

@@ -6,15 +6,19 @@ the calls inside and outside of compiled functions in the order of its program. 
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache, partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.interpreters.pxla import ExecuteReplicated
 from jax._src.xla_bridge import backends_are_initialized
 from jax.experimental import io_callback
 
@@ -30,6 +34,7 @@ __all__ = ["across_ranks", "pmax", "pmean", "pmin", "psum"]
 
 _GRADIENT: Final = "gradient of "
 _ASYNCHRONOUS: Final = "jax_cpu_enable_async_dispatch"
+_EXECUTE: Final = inspect.unwrap(ExecuteReplicated.__call__).__code__  # where a thread waits for a compiled function
 
 
 def psum(tree: Any) -> Any:
@@ -85,7 +90,7 @@ def across_ranks() -> optax.GradientTransformation:
 
 def _all_reduce(op: ReduceOp, function: str, tree: Any) -> Any:
     call = f"mpidist.jax.{function}"
-    _current_parts(call)  # also before JAX compiles: the traceback shows the line of the call
+    _parts_of(threading.current_thread(), call)  # also before JAX compiles: the traceback shows the line of the call
     mesh = jax.sharding.get_abstract_mesh()
     if any(mesh.shape[axis] > 1 for axis in getattr(mesh, "manual_axes", ())):
         raise RuntimeError(
@@ -154,16 +159,18 @@ def _reduce(op: ReduceOp, call: str, values: Mapping[str, Any]) -> Mapping[str, 
 
     These are NumPy's, as JAX's own could wait for the thread that makes them.
     """
-    parts = _current_parts(call)
+    caller = _caller(call)
+    parts = _parts_of(caller, call)
     arrays = {name: np.asarray(value) for name, value in values.items()}
-    with parts.group.lent_to_this_thread(call) if _is_thread_of_jax() else nullcontext():
+    is_here = caller is threading.current_thread()
+    with nullcontext() if is_here else parts.group.lent_to_this_thread(call, caller):
         results = parts.cross_device_ops.all_reduce(op, arrays, call=call)
     return {name: np.asarray(results[name], _result_dtype(op, one)) for name, one in arrays.items()}
 
 
-def _current_parts(call: str) -> Any:
-    """Return the parts of the strategy whose `run` or `scope` this thread is in, or which waits for this thread."""
-    entry = context_stack.innermost_of_all_threads() if _is_thread_of_jax() else context_stack.innermost()
+def _parts_of(thread: threading.Thread, call: str) -> Any:
+    """Return the parts of the strategy whose `run` or `scope` a thread is in."""
+    entry = context_stack.innermost_of(thread)
     if entry is None:
         raise RuntimeError(
             f"{call}: no strategy is current, so that there are no ranks to combine; call the function by "
@@ -180,9 +187,28 @@ def _current_parts(call: str) -> Any:
     return parts
 
 
-def _is_thread_of_jax() -> bool:
-    """Whether JAX made this thread; the thread that called the compiled function waits for it."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
+def _caller(call: str) -> threading.Thread:
+    """Return the thread that called the compiled function, and waits for it: this one, or this is a thread of JAX."""
+    this = threading.current_thread()
+    if not isinstance(this, threading._DummyThread):
+        return this
+    frames = sys._current_frames()
+    threads = [thread for thread in threading.enumerate() if _waits(frames.get(thread.ident or 0))]
+    if this in threads:
+        return this
+    if len(threads) != 1:
+        raise RuntimeError(
+            f"{call}: JAX makes this call in a thread of its own, and needed is one thread that waits for a compiled "
+            f"function, got {len(threads)}; let one thread alone run functions that call mpidist.jax, on one device"
+        )
+    return threads[0]
+
+
+def _waits(frame: FrameType | None) -> bool:
+    """Whether a thread waits for a compiled function whose calls of Python have an order."""
+    while frame is not None and not (frame.f_code is _EXECUTE and frame.f_locals["self"].ordered_effects):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _dispatch_synchronously() -> None:

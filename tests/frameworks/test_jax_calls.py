@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -191,6 +192,29 @@ def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm, strategy)
         weight, sums = strategy.run(train, args=(jnp.full((512, 512), comm.rank + 1.0),))
         strategy.check_equal((weight, sums), what="the weights")
         assert float(strategy.reduce("max", sums[-1])) == pytest.approx(comm.size * float(weight[0, 0]))
+
+
+def test_compiled_function_never_uses_the_strategy_of_another_thread(comm):
+    """Here too XLA makes the calls in a thread of its own."""
+    gradient = jax.grad(lambda x: (jnp.tanh(x @ x) ** 2).mean())
+    step = jax.jit(lambda x: mpidist.jax.psum(gradient(x) * 0 + 1)[0, 0])
+    value, inside, leave = jnp.ones((512, 512)), threading.Event(), threading.Event()
+
+    def stay():
+        with mpidist.OneDeviceStrategy().scope():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=stay, daemon=True)
+    with Strategy(comm=comm) as strategy:
+        assert strategy.run(step, args=(value,)) == comm.size
+        thread.start()
+        inside.wait()
+        assert strategy.run(step, args=(value,)) == comm.size
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"mpidist.jax.psum: no strategy is current"):
+            step(value)
+        leave.set()
+        thread.join()
 
 
 def test_compiled_function_uses_the_strategy_of_the_call(comm):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from threading import get_ident
+from threading import Thread, get_ident
 from typing import Any, Final, final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
@@ -188,9 +188,9 @@ class SyncGroup(OpenGroup):
             self.trace.enter()
         self._handled_exception = sys.exc_info()[1]
 
-    def lent_to_this_thread(self, call: str) -> AbstractContextManager[None]:
-        """Lend the group's calls to this thread while the thread that makes them waits for it. Local."""
-        return nullcontext() if self._threads is None else self._threads.lend(call)
+    def lent_to_this_thread(self, call: str, lender: Thread) -> AbstractContextManager[None]:
+        """Make calls in this thread for `lender`, which waits for it, as if they were that thread's own. Local."""
+        return nullcontext() if self._threads is None else self._threads.lend(call, lender)
 
     def agree(self, record: CallRecord) -> bool:
         """Finish started calls, then `Agreement.join`: compare the call on all ranks. Collective; after `enter`."""

@@ -86,18 +86,21 @@ class ThreadGuard:
         self._is_in_fork, self.ident = True, 0  # which no thread has
 
     @contextmanager
-    def lend(self, call: str) -> Iterator[None]:
-        """Lend the group's calls to this thread while the thread that makes them waits for it. Local."""
+    def lend(self, call: str, lender: threading.Thread) -> Iterator[None]:
+        """Make calls in this thread for `lender`, which waits for it, as if they were that thread's own. Local."""
         with self._change:
-            self._require_free(call, lends=True)
-            owner = self._owner, self.ident
+            if self._waiting is lender:  # its last call was in a hook
+                self._owner, self._waiting = lender, None
+            self._require_free(call, lender)
+            if self._owner is not lender:
+                self._may_be_taken_over = not self._owner.is_alive()
             self._owner, self.ident, self._is_lent = threading.current_thread(), threading.get_ident(), True
         try:
             yield
         finally:
-            self._owner, self.ident, self._is_lent = *owner, False
+            self._owner, self.ident, self._is_lent = lender, lender.ident or 0, False
 
-    def _require_free(self, call: str, lends: bool = False) -> None:
+    def _require_free(self, call: str, lender: threading.Thread | None = None) -> None:
         new, level = threading.current_thread(), _level()
         if level in ("SINGLE", "FUNNELED") and new is not threading.main_thread():
             raise RuntimeError(
@@ -105,13 +108,13 @@ class ThreadGuard:
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
         may_be = self._may_be_taken_over and self._waiting is None and not _is_in_a_call(self._owner)
-        may_come = lends or may_be or self._is_of_autograd()
+        may_come = may_be or (self._owner is lender if lender else self._is_of_autograd())
         if self._is_lent or (self._owner is not new and self._owner.is_alive() and not may_come):
-            owner = self._waiting or self._owner  # the program's, and not one of autograd
+            who, owner = lender or new, self._waiting or self._owner  # the program's, and not those of libraries
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
             jax = "; only one thread may run functions that call mpidist.jax" if "mpidist.jax" in sys.modules else ""
             raise OtherThreadError(
-                f"{call} in thread {new.name!r}, but thread {owner.name!r} makes this strategy's calls: only one "
+                f"{call} in thread {who.name!r}, but thread {owner.name!r} makes this strategy's calls: only one "
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
                 f"Build one strategy for each thread, in the same order on all ranks{jax}"
             )

@@ -66,13 +66,33 @@ def test_thread_that_waits_lends_its_calls(comm):
         group = parts_of(strategy).group
 
         def reduce():
-            with group.lent_to_this_thread("psum"):
+            with group.lent_to_this_thread("psum", threading.main_thread()):
                 with pytest.raises(RuntimeError, match="but thread 'worker' makes this strategy's calls"):
                     in_thread(lambda: strategy.reduce("SUM", 1.0), "other")
                 return float(strategy.reduce("SUM", 1.0))
 
         for _ in range(3):
             assert in_thread(reduce) == strategy.reduce("SUM", 1.0) == comm.size
+
+
+@several
+def test_thread_lends_only_calls_that_it_may_make(comm):
+    with Strategy(comm=comm) as strategy:
+        group, reached, done = parts_of(strategy).group, threading.Event(), threading.Event()
+        trainer = threading.Thread(target=lambda: (reached.set(), done.wait()), name="trainer")
+        trainer.start()
+
+        def reduce(lender):
+            with group.lent_to_this_thread("psum", lender):
+                return float(strategy.reduce("SUM", 1.0))
+
+        assert in_thread(lambda: reduce(trainer)) == comm.size  # it takes them over from the thread that has built it
+        with pytest.raises(RuntimeError, match="psum in thread 'MainThread', but thread 'trainer' makes"):
+            in_thread(lambda: reduce(threading.main_thread()), "worker")
+        assert in_thread(lambda: reduce(trainer)) == comm.size
+        done.set()
+        trainer.join()
+        assert in_thread(lambda: reduce(threading.main_thread())) == strategy.reduce("SUM", 1.0) == comm.size
 
 
 @several
@@ -119,7 +139,7 @@ def test_take_over_by_two_threads_at_once_admits_one(lends):
             return True
 
     def enter():
-        with suppress(OtherThreadError), guards[0].lend("reduce") if lends else nullcontext():
+        with suppress(OtherThreadError), guards[0].lend("reduce", builder) if lends else nullcontext():
             if not lends:
                 guards[0].take_over("reduce")
             admitted.append(threading.get_ident())
