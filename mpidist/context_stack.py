@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
 
 from mpidist.transport.group.thread_guard import waits_for_autograd
+from mpidist.transport.shared_errors import of_callback
 from mpidist.transport.topology import Topology
 
 __all__ = [
@@ -173,10 +174,12 @@ class Scope(AbstractContextManager[_Strategy]):
         _stack.entries.append(self._entries[-1])
         return self._strategy
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _require_innermost(self._entries[-1])
         _stack.entries.pop()
         self._entries.pop()
+        if error is not None:
+            _raise_own(error)
 
 
 def parts_of(strategy: CurrentStrategy) -> Any:
@@ -295,6 +298,9 @@ def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
                 "a function without `yield` and `async`, or return list(...) of a generator"
             )
         return result
+    except BaseException as error:
+        _raise_own(error)
+        raise
     finally:
         del entries[depth:]
 
@@ -302,6 +308,13 @@ def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 def is_default(strategy: CurrentStrategy) -> bool:
     """Whether a strategy is the default one."""
     return _default.made is not None and strategy is _default.made[0]
+
+
+def _raise_own(error: BaseException) -> None:
+    """Raise this library's error in place of that of a library which has called it back, such as JAX."""
+    own = of_callback(error)
+    if own is not error:
+        raise own from None
 
 
 def _require_innermost(entry: Entry) -> None:

@@ -7,6 +7,7 @@ the calls inside and outside of compiled functions in the order of its program. 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from mpidist import context_stack
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
+from mpidist.transport.shared_errors import is_of_callback, note_callback_error
 
 if TYPE_CHECKING:
     import optax
@@ -52,7 +54,7 @@ def psum(tree: Any) -> Any:
 
     Raises:
         InvalidArgumentError: If numbers of a dtype cannot be reduced. If the ranks' arguments or calls differ: on every
-            rank; out of a compiled function JAX raises it as a `JaxRuntimeError` with this error's text.
+            rank. Inside `run` and `scope()` a compiled function raises JAX's `JaxRuntimeError`, with this error's text.
         RuntimeError: If no strategy is current, or the current one has no ranks in lock step with one replica each.
         TypeError: If a leaf is no array of numbers.
     """
@@ -159,12 +161,16 @@ def _reduce(op: ReduceOp, call: str, values: Mapping[str, Any]) -> Mapping[str, 
 
     These are NumPy's, as JAX's own could wait for the thread that makes them.
     """
-    caller = _caller(call)
-    parts = _parts_of(caller, call)
-    arrays = {name: np.asarray(value) for name, value in values.items()}
-    is_here = caller is threading.current_thread()
-    with nullcontext() if is_here else parts.group.lent_to_this_thread(call, caller):
-        results = parts.cross_device_ops.all_reduce(op, arrays, call=call)
+    try:
+        caller = _caller(call)
+        parts = _parts_of(caller, call)
+        arrays = {name: np.asarray(value) for name, value in values.items()}
+        is_here = caller is threading.current_thread()
+        with nullcontext() if is_here else parts.group.lent_to_this_thread(call, caller):
+            results = parts.cross_device_ops.all_reduce(op, arrays, call=call)
+    except BaseException as error:
+        note_callback_error(error, jax.errors.JaxRuntimeError)
+        raise
     return {name: np.asarray(results[name], _result_dtype(op, one)) for name, one in arrays.items()}
 
 
@@ -223,4 +229,10 @@ def _dispatch_synchronously() -> None:
     jax.config.update(_ASYNCHRONOUS, False)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a message of JAX is not about an error that `run` or `scope()` will raise."""
+    return not (record.exc_info and is_of_callback(record.exc_info[1]))
+
+
 _dispatch_synchronously()
+logging.getLogger("jax._src.callback").addFilter(_is_news)

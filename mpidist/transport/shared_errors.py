@@ -9,16 +9,21 @@ __all__ = [
     "Following",
     "following_of",
     "has_left",
+    "is_of_callback",
     "is_shared",
     "is_shared_by",
     "mark_following",
     "mark_left",
     "mark_shared",
+    "note_callback_error",
+    "of_callback",
     "repeat_of",
 ]
 
 
 _Error = TypeVar("_Error", bound=BaseException)
+
+_of_callback: list[tuple[BaseException, type[BaseException]]] = []  # at most one
 
 
 @final
@@ -74,3 +79,22 @@ def repeat_of(error: _Error, reason: str = "") -> _Error:
     again = type(error)(f"{reason}{error}")
     vars(again).update(vars(error))
     return again
+
+
+def note_callback_error(error: BaseException, raised_as: type[BaseException]) -> None:
+    """Store an error that leaves a callback: the library that has called raises a `raised_as` whose text ends alike."""
+    _of_callback[:] = [(error, raised_as)]
+
+
+def is_of_callback(error: BaseException | None) -> bool:
+    """Whether an error is the stored one."""
+    return any(own is error for own, _ in _of_callback)
+
+
+def of_callback(error: BaseException) -> BaseException:
+    """Return the stored error that this one stands for, with this one's traceback; this one, if it stands for none."""
+    for own, raised_as in _of_callback:
+        if isinstance(error, raised_as) and str(error).endswith(f"{type(own).__name__}: {own}"):
+            _of_callback.clear()
+            return own.with_traceback(error.__traceback__)
+    return error

@@ -64,9 +64,13 @@ def last_line(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's type and the first line of its text, also if its `__str__` raises."""
+    """Return an exception's type and the first line of its text, also if its `__str__` raises.
+
+    Of a text that is the traceback of another error, as JAX's are, it is the last line: that error's.
+    """
     entries = [entry for entry in traceback.format_exception_only(error) if not entry.startswith(" ")]  # no code
-    return entries[0].splitlines()[0]
+    lines = entries[0].splitlines()
+    return lines[-1 if lines[0].endswith("Traceback (most recent call last):") else 0]
 
 
 def value_text(value: Any) -> str:

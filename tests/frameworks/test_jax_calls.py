@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -20,7 +21,7 @@ from support.everywhere import raises_everywhere, same_everywhere
 import mpidist.jax
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.errors import InvalidArgumentError
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 
 several = pytest.mark.ranks(min=2)
 
@@ -170,14 +171,42 @@ def test_mismatch_in_jit_raises_on_every_rank(comm, strategy):
         (lambda: mpidist.jax.psum({"w": jnp.ones(2 + comm.rank)}), r"array \['w'\]: rank 0: f32\[2\]; rank 1: f32"),
         (lambda: mpidist.jax.psum(1) if comm.rank else mpidist.jax.pmax(1), "rank 0: mpidist.jax.pmax; rank"),
     ):
-        seen = None
-        try:
-            strategy.run(jax.jit(own))
-        except jax.errors.JaxRuntimeError as error:
-            seen = str(error)[str(error).rindex("InvalidArgumentError:") :]
         with raises_everywhere(comm, InvalidArgumentError, text):
-            raise InvalidArgumentError(seen or "nothing was raised")
+            strategy.run(jax.jit(own))
+        with raises_everywhere(comm, InvalidArgumentError, text), strategy.scope():
+            jax.jit(own)()
     assert int(strategy.run(jax.jit(lambda: mpidist.jax.psum(1)))) == comm.size
+
+
+@several
+def test_error_in_jit_is_that_of_jax_inside_of_run(comm, strategy, caplog):
+    problems = []
+
+    def step():
+        for as_own in (False, True):
+            try:
+                jax.jit(lambda: mpidist.jax.psum(jnp.ones(2 + comm.rank)))()
+            except jax.errors.JaxRuntimeError as error:
+                problems.append(error)
+                if as_own:
+                    raise KeyError(str(error)) from None
+
+    with raises_everywhere(comm, KeyError, "InvalidArgumentError: mpidist.jax.psum"):
+        strategy.run(step)
+    assert len(problems) == 2
+    assert caplog.records == []  # JAX logs each error of a callback
+
+
+@several
+def test_deadline_in_jit_is_caught_and_reset(comm):
+    late, step = comm.size - 1, jax.jit(mpidist.jax.psum)
+    with Strategy(comm=comm, communication_options=mpidist.CommunicationOptions(timeout_seconds=1)) as strategy:
+        assert strategy.run(step, args=(1,)) == comm.size
+        time.sleep(3 * (comm.rank == late))
+        with pytest.raises(DeadlineExceededError):
+            strategy.run(step, args=(1,))
+        strategy.reset()
+        assert strategy.run(step, args=(1,)) == comm.size
 
 
 def test_calls_in_threads_of_jax_are_in_the_order_of_the_program(comm, strategy):
@@ -271,6 +300,7 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy:
     step = jax.jit(lambda x: jax.lax.scan(lambda c, _: (mpidist.jax.psum(c), None), x, None, length=3)[0])
     strategy.run(step, args=(jax.numpy.ones(2),))
     print("first", flush=True)
+    fails = jax.jit(lambda: jax.debug.callback(lambda: strategy.rank == 1 and 1 / 0, ordered=True))
     FAULT
     print("second", flush=True)
 """
@@ -281,9 +311,10 @@ with mpidist.MultiWorkerMirroredStrategy() as strategy:
     ("fault", "text"),
     [
         ("strategy.run(step, args=(jax.numpy.ones(2 + strategy.rank),))", "InvalidArgumentError: mpidist.jax.psum"),
-        ("strategy.rank == 1 and 1 / 0; strategy.run(step, args=(jax.numpy.ones(2),))", "ZeroDivisionError"),
+        ("strategy.rank == 1 and 1 / 0; strategy.run(step, args=(jax.numpy.ones(2),))", "ZeroDivisionError: division"),
+        ("fails(); strategy.run(step, args=(1,))", "rank 1 left because of an exception: ZeroDivisionError: division"),
     ],
-    ids=["other shape", "a rank raises"],
+    ids=["other shape", "a rank raises", "a callback of a rank raises"],
 )
 def test_job_ends_with_the_error(tmp_path, fault, text):
     file = tmp_path / "program.py"
@@ -292,3 +323,5 @@ def test_job_ends_with_the_error(tmp_path, fault, text):
     assert ended.status != 0
     assert "first" in ended.out
     assert text in ended.err
+    assert ("1 / 0" in ended.err) == ("Zero" in text)  # the line of the rank at fault
+    assert ended.err.count("Traceback") == 1 + 2 * ("fails" in fault)  # JAX prints what is not mpidist's

@@ -25,6 +25,8 @@ def syntax_error():
 def test_errors_in_one_line():
     assert text_of(KeyError("mine")) == "KeyError: 'mine'"
     assert text_of(OSError("one\ntwo")) == "OSError: one"
+    inner = 'INTERNAL: error calling callback: Traceback (most recent call last):\n  File "x.py", line 1\nOSError: one'
+    assert text_of(RuntimeError(inner)) == "OSError: one"
     assert text_of(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert text_of(syntax_error()) == "SyntaxError: invalid syntax"
     assert text_of(Mute()).endswith("Mute: <exception str() failed>")
