@@ -216,7 +216,7 @@ CASES = {
         [*last_calls(WAITS, WAITS, WAITS), None, *last_calls(WAITS)], 1,
         [
             "4 files, 1 rank without one; written",
-            "=> no file of rank 3: gone, or stuck without a process on the node to write one",
+            "=> no file of rank 3: gone, or stuck or in one long call, and no process on the node wrote one",
         ],
     ),
     "gone": Case(
@@ -474,7 +474,7 @@ def test_flight_contradictory_files_are_named(tmp_path, flight):
     text = flight(status=1)
     note = f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too; it is left out"
     assert text.endswith(f"note: {note}")
-    assert "no file of rank 1: gone, or stuck without a process on the node to write one, or damaged " in text
+    assert "no file of rank 1: gone, or stuck or in one long call, and no process on the node wrote one, or damaged " in text
     write(tmp_path, 1, group(1, 2, [], token="whole"), group(1, 3, []))
     text = flight(status=1)
     assert f"note: {path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files;" in text

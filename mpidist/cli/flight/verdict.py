@@ -79,8 +79,8 @@ def judge(strategy: StrategyFlight, are_files_damaged: bool = False) -> Verdict:
         if ranks := [rank for place in places if place.process == process for rank in place.ranks]:
             lines.append(f"{_are(ranks)} {meaning}")
     if missing := strategy.missing:
-        reasons = f"gone, or stuck without a process on the node to write one{', or damaged' * are_files_damaged}"
-        lines.append(f"no file of {name_ranks(missing)}: {reasons}")
+        why = "gone, or stuck or in one long call, and no process on the node wrote one"
+        lines.append(f"no file of {name_ranks(missing)}: {why}{', or damaged' * are_files_damaged}")
     if difference is not None:
         sides = [f"{name_ranks(ranks)} called {_with(call, details)}" for call, details, ranks in difference[1]]
         lines.append(f"at call {difference[0]} {', '.join(some_of(sides, _MOST, 'other calls'))}")
