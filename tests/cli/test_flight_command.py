@@ -474,7 +474,10 @@ def test_flight_contradictory_files_are_named(tmp_path, flight):
     text = flight(status=1)
     note = f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too; it is left out"
     assert text.endswith(f"note: {note}")
-    assert "no file of rank 1: gone, or stuck or in one long call, and no process on the node wrote one, or damaged " in text
+    assert (
+        "no file of rank 1: gone, or stuck or in one long call, and no process on the node wrote one, or damaged "
+        in text
+    )
     write(tmp_path, 1, group(1, 2, [], token="whole"), group(1, 3, []))
     text = flight(status=1)
     assert f"note: {path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files;" in text
