@@ -92,7 +92,7 @@ def _are_alike(components: Sequence[Any], outs: Sequence[Any]) -> bool:
 
 
 def _key_of_array(
-    op_types: Set[type], name: str, reduce_op: Any, value: Any, out: Any, overrides: tuple[Any, ...] = ()
+    op_types: Set[type], name: str, reduce_op: Any, value: Any, out: Any, overrides: tuple[Any, ...]
 ) -> Described | None:
     if type(value) is not np.ndarray or type(reduce_op) not in op_types or not value.dtype.isnative:
         return None

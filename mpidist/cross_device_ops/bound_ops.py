@@ -106,8 +106,7 @@ class BoundOps:
                 error = name_call(problem, call)
         values = self._values_to_all(pairs) if error is None else None
         if values is not None:
-            reduced: list[Any] = self.all_reduce(reduce_op, values, options, call=call)
-            return reduced
+            return list(self.all_reduce(reduce_op, values, options, call=call))
         reduction_call, opened = open_batch_reduce(self.reductions, self._merge, call, reduce_op, pairs, options, error)
         if reduction_call.error is not None and isinstance(pairs, (list, tuple)) and any(map(_is_of_slices, pairs)):
             return self._batch_reduce_slices(reduce_op, pairs, options, call)
@@ -142,7 +141,7 @@ class BoundOps:
             first, others, into = of_first_replica(value, out, self.replicas.num_here)
         repeated: Described | None = None
         if options is None and error is None:
-            repeated = key_of_array(call, reduce_op, first, into)
+            repeated = key_of_array(call, reduce_op, first, into, ())
         if repeated is None:
             repeated = key_of_repeated(call, reduce_op, first, options, into, error)
         late_out = None

@@ -87,9 +87,8 @@ def weighted_mean(
     given = [] if error is not None else (sums[:-1], sums[-1])
     name = call if outs is None else outs.name(call)
     is_in_place = replicas.are_bare and not any(spec.device for spec in specs)  # in `product_memory`
-    totals, total_weight = ops.all_reduce(
-        combining, given, options, out=given if is_in_place and given else None, call=name, error=error
-    )
+    into = given if is_in_place and given else None
+    totals, total_weight = ops.all_reduce(combining, given, options, out=into, call=name, error=error)
     _require_divisor(ops, call, total_weight, {np.dtype(np.float64), *(total.dtype for total in totals)})
     memory = ops.group.result_memory if is_in_place and outs is None else None
     with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`

@@ -145,8 +145,8 @@ class MpiAgreement(Agreement):
         return super().arrive_at_once(record)
 
     def join_at_once(self, record: CallRecord, run: Callable[..., int], *given: Any) -> int:
-        call_watchdog, name = self._call_watchdog, record.name
-        recorder = call_watchdog.recorder
+        watch, name = self._call_watchdog, record.name
+        recorder = watch.recorder
         if self.notice.bit or self.step_exit is not None:
             return Progress.NOT_JOINED
         if recorder.after_begin is not None or not self.is_node_barrier:
@@ -158,8 +158,7 @@ class MpiAgreement(Agreement):
         if has_second_round and self._watchdog.has_notes():  # `arrive` raises why this call cannot complete
             return Progress.NOT_JOINED
         self.sequence = sequence = self.sequence + 1
-        call_watchdog.sequence, call_watchdog.call = sequence, name
-        call_watchdog.call_timeout, call_watchdog.is_new = timeout, True
+        watch.sequence, watch.call, watch.call_timeout, watch.is_new = sequence, name, timeout, True
         record.timeout, self._compared, self._has_second_round = timeout, None, has_second_round
         self._posted = record.fingerprint ^ has_second_round ^ (self.run << 1)
         self._notice_bit, self._step_exit = 0, None
@@ -167,7 +166,7 @@ class MpiAgreement(Agreement):
         progress = run(*given, sequence, text, self._posted, record.variant, has_second_round)
         if progress == Progress.JOINED_AGAIN:
             self._compared = True, True
-            call_watchdog.mark_joined()
+            watch.mark_joined()
             return Progress.JOINED
         return progress
 

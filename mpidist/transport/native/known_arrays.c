@@ -148,19 +148,18 @@ static int overlap(PyArrayObject *one, PyArrayObject *other)
 }
 
 PyDoc_STRVAR(key_of_array_doc,
-             "key_of_array(op_types, name, reduce_op, value, out, overrides=())\n--\n\n"
+             "key_of_array(op_types, name, reduce_op, value, out, overrides)\n--\n\n"
              "Describe a reduction of one array: see `collectives.repeated_calls.key_of_array`.");
 
 static PyObject *key_of_array(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
 {
     enum { OP_TYPES, NAME, OP, VALUE, OUT, OVERRIDES, NUM };
-    if (num_given < OVERRIDES || num_given > NUM) {
-        PyErr_SetString(PyExc_TypeError, "key_of_array: needed are five or six arguments");
+    const int is_known_op = num_given == NUM ? PySet_Contains(given[OP_TYPES], (PyObject *)Py_TYPE(given[OP])) : -1;
+    if (is_known_op < 0) {
+        PyErr_SetString(PyExc_TypeError, "key_of_array: needed are a set of types and five arguments of a call");
         return NULL;
     }
     PyObject *value = given[VALUE], *out = given[OUT];
-    const int is_known_op = PySet_Contains(given[OP_TYPES], (PyObject *)Py_TYPE(given[OP]));
-    if (is_known_op < 0) return NULL;
     if (!is_known_op || !PyArray_CheckExact(value) || !PyArray_ISCARRAY_RO((PyArrayObject *)value)) Py_RETURN_NONE;
     PyArrayObject *array = (PyArrayObject *)value, *into = (PyArrayObject *)out;
     if (out != Py_None) {
@@ -169,13 +168,8 @@ static PyObject *key_of_array(PyObject *Py_UNUSED(module), PyObject *const *give
         if (out != value && !PyArray_EquivTypes(PyArray_DESCR(array), PyArray_DESCR(into))) Py_RETURN_NONE;
     }
     PyObject *shape = PyArray_IntTupleFromIntp(PyArray_NDIM(array), PyArray_DIMS(array));
-    PyObject *overrides = num_given == NUM ? Py_NewRef(given[OVERRIDES]) : PyTuple_New(0);
-    if (!shape || !overrides) {
-        Py_XDECREF(shape);
-        Py_XDECREF(overrides);
-        return NULL;
-    }
-    return Py_BuildValue("(OONONO)OOO", given[NAME], given[OP], shape, PyArray_DESCR(array), overrides,
+    if (!shape) return NULL;
+    return Py_BuildValue("(OONOOO)OOO", given[NAME], given[OP], shape, PyArray_DESCR(array), given[OVERRIDES],
                          out == Py_None ? Py_False : Py_True, value, out, Py_None);
 }
 
