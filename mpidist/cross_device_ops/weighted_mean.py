@@ -72,9 +72,7 @@ def weighted_mean(
     if is_fp16 and error is None:
         most = ops.all_reduce(ReduceOp.MAX, per_replica_value(weights, replicas), options, call=call)
         _, exponent = math.frexp(most)
-        weights = [
-            np.asarray(np.ldexp(own_weight, -exponent)) for own_weight in weights
-        ]  # exact; the largest is 0.5 to 1
+        weights = [np.asarray(np.ldexp(own, -exponent)) for own in weights]  # exact; the largest is 0.5 to 1
     try:
         of_replicas = [[*map(_native, leaves)] for leaves in (flat.leaves, *flat.others)]
         specs = [Spec(its.shape, _dtypes_of_mean(its.dtype)[0], arrays.is_device(its)) for its in of_replicas[0]]
@@ -90,9 +88,7 @@ def weighted_mean(
     into = given if is_in_place and given else None
     totals, total_weight = ops.all_reduce(combining, given, options, out=into, call=name, error=error)
     _require_divisor(ops, call, total_weight, {np.dtype(np.float64), *(total.dtype for total in totals)})
-    memory = ops.group.result_memory if is_in_place and outs is None else None
-    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-        means = [_divided(total, total_weight, spec, memory) for total, spec in zip(totals, specs, strict=True)]
+    means = _divided(totals, total_weight, specs, ops.group.result_memory if is_in_place and outs is None else None)
     if outs is not None:
         outs.write(call, means)
         return out
@@ -183,8 +179,12 @@ def _require_divisor(ops: BoundOps, call: str, weight: Any, dtypes: set[np.dtype
     raise no_mean
 
 
-def _divided(total: Any, weight: Any, spec: Spec, memory: ResultMemory | None) -> Any:
-    """Divide a sum: in place, or into a new array of `memory`. Return it in the dtype of the mean."""
-    into = total if memory is None or total.dtype != spec.dtype else memory.empty(*spec)
-    np.divide(total, total.dtype.type(weight), out=into)
-    return into.astype(spec.dtype, copy=False)
+def _divided(totals: list[Any], weight: Any, specs: list[Spec], memory: ResultMemory | None) -> list[Any]:
+    """Divide sums: in place, or into new arrays of `memory`. Return them in the dtypes of the means."""
+    means = []
+    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+        for total, spec in zip(totals, specs, strict=True):
+            into = total if memory is None or total.dtype != spec.dtype else memory.empty(*spec)
+            np.divide(total, total.dtype.type(weight), out=into)
+            means.append(into.astype(spec.dtype, copy=False))
+    return means
