@@ -82,7 +82,7 @@ class _Slurm(Allocation):
     def launcher(self, start: Start, lost: Sequence[str]) -> Launch:
         threads = start.threads or self._cores_of_task
         options = [f"--mpi={start.library.slurm_plugin}", "-n", str(start.ranks), "-c", str(threads)]
-        options += ["--kill-on-bad-exit=1", *["--label"] * start.is_tagged]
+        options += ["--export=ALL", "--kill-on-bad-exit=1", *["--label"] * start.is_tagged]
         if lost:
             options += [f"--nodes={len(self.nodes) - len(lost)}", f"--exclude={','.join(lost)}"]
         return Launch(["srun", *options], {}, threads)

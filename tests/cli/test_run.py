@@ -82,7 +82,7 @@ def test_run_in_a_job_of_slurm_uses_srun_for_all_tasks(program, capsys, monkeypa
     assert "OMP_NUM_THREADS=4" in words
     srun = words[words.index("srun") :]
     assert srun[1] in ("--mpi=pmi2", "--mpi=pmix")
-    assert srun[2:6] == ["-n", "8", "-c", "4"]
+    assert srun[2:7] == ["-n", "8", "-c", "4", "--export=ALL"]  # for `sbatch --export=NONE` counts for srun, too
     assert srun[-2:] == [sys.executable, "train.py"]
 
 
