@@ -31,7 +31,6 @@ from mpidist.transport.agreement.fingerprint import fingerprint_of, name_digest
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.started_calls import Pending, Steps, Workplace
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.text import count_text, name_ranks, size_text, value_text
@@ -60,7 +59,7 @@ class Reductions:
         self.replicas = replicas
         self._algorithm, self._configuration = algorithm, configuration
         self._overflows = OverflowReport()
-        self._sum_memory = SumMemory()
+        self._sum_memory = group.result_memory.sums
         self._plans: dict[Any, Plan] = {}
         # By fingerprint, equal on all ranks: plans that add replicas on GPUs and have not compiled their additions yet.
         self._uncompiled: dict[int, LocalSums | None] = {}

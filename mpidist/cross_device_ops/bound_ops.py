@@ -21,7 +21,6 @@ from mpidist.collectives.repeated_calls import NO_OTHERS, Described, key_of_arra
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.text import name_ranks
 from mpidist.values import Contributions
 
@@ -41,7 +40,6 @@ class BoundOps:
     Attributes:
         options: The defaults of all calls.
         reductions: Carries the reductions out.
-        product_memory: Memory of values times weights, of one call at a time.
 
     Raises:
         UnavailableError: If `options` ask for NCCL and it is not available.
@@ -61,7 +59,6 @@ class BoundOps:
         self.replicas = Replicas.one_per_rank(group.topology) if replicas is None else replicas
         self.options = CommunicationOptions()
         self.options = self._merge(algorithm._options.merge(options))
-        self.product_memory = SumMemory()
         self.reductions = Reductions(group, algorithm, self.configuration, self.replicas)
 
     def of_bare_values(self) -> BoundOps:

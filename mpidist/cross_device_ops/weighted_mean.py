@@ -56,6 +56,7 @@ def weighted_mean(
     also of axes with weights (`has_axis`), are raised on every rank.
     """
     call, replicas = f"{name} with weights", ops.replicas
+    ops.group.enter(call)  # before the memory of products is written
     flat, specs, sums, weights, outs, is_fp16 = NO_CONTRIBUTIONS, [], [], [], None, False
     try:
         op = ReduceOp.of(reduce_op)
@@ -70,13 +71,11 @@ def weighted_mean(
         error = error or name_call(problem, call)
     combining = ReduceOp.MEAN if is_fp16 else ReduceOp.SUM  # float16 holds more means than sums
     if is_fp16 and error is None:
-        most = ops.all_reduce(ReduceOp.MAX, per_replica_value(weights, replicas), options, call=call)
-        _, exponent = math.frexp(most)
-        weights = [np.asarray(np.ldexp(own, -exponent)) for own in weights]  # exact; the largest is 0.5 to 1
+        weights = _scaled(ops, call, weights, options)
     try:
         of_replicas = [[*map(_native, leaves)] for leaves in (flat.leaves, *flat.others)]
         specs = [Spec(its.shape, _dtypes_of_mean(its.dtype)[0], arrays.is_device(its)) for its in of_replicas[0]]
-        products = _weighted(of_replicas, weights, ops.product_memory)
+        products = _weighted(of_replicas, weights, ops.group.result_memory.products)
         sums = [per_replica_value(of_leaf, replicas) for of_leaf in zip(*products, strict=True)]
         if out is not None:
             outs = LateOuts(out, flat.structure, specs, ops, bool(flat.mirrored))
@@ -84,7 +83,7 @@ def weighted_mean(
         error = error or name_call(problem, call)
     given = [] if error is not None else (sums[:-1], sums[-1])
     name = call if outs is None else outs.name(call)
-    is_in_place = replicas.are_bare and not any(spec.device for spec in specs)  # in `product_memory`
+    is_in_place = replicas.are_bare and not any(spec.device for spec in specs)  # else the sums are new arrays
     into = given if is_in_place and given else None
     totals, total_weight = ops.all_reduce(combining, given, options, out=into, call=name, error=error)
     _require_divisor(ops, call, total_weight, {np.dtype(np.float64), *(total.dtype for total in totals)})
@@ -113,6 +112,12 @@ def _number_of(weight: Any) -> np.ndarray[Any, Any]:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"weight must be a finite number >= 0, got {number}")
     return number.astype(np.float64)
+
+
+def _scaled(ops: BoundOps, call: str, weights: list[Any], options: CommunicationOptions | None) -> list[Any]:
+    """Divide the weights of all ranks by a power of 2, so that the largest is 0.5 to 1. Collective."""
+    _, exponent = math.frexp(ops.all_reduce(ReduceOp.MAX, per_replica_value(weights, ops.replicas), options, call=call))
+    return [np.asarray(np.ldexp(own, -exponent)) for own in weights]
 
 
 def _weighted(of_replicas: list[list[Any]], weights: list[np.ndarray[Any, Any]], memory: SumMemory) -> list[list[Any]]:

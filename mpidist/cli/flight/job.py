@@ -101,8 +101,9 @@ def load_job(named: Path) -> JobFlight:
             if content["world_rank"] != rank:
                 raise ValueError(f"it belongs to rank {content['world_rank']}")
             frames, problem = content["stack"]
-            stack, written = Stack(tuple(Frame(*frame) for frame in frames), problem), float(content["time"])
-            told = content["written_by"], content["host"], written, content["reason"], stack
+            stack = Stack(tuple(Frame(str(path), int(line), str(name)) for path, line, name in frames), str(problem))
+            written, reason = float(content["time"]), str(content["reason"])
+            told = content["written_by"], str(content["host"]), written, reason, stack
             file = FlightFile(rank, *told, content.get("left", False))
             groups = [_group(group, file, strategies) for group in content["groups"]]
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -119,7 +120,7 @@ def load_job(named: Path) -> JobFlight:
 
 def _group(content: dict[str, Any], file: FlightFile, others: dict[str, StrategyFlight]) -> StrategyFlight:
     """Return the part of a strategy that a file has, if it fits the parts of `others`."""
-    group, rank, size = content["group"], int(content["rank"]), int(content["size"])
+    group, rank, size = str(content["group"]), int(content["rank"]), int(content["size"])
     flight = RankFlight(file, content["process"], [_call(*row) for row in content["calls"]])
     strategy = StrategyFiles(group, size, {rank: flight})
     if others.get(group, strategy).size != size:

@@ -156,8 +156,8 @@ class ReductionCall(CallRecord):
             "compression": str(options.compression),
             "compress_everywhere": str(options.compress_everywhere),
         }
-        if self.destinations is not None:
-            fields["destinations"] = "; ".join(name_ranks(ranks) for ranks in self.destinations)
+        to_all = [] if self.destinations is None else [name_ranks(ranks) for ranks in self.destinations]
+        fields["destinations"] = "; ".join(to_all) or "all ranks"
         names, mirrored_names = names_of(self._structures, self._mirrored)
         fields["mirrored"] = ", ".join(mirrored_names) or "none"
         forms = "; ".join(map(form_text, self._structures))

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport import arrays
+from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.result_block import ResultBlock
 
@@ -112,9 +113,13 @@ def _is_used(blocks: weakref.ref[_Blocks]) -> bool:
 
 @final
 class ResultMemory:
-    """The memory of the results of one group of ranks: at most `limit` bytes, used or not; 0 keeps nothing. Local."""
+    """The memory of the results of one group of ranks: at most `limit` bytes, used or not; 0 keeps nothing. Local.
+
+    `sums` and `products` are of one call at a time: of this rank's replicas; of values with weights.
+    """
 
     def __init__(self, limit: int) -> None:
+        self.sums, self.products = SumMemory(limit), SumMemory(limit)
         self._limit, self.nbytes = limit, 0  # `nbytes`: of all that is kept
         self._clock = count(1)
         self._kept: OrderedDict[_Blocks, RecycledResults] = OrderedDict()  # the one that was taken last comes last
@@ -146,6 +151,8 @@ class ResultMemory:
         """Give the memory back: at once, or when the program releases the arrays in it."""
         for blocks in list(self._kept):
             self.drop(blocks)
+        self.sums.clear()
+        self.products.clear()
 
     def has_taken(self, blocks: _Blocks) -> None:
         """Note that results lie in `blocks` from now on."""

@@ -16,9 +16,17 @@ _ALIGNMENT: Final = 64
 
 @final
 class SumMemory:
-    """Host memory for the sums of one call at a time. It is kept, as new pages of the system take as long as to add."""
+    """Host memory for the sums of one call at a time. It is kept, as new pages of the system take as long as to add.
 
-    def __init__(self) -> None:
+    `limit`: the most bytes that are kept, until `clear`.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.clear()
+
+    def clear(self) -> None:
+        """Give the memory back, once no call uses it."""
         self._kept = np.empty(0, np.uint8)
         self._forms: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
         self._taken: list[Any] = []  # of these forms
@@ -32,6 +40,8 @@ class SumMemory:
         if forms != self._forms:
             sizes = [prod(shape) * dtype.itemsize for shape, dtype in forms]
             starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+            if starts[-1] > self._limit:
+                return list(map(np.empty, shapes, dtypes))
             if self._kept.size < starts[-1]:
                 self._kept = np.empty(starts[-1], np.uint8)
             places = zip(starts, sizes, forms, strict=False)

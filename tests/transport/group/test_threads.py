@@ -159,8 +159,10 @@ def test_take_over_by_two_threads_at_once_admits_one(lends):
 
 
 @several
-def test_thread_is_refused_while_the_first_is_in_a_call(comm):
-    """Else its call would be another one of this rank, beside that of the first."""
+@pytest.mark.parametrize("weight", [None, 1])
+def test_thread_is_refused_while_the_first_is_in_a_call(comm, monkeypatch, weight):
+    """Else its call would be another one of this rank, beside that of the first, whose numbers stay as they are."""
+    monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi" if weight else "auto")
     with Strategy(comm=comm) as strategy:
         agreement = parts_of(strategy).group.agreement
         before, errors = agreement.sequence, []
@@ -169,7 +171,7 @@ def test_thread_is_refused_while_the_first_is_in_a_call(comm):
             while agreement.sequence == before:
                 time.sleep(0.001)
             try:
-                strategy.reduce("SUM", 1.0)
+                strategy.reduce("MEAN", np.full(9, 1000.0), weight=weight)
             except RuntimeError as error:
                 errors.append(str(error))
             comm.send(None, 1)
@@ -179,7 +181,7 @@ def test_thread_is_refused_while_the_first_is_in_a_call(comm):
             thread.start()
         else:
             comm.recv(source=0)
-        assert strategy.reduce("SUM", 1.0) == comm.size
+        assert (strategy.reduce("MEAN", np.ones(9), weight=weight) == 1).all()
         if comm.rank == 0:
             thread.join()
             assert "but thread 'MainThread' makes this strategy's calls" in errors[0]

@@ -30,6 +30,14 @@ def repeated(memory, shapes, dtypes):
     return results
 
 
+def test_memory_of_sums_is_kept_up_to_the_limit_until_it_is_cleared(memory):
+    for sums, is_kept in ((memory.sums, True), (memory.products, True), (ResultMemory(NBYTES - 1).sums, False)):
+        (first,), (second,) = (sums.take([LARGE], [FLOAT]) for _ in range(2))
+        assert (first is second, np.shares_memory(first, second)) == (is_kept, is_kept)
+        memory.clear()
+        assert not np.shares_memory(sums.take([LARGE], [FLOAT])[0], first)
+
+
 def test_result_memory_keeps_nothing_of_a_single_call(memory):
     memory.results([LARGE], [FLOAT]).take()
     memory.empty(LARGE, FLOAT, device=False)
