@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
 
 from mpidist.transport.group.thread_guard import waits_for_autograd
-from mpidist.transport.shared_errors import of_callback
+from mpidist.transport.shared_errors import callback_errors, of_callback
 from mpidist.transport.topology import Topology
 
 __all__ = [
@@ -303,6 +303,8 @@ def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         raise
     finally:
         del entries[depth:]
+        if callback_errors:  # which refer to arrays
+            callback_errors.pop(threading.get_ident(), None)
 
 
 def is_default(strategy: CurrentStrategy) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.callback import _OrderedIOEffect as _ORDER
 from jax._src.interpreters.pxla import ExecuteReplicated
 from jax._src.xla_bridge import backends_are_initialized
 from jax.experimental import io_callback
@@ -161,6 +162,7 @@ def _reduce(op: ReduceOp, call: str, values: Mapping[str, Any]) -> Mapping[str, 
 
     These are NumPy's, as JAX's own could wait for the thread that makes them.
     """
+    caller = None
     try:
         caller = _caller(call)
         parts = _parts_of(caller, call)
@@ -169,7 +171,7 @@ def _reduce(op: ReduceOp, call: str, values: Mapping[str, Any]) -> Mapping[str, 
         with nullcontext() if is_here else parts.group.lent_to_this_thread(call, caller):
             results = parts.cross_device_ops.all_reduce(op, arrays, call=call)
     except BaseException as error:
-        note_callback_error(error, jax.errors.JaxRuntimeError)
+        note_callback_error(error, jax.errors.JaxRuntimeError, None if caller is None else caller.ident)
         raise
     return {name: np.asarray(results[name], _result_dtype(op, one)) for name, one in arrays.items()}
 
@@ -211,8 +213,8 @@ def _caller(call: str) -> threading.Thread:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a thread waits for a compiled function whose calls of Python have an order."""
-    while frame is not None and not (frame.f_code is _EXECUTE and frame.f_locals["self"].ordered_effects):
+    """Whether a thread waits for a compiled function with calls of Python like those here, which have an order."""
+    while frame is not None and not (frame.f_code is _EXECUTE and _ORDER in frame.f_locals["self"].ordered_effects):
         frame = frame.f_back
     return frame is not None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import get_ident
 from typing import NamedTuple, TypeVar, final
 
 __all__ = [
     "Following",
+    "callback_errors",
     "following_of",
     "has_left",
     "is_of_callback",
@@ -23,7 +25,7 @@ __all__ = [
 
 _Error = TypeVar("_Error", bound=BaseException)
 
-_of_callback: list[tuple[BaseException, type[BaseException]]] = []  # at most one
+callback_errors: dict[int | None, tuple[BaseException, type[BaseException]]] = {}  # by the ident of the waiting thread
 
 
 @final
@@ -81,20 +83,24 @@ def repeat_of(error: _Error, reason: str = "") -> _Error:
     return again
 
 
-def note_callback_error(error: BaseException, raised_as: type[BaseException]) -> None:
-    """Store an error that leaves a callback: the library that has called raises a `raised_as` whose text ends alike."""
-    _of_callback[:] = [(error, raised_as)]
+def note_callback_error(error: BaseException, raised_as: type[BaseException], ident: int | None) -> None:
+    """Store an error that leaves a callback: the library that has called raises a `raised_as` whose text ends alike.
+
+    `ident`: of the thread that waits for the callback; `None` if it is unknown.
+    """
+    callback_errors[ident] = error, raised_as
 
 
 def is_of_callback(error: BaseException | None) -> bool:
-    """Whether an error is the stored one."""
-    return any(own is error for own, _ in _of_callback)
+    """Whether an error is a stored one."""
+    return any(own is error for own, _ in list(callback_errors.values()))
 
 
 def of_callback(error: BaseException) -> BaseException:
     """Return the stored error that this one stands for, with this one's traceback; this one, if it stands for none."""
-    for own, raised_as in _of_callback:
+    for ident in (get_ident(), None):
+        own, raised_as = callback_errors.get(ident, (error, ()))
         if isinstance(error, raised_as) and str(error).endswith(f"{type(own).__name__}: {own}"):
-            _of_callback.clear()
+            callback_errors.pop(ident, None)
             return own.with_traceback(error.__traceback__)
     return error

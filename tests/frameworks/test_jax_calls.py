@@ -229,10 +229,9 @@ def test_compiled_function_never_uses_the_strategy_of_another_thread(comm):
     step = jax.jit(lambda x: mpidist.jax.psum(gradient(x) * 0 + 1)[0, 0])
     value, inside, leave = jnp.ones((512, 512)), threading.Event(), threading.Event()
 
-    def stay():
+    def stay():  # also in a compiled function that has its own calls of Python
         with mpidist.OneDeviceStrategy().scope():
-            inside.set()
-            leave.wait()
+            jax.jit(lambda: jax.debug.callback(lambda: (inside.set(), leave.wait()), ordered=True))()
 
     thread = threading.Thread(target=stay, daemon=True)
     with Strategy(comm=comm) as strategy:
