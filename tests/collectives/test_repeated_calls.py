@@ -531,12 +531,12 @@ def test_repeated_copies_pass_through_few_functions(strategy, make):
     calls, waits = set(), []
 
     def note(frame, event, _):
-        path, name = frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname
+        path, name = frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_name
         if event == "call" and not waits:
-            if path == "transport/waiting.py" or name.endswith("._wait"):
+            if path == "transport/waiting.py" or name == "_wait":
                 waits.append(frame)
             elif not path.startswith(("/", "<", "transport/agreement/", "transport/failures/")):
-                calls.add((path, name))
+                calls.add((path, f"{name} in line {frame.f_code.co_firstlineno}"))
         elif event == "return" and waits == [frame]:
             waits.clear()
 
