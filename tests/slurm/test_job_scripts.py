@@ -306,7 +306,12 @@ def test_chain_goes_on_after_the_loss_of_a_node(tmp_path):
     """Rank 1 has ended well on the node that is lost; rank 0 fails before Slurm misses the node."""
     program = """
 import os, pathlib, time
-if os.environ["SLURM_PROCID"] == "0":
+step = pathlib.Path("step")  # the process of Slurm that starts rank 1 and reports its end
+if os.environ["SLURM_PROCID"] == "1":
+    step.symlink_to(f"/proc/{os.getppid()}")
+else:
+    while not step.is_symlink() or step.exists():
+        time.sleep(0.1)
     print("works", flush=True)
     while not pathlib.Path("lost").exists():
         time.sleep(0.1)
@@ -317,6 +322,8 @@ if os.environ["SLURM_PROCID"] == "0":
         job.wait_for_output("works")
         cluster.lose("n2")
         (tmp_path / "lost").touch()
+        job.wait_for_output(f"job {job.number}: end")
+        cluster.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
         ended = job.end()
     assert (ended.code, ended.output.splitlines()[-1]) == (
         75,
