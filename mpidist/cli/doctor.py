@@ -104,7 +104,8 @@ def _within_nodes(group: SyncGroup) -> str:
         return "one rank"
     if group.levels.fused is None:
         return "messages of MPI; the warning above has the error of shared memory"
-    return "shared memory"
+    groups = len(group.topology.cache_groups)
+    return f"shared memory, in {groups} groups of ranks that share a cache" if groups else "shared memory"
 
 
 def _print_page(topology: Topology, facts: Sequence[RankFacts], within: str, found: Sequence[Finding]) -> None:

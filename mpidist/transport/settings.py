@@ -69,10 +69,13 @@ _REAL_TIME: Final = _number_of("signals", _LEAST_SIGNAL, _MOST_SIGNAL)
 _SWITCH: Final = _one_of({"1": True, "0": False})
 _SECONDS: Final = _Kind(_seconds_of, "a number of seconds >= 0")
 _DEADLINE: Final = _Kind(lambda text: _seconds_of(text) or None, _SECONDS.rule)
-_NODES: Final = _Kind(
-    lambda text: tuple(map(int, text.split(","))),
-    "the node of each rank of the world, whole numbers with commas between them: 0,0,1,1",
-)
+
+
+def _of_each_rank(what: str) -> _Kind:
+    rule = f"the {what} of each rank of the world, whole numbers with commas between them: 0,0,1,1"
+    return _Kind(lambda text: tuple(map(int, text.split(","))), rule)
+
+
 _SIGNAL: Final = _Kind(
     lambda text: None if text.lower() == "off" else _REAL_TIME.convert(text),
     f"a signal from {_LEAST_SIGNAL} to {_MOST_SIGNAL}, or off",
@@ -100,6 +103,7 @@ class Settings:
 
     Attributes:
         pretend_nodes: Node label of each rank of the world, or `None` for the real nodes.
+        pretend_caches: The label of the last-level cache of each rank of the world, or `None` for the real ones.
         check: Whether ranks compare their calls before data moves.
         timeout_seconds: The deadline of calls without `timeout_seconds` of their own; `None` waits for ever.
         abort_on_error: Whether an uncaught exception on one rank ends the whole job.
@@ -121,7 +125,8 @@ class Settings:
         own_restarts: How often `mpidist run` has started this job again; `slurm_restarts`: how often Slurm has.
     """
 
-    pretend_nodes: tuple[int, ...] | None = _variable("MPIDIST_PRETEND_NODES", _NODES)
+    pretend_nodes: tuple[int, ...] | None = _variable("MPIDIST_PRETEND_NODES", _of_each_rank("node"))
+    pretend_caches: tuple[int, ...] | None = _variable("MPIDIST_PRETEND_CACHES", _of_each_rank("cache"))
     check: bool = _variable("MPIDIST_CHECK", _SWITCH, True)
     timeout_seconds: float | None = _variable("MPIDIST_TIMEOUT_SECONDS", _DEADLINE)
     abort_on_error: bool = _variable("MPIDIST_ON_ERROR", _one_of({"abort": True, "raise": False}), True)

@@ -21,17 +21,21 @@ class Topology:
         rank: This rank in the group.
         node_of_rank: The node of each rank. Nodes are numbered in order of first appearance by rank.
         hostnames: The host name of each rank.
+        cache_of_rank: A name for the last-level cache of each rank's processors; "" if they share none. Or no names.
     """
 
     rank: int
     node_of_rank: tuple[int, ...]
     hostnames: tuple[str, ...]
+    cache_of_rank: tuple[str, ...] = ()
 
     @classmethod
-    def from_labels(cls, rank: int, labels: Sequence[Hashable], hostnames: Sequence[str]) -> Topology:
+    def from_labels(
+        cls, rank: int, labels: Sequence[Hashable], hostnames: Sequence[str], caches: Sequence[str] = ()
+    ) -> Topology:
         """Make a topology from a label of each rank's node, numbering the nodes in order of first appearance."""
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-        return cls(rank, tuple(numbers[label] for label in labels), tuple(hostnames))
+        return cls(rank, tuple(numbers[label] for label in labels), tuple(hostnames), tuple(caches))
 
     @property
     def size(self) -> int:
@@ -78,6 +82,16 @@ class Topology:
     def is_leader(self) -> bool:
         """Whether this rank is the first of its node."""
         return self.local_rank == 0
+
+    @cached_property
+    def cache_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The local ranks of this rank's node, by the cache that they share; `()` unless there are several of each."""
+        if not self.cache_of_rank:
+            return ()
+        caches = {local: self.cache_of_rank[rank] for local, rank in enumerate(self.nodes[self.node])}
+        groups = group_ranks(caches)
+        is_worth_it = "" not in groups and len(groups) > 1 and min(map(len, groups.values())) > 1
+        return tuple(map(tuple, groups.values())) if is_worth_it else ()
 
     @cached_property
     def is_even(self) -> bool:

@@ -38,10 +38,11 @@ def test_variable_that_is_not_understood_is_refused_on_all_ranks(monkeypatch):
         ("MPIDIST_TRANSPORT", "MPI", is_wrong + transports),
         ("MPIDIST_PRETEND_NODES", "0,a", is_wrong),
         ("MPIDIST_PRETEND_NODES", ",".join("0" * (WORLD.size + 1)), ""),
+        ("MPIDIST_PRETEND_CACHES", ",".join("0" * (WORLD.size + 1)), ""),
     ):
         kind, wrong = (ValueError, f"{name}='{value}' {text}") if text else (TopologyError, name)
         monkeypatch.setenv(name, value)
-        with raises_everywhere(WORLD, kind, f"^rank 0: {wrong}" if text else f"^{wrong} names the nodes of"):
+        with raises_everywhere(WORLD, kind, f"^rank 0: {wrong}" if text else f"^{wrong} has the numbers of"):
             MultiWorkerMirroredStrategy()
         if WORLD.rank < last:
             monkeypatch.delenv(name)

@@ -19,6 +19,7 @@ VALUES = [
     ("PRETEND_NODES", " 7 , -1,7 ", "pretend_nodes", (7, -1, 7)),
     ("PRETEND_NODES", "0", "pretend_nodes", (0,)),
     ("PRETEND_NODES", "  ", "pretend_nodes", None),
+    ("PRETEND_CACHES", "0,0,1", "pretend_caches", (0, 0, 1)),
     ("CHECK", "1", "check", True),
     ("CHECK", " 0 ", "check", False),
     ("CHECK", "", "check", True),

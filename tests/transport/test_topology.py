@@ -24,6 +24,22 @@ def topology(labels, rank=0):
     return Topology.from_labels(rank, labels, [f"host-{label}" for label in labels])
 
 
+def test_cache_groups_are_several_of_several_ranks():
+    for caches, groups in (
+        ("aabb", ((0, 1), (2, 3))),
+        ("abab", ((0, 2), (1, 3))),
+        ("aaabb", ((0, 1, 2), (3, 4))),
+        ("aaab", ()),
+        ("aaaa", ()),
+        (["", "", "a", "a"], ()),
+        ("", ()),
+    ):
+        names = tuple(caches)
+        assert Topology(0, (0,) * max(len(names), 1), ("host",), names).cache_groups == groups
+    of_nodes = [Topology(rank, (0, 0, 0, 0, 1, 1, 1, 1), ("host",), tuple("aabbabab")) for rank in (0, 4)]
+    assert [its.cache_groups for its in of_nodes] == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
+
+
 @pytest.mark.parametrize(("labels", "node_of_rank", "nodes", "local_ranks", "is_even"), ROWS)
 def test_nodes_are_numbered_by_first_appearance(labels, node_of_rank, nodes, local_ranks, is_even):
     for rank in range(len(labels)):

@@ -30,6 +30,7 @@ from mpidist.transport.mpi.library import (
     ranks_of_node,
 )
 from mpidist.transport.mpi.shared_files import mapped_mpi_files, unlink_files_of_all
+from mpidist.transport.node_memory.caches import shared_cache
 from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import count_text, group_ranks, name_ranks
@@ -137,6 +138,7 @@ class _Report:
         first_here: The first rank with which it shares memory.
         token: A random name for the group; that of the first rank counts.
         mpi_files: The files in which MPI shares memory with the rank.
+        cache: A name for the last-level cache of its processors, or "".
     """
 
     error: str | None
@@ -146,6 +148,7 @@ class _Report:
     hostname: str
     token: str
     mpi_files: frozenset[tuple[str, int]]
+    cache: str
 
     @classmethod
     def own(cls, error: str | None, first_here: int) -> _Report:
@@ -153,7 +156,7 @@ class _Report:
         variables = {name: value for name, value in os.environ.items() if name.startswith("MPIDIST_")}
         versions = {"Python": sys.version.split()[0], "NumPy": np.__version__}
         hostname, token = socket.gethostname(), secrets.token_hex(4)
-        return cls(error, variables, versions, first_here, hostname, token, mapped_mpi_files())
+        return cls(error, variables, versions, first_here, hostname, token, mapped_mpi_files(), shared_cache())
 
 
 def _require_equal_settings(everyone: Sequence[_Report]) -> None:
@@ -200,7 +203,7 @@ def discover(comm: Intracomm) -> tuple[Settings, Topology, str]:
         _require_equal_settings(everyone)
         if comm.rank == 0:
             _warn_of_unknown(everyone[0].variables)
-        topology = _topology(comm, everyone, settings.pretend_nodes)
+        topology = _topology(comm, everyone, settings)
     except (ValueError, TopologyError):
         comm.Free()
         raise
@@ -211,22 +214,29 @@ def discover(comm: Intracomm) -> tuple[Settings, Topology, str]:
     return settings, topology, everyone[0].token
 
 
-def _topology(comm: Intracomm, everyone: Sequence[_Report], pretend_nodes: tuple[int, ...] | None) -> Topology:
-    """Find the node of each rank. Local."""
+def _pretended(comm: Intracomm, variable: str, labels: tuple[int, ...] | None) -> list[int] | None:
+    """Return the labels of the ranks of a group, of those that a variable gives all ranks of the world. Local."""
+    if labels is None:
+        return None
+    in_job = load_mpi().COMM_WORLD.Get_size()
+    if len(labels) != in_job:
+        raise TopologyError(
+            f"{variable} has the numbers of {count_text(len(labels), 'rank')}, and the world has {in_job}; give one "
+            "number per rank, for example 0,0,1,1 for 4 ranks"
+        )
+    return [labels[number] for number in numbers_in_world(comm)]
+
+
+def _topology(comm: Intracomm, everyone: Sequence[_Report], settings: Settings) -> Topology:
+    """Find the node and the cache of each rank. Local."""
     first_here = [report.first_here for report in everyone]
-    labels: Sequence[int] = first_here
-    if pretend_nodes is not None:
-        in_job = load_mpi().COMM_WORLD.Get_size()
-        if len(pretend_nodes) != in_job:
-            raise TopologyError(
-                f"MPIDIST_PRETEND_NODES names the nodes of {count_text(len(pretend_nodes), 'rank')}, and the world has "
-                f"{in_job}; give one number per rank, for example 0,0,1,1 for 4 ranks"
-            )
-        labels = [pretend_nodes[number] for number in numbers_in_world(comm)]
+    labels = _pretended(comm, "MPIDIST_PRETEND_NODES", settings.pretend_nodes) or first_here
+    pretended = _pretended(comm, "MPIDIST_PRETEND_CACHES", settings.pretend_caches)
+    caches = [report.cache for report in everyone] if pretended is None else [*map(str, pretended)]
     for label, ranks in group_ranks(dict(enumerate(labels))).items():
         if len({first_here[other] for other in ranks}) > 1:
             raise TopologyError(
                 f"MPIDIST_PRETEND_NODES puts {name_ranks(ranks)} on node {label}, but they do not share memory; "
                 "it can split real nodes, not join them"
             )
-    return Topology.from_labels(comm.rank, labels, [report.hostname for report in everyone])
+    return Topology.from_labels(comm.rank, labels, [report.hostname for report in everyone], caches)

@@ -31,6 +31,7 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
 from mpidist.transport.shared_memory.inter_node import ShardExchange
+from mpidist.transport.shared_memory.two_shot import GROUPS_DEPTH
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "report_no_shared_memory"]
@@ -115,12 +116,14 @@ class Levels:
             return levels
         one_shot_bytes = model.one_shot_bytes((within.size,))
         if isinstance(within, MpiCommunicator):
-            within = SharedMemoryCommunicator(within, FusedReducer(slots, within.size, one_shot_bytes, within.traffic))
+            reducer = FusedReducer(slots, within.size, one_shot_bytes, within.traffic, groups=topology.cache_groups)
+            within = SharedMemoryCommunicator(within, reducer)
         if topology.num_nodes > 1:
             fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
             arena = _make_result_arena(world)
-            fused = FusedReducer(slots, world.size, one_shot_bytes, world.traffic, result_arena=arena)
+            groups = topology.cache_groups
+            fused = FusedReducer(slots, world.size, one_shot_bytes, world.traffic, result_arena=arena, groups=groups)
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, fused)
 
@@ -238,7 +241,8 @@ def _make_slots(
     node = within.comm if isinstance(within, MpiCommunicator) else None
     slots, reason = None, None
     try:
-        slots = Slots(node, model.chunk_bytes(topology.node_sizes), model.depth(topology.node_sizes))
+        depth = max(model.depth(topology.node_sizes), GROUPS_DEPTH if topology.cache_groups else 0)
+        slots = Slots(node, model.chunk_bytes(topology.node_sizes), depth)
     except UnavailableError as error:
         reason = f"rank {topology.rank}: {error}"
     if reason is None and topology.num_nodes == 1:  # a reason would be that of all ranks of the node

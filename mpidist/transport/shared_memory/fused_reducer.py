@@ -5,7 +5,7 @@ Fused arrays are staged, added and copied out chunk by chunk: the staging copy p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, final
 
@@ -15,7 +15,7 @@ from mpidist.transport.communicator import Array, Traffic
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.staging_slots import Slots
-from mpidist.transport.reduction import Reduction
+from mpidist.transport.reduction import Reduction, is_low_precision
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.one_shot import OneShot
@@ -26,6 +26,7 @@ from mpidist.transport.waiting import complete
 __all__ = ["InterNode", "FusedReducer"]
 
 _SCHEDULES: Final = 256  # cached
+LEAST_BYTES_OF_GROUPS: Final = 256 << 10  # below, two more barriers take longer than reads from other caches
 
 
 @final
@@ -53,6 +54,7 @@ class FusedReducer:
         traffic: The traffic that `count` adds to.
         across: How arrays are all-reduced across nodes; `None` on one node.
         result_arena: The shared memory of results; `None` if there is none.
+        groups: The ranks of the node by the cache that they share; `()` if that is one cache, or unknown.
 
     Attributes:
         check_peers: Called while this rank waits; see `waiting.complete`.
@@ -70,8 +72,10 @@ class FusedReducer:
         traffic: Traffic,
         across: InterNode | None = None,
         result_arena: SharedArena | None = None,
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
         self.slots = slots
+        self._groups = groups
         self.lanes = lanes
         self.check_peers: Callable[[], None] = lambda: None
         self.least_bytes = 0 if across is None else across.least_bytes
@@ -121,8 +125,12 @@ class FusedReducer:
         if schedule is None:
             schedule = self.schedule(tuple(array.size for array in arrays.sources), arrays.dtype.itemsize)
         regions = None if self._result_arena is None else self._result_arena.parts
-        depth = self.slots.depth
-        return TwoShot(self.slots, self._exchange, depth, schedule, arrays, reduction, divide_by, half, regions)
+        depth = self.slots.depth if self.spans_nodes else 0
+        is_private = arrays.peers is None and arrays.shared is None
+        is_large = schedule.count * arrays.dtype.itemsize >= LEAST_BYTES_OF_GROUPS
+        has_any_order = not reduction.in_rank_order and reduction.fold is None and not is_low_precision(arrays.dtype)
+        groups = self._groups if is_private and is_large and has_any_order else ()
+        return TwoShot(self.slots, self._exchange, depth, schedule, arrays, reduction, divide_by, half, regions, groups)
 
     def whole_call(
         self, reduction: Reduction, dtype: np.dtype[Any], divide_by: int, two_shot: TwoShot | None, flight: Array

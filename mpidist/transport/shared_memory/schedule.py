@@ -93,12 +93,18 @@ class Schedule:
         chunks: The chunks, in order.
         is_fine: Whether the pieces are so small that copying them into the slot and adding them there is faster than
             adding piece by piece.
+        chunk_count: Number of elements of a chunk; the last may be shorter.
     """
 
     count: int
     lengths: tuple[int, ...]
     chunks: Chunks
     is_fine: bool
+    chunk_count: int
+
+    def for_lanes(self, lanes: int) -> Schedule:
+        """Return a schedule of the same pieces and chunks for another number of lanes."""
+        return _schedule_for(self.lengths, lanes, self.chunk_count)
 
 
 FINE_COUNT: Final = 4096  # elements of an average piece: adding them takes as long as calling a ufunc
@@ -123,7 +129,10 @@ def fused_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Sche
         return Chunk(bounds[-1], bounds, tuple(shards))
 
     chunks = Chunks(-(-total // chunk_count), chunk)
-    return Schedule(total, tuple(lengths), chunks, total < FINE_COUNT * len(lengths))
+    return Schedule(total, tuple(lengths), chunks, total < FINE_COUNT * len(lengths), chunk_count)
+
+
+_schedule_for: Final = lru_cache(256)(fused_schedule)
 
 
 def _moves(lengths: Sequence[int], ends: Sequence[int], begin: int, start: int, stop: int) -> tuple[Move, ...]:

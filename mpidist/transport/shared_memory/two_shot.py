@@ -10,6 +10,10 @@ With P ranks on the node and S bytes, a rank copies S (P - 1) / P in, adds S / P
 
 Arrays in shared memory are neither copied in nor out, but added in place.
 
+Where the ranks of a node share G last-level caches, each group of ranks with one cache adds for itself. Then the ranks
+of a lane, one of each group, each add a part of the groups' sums, in the order of the groups. At last each copies the
+other parts into the memory of its group. So 2 S (G - 1) / G bytes enter a group, not that many for each of its ranks.
+
 Sums of private arrays on one node are made by compiled code, where there is some, in the same memory and order. If the
 results of all ranks lie in shared memory, each lane writes its sums to the results of all ranks, and nothing is copied
 out. Up to 16 MiB, compiled code then copies in to where the results will lie, not to slots.
@@ -19,8 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from functools import partial
+from itertools import pairwise
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -30,9 +35,11 @@ from mpidist.transport.node_memory.staging_slots import BLOCK_BYTES, Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
-from mpidist.transport.shared_memory.schedule import Chunk, Schedule, pieces_of
+from mpidist.transport.shared_memory.schedule import Chunk, Schedule, chunk_bounds, pieces_of
 
-__all__ = ["TwoShot"]
+__all__ = ["GROUPS_DEPTH", "TwoShot"]
+
+GROUPS_DEPTH: Final = 2  # chunks between groups at once: in one the groups' sums are added, in one copied
 
 
 @final
@@ -45,8 +52,10 @@ class TwoShot:
         schedule: The chunks, with as many shards as there are lanes.
         half: The half precision that float32 numbers are sent in between nodes; `None` for none.
         regions: [ranks], each rank's part of the shared memory of results; `None` if there is none.
+        groups: The ranks of the node by the cache that they share, of private arrays on one node; `()` for one group.
 
     Attributes:
+        entered: Bytes that NumPy has read from the memory of other groups.
         arrays: The arrays. Results may be set until `steps` begins, and others once `steps` has ended.
         compiled: The compiled code that does all, if the arrays are contiguous; `None` if there is none.
         overflowed: The sum of what `Reduction.combine` returned.
@@ -65,25 +74,32 @@ class TwoShot:
         divide_by: int = 1,
         half: np.dtype[Any] | None = None,
         regions: list[Array] | None = None,
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._slots, self._exchange, self._depth = slots, exchange, depth
+        self._slots, self._exchange, self._depth = slots, exchange, GROUPS_DEPTH if groups else depth
+        self._groups = groups
+        self._members = next((group for group in groups if slots.rank in group), range(slots.size))
+        self._group = groups.index(self._members) if groups else 0
+        schedule = self._schedule_of_groups(schedule)
         self._chunks = self._results_chunks = schedule.chunks
         self._is_fine = self._stages_own = schedule.is_fine
         self.arrays, self._reduction, self._divide_by, self._half = arrays, reduction, divide_by, half
         lanes = len(schedule.chunks[0].shards) if len(schedule.chunks) else 1
-        self._lane = slots.rank if slots.rank < lanes else -1
+        self._place = self._members.index(slots.rank)
+        self._lane = self._place if self._place < lanes else -1
         self._views: list[list[Array]] = []
         self.compiled: Any = None if native is None else self._make_compiled(lanes, regions)
         self._places_barrier = 0  # the number of the barrier with which ranks publish where their results lie
         self._begun: Sequence[Array] | None = None  # the sources of which compiled code has copied the first chunk in
-        self.overflowed = 0
+        self.overflowed = self.entered = 0
         self.was_restaged = False
 
     def begin(self) -> None:
         """Copy the first chunk in. Local. A barrier of the node and `steps` follow, or nothing."""
         arrays, compiled, barrier = self.arrays, self.compiled, self._slots.barrier
         self._begun = arrays.sources if compiled is not None and compiled.set_sources(arrays.sources) else None
-        is_direct = bool(arrays.place and self._begun is not None and compiled.set_results(arrays.results))
+        can_be_direct = arrays.place and self._begun is not None and not self._groups
+        is_direct = bool(can_be_direct and compiled.set_results(arrays.results))
         self._places_barrier = barrier.count + 1
         barrier.publish(arrays.place if is_direct else 0)
         if self._begun is None:
@@ -104,7 +120,7 @@ class TwoShot:
 
     def set_results_schedule(self, schedule: Schedule) -> None:
         """Set the schedule of results whose pieces differ from those of the sources."""
-        self._results_chunks = schedule.chunks
+        self._results_chunks = self._schedule_of_groups(schedule).chunks
 
     def steps(self, has_passed_barrier: bool) -> Generator[int, None, None]:
         """All-reduce. Yields the number of a barrier while this rank waits there for other ranks.
@@ -127,7 +143,9 @@ class TwoShot:
             return
         exchange, chunks = self._exchange, self._chunks
         exchanges: list[ShardAllReduce | None] = [None] * len(chunks)
-        has_to_finish = self._lane >= 0 and (self._divide_by != 1 or self.arrays.shared is not None)
+        has_to_finish = (
+            self._lane >= 0 and not self._groups and (self._divide_by != 1 or self.arrays.shared is not None)
+        )
         for at in range(len(chunks) + self._depth):
             done = at - self._depth
             if at + 1 < len(chunks):
@@ -139,6 +157,9 @@ class TwoShot:
                     self._add_in_place(chunks[at], self._views[at])
                 else:
                     self._fold(chunks[at], self._views[at], None)
+            if self._groups and self._lane >= 0:
+                self._add_groups(at - 1)
+                self._copy_groups(at - 2)
             shard = exchanges[done] if done >= 0 else None
             while shard is not None and exchange is not None and not shard.is_done:
                 exchange.progress()
@@ -177,11 +198,13 @@ class TwoShot:
         is_one_place = arrays.shared is not None and len(arrays.shared) == 1
         is_private = arrays.peers is None and (arrays.shared is None or is_one_place) and self._keeps_dtype
         on_one_node = self._exchange is None and not self._depth and lanes == slots.size > 1
-        if not (is_private and on_one_node and self._reduction.is_compiled(arrays.dtype)):
+        if not (is_private and (on_one_node or self._groups) and self._reduction.is_compiled(arrays.dtype)):
             return None
         where = slots.barrier, slots.slot_bytes, slots.num_slots
         divide_by = self._divide_by * self._reduction.divisor
-        return native.TwoShot(*where, self._reduction.op, arrays.dtype, divide_by, is_one_place, regions)
+        what = self._reduction.op, arrays.dtype, divide_by, is_one_place
+        nexts = tuple(group[(self._lane + 1) % len(group)] for group in self._groups)
+        return native.TwoShot(*where, *what, regions, tuple(self._members), lanes, nexts, self._group)
 
     def _can_run_compiled(self, compiled: Any, begun: Sequence[Array]) -> bool:
         """Set the arrays of compiled code, which takes no others than contiguous ones."""
@@ -231,7 +254,7 @@ class TwoShot:
         if self._stages_own and self.arrays.peers is None:
             if stop > start:
                 first = [] if before is None else [before]
-                self._combine(first + [view[start:stop] for view in views], sums[start:stop])
+                self._combine(first + [view[start:stop] for view in self._own(views)], sums[start:stop])
             return
         for move in chunk.shards[self._lane]:
             for piece, first_element, last, at in pieces_of(move, self.arrays.sources):
@@ -241,9 +264,49 @@ class TwoShot:
                     parts.insert(0, before[at - start : end - start])
                 self._combine(parts, sums[at:end])
 
-    def _sums(self, views: Sequence[Array], lane: int) -> Array:
-        """Return which slot of a chunk takes the sums of a lane's shard: that of the next rank."""
-        return views[(lane + 1) % self._slots.size]
+    def _own(self, views: Sequence[Array]) -> list[Array]:
+        """Return the slots of the ranks of this rank's group."""
+        return [views[member] for member in self._members]
+
+    def _sums(self, views: Sequence[Array], lane: int, group: Sequence[int] = ()) -> Array:
+        """Return which slot of a chunk takes a lane's sums, of this rank's group or another: that of the next rank."""
+        members = group or self._members
+        return views[members[(lane + 1) % len(members)]]
+
+    def _parts_of_groups(self, index: int) -> tuple[list[Array], list[slice]]:
+        """Return the sums of this rank's shard of a chunk, of each group, and the part of the shard for each group."""
+        chunk, views = self._chunks[index], self._views[index]
+        start, stop = chunk.bounds[self._lane], chunk.bounds[self._lane + 1]
+        parts = [self._sums(views, self._lane, group)[start:stop] for group in self._groups]
+        return parts, [slice(*pair) for pair in pairwise(chunk_bounds(stop - start, len(parts)))]
+
+    def _add_groups(self, index: int) -> None:
+        """Add the groups' sums of this group's part of the rank's shard of a chunk, if there is such a chunk."""
+        if not 0 <= index < len(self._chunks):
+            return
+        sums, parts = self._parts_of_groups(index)
+        part = parts[self._group]
+        own = sums[self._group][part]
+        if own.size:
+            self._combine([one[part] for one in sums], own)
+            if self._divide_by != 1 and self._keeps_dtype:
+                own /= self._divide_by
+        self.entered += own.nbytes * (len(sums) - 1)
+
+    def _copy_groups(self, index: int) -> None:
+        """Copy what the other groups have added of the rank's shard of a chunk into this group's memory."""
+        if not 0 <= index < len(self._chunks):
+            return
+        sums, parts = self._parts_of_groups(index)
+        into = sums[self._group]
+        for source, part in zip(sums, parts, strict=True):
+            if source is not into:
+                self._slots.write(into[part], source[part])
+                self.entered += into[part].nbytes
+
+    def _schedule_of_groups(self, schedule: Schedule) -> Schedule:
+        """Return a schedule with the lanes that every group has."""
+        return schedule.for_lanes(min(map(len, self._groups))) if self._groups else schedule
 
     def _combine(self, parts: Sequence[Array], out: Array) -> None:
         """Reduce ranks' parts [m] into `out` [m], which other ranks read: by blocks, where those are written faster."""
@@ -261,8 +324,8 @@ class TwoShot:
         """Return every rank's elements `first` to `last` of a piece, in rank order."""
         if self.arrays.peers is not None:
             return [pieces[piece][first:last] for pieces in self.arrays.peers]
-        parts = list(map(itemgetter(slice(at, at + last - first)), views))
-        parts[self._slots.rank] = self.arrays.sources[piece].reshape(-1)[first:last]
+        parts = list(map(itemgetter(slice(at, at + last - first)), self._own(views)))
+        parts[self._place] = self.arrays.sources[piece].reshape(-1)[first:last]
         return parts
 
     def _add_in_place(self, chunk: Chunk, views: Sequence[Array]) -> None:
