@@ -85,12 +85,16 @@ class Topology:
 
     @cached_property
     def cache_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The local ranks of this rank's node, by the cache that they share; `()` unless there are several of each."""
+        """The local ranks of this rank's node, by the cache that they share; `()` unless there are several of each.
+
+        And of each group more than half as many ranks as of any other: those that not every group has do not add.
+        """
         if not self.cache_of_rank:
             return ()
         caches = {local: self.cache_of_rank[rank] for local, rank in enumerate(self.nodes[self.node])}
         groups = group_ranks(caches)
-        is_worth_it = "" not in groups and len(groups) > 1 and min(map(len, groups.values())) > 1
+        sizes = [len(ranks) for ranks in groups.values()]
+        is_worth_it = "" not in groups and len(groups) > 1 and 1 < max(sizes) < 2 * min(sizes)
         return tuple(map(tuple, groups.values())) if is_worth_it else ()
 
     @cached_property

@@ -30,6 +30,8 @@ def test_cache_groups_are_several_of_several_ranks():
         ("abab", ((0, 2), (1, 3))),
         ("aaabb", ((0, 1, 2), (3, 4))),
         ("aaab", ()),
+        ("aaaabb", ()),
+        ("abc", ()),
         ("aaaa", ()),
         (["", "", "a", "a"], ()),
         ("", ()),

@@ -83,6 +83,18 @@ FAULTS = [
         "a fast rank overwrites what a slow one still reads",
     ),
     Fault(
+        "shared_memory/two_shot.py",
+        "                self._copy_groups(at - 2)\n",
+        "",
+        "NumPy leaves out what other groups of a node have added",
+    ),
+    Fault(
+        "shared_memory/two_shot.py",
+        "nexts = tuple(group[(self._lane + 1) % len(group)]",
+        "nexts = tuple(group[self._lane]",
+        "compiled code adds the sums of groups where they are not",
+    ),
+    Fault(
         "shared_memory/schedule.py",
         "end = min(ends[piece], stop)",
         "end = ends[piece]",
