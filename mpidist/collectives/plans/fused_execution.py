@@ -326,7 +326,7 @@ class FusedExecution(Execution):
         sources = [places.sources[index] for index in fused.indices]
         outs = [places.outs[index] for index in fused.indices]
         runs = self._shared.runs(sources, outs, fused.wire)
-        return InPlace(runs, self._reducer.slots, fused.reduction, fused.divide_by)
+        return self._reducer.in_place(runs, fused.reduction, fused.divide_by)
 
     def _writes_outs(self, places: Places) -> bool:
         """Whether the rank that adds writes the outs of all ranks, which lie in shared memory.

@@ -15,8 +15,10 @@ from mpidist.transport.communicator import Array, Traffic
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.staging_slots import Slots
+from mpidist.transport.node_memory.symmetric import Run
 from mpidist.transport.reduction import Reduction, is_low_precision
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
+from mpidist.transport.shared_memory.in_place import InPlace
 from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.one_shot import OneShot
 from mpidist.transport.shared_memory.schedule import Schedule, fused_schedule
@@ -127,10 +129,21 @@ class FusedReducer:
         regions = None if self._result_arena is None else self._result_arena.parts
         depth = self.slots.depth if self.spans_nodes else 0
         is_private = arrays.peers is None and arrays.shared is None
-        is_large = schedule.count * arrays.dtype.itemsize >= LEAST_BYTES_OF_GROUPS
-        has_any_order = not reduction.in_rank_order and reduction.fold is None and not is_low_precision(arrays.dtype)
-        groups = self._groups if is_private and is_large and has_any_order else ()
+        groups = self._groups_for(schedule.count, arrays.dtype, reduction) if is_private else ()
         return TwoShot(self.slots, self._exchange, depth, schedule, arrays, reduction, divide_by, half, regions, groups)
+
+    def in_place(self, runs: Sequence[Run], reduction: Reduction, divide_by: int) -> InPlace:
+        """Make an all-reduce of symmetric arrays where they lie. Local; the arguments are equal on all ranks."""
+        firsts = [run.targets[0] for run in runs]
+        is_everywhere = all(len(run.targets) == self.slots.size for run in runs)
+        has_groups = is_everywhere and firsts
+        groups = self._groups_for(sum(map(len, firsts)), firsts[0].dtype, reduction) if has_groups else ()
+        return InPlace(runs, self.slots, reduction, divide_by, groups)
+
+    def _groups_for(self, count: int, dtype: np.dtype[Any], reduction: Reduction) -> Sequence[Sequence[int]]:
+        """Return the groups of ranks that add so many elements each for itself; `()` if all ranks add together."""
+        has_any_order = not reduction.in_rank_order and reduction.fold is None and not is_low_precision(dtype)
+        return self._groups if has_any_order and count * dtype.itemsize >= LEAST_BYTES_OF_GROUPS else ()
 
     def whole_call(
         self, reduction: Reduction, dtype: np.dtype[Any], divide_by: int, two_shot: TwoShot | None, flight: Array

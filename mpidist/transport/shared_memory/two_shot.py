@@ -142,21 +142,13 @@ class TwoShot:
             yield from self._rest()
             return
         exchange, chunks = self._exchange, self._chunks
-        exchanges: list[ShardAllReduce | None] = [None] * len(chunks)
-        has_to_finish = (
-            self._lane >= 0 and not self._groups and (self._divide_by != 1 or self.arrays.shared is not None)
-        )
+        exchanges: list[ShardAllReduce | None] = []
         for at in range(len(chunks) + self._depth):
             done = at - self._depth
             if at + 1 < len(chunks):
                 self._stage(chunks[at + 1])
-            if at < len(chunks) and self._lane >= 0:
-                if exchange is not None:
-                    exchanges[at] = self._start_exchange(exchange, chunks[at], self._views[at])
-                elif self._adds_in_place:
-                    self._add_in_place(chunks[at], self._views[at])
-                else:
-                    self._fold(chunks[at], self._views[at], None)
+            if at < len(chunks):
+                exchanges.append(self._add(at) if self._lane >= 0 else None)
             if self._groups and self._lane >= 0:
                 self._add_groups(at - 1)
                 self._copy_groups(at - 2)
@@ -165,7 +157,7 @@ class TwoShot:
                 exchange.progress()
                 if not shard.is_done:
                     yield self._slots.barrier.count
-            if done >= 0 and has_to_finish:
+            if done >= 0:
                 self._finish(done)
             yield from self._pass_barrier()
             if done >= 0 and self.arrays.shared is None and self.arrays.results:
@@ -238,6 +230,17 @@ class TwoShot:
                     self._slots.write(slot[at:end], sources[first].reshape(-1)[start:stop])
                 else:
                     np.concatenate(sources[first:last], axis=None, out=slot[at:end])
+
+    def _add(self, at: int) -> ShardAllReduce | None:
+        """Add this rank's shard of a chunk; return what then all-reduces the shard across nodes."""
+        chunk, views = self._chunks[at], self._views[at]
+        if self._exchange is not None:
+            return self._start_exchange(self._exchange, chunk, views)
+        if self._adds_in_place:
+            self._add_in_place(chunk, views)
+        else:
+            self._fold(chunk, views, None)
+        return None
 
     def _start_exchange(self, exchange: ShardExchange, chunk: Chunk, views: Sequence[Array]) -> ShardAllReduce:
         """Add this rank's shard of a chunk, and start to all-reduce the shard across nodes."""
@@ -344,7 +347,7 @@ class TwoShot:
 
     def _finish(self, index: int) -> None:
         """Divide this rank's shard, which has been added, and write it to results in shared memory."""
-        if self._adds_in_place:
+        if self._lane < 0 or self._groups or self._adds_in_place:
             return
         chunk, slot = self._chunks[index], self._sums(self._views[index], self._lane)
         if self._divide_by != 1 and self._keeps_dtype:

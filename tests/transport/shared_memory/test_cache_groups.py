@@ -16,6 +16,7 @@ from mpidist.transport.node_memory.caches import shared_cache
 from mpidist.transport.reduction import UFUNCS, Reduction
 from mpidist.transport.shared_memory import fused_reducer, two_shot
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
+from mpidist.transport.waiting import complete
 
 pytestmark = pytest.mark.core
 
@@ -57,7 +58,13 @@ def test_cache_groups_are_added_in_order(comm, groups, monkeypatch, compiled):
             transposed = [np.stack([part, part])[:, ::-1].T for part in given]  # NumPy adds these
             others = all_reduce(strategy, op, transposed if comm.rank else [part.copy() for part in transposed])
             assert have_equal_bits([other[::-1, 1] for other in others], wanted)
-            assert have_equal_bits(all_reduce(strategy, op, given, out=given), wanted)
+            shared = strategy.symmetric_empty_like(given)
+            for array, part in zip(shared, given, strict=True):
+                array[...] = part
+            targets = strategy.symmetric_empty_like(given)
+            for out in (given, targets, shared):
+                assert have_equal_bits(all_reduce(strategy, op, given if out is given else shared, out=out), wanted)
+            comm.Barrier()  # before the shared arrays go
 
 
 @pytest.mark.ranks(4)
@@ -74,6 +81,17 @@ def test_cache_groups_are_entered_once_each_way(comm, groups, monkeypatch, compi
             entered = comm.allgather(transfer.entered + (transfer.compiled.entered if transfer.compiled else 0))
             assert [sum(entered[rank] for rank in group) for group in groups] == [buffer.nbytes] * 2
             assert (buffer == 6).all()
+            (shared,) = strategy.symmetric_empty_like([buffer])
+            shared[...] = comm.rank
+            places = parts_of(strategy).group.shared.places([shared])
+            in_place = reducer.in_place(
+                parts_of(strategy).group.shared.runs(places, places, shared.dtype), Reduction(), 1
+            )
+            complete(in_place.steps(has_passed_barrier=False), reducer.check_peers)
+            entered = comm.allgather(in_place.entered)
+            assert [sum(entered[rank] for rank in group) for group in groups] == [buffer.nbytes] * 2
+            assert (shared == 6).all()
+            comm.Barrier()
 
 
 @pytest.mark.ranks(4)
