@@ -58,6 +58,22 @@ print(json.dumps([mpidist.__file__, sum, mpidist.ValueContext(1, 2) in {mpidist.
     assert (".zip" in file, total, is_equal) == (True, 3.0, False)
 
 
+def test_import_from_an_editable_installation_beside_its_clone(tmp_path):
+    """A finder of setuptools would come too late: Python imports the folder `mpidist`, as a package without a file."""
+    clone, environment = tmp_path / "mpidist", clean_environment() | {"PYTHONPATH": ""}
+    (clone / "mpidist").mkdir(parents=True)
+    (clone / "mpidist/__init__.py").write_text("__version__ = '1'")
+    for file in ("setup.cfg", "mpidist_torch.py"):
+        shutil.copy(f"{PROJECT}/{file}", clone)
+    build = "import setuptools; setuptools.setup(script_args=['-q', 'editable_wheel', '--dist-dir', '..'])"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, env=environment, capture_output=True, check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    program = "import site; site.addsitedir('site'); import mpidist; print(mpidist.__version__)"
+    command = [sys.executable, "-S", "-c", program]
+    assert subprocess.check_output(command, cwd=tmp_path, env=environment) == b"1\n"
+
+
 def test_compiled_part_is_there_where_a_compiler_was():
     """A compiler that fails is not noticed otherwise: the part is optional."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
