@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
@@ -201,16 +202,28 @@ class DistributedIterator(Iterator[Any]):
     def _compare(self, step: Step, error: Exception | None) -> Any:
         """Exchange what differs between ranks at a step. Collective: an error of a rank is raised on all.
 
-        Returns empty batches like those of some rank, for a rank whose own have ended; `_END` if those of all have.
+        Returns empty batches like those of this rank, else of another, for a rank whose own have ended; `_END` if those
+        of all have.
         """
         group = self._strategy_parts.group
-        own = step.common_fields, None if error is None else ErrorReport.of(error), self._empty_batches
-        everyone, errors, empty = zip(*group.agreement.all_gather_object(own), strict=True)
+        own = step.common_fields, None if error is None else ErrorReport.of(error), self._pickled_empty_batch()
+        everyone, errors, batches = zip(*group.agreement.all_gather_object(own), strict=True)
         raise_reported(error, errors, group)
         if any(fields != step.common_fields for fields in everyone):
             call = {"call": self._call, "advice": advice_for(everyone)}
             problem = mismatch_error([call | fields for fields in everyone], group.agreement.sequence)
             mark_shared(problem, group.agreement.ranks)
             raise problem
-        empty_batches = [batch for of_rank in empty for batch in of_rank]
-        return join_parts(empty_batches[:1] * self._replicas.num_here, self._replicas) if empty_batches else _END
+        pickled = [batch for batch in batches if isinstance(batch, bytes)]
+        if None in batches and not pickled:
+            raise_reported(None, batches, group)
+            return _END
+        empty_batches = self._empty_batches or (pickle.loads(pickled[0]),)
+        return join_parts([*empty_batches] * self._replicas.num_here, self._replicas)
+
+    def _pickled_empty_batch(self) -> bytes | ErrorReport | None:
+        """Pickle the empty batch for a rank that has read no batch; `None` if this rank has not either."""
+        try:
+            return pickle.dumps(self._empty_batches[0]) if self._empty_batches else None
+        except Exception as problem:  # of a class that is made in a function; raised only if a rank needs the batch
+            return ErrorReport.of(problem)

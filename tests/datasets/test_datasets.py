@@ -1,7 +1,9 @@
 """Data sets: every replica its part of each global batch, or batches of its own pipeline, and all the same steps."""
 
 import logging
+import pickle
 import zlib
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,6 +264,26 @@ def test_batches_need_not_be_sliced_where_all_replicas_have_as_many(comm, strate
     next(steps)
     with raises_everywhere(comm, TypeError, "rows cannot be sliced"):
         next(steps)
+    assert strategy.reduce("max", 1) == 1
+
+
+@pytest.mark.ranks(3)
+def test_batches_that_cannot_be_pickled_are_an_error_only_where_a_rank_has_none(comm, strategy):
+    num_here = len(ids_here(strategy))
+    make_batch = namedtuple("make_batch", ["rows"])  # pickle does not find the class
+
+    def steps_of(least):
+        def make(context):
+            return [make_batch(np.ones(2))] * (num_here * (least + context.input_pipeline_id))
+
+        return iter(strategy.distribute_datasets_from_function(make))
+
+    steps = [strategy.experimental_local_results(part.rows) for part in steps_of(1)]
+    assert [len(rows) for parts in steps for rows in parts] == [
+        2 * (number <= comm.rank) for number in range(3) for _ in range(num_here)
+    ]
+    with raises_everywhere(comm, pickle.PicklingError, "make_batch"):
+        next(steps_of(0))
     assert strategy.reduce("max", 1) == 1
 
 
