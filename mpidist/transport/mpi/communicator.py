@@ -125,7 +125,8 @@ class MpiCommunicator(Communicator):
             return self._reduce_scatter_in_pieces(buffer, reduction, bounds)
         if _is_right_in_mpi(buffer.dtype, reduction):
             mpi_dtype = _mpi_dtype(buffer.dtype)
-            received = self.scratch(own.size, buffer.dtype) if into is None else into
+            # An empty array may be a view of the buffer, which MPI refuses.
+            received = into if into is not None and into.size else self.scratch(own.size, buffer.dtype)
             counts = [stop - start for start, stop in pairwise(bounds)]
             # MPI's in-place form would leave the shard at the front of the buffer
             op = self._ops[reduction.op]
