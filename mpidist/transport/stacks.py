@@ -31,6 +31,7 @@ __all__ = [
     "Frame",
     "Stack",
     "StackFile",
+    "frames_of",
     "places_text",
     "publish_stack",
     "read_stacks",
@@ -82,6 +83,11 @@ class Frame(NamedTuple):
         return self.is_of_python or _INSTALLED.search(self.file) is not None
 
 
+def frames_of(found: Iterable[tuple[FrameType, int]]) -> list[Frame]:
+    """List frames and lines, as `traceback.walk_stack` finds them."""
+    return [Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in found]
+
+
 @final
 class Stack(NamedTuple):
     """Stack of a rank, as far as it is known.
@@ -98,7 +104,7 @@ class Stack(NamedTuple):
     @classmethod
     def of_walk(cls, found: Iterable[tuple[FrameType, int]]) -> Stack:
         """Return the stack of frames and lines, innermost first, as `traceback.walk_stack` finds them."""
-        return cls._of_frames([Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in found])
+        return cls._of_frames(frames_of(found))
 
     @classmethod
     def of_text(cls, text: str) -> Stack:

@@ -297,6 +297,24 @@ def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(comm):
 
 
 @pytest.mark.ranks(3)
+def test_started_calls_that_differ_show_the_line_of_each_start(comm, monkeypatch):
+    """Between nodes a thread of the library may join them, and finds the difference."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,1,2")
+
+    def usual():
+        return mpidist.get_replica_context().start_all_reduce("SUM", np.ones(3))
+
+    def other():
+        return mpidist.get_replica_context().start_all_reduce("SUM", np.ones(4))
+
+    with Strategy(comm=comm) as strategy:
+        handle = strategy.run(other if comm.rank == 1 else usual)
+        lines = r"line: ranks 0, 2: \S*:\d+ in usual; rank 1: \S*:\d+ in other"
+        with raises_everywhere(comm, InvalidArgumentError, lines):
+            handle.wait()
+
+
+@pytest.mark.ranks(3)
 def test_calls_started_in_several_runs_are_compared_by_the_run_of_their_start(comm, monkeypatch):
     """Of a chosen number of replicas. A rank that joins a call late may be in a later run by then."""
     for nodes in ("0,0,0", "0,1,0"):

@@ -18,6 +18,7 @@ from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.agreement.stop_notice import StopNotice
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FlightRecorder
+from mpidist.transport.stacks import Stack
 
 __all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "Posted", "Progress", "SoloAgreement"]
 
@@ -68,6 +69,7 @@ class CallRecord(ABC):
         is_started: Whether the rank joins the call later than it makes the call.
         posted: What the rank compares in the call, if it has joined the comparison: `Agreement.join_ahead`.
         step_exit: Of such a call, what `Agreement.take_step_exit` returned when the rank made the call.
+        started_at: Of such a call, the stack that started it, if another thread may compare it.
         run: Of such a call, `Agreement.run` when the rank made the call; `None`: the rank has joined the call at once.
     """
 
@@ -82,6 +84,7 @@ class CallRecord(ABC):
     is_compared = True
     is_started = False
     step_exit: StepExit | None = None
+    started_at: Stack | None = None
     run: int | None = None
     posted: Posted | None = None
 

@@ -330,7 +330,7 @@ class MpiAgreement(Agreement):
             fields.update(record.describe())
         if (handled := sys.exc_info()[1]) is not None:  # why a `finally` clause calls, perhaps, what no other rank does
             fields.setdefault("exception", text_of(handled))
-        fields["line"] = Stack.of_walk(traceback.walk_stack(sys._getframe())).place
+        fields["line"] = (record.started_at or Stack.of_walk(traceback.walk_stack(sys._getframe()))).place
         waits = self._slow_ranks.report(self.sequence)
         own = CallReport(fields, record.is_last, self._posted, self.notice.own, self._step_exit, waits)
         reports: list[CallReport] = self.all_gather_object(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from enum import Enum
 from itertools import product
+from traceback import walk_stack
 from typing import Any, Final, final
 
 import numpy as np
@@ -19,6 +21,7 @@ from greenlet import getcurrent, greenlet
 from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.group.thread_guard import OtherThreadError
 from mpidist.transport.mpi.library import load_mpi
+from mpidist.transport.stacks import Stack, frames_of
 from mpidist.transport.waiting import complete, is_pausing, never_free, pausing
 
 __all__ = ["Pending", "PendingCalls", "Steps", "Workplace"]
@@ -58,6 +61,7 @@ class Pending:
         is_launched: Whether all work of the call was launched on this rank's GPU, so that the next call may progress.
         is_ahead: Whether calls before this one are under way.
         has_joined: Whether this rank has joined the comparison of the call, and joins no other one for the call.
+        started_at: The stack that started the call, if another thread may compare it.
         sequence: The number of the call; 0 before this rank has joined the call.
     """
 
@@ -67,6 +71,7 @@ class Pending:
         self.is_launched = self.is_done = False
         self.place, self._thread = place, threading.get_ident()
         self.sequence = 0
+        self.started_at: Stack | None = None
         self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
@@ -131,6 +136,7 @@ class Pending:
             yield 0
         if not self.is_waited_for:  # it blocks from now on, and has done other work since it joined the call
             agreement.restart_clock(record=record)
+        record.started_at = self.started_at
         return agreement.conclude(record)
 
     def finish(self, check_peers: Callable[[], None], to_launch: bool = False) -> None:
@@ -255,6 +261,8 @@ class PendingCalls:
         """
         call = Pending(steps, place, values, outs)
         call.advance_others = self.advance
+        if place in self._in_thread:
+            call.started_at = Stack(tuple(frames_of(walk_stack(sys._getframe()))))
         self.queue.append(call)
         self.advance()
         return call
