@@ -342,10 +342,8 @@ def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path, flight):
 
 def test_rank_that_left_is_blamed_for_the_failures_of_others(tmp_path, flight):
     for rank in range(3):
-        state, reason = (
-            ("done", "ValueError: bad file 7") if rank == 1 else ("failed", "mpidist.errors.PeerFailedError: 1")
-        )
-        write(tmp_path, rank, group(rank, 3, [row(3, "reduce", state, 5)]), reason=reason, left=True)
+        state, reason = ("done", "ValueError: bad file 7") if rank == 1 else ("failed", "mine.Failed: 1")
+        write(tmp_path, rank, group(rank, 3, [row(3, "reduce", state, 5)]), reason=reason, left=rank == 1)
     text = flight(status=1)
     assert text.count("=>") == text.count("=> rank 1 left because of an exception: ValueError: bad file 7 Why") == 1
     for rank in range(3):

@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 @final
 class FlightFile(NamedTuple):
-    """Content of a rank's file, without the calls. `has_left`: its program ended by an exception, the `reason`."""
+    """Content of a rank's file, without the calls. `has_left`: an exception of its own, the `reason`, ended it."""
 
     world_rank: int
     written_by: int

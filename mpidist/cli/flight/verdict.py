@@ -16,10 +16,6 @@ _TOLERANCE_SECONDS: Final = 0.1  # by which clocks of hosts may differ, and rank
 _MOST: Final = 5
 _PROCESSES: Final = {"gone": "gone: the process has ended", "stopped": "stopped, by a signal or a debugger"}
 _STAGES: Final = {"moving": 1, "done": 2}  # how far a rank is in its call; 0 for waiting and failed
-_OF_OTHERS: Final = {
-    "mpidist.errors.PeerFailedError",
-    "mpidist.errors.DeadlineExceededError",
-}  # which others have ended
 _NO_NAME: Final = ("a call", "")  # the recorder lost the text of the call
 
 Position: TypeAlias = tuple[float, int]  # the number of a call, and the stage in the call
@@ -103,8 +99,7 @@ def judge(strategy: StrategyFlight, are_files_damaged: bool = False) -> Verdict:
 
 def _leavers(strategy: StrategyFlight) -> list[str]:
     """Name the ranks that exceptions of their own ended, unless they ended all ranks."""
-    files = {rank: flight.file for rank, flight in sorted(strategy.ranks.items()) if flight.file.has_left}
-    left = {rank: file.reason for rank, file in files.items() if file.reason.partition(":")[0] not in _OF_OTHERS}
+    left = {rank: flight.file.reason for rank, flight in sorted(strategy.ranks.items()) if flight.file.has_left}
     texts = [f"{name_ranks(ranks)} left because of an exception: {why}" for why, ranks in group_ranks(left).items()]
     return some_of(texts, _MOST, "other exceptions") if len(left) < strategy.size else []
 

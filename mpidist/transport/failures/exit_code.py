@@ -95,7 +95,7 @@ def where_raised(error: SystemExit) -> str:
     return stack_text(error.__traceback__)
 
 
-def stack_of(error: SystemExit) -> Stack:
+def stack_of(error: BaseException) -> Stack:
     """Return the stack of the exception's traceback, or the one that `_exit` stored."""
     stack: Stack | None = vars(error).get(_STACK)
     return stack or Stack.of_walk([*walk_tb(error.__traceback__)][::-1])

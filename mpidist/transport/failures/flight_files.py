@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
+from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.failures.flight_recorder import FlightEntry
 from mpidist.transport.stacks import Stack
 
@@ -60,12 +61,12 @@ def write_flight(
     groups: Sequence[GroupFlight],
     stack: Stack,
     written_by: int,
-    has_left: bool = False,
+    end: BaseException | None = None,
 ) -> None:
     """Write the file of a rank, in place of an earlier one, in the folder, which is created if it does not exist.
 
-    `written_by` is another rank of the node where the rank itself cannot write. `has_left`: the rank's program ends by
-    an exception of its own, the `reason`.
+    `written_by` is another rank of the node where the rank itself cannot write. `end`: what ends the rank's program;
+    the rank leaves by an exception of its own, unless that follows from another rank's end.
     """
     wall = time.time() - time.monotonic()  # recorders have the monotonic clock of the node
     flights = [_group(flight, wall) for flight in groups]
@@ -76,13 +77,13 @@ def write_flight(
         "host": socket.gethostname(),
         "time": time.time(),
         "reason": reason,
-        "left": has_left,
+        "left": end is not None and not isinstance(end, (PeerFailedError, DeadlineExceededError)),
         "groups": flights,
         "stack": (stack.frames, stack.problem),
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{world_rank}.json"
-    follows = has_left and any(flight.entries and flight.entries[-1].state == "failed" for flight in groups)
+    follows = end is not None and any(flight.entries and flight.entries[-1].state == "failed" for flight in groups)
     if (written_by != world_rank or follows) and _has_just_written(path, world_rank):
         return  # the rank's own file says more than a neighbour's would, or the end of a program whose call failed
     partial = path.with_suffix(f".{os.getpid()}")

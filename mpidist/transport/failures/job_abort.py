@@ -12,16 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
-from mpidist.transport.failures.exit_code import stack_of, status_of, watch_exits, watch_immediate_exits, where_raised
+from mpidist.transport.failures.exit_code import status_of, watch_exits, watch_immediate_exits, where_raised
 from mpidist.transport.failures.process_end import note_status
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launcher_abort import FAILED, mark_for_restarts, store_code
 from mpidist.transport.shared_errors import following_of, has_left, is_shared
-from mpidist.transport.stacks import Stack
 from mpidist.transport.text import text_of
 from mpidist.transport.tracebacks import traceback_text
 
@@ -56,8 +54,8 @@ class Job(NamedTuple):
 
     Attributes:
         abort: Ends all ranks with an exit code: `MPI_Abort`.
-        save_flights: Writes flight recorders to files. The arguments: why, and where this rank is in its program;
-            `None` where it still is there.
+        save_flights: Writes flight recorders to files. The arguments: why, and the exception that ends this
+            rank's program; `None` where it still runs.
         is_thread_of_a_group: Whether other ranks may wait for this thread.
         may_lower_rank_have_ended: Whether a lower rank has reported to this rank that it fails, too, or cannot.
         have_others_acknowledged: Whether all other ranks have answered that this one has failed.
@@ -70,7 +68,7 @@ class Job(NamedTuple):
     rank: int
     hostname: str
     tell_end: Callable[[str], None]
-    save_flights: Callable[[str, Stack | None], str]
+    save_flights: Callable[[str, BaseException | None], str]
     is_thread_of_a_group: Callable[[], bool]
     may_lower_rank_have_ended: Callable[[], bool]
     have_others_acknowledged: Callable[[], bool]
@@ -208,7 +206,7 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
         with suppress(Exception):  # MPI itself may have failed: the error must be reported nevertheless
             job.tell_end(text_of(error))
         if issubclass(kind, Exception):
-            job.save_flights(text_of(error), Stack.of_walk([*walk_tb(error.__traceback__)][::-1]))
+            job.save_flights(text_of(error), error)
     _wait_for_lower_rank(job, error)
     write_lines(traceback_text(error), job.prefix)
     if is_own:
@@ -254,7 +252,7 @@ def _end_with_code(error: SystemExit) -> None:
         return
     try:
         job.tell_end(_text_of_exit(error))
-        job.save_flights(_text_of_exit(error), stack_of(error))
+        job.save_flights(_text_of_exit(error), error)
         _wait_for_lower_rank(job, error)
         _report_exit(job, error)
         _await_acknowledgements(job)

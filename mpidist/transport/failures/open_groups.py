@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.failures import job_abort
-from mpidist.transport.failures.exit_code import end_at_once
+from mpidist.transport.failures.exit_code import end_at_once, stack_of
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.process_end import leave_mpi_to_parent
 from mpidist.transport.failures.process_state import RUNNING
@@ -327,10 +327,10 @@ def save_with(saver: Callable[[], str]) -> None:
     _savers.append(saver)
 
 
-def save_flights(reason: str, own_stack: Stack | None = None) -> str:
+def save_flights(reason: str, end: BaseException | None = None) -> str:
     """Write the flight recorders of this rank, and of late ranks of its node; return how to read them. Local.
 
-    `own_stack`: where this rank was when an exception ended its program; `None` where it still is there.
+    `end`: the exception that ended this rank's program; `None` where it still runs.
     """
     _save()
     groups = (*_open, *_failed)
@@ -344,13 +344,12 @@ def save_flights(reason: str, own_stack: Stack | None = None) -> str:
     own = load_mpi().COMM_WORLD.Get_rank()
     pids = {rank: of_rank[0].pid for rank, of_rank in flights.items() if of_rank[0].process == RUNNING}
     stacks = read_stacks(pids.values())
-    if own_stack is not None:
-        stacks[os.getpid()] = own_stack
+    if end is not None:
+        stacks[os.getpid()] = stack_of(end)
     try:
         for rank, of_rank in flights.items():
             stack = stacks.get(pids.get(rank, 0), Stack())
-            has_left = rank == own and own_stack is not None
-            write_flight(folders[0], rank, reason.splitlines()[0], of_rank, stack, own, has_left)
+            write_flight(folders[0], rank, reason.splitlines()[0], of_rank, stack, own, end if rank == own else None)
         return f"last calls of the ranks: python -m mpidist flight {os.path.relpath(folders[0])}"
     except OSError as error:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"

@@ -12,8 +12,11 @@ from jobs.failing import SIGNS
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
+from mpidist.errors import PeerFailedError
+from mpidist.transport.failures.flight_files import write_flight
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
 from mpidist.transport.failures.status_board import StatusBoard
+from mpidist.transport.stacks import Stack
 
 TEXTS = 256  # that a recorder keeps
 
@@ -136,6 +139,16 @@ def test_flight_names_the_rank_that_left_and_its_line(job, tmp_path, end, text):
     assert status == 1
     assert f"=> rank 1 left because of an exception: {text}\n" in said
     assert re.search(r"^  rank 1: \S+:\d+ in leave$", said, re.MULTILINE), said
+
+
+@pytest.mark.no_mpi
+def test_flight_file_has_no_rank_leave_that_follows_another(tmp_path):
+    class OwnError(PeerFailedError):
+        """As a program may define it: the text of the reason does not show what it is."""
+
+    for end, left in ((ValueError("bad file"), True), (OwnError("of rank 1"), False), (None, False)):
+        write_flight(tmp_path, 0, f"{end}", [], Stack(), 0, end)
+        assert json.loads((tmp_path / "rank-0.json").read_text())["left"] == left
 
 
 @pytest.mark.no_mpi
