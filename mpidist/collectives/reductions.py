@@ -81,7 +81,7 @@ class Reductions:
         """Reduce; return results of the values' kinds, `None` where this rank is no destination. Collective."""
         group = self.group
         group.enter(call.name)
-        if group.calls:
+        if group.calls.queue or group.calls.launched:
             group.calls.finish()
         if call.error is None:
             self._open(call)

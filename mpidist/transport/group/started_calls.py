@@ -241,9 +241,6 @@ class PendingCalls:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def __bool__(self) -> bool:
-        return bool(self.queue or self.launched)
-
     def start(
         self,
         steps: Callable[[Pending], Steps],

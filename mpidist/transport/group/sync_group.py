@@ -194,7 +194,7 @@ class SyncGroup(OpenGroup):
 
     def agree(self, record: CallRecord) -> bool:
         """Finish started calls, then `Agreement.join`: compare the call on all ranks. Collective; after `enter`."""
-        if self.calls:
+        if self.calls.queue or self.calls.launched:
             self.calls.finish()
         return self.agreement.join(record)
 
@@ -248,7 +248,7 @@ class SyncGroup(OpenGroup):
             PeerFailedError: If a rank's process has ended.
         """
         self.enter("reset()")
-        if self.calls:  # other ranks may wait for this rank in started calls
+        if self.calls.queue or self.calls.launched:  # other ranks may wait for this rank in started calls
             self.agreement.break_off(RuntimeError("reset() gave up a call that was started"))
         self.calls.abandon("reset()")
         if self.membership is not None:
@@ -364,7 +364,7 @@ class SyncGroup(OpenGroup):
         self._give_up()
 
     def _close(self, leaving: CallRecord) -> None:
-        if self.calls and self.agreement.broken is None:
+        if (self.calls.queue or self.calls.launched) and self.agreement.broken is None:
             self.calls.finish()
         self.calls.abandon(leaving.name)
         self._is_closed = True
@@ -404,7 +404,7 @@ class SyncGroup(OpenGroup):
 
     def advance(self) -> None:
         """See `OpenGroup.advance`."""
-        if self.calls and self.is_of_this_thread():
+        if (self.calls.queue or self.calls.launched) and self.is_of_this_thread():
             self.calls.advance()
 
     def watch(self) -> Watchdog | None:
