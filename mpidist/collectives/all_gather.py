@@ -19,6 +19,7 @@ from mpidist.collectives.arguments.operands import (
     Spec,
     axis_of,
     host_sizes,
+    messages_of,
     native_dtype,
     open_contributions,
     require_memory,
@@ -35,6 +36,7 @@ from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.communicator import Communicator
 from mpidist.transport.devices import wait_for_devices
 from mpidist.transport.group.raise_together import ErrorReport, raise_reported
 from mpidist.transport.group.sync_group import SyncGroup
@@ -59,6 +61,7 @@ class _Plan(NamedTuple):
         lengths: Those of this rank's parts along the axes; `row_sizes`: elements for one step along each.
         bounds: [arrays][ranks + 1], where parts lie in the flat result if those of all ranks are equal.
         room: How many bytes of results this rank may have in host memory; `fits`: whether results of equal parts do.
+        messages: The arrays of each message, by index, if the parts of all ranks are equal.
         variants: Digests of the lengths. The second is for lack of memory: no two ranks have it, so all tell theirs.
     """
 
@@ -68,6 +71,7 @@ class _Plan(NamedTuple):
     bounds: list[list[int]]
     room: int
     fits: bool
+    messages: list[list[int]]
     variants: list[int]
 
 
@@ -89,7 +93,7 @@ def _form(
         shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
         fields[f"{name} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}]{' on a GPU' * spec.device}"
     out_specs = specs_along(axes, specs, [size * length for length in lengths])
-    plan = _Plan(axis, lengths, row_sizes, bounds, room, own * size <= room, variants)
+    plan = _Plan(axis, lengths, row_sizes, bounds, room, own * size <= room, messages_of(out_specs), variants)
     return Form(call, fields, specs, out_specs, axes, plan)
 
 
@@ -169,30 +173,50 @@ def all_gather(
 ) -> Any:
     """Concatenate every replica's arrays along an axis, in `out` if given. Collective; errors are raised on every rank.
 
-    One all-gather per array: S - s bytes received, for a result of S bytes of which this rank contributes s. If lengths
-    along the axis differ between ranks, the ranks first all-gather the lengths.
+    One all-gather per array, or for several small ones in host memory: S - s bytes received, for a result of S bytes of
+    which this rank contributes s. If lengths along the axis differ between ranks, the ranks first all-gather the
+    lengths, and then each array alone.
 
     `value` and `out` are nests, or the nests of all replicas of this rank, of which only the first `out` is written.
     """
     open_arguments = partial(_AllGather, group, call, value, axis, replicas, out)
     with agreed_call(group, call, options, open_arguments, error) as (opened, are_equal):
-        form, memory, bounds = opened.form, opened.memory, opened.plan.bounds
+        form, memory, bounds, messages = opened.form, opened.memory, opened.plan.bounds, opened.plan.messages
         if not are_equal or memory is None:
             opened.give_up_equal_parts()
             lengths = _exchange(group, call, opened)
             memory = _allocate_together(group, opened, specs_along(form.axes, form.specs, lengths.sum(axis=0)))
             bounds = (np.insert(lengths.cumsum(axis=0), 0, 0, axis=0) * opened.plan.row_sizes).T.tolist()
-        results = []
-        each = zip(opened.arrays, form.specs, form.axes, bounds, memory, strict=True)
-        for array, spec, at, ends, (front, result) in each:
-            world, moved, flat = group.levels_of(spec.device).world, array.swapaxes(0, at), front.reshape(-1)
-            flat[ends[world.rank] : ends[world.rank + 1]].reshape(moved.shape)[...] = moved
-            world.all_gather(flat, ends)
-            results.append(move_back(front, result, at))
+            messages = [[index] for index in range(len(memory))]
+        flats = [front.reshape(-1) for front, _ in memory]
+        rank = group.topology.rank
+        for array, at, ends, flat in zip(opened.arrays, form.axes, bounds, flats, strict=True):
+            moved = array.swapaxes(0, at)
+            flat[ends[rank] : ends[rank + 1]].reshape(moved.shape)[...] = moved
+        for first, *others in messages:
+            world = group.levels_of(form.specs[first].device).world
+            if others:
+                _gather_together(world, [flats[index] for index in (first, *others)])
+            else:
+                world.all_gather(flats[first], bounds[first])
+        results = [move_back(front, result, at) for (front, result), at in zip(memory, form.axes, strict=True)]
         if out is not None:
             opened.write_outs(results, group.shared)
             return out
     return nest.rebuild(opened.value, opened.operands.restore(results))
+
+
+def _gather_together(world: Communicator, flats: Sequence[Array]) -> None:
+    """Gather equal parts of several arrays in one message, in place."""
+    parts = [flat.reshape(world.size, -1).view(np.uint8) for flat in flats]
+    ends = [0, *accumulate(of_ranks.shape[1] for of_ranks in parts)]
+    buffer = world.pack_buffer(world.size * ends[-1], np.dtype(np.uint8))
+    rows = buffer.reshape(world.size, -1)
+    for of_ranks, (start, stop) in zip(parts, pairwise(ends), strict=True):
+        rows[world.rank, start:stop] = of_ranks[world.rank]
+    world.all_gather(buffer)
+    for of_ranks, (start, stop) in zip(parts, pairwise(ends), strict=True):
+        of_ranks[...] = rows[:, start:stop]
 
 
 def _exchange(group: SyncGroup, call: str, opened: _AllGather) -> Array:

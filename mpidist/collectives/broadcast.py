@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import starmap
+from itertools import accumulate, pairwise, starmap
 from typing import Any, final
 
 import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.arguments.destinations import ranks_of, send_to
-from mpidist.collectives.arguments.operands import Operands, Spec, host_sizes, require_memory, require_values
+from mpidist.collectives.arguments.operands import (
+    Operands,
+    Spec,
+    host_sizes,
+    messages_of,
+    require_memory,
+    require_values,
+)
 from mpidist.collectives.arguments.out_arrays import copy_overwritten, target_arrays
 from mpidist.collectives.arguments.signature import Arguments, Form, agreed_call, form_of, spec_fields
 from mpidist.errors import InvalidArgumentError
@@ -47,7 +54,8 @@ def _form(
         raise ValueError(f'out takes the value on every rank, so destinations must be "all", got {destinations!r}')
     ranks = ranks_of(destinations, size)
     fields = {"destinations": str(ranks), "root": str(root), "form of the nest": form_text(structure)}
-    return Form(call, fields | spec_fields(structure, specs), specs, specs)
+    messages = messages_of(specs) if destinations == "all" else [[index] for index in range(len(specs))]
+    return Form(call, fields | spec_fields(structure, specs), specs, specs, plan=messages)
 
 
 @final
@@ -91,17 +99,36 @@ def broadcast(
 ) -> Any:
     """Send one rank's value to the destinations: `CrossDeviceOps.broadcast`. Collective.
 
-    One broadcast per array, S bytes to each rank; if not all ranks are destinations, one message to each destination.
+    One broadcast per array, or for several small ones in host memory, S bytes to each rank; if not all ranks are
+    destinations, one message per array to each destination.
     """
     open_arguments = partial(_Broadcast, group, call, tensor, destinations, root, out)
     with agreed_call(group, call, options, open_arguments, error) as (opened, _):
-        for array, result, spec in zip(opened.values, opened.results, opened.form.specs, strict=True):
-            _send(group.levels_of(spec.device).world, array, result, opened.root, opened.destinations)
+        for first, *others in opened.form.plan:
+            world = group.levels_of(opened.form.specs[first].device).world
+            if others:
+                each = [(opened.values[index], opened.results[index]) for index in (first, *others)]
+                _send_together(world, each, opened.root)
+            else:
+                _send(world, opened.values[first], opened.results[first], opened.root, opened.destinations)
         if out is not None:
             opened.write_outs(opened.results, group.shared)
             return out
     is_here = opened.destinations == "all" or group.topology.rank in opened.destinations
     return nest.rebuild(tensor, opened.operands.restore(opened.results)) if is_here else None
+
+
+def _send_together(world: Communicator, each: Sequence[tuple[Any, Any]], root: int) -> None:
+    """Send the root's arrays into the results of all ranks, in one message. `each`: an array, and its result."""
+    ends = [0, *accumulate(result.nbytes for _, result in each)]
+    buffer = world.pack_buffer(ends[-1], np.dtype(np.uint8))
+    parts = [buffer[start:stop] for start, stop in pairwise(ends)]
+    if world.rank == root:
+        for part, (value, result) in zip(parts, each, strict=True):
+            part.view(result.dtype).reshape(result.shape)[...] = value
+    world.broadcast(buffer, root)
+    for part, (_, result) in zip(parts, each, strict=True):
+        result[...] = part.view(result.dtype).reshape(result.shape)
 
 
 def _send(world: Communicator, array: Any, result: Any, root: int, destinations: Any) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from support.everywhere import raises_everywhere, same_everywhere
+from support.placements import one_and_two_nodes
 from support.replicas import inside
 
 from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, PerReplica
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 WORLD = MPI.COMM_WORLD
@@ -116,3 +118,24 @@ def test_options_are_options(strategy):
     assert inside(strategy, "all_gather", np.ones(1), 0, options).shape == (SIZE,)
     with pytest.raises(TypeError, match="options must be"):
         inside(strategy, "all_gather", np.ones(1), 0, "fast")
+
+
+@one_and_two_nodes
+@pytest.mark.usefixtures("placement")
+def test_gather_and_broadcast_of_many_small_arrays_make_few_messages():
+    """Of any dtypes, so that numbers are not aligned; a large and an empty one alone, as all of unequal lengths."""
+
+    def list_of(rank, extra=0):
+        small = [np.full((3 + extra, 1 + at % 5), rank + at % 3, DTYPES[at % len(DTYPES)]) for at in range(100)]
+        return [np.arange(50_000.0) + rank, *small, np.ones((0, 3)), np.asfortranarray(np.full((2, 4), rank))]
+
+    with MultiWorkerMirroredStrategy() as strategy:
+        traffic = parts_of(strategy).group.levels.world.traffic
+        traffic.clear()
+        sent = strategy.broadcast(list_of(RANK), SIZE - 1)
+        assert all(map(np.array_equal, sent, list_of(SIZE - 1)))
+        for step in (0, 1):
+            gathered = inside(strategy, "all_gather", list_of(RANK, step * RANK), 0)
+            everyone = [list_of(rank, step * rank) for rank in range(SIZE)]
+            assert all(map(np.array_equal, gathered, map(np.concatenate, zip(*everyone, strict=True))))
+            assert traffic.calls == {"broadcast": 4, "all_gather": 4 + step * (1 + 103)}

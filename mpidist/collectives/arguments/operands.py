@@ -31,6 +31,7 @@ __all__ = [
     "axes_text",
     "axis_of",
     "host_sizes",
+    "messages_of",
     "native_dtype",
     "open_contributions",
     "require_memory",
@@ -44,6 +45,8 @@ __all__ = [
 
 _shape_of: Final = attrgetter("shape")
 _dtype_of: Final = attrgetter("dtype")
+_SMALL_BYTES: Final = 16 << 10  # two more copies of a larger array are no better than a message of its own
+_MOST_SMALL: Final = 64
 _KNOWN_TYPES: Final[set[type]] = {np.ndarray, float, int}  # types for whose values some library was found before
 
 
@@ -176,6 +179,14 @@ def host_sizes(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]] | None = N
     """Return the bytes that each array takes of host memory, if it had another dtype: 0 for one in device memory."""
     dtypes = [spec.dtype for spec in specs] if dtypes is None else dtypes
     return [0 if spec.device else spec.num_elements * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
+
+
+def messages_of(specs: Sequence[Spec]) -> list[list[int]]:
+    """List the arrays of each message, by index: many small ones of host memory together, every other one alone."""
+    is_small = [0 < nbytes <= _SMALL_BYTES for nbytes in host_sizes(specs)]
+    small = [index for index in range(len(specs)) if is_small[index]]
+    joint = [small[at : at + _MOST_SMALL] for at in range(0, len(small), _MOST_SMALL)]
+    return [*joint, *([index] for index in range(len(specs)) if not is_small[index])]
 
 
 def require_memory(nbytes: int, num_local_ranks: int) -> None:
