@@ -267,7 +267,8 @@ def test_stopped_rank_is_named_at_the_deadline(job, placement):
 
 CONTINUES = """
 def stop(until):
-    subprocess.Popen(["sh", "-c", f"{until}; kill -CONT {os.getpid()}"])
+    is_stopped = f"grep -q 'State:.T' /proc/{os.getpid()}/status"
+    subprocess.Popen(["sh", "-c", f"until {is_stopped}; do sleep 0.1; done; {until}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 if is_faulty:
