@@ -1,6 +1,7 @@
 """`mpidist run` starts ranks with the launcher of the MPI that this Python's mpi4py loads."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -205,10 +206,8 @@ def test_rank_that_misses_a_killed_one_does_not_hide_it(tmp_path):
     job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = mpidist_run(tmp_path, "-n", "3", "--max-restarts", "3", "--min-ranks", "2", "train.py", **job)
     assert done.returncode == 0, done.stderr
-    assert (
-        "3 ranks ended with exit code 1 after 0 s; a rank was killed; restart 1 of at most 3, with 2 ranks"
-        in done.stderr
-    )
+    said = r"3 ranks ended with exit code 1 after \d+ s; a rank was killed; restart 1 of at most 3, with 2 ranks"
+    assert re.search(said, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(("fault", "codes"), [("raise ValueError('bad batch')", {1}), ("os.abort()", {6, 15, 134})])
