@@ -340,7 +340,7 @@ def test_chain_ends_when_the_training_does(cluster, tmp_path):
         for arguments in ((), (), (), ("other",))
     ]
     (tmp_path / "first").write_text(first.number)
-    for job in (first, *others):
+    for job in (*others, first):  # for which the others wait
         cluster.call("scontrol", "release", job.number)
     assert [(ended.state, ended.code) for ended in (job.end() for job in (first, *others))] == [
         ("FAILED", 75),
