@@ -1,6 +1,5 @@
 """What goes wrong with calls that were started on GPUs: a rank that is missing, NCCL, an interrupt, a reset."""
 
-import _thread
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -23,6 +22,7 @@ pytestmark = pytest.mark.ranks(3)
 
 GIVEN_UP = (DeadlineExceededError, PeerFailedError)
 SOON = CommunicationOptions(timeout_seconds=0.5)
+LATER = CommunicationOptions(timeout_seconds=2)  # within which all but one rank come to a call
 PATIENT = CommunicationOptions(timeout_seconds=600)
 HAVE_GIVEN_UP = 22  # a tag
 NOT_JOINED, NOT_LAUNCHED = r"rank 1 of \d ranks did not join", r"all \d ranks joined it|given up waiting"
@@ -82,9 +82,9 @@ def test_late_rank_ends_the_communicators_of_all_groups(emulated, connected, com
             if comm.rank == 1:
                 patch.setattr(DeviceQueue, "issue", issuing_last(comm))
             if comm.rank != 1 or "launch" in misses:
-                fails = [lambda: ops.all_reduce("SUM", value, SOON)] * 2
+                fails = [lambda: ops.all_reduce("SUM", value, LATER)] * 2
                 if "start" in misses:
-                    fails = [ops.start_all_reduce("SUM", value, SOON).wait for _ in range(2)]
+                    fails = [ops.start_all_reduce("SUM", value, LATER).wait for _ in range(2)]
                 with pytest.raises(GIVEN_UP, match=MISSES[misses]):
                     fails[0]()
                 if comm.rank != 1 and "launch" in misses:
@@ -160,13 +160,18 @@ def test_host_waits_for_a_gpu_with_deadline_and_error_checks(emulated, comm, mon
 
 
 @pytest.mark.parametrize("what", ["an error, while it waits", "an error, while it asks", "an interrupt"])
-def test_error_of_a_rank_ends_all_launched_work(emulated, comm, start, what):
+def test_error_of_a_rank_ends_all_launched_work(emulated, comm, clock, start, what):
+    def interrupt():
+        if threading.current_thread() is threading.main_thread():
+            clock.in_wait = lambda: None
+            raise KeyboardInterrupt
+
     emulated.hold()
     handles = [start() for _ in range(2)]
     assert emulated.comes_to(UNDER_WAY, 2, handles[0].is_done)
     comm.Barrier()
     if comm.rank == 0 and what == "an interrupt":
-        threading.Timer(0.2, _thread.interrupt_main).start()
+        clock.in_wait = interrupt
     elif comm.rank == 0:
         emulated.wish("an error of NCCL", 6)
         time.sleep(0.02)
