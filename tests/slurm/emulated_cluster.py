@@ -55,7 +55,7 @@ exec env --ignore-signal=CHLD cat >/dev/null
 
 # There is no cgroup to follow a job's processes by, no database of accounts; the nodes have more CPUs than is true, and
 # GPUs that are names in jobs' environments.
-# A job starts, ends and starts again within a second.
+# A job starts, ends and starts again within a second. What became of it is known as long as the cluster lives.
 _CONFIGURATION = """
 ClusterName=emulated
 SlurmctldHost=head(127.0.0.1)
@@ -86,6 +86,7 @@ SlurmdParameters=config_overrides
 KillWait=2
 CompleteWait=0
 MessageTimeout=100
+MinJobAge=36000
 SlurmdTimeout=120
 ReturnToService=2
 MailProg=/bin/true
