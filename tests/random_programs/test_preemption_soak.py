@@ -113,10 +113,10 @@ seconds = draw.random()
 num_steps = 0
 
 def kill():
-    if early:
-        while num_steps < most:
-            time.sleep(0.001)
-    time.sleep(seconds * 0.01 if early else seconds)
+    begun = time.monotonic()
+    while num_steps < most and (early or time.monotonic() < begun + seconds):  # few steps, however fast they are
+        time.sleep(0.001)
+    time.sleep(seconds * 0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 if restarts < {losses} and (not of_all or rank == killed or (rank == 0 and not early)):
