@@ -1,6 +1,8 @@
 """What tests see of the emulated CUDA, and what they let go wrong there."""
 
+import _thread
 import ctypes
+import threading
 import time
 from contextlib import contextmanager
 from functools import cache
@@ -81,6 +83,18 @@ class Emulated:
     def ended(self):
         """Return how communicators were ended: `("abort", 2)` for two together."""
         return self.calls("abort", "destroy")
+
+    def interrupt_in(self, name):
+        """Interrupt the main thread when it waits for the next call of this name."""
+
+        def interrupt():
+            while not self.calls(name):
+                time.sleep(0.01)
+            time.sleep(0.2)  # in which it comes to its wait
+            _thread.interrupt_main()
+
+        self.forget()
+        threading.Thread(target=interrupt).start()
 
     def wait_for_end(self):
         while not self.ended():

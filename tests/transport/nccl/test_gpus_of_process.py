@@ -1,9 +1,7 @@
 """The GPUs of one process: added in the order of a tree, and copied to each other, by NCCL."""
 
-import _thread
 import gc
 import os
-import threading
 import weakref
 from itertools import product
 
@@ -158,7 +156,7 @@ def test_hanging_start_is_given_up_and_aborted_later(emulated, monkeypatch, kind
     monkeypatch.setattr(nccl_handles, "START_SECONDS", seconds)
     emulated.wish("ncclCommInitRank", HANGS)
     if kind is KeyboardInterrupt:
-        threading.Timer(0.3, _thread.interrupt_main).start()
+        emulated.interrupt_in("ncclCommInitRank")
     with pytest.raises(kind, match=text):
         GpusOfProcess([0, 1], Patience())
     emulated.be_normal()

@@ -1,6 +1,5 @@
 """The NCCL transport; and where a rank, NCCL or a call of it fails: errors, aborts, and what begins anew."""
 
-import _thread
 import gc
 import os
 import re
@@ -244,7 +243,7 @@ def test_hanging_start_of_nccl_is_given_up_and_aborted_later(emulated, comm, mon
         if is_interrupted:
             kind = KeyboardInterrupt if comm.rank == 0 else PeerFailedError
             if comm.rank == 0:
-                threading.Timer(0.5, _thread.interrupt_main).start()
+                emulated.interrupt_in("ncclCommInitRank")
         with monkeypatch.context() as patch:
             patch.setattr(nccl_handles, "START_SECONDS", 600.0 if is_interrupted else 2.0)
             with pytest.raises(kind, match=None if is_interrupted else "ranks 0.*: it did not start within 2 s"):
