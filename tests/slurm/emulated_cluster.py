@@ -165,7 +165,7 @@ class EmulatedCluster:
 
     def lose(self, node):
         """End all processes of a node at once, as when its power fails. The controller is not told, and it stays so."""
-        (slurmd,) = (
+        slurmd, *_ = (  # and what it has just forked
             process
             for process, command in _commands()
             if command == f"slurmd -D -N {node}" and _has_variables(process, self.environment)
