@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -13,7 +12,6 @@ from mpidist import nest
 from mpidist.collectives.arguments.destinations import (
     NO_CONTRIBUTIONS,
     MirroredLeaves,
-    ValueWithDestinations,
     flatten_contributions,
     rebuild_results,
 )
@@ -21,14 +19,12 @@ from mpidist.collectives.arguments.out_arrays import flatten_out
 from mpidist.collectives.arguments.signature import name_call
 from mpidist.collectives.plans.call import ReductionCall
 from mpidist.collectives.reductions import Reductions
-from mpidist.errors import InvalidTypeError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.group.started_calls import Pending
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.text import value_text
 from mpidist.values import Contributions
 
-__all__ = ["PendingResult", "open_all_reduce", "open_batch_reduce"]
+__all__ = ["PendingResult", "open_all_reduce"]
 
 Merge = Callable[[Any], CommunicationOptions]  # overrides the algorithm's options by those of a call
 
@@ -42,10 +38,11 @@ def open_all_reduce(
     options: Any,
     out: Any,
     error: Exception | None,
+    ranks: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[ReductionCall, MirroredLeaves]:
-    """Make the call of `CrossDeviceOps.all_reduce`, or of its error; return it and the mirrored leaves. Local."""
+    """Make the call of `BoundOps.all_reduce`, or of its error; return it and the mirrored leaves. Local."""
     leaves, structure, mirrored, others = NO_CONTRIBUTIONS
-    outs, other_outs = None, []
+    outs, other_outs, destinations = None, [], None
     op = ReduceOp.SUM
     group, replicas = reductions.group, reductions.replicas
     merged, key = merge(None), None
@@ -53,15 +50,16 @@ def open_all_reduce(
         op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             merged = merge(options)
-        if error is None and replicas.are_bare:
+        if error is None and replicas.are_bare and ranks is None:
             key, call = reductions.device_calls.find(name, op, value, options, out)
             if call is not None:
                 call.timeout_seconds = merged.timeout_seconds
                 return call, mirrored
-        if type(value) is np.ndarray and replicas.are_bare:  # the most common argument, with less work
+        if type(value) is np.ndarray and replicas.are_bare and ranks is None:  # the most common argument
             leaves = [value]
         else:
             leaves, structure, mirrored, others = flatten_contributions(op, value, group, replicas)
+        destinations = None if ranks is None else _of_leaves(ranks, value, mirrored)
         if out is not None and out is value and replicas.are_bare and not mirrored:
             outs = list(leaves)
         elif out is not None:
@@ -69,40 +67,18 @@ def open_all_reduce(
             outs, *other_outs = [flatten_out(structure, bool(mirrored), one) for one in nests]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or name_call(problem, name)
-    call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), outs=outs, error=error, others=others)
+    call = ReductionCall(
+        name, op, merged, leaves, structure, tuple(mirrored), destinations, outs=outs, error=error, others=others
+    )
     call.other_outs, call.device_key = other_outs, key
     return call, mirrored
 
 
-def open_batch_reduce(
-    reductions: Reductions,
-    merge: Merge,
-    name: str,
-    reduce_op: Any,
-    pairs: Iterable[Any],
-    options: Any,
-    error: Exception | None = None,
-) -> tuple[ReductionCall, list[ValueWithDestinations]]:
-    """Make the call of `CrossDeviceOps.batch_reduce`, or of its error; return it and the values. Local."""
-    op, merged = ReduceOp.SUM, merge(None)
-    opened: list[ValueWithDestinations] = []
-    try:
-        op = ReduceOp.of(reduce_op)
-        merged = merge(options)
-        if not isinstance(pairs, Iterable):
-            raise InvalidTypeError(
-                f"value_destination_pairs is not iterable: needed tuples (value, destinations), got {value_text(pairs)}"
-            )
-        opened = [ValueWithDestinations.open(op, pair, reductions.group, reductions.replicas) for pair in pairs]
-    except Exception as problem:  # of any kind: the other ranks must learn of it
-        error = error or name_call(problem, name)
-    leaves = [leaf for pair in opened for leaf in pair.flat.leaves]
-    others = [list(chain(*parts)) for parts in zip(*(pair.flat.others for pair in opened), strict=True)]
-    ranks = tuple(pair.ranks for pair in opened for _ in pair.flat.leaves)
-    forms = tuple(pair.flat.structure for pair in opened)
-    mirrored = tuple(tuple(pair.flat.mirrored) for pair in opened)
-    call = ReductionCall(name, op, merged, leaves, forms, mirrored, destinations=ranks, error=error, others=others)
-    return call, opened
+def _of_leaves(ranks: Sequence[tuple[int, ...]], value: Any, mirrored: MirroredLeaves) -> tuple[tuple[int, ...], ...]:
+    """Return the destinations of each leaf that is sent, from those of the value, or of each value of a list."""
+    values = [value] if len(ranks) == 1 else value
+    of_leaves = [own for own, one in zip(ranks, values, strict=True) for _ in nest.flatten(one)[0]]
+    return tuple(own for at, own in enumerate(of_leaves) if at not in mirrored)
 
 
 @final

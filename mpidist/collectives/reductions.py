@@ -257,8 +257,8 @@ class Reductions:
         form, local_sums = "", sums
         if tree is not None and sums is not None and not tree.is_flat:
             execution, form, local_sums = self._rows(call, tree, specs, results, sums), "rows", None
-        elif len(parts) == 1:
-            execution, form = self._fused(call, specs, results, next(iter(parts)))
+        elif parts:
+            execution, form = self._fused(call, specs, results, next(iter(parts)) if len(parts) == 1 else None)
         if execution is None:
             execution, form = self._packed(call, specs, parts)
         details = f"{call.op} of {specs_text(specs)}, {self._name_for(call.options)}, {form}"
@@ -348,13 +348,13 @@ class Reductions:
 
         return reduce
 
-    def _arithmetic(self, call: ReductionCall, ranks: Ranks, is_fused: bool) -> Arithmetic:
+    def _arithmetic(self, call: ReductionCall, is_to_all: bool, is_fused: bool) -> Arithmetic:
         """Return how numbers are reduced: a fused execution adds node by node, the others add all ranks at once."""
         tree = self.replicas.tree
         if tree is not None:
             folds = (tree.within_node, tree.across_nodes) if is_fused else (tree.world, None)
             return Arithmetic.in_tree(call.op, tree.total, *folds)
-        by_node = self._algorithm._compresses_between_nodes and ranks is None
+        by_node = self._algorithm._compresses_between_nodes and is_to_all
         return Arithmetic.of(call.op, call.options, self.group.levels, by_node)
 
     def _fused(
@@ -363,20 +363,20 @@ class Reductions:
         """Make a fused or a carried execution, and name it for the log; `None` if transport or algorithm allow none."""
         group = self.group
         reducer, carrying = self._fused_reducer(call.options), group.agreement.carrying
-        if reducer is None or (ranks is not None and reducer.spans_nodes):
+        is_to_all = call.destinations is None
+        if reducer is None or (not is_to_all and reducer.spans_nodes):
             return None, ""  # messages to the destinations alone send fewer bytes between nodes
         if reducer.spans_nodes and carrying is not None and call.options.compression is Compression.NONE:
-            lists = make_fused_lists(self._arithmetic(call, ranks, is_fused=False), specs, reducer, 0)
+            lists = make_fused_lists(self._arithmetic(call, is_to_all, is_fused=False), specs, reducer, 0)
             if lists is not None and CarriedExecution.can_carry(lists):
                 self._log(call, len(specs), "with the comparison", sum(fused.nbytes for fused in lists), ranks)
                 memory, traffic = group.result_memory, group.levels.world.traffic
                 return CarriedExecution(carrying, lists, specs, results, memory, traffic), "with the comparison"
-        lists = make_fused_lists(self._arithmetic(call, ranks, is_fused=True), specs, reducer)
+        lists = make_fused_lists(self._arithmetic(call, is_to_all, is_fused=True), specs, reducer)
         if lists is None:
             return None, ""
-        wants_results = ranks is None or group.topology.rank in ranks
         self._log(call, len(specs), "fused", sum(fused.nbytes for fused in lists), ranks)
-        return FusedExecution(group, reducer, lists, specs, results, wants_results), "fused"
+        return FusedExecution(group, reducer, lists, specs, results, call.destinations), "fused"
 
     def _packed(
         self, call: ReductionCall, specs: tuple[Spec, ...], parts: dict[Ranks, list[int]]
@@ -386,7 +386,7 @@ class Reductions:
         packed_parts, total = [], 0
         for ranks, indices in parts.items():
             part_specs = tuple(specs[index] for index in indices)
-            arithmetic = self._arithmetic(call, ranks, is_fused=False)
+            arithmetic = self._arithmetic(call, ranks is None, is_fused=False)
             messages, num_packs = make_messages(
                 arithmetic, part_specs, options.bytes_per_pack, algorithm._num_packs, self.group.levels
             )

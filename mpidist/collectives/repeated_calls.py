@@ -58,8 +58,8 @@ _OF_NUMPY: Final = {np.ndarray, *_NUMBERS}
 _OTHERS: Final = "other arrays"
 
 # What equal calls have in common: the name of the call, the reduction as the user wrote it, the shape and the dtype of
-# the array (of a nest the structure, and none), what options of the call override, and whether arrays of the caller's
-# take the result: of a nest its own, or `_OTHERS`. It has no names, as it is made in each call.
+# the array (of a nest the structure, and none), what options of the call override, with its destinations, and whether
+# arrays of the caller's take the result: of a nest its own, or `_OTHERS`. It has no names, as it is made in each call.
 CallKey: TypeAlias = tuple[str, Any, tuple[Any, ...], np.dtype[Any] | None, tuple[Any, ...], bool | str]
 Described: TypeAlias = tuple[CallKey, Any, Any, list[Any] | None]  # the arguments of `RepeatedCalls.run`
 
@@ -105,13 +105,15 @@ def _key_of_array(
 key_of_array: Final = partial(_key_of_array if native is None else native.key_of_array, _OP_TYPES)
 
 
-def key_of_repeated(name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any) -> Described | None:
+def key_of_repeated(
+    name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any, destinations: Any = None
+) -> Described | None:
     """Return the arguments of `RepeatedCalls.run` for a call that can be cached; `None` for another call.
 
     These calls reduce one NumPy array: into a new array, in place, or into another array of the same kind, with which
     it shares no memory. A float is such an array without axes. Or they reduce a nest of NumPy arrays and numbers into
     new ones; of arrays alone, in place or into per-node arrays, too; or a nest of tensors, whose arrays are known, into
-    new ones or in place.
+    new ones or in place. With `destinations`, as in `ReductionCall`, each of these is a nest.
     """
     if error is not None or type(reduce_op) not in _OP_TYPES:
         return None
@@ -120,16 +122,20 @@ def key_of_repeated(name: str, reduce_op: Any, value: Any, options: Any, out: An
         if type(options) is not CommunicationOptions:
             return None
         overrides = options.overrides
-    if (type(value) in _NUMBERS or (type(value) is int and value in _SMALL_INTS)) and out is None:
+    if destinations is not None:
+        overrides = *overrides, destinations
+    elif (type(value) in _NUMBERS or (type(value) is int and value in _SMALL_INTS)) and out is None:
         found = key_of_array(name, reduce_op, library_of(value).to_native(value), None, overrides)
         return found and (*found[:3], [value])
-    if type(value) is np.ndarray:
+    elif type(value) is np.ndarray:
         return key_of_array(name, reduce_op, value, out, overrides)
-    if native is None or not (type(value) in _NESTS or hasattr(type(value), "_fields")) or not value:
+    elif not (type(value) in _NESTS or hasattr(type(value), "_fields")):
         return None
-    if type(value) is list and isinstance(known_library_of(value[0]), CuPyArrays):  # of `DeviceCalls`
+    if native is None:
         return None
     try:
+        if type(value) is list and isinstance(known_library_of(value[0]), CuPyArrays):  # of `DeviceCalls`
+            return None
         leaves, structure = _flatten(value)
         outs, into = (leaves, True) if out is value else (None, False) if out is None else _outs(out, leaves, structure)
         key = (name, reduce_op, structure, None, overrides, into)
@@ -527,6 +533,8 @@ def _unlike_call(cached: _CachedCall, value: Any, out: Any) -> ReductionCall:
 
 def _restore(result: Any, likes: list[Any]) -> Any:
     """Give new results the kinds of `likes`."""
+    if type(result) is list and result[0] is None:  # this rank is no destination
+        return result
     library = library_of(likes[0])
     if type(result) is not list:
         return library.from_native(result, likes[0])

@@ -9,11 +9,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.collectives.arguments.destinations import ranks_of, rebuild_results
+from mpidist.collectives.arguments.destinations import ranks_of, rebuild_results, values_and_ranks
 from mpidist.collectives.arguments.signature import name_call, require_usable
 from mpidist.collectives.broadcast import broadcast
 from mpidist.collectives.indexed_slices import all_reduce_slices, has_slices
-from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_batch_reduce
+from mpidist.collectives.open_call import PendingResult, open_all_reduce
 from mpidist.collectives.plans.local_sums import require_tree_order
 from mpidist.collectives.plans.reduce_algorithm import ReduceAlgorithm
 from mpidist.collectives.reductions import Reductions
@@ -27,10 +27,6 @@ from mpidist.values import Contributions
 __all__ = ["BoundOps"]
 
 _MAX_COPIED_BYTES: Final = 1 << 16  # of an array in another layout: a copy takes less time than to check its call again
-
-
-def _is_of_slices(pair: Any) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and has_slices(pair[0])
 
 
 @final
@@ -75,49 +71,31 @@ class BoundOps:
         out: Any = None,
     ) -> Any:
         """Reduce one value of every rank to the destinations: `CrossDeviceOps.reduce`. Collective."""
-        size, num_ranks, error = self.group.topology.size, 0, None
+        size, error = self.group.topology.size, None
+        ranks: tuple[int, ...] = ()
         try:
-            num_ranks = len(ranks_of(destinations, size, value))
-            if out is not None and num_ranks < size:
+            ranks = ranks_of(destinations, size, value)
+            if out is not None and len(ranks) < size:
                 raise ValueError(f'out takes the result on every rank, so pass destinations "all", not {destinations}')
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = name_call(problem, "reduce")
-        if error is None and num_ranks < size:
-            return self.batch_reduce(reduce_op, [(value, destinations)], options, call="reduce")[0]
-        return self.all_reduce(reduce_op, value, options, out=out, call="reduce", error=error)
+        result = self.all_reduce(reduce_op, value, options, out=out, call="reduce", error=error, ranks=[ranks])
+        return result if self.group.topology.rank in ranks else None
 
     def batch_reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        pairs: Iterable[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-        *,
-        call: str = "batch_reduce",
+        self, reduce_op: ReduceOp | str, pairs: Iterable[tuple[Any, Any]], options: CommunicationOptions | None = None
     ) -> list[Any]:
         """Reduce many values at once: `CrossDeviceOps.batch_reduce`. Collective."""
+        values: list[Any] = []
+        ranks: list[tuple[int, ...]] = []
         error = None
-        if isinstance(pairs, Iterable) and not isinstance(pairs, (list, tuple)):
-            try:
-                pairs = list(pairs)
-            except Exception as problem:  # of any kind: the other ranks must learn of it
-                error = name_call(problem, call)
-        values = self._values_to_all(pairs) if error is None else None
-        if values is not None:
-            return list(self.all_reduce(reduce_op, values, options, call=call))
-        reduction_call, opened = open_batch_reduce(self.reductions, self._merge, call, reduce_op, pairs, options, error)
-        if reduction_call.error is not None and isinstance(pairs, (list, tuple)) and any(map(_is_of_slices, pairs)):
-            return self._batch_reduce_slices(reduce_op, pairs, options, call)
-        results = iter(self.reductions.run(reduction_call))
-        return [pair.close(results, self.group.topology.rank) for pair in opened]
-
-    def _values_to_all(self, pairs: Any) -> list[Any] | None:
-        """List the values of pairs (value, destinations), if all results go to all ranks. Local."""
-        size = self.group.topology.size
         try:
-            are_to_all = [isinstance(pair, tuple) and len(ranks_of(pair[1], size, pair[0])) == size for pair in pairs]
-            return [value for value, _ in pairs] if pairs and all(are_to_all) else None
-        except Exception:  # of any kind: the call raises it on all ranks
-            return None
+            values, ranks = values_and_ranks(pairs, self.group.topology.size)
+        except Exception as problem:  # of any kind: the other ranks must learn of it
+            error = name_call(problem, "batch_reduce")
+        results = self.all_reduce(reduce_op, values, options, call="batch_reduce", error=error, ranks=ranks)
+        rank = self.group.topology.rank
+        return [result if rank in own else None for result, own in zip(results, ranks, strict=True)]
 
     def all_reduce(
         self,
@@ -128,21 +106,25 @@ class BoundOps:
         out: Any = None,
         call: str = "all_reduce",
         error: Exception | None = None,
+        ranks: Sequence[tuple[int, ...]] = (),
     ) -> Any:
         """Reduce a nest of every rank's values, and give every rank the result, in `out` if given. Collective.
 
-        `call` is the name in errors and logs. `error` is the caller's error on this rank; raised on all ranks.
+        `call` is the name in errors and logs. `error` is the caller's error on this rank; raised on all ranks. `ranks`
+        are the destinations of the nest, or of each value of a list: all by default. Other ranks must drop the result.
         """
+        size = self.group.topology.size
+        destinations = None if {*map(len, ranks)} <= {size} else tuple(ranks)
         reductions, first, others, into = self.reductions, value, NO_OTHERS, out
         if type(value) is Contributions or not self.replicas.are_bare:
             first, others, into = of_first_replica(value, out, self.replicas.num_here)
         repeated: Described | None = None
-        if options is None and error is None:
+        if options is None and error is None and destinations is None:
             repeated = key_of_array(call, reduce_op, first, into, ())
         if repeated is None:
-            repeated = key_of_repeated(call, reduce_op, first, options, into, error)
+            repeated = key_of_repeated(call, reduce_op, first, options, into, error, destinations)
         late_out = None
-        if repeated is None and not others and self._may_copy(first, into):
+        if repeated is None and not others and destinations is None and self._may_copy(first, into):
             with suppress(MemoryError):  # the other ranks make the call
                 # It is reduced in place, so that an out of another dtype than the result is refused.
                 copy = np.array(first, order="C")
@@ -158,9 +140,11 @@ class BoundOps:
             if out is not None:
                 return out
             return rebuild_results(value, result, {}) if type(result) is list else result
-        reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
+        given = reduce_op, value, options, out
+        reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, *given, error, destinations)
         if reduction_call.error is not None and has_slices(value):  # which it refuses
-            return self._all_reduce_slices(reduce_op, value, options, out, call, error)
+            to_some = "; ".join(map(name_ranks, destinations or ()))
+            return self._all_reduce_slices(*given, f"{call} to {to_some}" if to_some else call, error)
         results = reductions.run(reduction_call)
         if repeated is not None:
             reductions.repeated.add(repeated[0], reduction_call)
@@ -190,26 +174,6 @@ class BoundOps:
             return self.all_reduce(reduce_op, rest, options, call=call)
 
         return all_reduce_slices(self.group, call, reduce_op, value, merged, self.replicas, error, reduce_dense)
-
-    def _batch_reduce_slices(self, reduce_op: Any, pairs: Sequence[Any], options: Any, call: str) -> list[Any]:
-        """Reduce the pairs of `IndexedSlices` one by one on all ranks, and the others at once. Collective."""
-        results, rank, size = [], self.group.topology.rank, self.group.topology.size
-        dense = [pair for pair in pairs if not _is_of_slices(pair)]
-        rest = iter(self.batch_reduce(reduce_op, dense, options, call=call) if dense else [])
-        for at, pair in enumerate(pairs):
-            if not _is_of_slices(pair):
-                results.append(next(rest))
-                continue
-            value, error = pair[0], None
-            ranks: tuple[int, ...] = ()
-            try:
-                ranks = ranks_of(pair[1], size, value)
-            except Exception as problem:  # of any kind: the other ranks must learn of it
-                error = name_call(problem, call)
-            name = f"{call} of pair {at} to {name_ranks(ranks)}"
-            result = self._all_reduce_slices(reduce_op, value, options, None, name, error)
-            results.append(result if rank in ranks else None)
-        return results
 
     def start_all_reduce(
         self,

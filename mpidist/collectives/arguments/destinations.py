@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.arguments.operands import require_values
+from mpidist.errors import InvalidTypeError
 from mpidist.options import ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport.communicator import Communicator
@@ -32,7 +31,6 @@ __all__ = [
     "NO_CONTRIBUTIONS",
     "FlatContributions",
     "MirroredLeaves",
-    "ValueWithDestinations",
     "flatten_contributions",
     "group_by_destinations",
     "per_replica_value",
@@ -40,6 +38,7 @@ __all__ = [
     "rebuild_results",
     "replica_components",
     "send_to",
+    "values_and_ranks",
 ]
 
 MirroredLeaves = Mapping[int, Any]  # index of a mirrored leaf in the nest -> this rank's copy of the leaf
@@ -215,31 +214,22 @@ def _copied(own: Any) -> Any:
     return own.copy() if hasattr(own, "dtype") and hasattr(own, "copy") else own
 
 
-@final
-@dataclass(frozen=True)
-class ValueWithDestinations:
-    """One value of a reducing call, its leaves, and the ranks that get the result."""
-
-    value: Any
-    ranks: tuple[int, ...]
-    flat: FlatContributions
-
-    @classmethod
-    def open(cls, op: ReduceOp, pair: Any, group: SyncGroup, replicas: Replicas) -> ValueWithDestinations:
-        """Check and flatten a tuple of a value and its destinations."""
+def values_and_ranks(pairs: Any, size: int) -> tuple[list[Any], list[tuple[int, ...]]]:
+    """Check tuples of a value and its destinations; list the values, and the ranks of each."""
+    if not isinstance(pairs, Iterable):
+        raise InvalidTypeError(
+            f"value_destination_pairs is not iterable: needed tuples (value, destinations), got {value_text(pairs)}"
+        )
+    values, ranks = [], []
+    for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
                 "value_destination_pairs: each should be a tuple of size 2, (value, destinations); got a "
                 f"{_kind_of(pair)}"
             )
-        value, destinations = pair
-        ranks = ranks_of(destinations, group.topology.size, value)
-        return cls(value, ranks, flatten_contributions(op, value, group, replicas))
-
-    def close(self, results: Iterator[Any], rank: int) -> Any:
-        """Build the value's result from the next results of leaves; `None` where `rank` is no destination."""
-        own = list(islice(results, len(self.flat.leaves)))
-        return rebuild_results(self.value, own, self.flat.mirrored) if rank in self.ranks else None
+        values.append(pair[0])
+        ranks.append(ranks_of(pair[1], size, pair[0]))
+    return values, ranks
 
 
 def _kind_of(pair: object) -> str:

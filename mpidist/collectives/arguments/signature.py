@@ -187,12 +187,9 @@ def specs_text(specs: tuple[Spec, ...]) -> str:
     return f"{', '.join(counts) or 'nothing'}, {size_text(nbytes)}"
 
 
-def names_of(structures: Sequence[Any], mirrored: Sequence[Sequence[int]]) -> tuple[list[str], list[str]]:
-    """Name the arrays of nests that are sent, and those at the indices `mirrored`."""
-    sent_names: list[str] = []
-    mirrored_names: list[str] = []
-    for pair, (structure, mirrored_leaves) in enumerate(zip(structures, mirrored, strict=True)):
-        prefix = f"pair {pair}, " if len(structures) > 1 else ""
-        for leaf, name in enumerate(array_names(structure)):
-            (mirrored_names if leaf in mirrored_leaves else sent_names).append(prefix + name)
-    return sent_names, mirrored_names
+def names_of(structure: nest.Structure, mirrored: Sequence[int]) -> tuple[list[str], list[str]]:
+    """Name the arrays of a nest that are sent, and those at the indices `mirrored`."""
+    names: tuple[list[str], list[str]] = [], []
+    for leaf, name in enumerate(array_names(structure)):
+        names[leaf in mirrored].append(name)
+    return names

@@ -94,8 +94,8 @@ class ReductionCall(CallRecord):
 
     Args:
         values: The leaves that are sent: the contributions of this rank's first replica.
-        structure: The form of the nest; with destinations, of each nest.
-        mirrored: The indices of the nest's mirrored leaves, which are not sent; with destinations, of each nest.
+        structure: The form of the nest.
+        mirrored: The indices of the nest's mirrored leaves, which are not sent.
         destinations: The ranks that get each value's result; `None` if all ranks get all results.
         error: An error in this rank's arguments that was found before; `None` for none.
         others: The contributions of each other replica of this rank.
@@ -138,7 +138,7 @@ class ReductionCall(CallRecord):
 
     def like(self) -> ReductionCall:
         """Return the same call, without arrays."""
-        like = ReductionCall(self.name, self.op, self.options, (), self.structure, self.mirrored)
+        like = ReductionCall(self.name, self.op, self.options, (), self.structure, self.mirrored, self.destinations)
         like.plan, like.details, like.fingerprint = self.plan, self.plan.details, self.fingerprint
         like.per_node_indices, like.is_started = self.per_node_indices, self.is_started
         return like
@@ -158,20 +158,11 @@ class ReductionCall(CallRecord):
         }
         to_all = [] if self.destinations is None else [name_ranks(ranks) for ranks in self.destinations]
         fields["destinations"] = "; ".join(to_all) or "all ranks"
-        names, mirrored_names = names_of(self._structures, self._mirrored)
+        names, mirrored_names = names_of(self.structure, self.mirrored)
         fields["mirrored"] = ", ".join(mirrored_names) or "none"
-        forms = "; ".join(map(form_text, self._structures))
         fields |= {name: repr(spec) for name, spec in zip(names, self.plan.specs, strict=True)}
-        return fields | {"form of the nest": forms}
+        return fields | {"form of the nest": form_text(self.structure)}
 
     def names(self) -> list[str]:
         """Name the arrays that are reduced."""
-        return names_of(self._structures, self._mirrored)[0]
-
-    @property
-    def _structures(self) -> Any:
-        return (self.structure,) if self.destinations is None else self.structure
-
-    @property
-    def _mirrored(self) -> Any:
-        return (self.mirrored,) if self.destinations is None else self.mirrored
+        return names_of(self.structure, self.mirrored)[0]

@@ -54,17 +54,18 @@ class FusedExecution(Execution):
         lists: Sequence[FusedList],
         specs: Sequence[Spec],
         results: Sequence[np.dtype[Any]],
-        wants_results: bool,
+        destinations: tuple[tuple[int, ...], ...] | None,
     ) -> None:
         self._reducer, self._lists, self._shared = reducer, lists, group.shared
         self._specs, self._results = specs, results
-        self._wants_results = wants_results
+        self._wants_results = destinations is None or any(group.topology.rank in ranks for ranks in destinations)
         self._agreement_is_barrier = group.agreement.is_node_barrier  # it also synchronises the ranks of the node
         arenas = [reducer.result_arena(fused.reduction, fused.wire, fused.result_dtype) for fused in lists]
         self._is_compiled = None not in arenas  # on all ranks
         one_shots = SmallLists.one_shots_for(reducer, lists, self._is_compiled)
+        shares = destinations is None and not one_shots  # results with other ranks, which have such ones, too
         self._made = [
-            FusedResults(fused, specs, group.result_memory, None if one_shots else arena)
+            FusedResults(fused, specs, group.result_memory, arena if shares else None, self._wants_results)
             for fused, arena in zip(lists, arenas, strict=True)
         ]
         self._small, self._one_shots = SmallLists(lists, self._made, one_shots) if one_shots else None, one_shots
@@ -85,7 +86,7 @@ class FusedExecution(Execution):
         checked, places = call.checked_outs, NOWHERE
         staged: Any = None
         new: list[LentArrays] = []
-        if call.outs is None and self._wants_results and self._small is None:
+        if call.outs is None and self._small is None:
             new = [made.recycled.lend() for made in self._made]
         is_per_node = checked is not None and checked.per_node_digest != 0
         if self._shared.num_windows and (is_per_node or not self._ignores_places):
@@ -134,7 +135,7 @@ class FusedExecution(Execution):
 
     def of_one_array(self, flight: Any) -> RepeatedReduction | None:
         """Return what reduces one private array again and again; `None` where these calls need more than that."""
-        if not (self._is_one_array and self._agreement_is_barrier and self._wants_results):
+        if not (self._is_one_array and self._agreement_is_barrier):
             return None
         fused, spec = self._lists[0], self._specs[0]
         if self._small is not None:
@@ -151,9 +152,9 @@ class FusedExecution(Execution):
             kind = ListPerNode
         else:
             kind = ListInPlace if all(map(is_, call.outs, call.operands.arrays)) else ListIntoOthers
-        if not (self._is_compiled and self._agreement_is_barrier and self._wants_results) or places.sources is not None:
+        if not (self._is_compiled and self._agreement_is_barrier) or places.sources is not None:
             return None
-        if len(self._lists) > 1 and kind in (NewList, ListInPlace):
+        if (len(self._lists) > 1 or self._small is not None) and kind in (NewList, ListInPlace):
             return ListsOfDtypes(self, call)
         if len(self._lists) != 1 or self._small is not None or self._empty:
             return None
@@ -203,7 +204,7 @@ class FusedExecution(Execution):
             checked = call.checked_outs
             owners = checked.owners if checked is not None and checked.are_targets else None  # else the outs are others
             arrays = copy_overwritten(arrays, results, places.outs is not None, owners)
-        if outs is None and self._wants_results and not new:
+        if outs is None and not new:
             new = [made.recycled.lend() for made in self._made]
         transfers: _Transfers = []
         for at, fused in enumerate(self._lists):

@@ -22,15 +22,22 @@ _MANY: Final = 4  # arrays
 class FusedResults:
     """The results of one fused list, in shared memory of `arena` if there is one.
 
-    `are_joined`: new results are views of one new array. `recycled`: the memory of the new array or arrays.
+    `are_joined`: new results are views of one new array. `recycled`: the memory of the new array or arrays; of none,
+    unless this rank wants the results (`is_wanted`).
     """
 
     def __init__(
-        self, fused: FusedList, specs: Sequence[Spec], memory: ResultMemory, arena: SharedArena | None
+        self,
+        fused: FusedList,
+        specs: Sequence[Spec],
+        memory: ResultMemory,
+        arena: SharedArena | None,
+        is_wanted: bool = True,
     ) -> None:
         self._fused, self._shapes = fused, [specs[index].shape for index in fused.indices]
-        self.are_joined = len(fused.indices) >= _MANY and fused.count < _SMALL_RESULT * len(fused.indices)
-        shapes = [(fused.count,)] if self.are_joined else self._shapes
+        self._indices = fused.indices if is_wanted else ()
+        self.are_joined = is_wanted and len(fused.indices) >= _MANY and fused.count < _SMALL_RESULT * len(fused.indices)
+        shapes = [(fused.count,)] if self.are_joined else self._shapes if is_wanted else []
         self.recycled = memory.results(shapes, [fused.result_dtype] * len(shapes), arena)
 
     def split(self, whole: Any) -> list[Any]:
@@ -50,7 +57,7 @@ class FusedResults:
     def set_new(self, new: list[Any], results: list[Any]) -> None:
         """Set the results of the list to new arrays, or to views of the one that has all."""
         parts = self.split(new[0]) if self.are_joined else new
-        for index, part in zip(self._fused.indices, parts, strict=True):
+        for index, part in zip(self._indices, parts, strict=True):
             results[index] = part
 
     def copy(self, whole: Any, results: list[Any]) -> None:

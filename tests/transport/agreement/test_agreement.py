@@ -85,7 +85,7 @@ DIFFERENCES = {
     "kind of nest": (lambda s, x: inside(s, "all_reduce", "SUM", x), [1.0], (1.0,), "form", "[*]", "(*)"),
     "keys": (lambda s, x: inside(s, "all_reduce", "SUM", {x: 1.0}), "w", "b", "array ['w']", "f64[]", "-"),
     "length in a pair": (
-        lambda s, x: s.extended.batch_reduce_to("SUM", [(1.0, 0), ([np.ones(x)], 0)]), 2, 3, "pair 1, array [0]",
+        lambda s, x: s.extended.batch_reduce_to("SUM", [(1.0, 0), ([np.ones(x)], 0)]), 2, 3, "array [1][0]",
         "f64[2]", "f64[3]",
     ),
     "emptiness": (lambda s, x: inside(s, "all_reduce", "SUM", x), [], [1.0], "number of arrays", "0", "1"),
