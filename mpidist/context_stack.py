@@ -249,8 +249,9 @@ def innermost() -> Entry | None:
     """
     if _stack.entries:
         return _stack.entries[-1]
-    is_of_python = not isinstance(threading.current_thread(), threading._DummyThread)
-    threads = [] if is_of_python else list(_entries_of_threads.items())
+    if not isinstance(threading.current_thread(), threading._DummyThread):
+        return None
+    threads = list(_entries_of_threads.items())
     found = [entries[-1] for ident, entries in threads if entries and waits_for_autograd(ident)]
     return found[0] if len(found) == 1 else None
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.arguments.checked_outs import KnownOuts
-from mpidist.collectives.arguments.destinations import replica_components
+from mpidist.collectives.arguments.destinations import leaves_of_replicas
 from mpidist.collectives.arguments.operands import (
     Operands,
     Spec,
@@ -21,9 +21,7 @@ from mpidist.collectives.arguments.operands import (
     host_sizes,
     messages_of,
     native_dtype,
-    open_contributions,
     require_memory,
-    require_values,
     specs_along,
     swapped,
     whole_axis,
@@ -108,7 +106,7 @@ class _AllGather(Arguments):
     _in_place: Sequence[bool] = ()
 
     def __init__(self, group: SyncGroup, call: str, value: Any, axis: Any, replicas: Replicas, out: Any) -> None:
-        (first, *others), self.value, structure = _leaves_of_replicas(value, replicas)
+        (first, *others), self.value, structure = leaves_of_replicas("gather", value, replicas)
         self.operands = operands = Operands(first, group.devices, call)
         axis = axis if type(axis) is int else whole_axis(axis)
         if others:
@@ -264,24 +262,6 @@ def _allocate_together(group: SyncGroup, opened: _AllGather, specs: Sequence[Spe
         reports = group.agreement.all_gather_object(None if error is None else ErrorReport.of(error))
         raise_reported(error, reports, group)
     return memory
-
-
-def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]], Any, nest.Structure]:
-    """Return [replicas of this rank][leaves], a nest of their form, and the form."""
-    if replicas.are_bare and type(value) is not Contributions:
-        value, leaves, structure = open_contributions(value)
-        return [leaves], value, structure
-    if isinstance(value, Contributions):
-        of_replicas, structure = value.flatten(replicas.ids_here)
-        first = value.nests[0]
-    else:
-        leaves, structure = nest.flatten(value)
-        components = [replica_components("gather", leaf, replicas) for leaf in leaves]  # [leaves][replicas]
-        of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
-        first = nest.rebuild(value, of_replicas[0])
-    for leaves in of_replicas:
-        require_values(leaves, first)
-    return of_replicas, first, structure
 
 
 def _is_own_part(rank: int, array: Any, out: Any, axis: int) -> bool:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments.destinations import per_replica_value, replica_components
-from mpidist.collectives.arguments.operands import Spec, axes_of, axes_text, axes_tuple, native_dtype, require_values
-from mpidist.collectives.arguments.signature import name_call
+from mpidist.collectives.arguments.destinations import leaves_of_replicas, per_replica_value
+from mpidist.collectives.arguments.operands import Operands, Spec, axes_of, axes_text, axes_tuple
+from mpidist.collectives.arguments.signature import Form, form_of, name_call
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
-from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.reduction import accumulator_dtype
 from mpidist.values import require_contributions
 
@@ -26,20 +27,40 @@ _MAY_REPEAT: Final = {ReduceOp.MIN, ReduceOp.MAX}
 
 
 @final
-class _Partial(NamedTuple):
-    """An array of one replica, reduced along the axes.
+class _Plan(NamedTuple):
+    """What follows from the form of one array, from the reduction and the axes, which are counted from the front.
 
-    `num_reduced`: number of elements that were reduced to one, the product of the lengths of the axes: int64, 0-d.
+    Attributes:
+        num_reduced: Number of elements that are reduced to one, the product of the lengths of the axes: int64, 0-d.
+        shape: That of the reduced array.
+        sum_dtype: The dtype in which elements are reduced.
+        sent_dtype: The dtype in which ranks reduce the reduced arrays.
+        spec: The final result, of a mean.
     """
 
-    array: Any
+    axes: tuple[int, ...]
     num_reduced: np.ndarray[Any, Any]
-    result_dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    sum_dtype: np.dtype[Any]
+    sent_dtype: np.dtype[Any]
+    spec: Spec
 
-    @property
-    def spec(self) -> Spec:
-        """The final result, of a mean."""
-        return Spec(self.array.shape, self.result_dtype, arrays.is_device(self.array))
+    @classmethod
+    def of(cls, op: ReduceOp, given: tuple[int, ...], spec: Spec) -> _Plan:
+        axes = axes_of(given, spec.shape)
+        wire, result = wire_and_result_dtypes(op, spec.dtype)
+        wide = accumulator_dtype(wire)
+        if op is ReduceOp.MEAN and wide == np.int32:
+            wide = np.dtype(np.int64)  # int32 holds sums over ranks, but not over a long axis as well
+        count = np.asarray(math.prod([spec.shape[at] for at in axes]), np.int64)
+        shape = tuple(length for at, length in enumerate(spec.shape) if at not in axes)
+        sent = wide if op is ReduceOp.MEAN else spec.dtype
+        return cls(axes, count, shape, wide, sent, Spec(shape, result, spec.device))
+
+
+def _form(group: SyncGroup, specs: Sequence[Spec], op: ReduceOp, axes: tuple[int, ...]) -> Form:
+    plans = [_Plan.of(op, axes, spec) for spec in specs]
+    return Form("", {}, specs, [plan.spec for plan in plans], plan=plans)
 
 
 def reduce_along_axis(
@@ -55,67 +76,56 @@ def reduce_along_axis(
     A mean is the sum over all ranks divided by the count over all ranks: one all-reduce of the sums and counts. Lengths
     may differ between ranks along the axes.
     """
-    leaves: list[Any] = []
-    partials: list[list[_Partial]] = []  # [leaves][replicas of this rank]
+    operands: list[Operands] = []  # of each replica of this rank
+    forms: list[Form] = []
     error: Exception | None = None
     op, replicas, outs = ReduceOp.SUM, ops.replicas, None
     call = "reduce along an axis"
+    given: Any = []
     try:
         axes = axes_tuple(axis)
         call = f"reduce along {axes_text(axes)}"  # ranks compare the name, and so the axes
         op = ReduceOp.of(reduce_op)
-        leaves, structure = nest.flatten(value)
-        require_contributions(op, leaves, ops.group, replicas.total)
-        components = [replica_components(str(op), leaf, replicas, op in _MAY_REPEAT) for leaf in leaves]
-        leaves = [own[0] for own in components]
-        require_values(leaves, value)
+        require_contributions(op, nest.flatten(value)[0], ops.group, replicas.total)
+        of_replicas, value, structure = leaves_of_replicas(str(op), value, replicas, op in _MAY_REPEAT)
+        operands = [*map(Operands, of_replicas)]
+        forms = [form_of(_form, ops.group, own, op, axes) for own in operands]
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-            partials = [[_reduce_locally(op, component, axes) for component in own] for own in components]
+            partials = [_reduce_locally(op, own.arrays, form.plan) for own, form in zip(operands, forms, strict=True)]
+        given = nest.rebuild(value, [per_replica_value(own, replicas) for own in zip(*partials, strict=True)])
         if out is not None and op is ReduceOp.MEAN:
-            outs = LateOuts(out, structure, [own[0].spec for own in partials], ops)
+            outs = LateOuts(out, structure, forms[0].out_specs, ops)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = name_call(problem, call)
-    given: Any = []
-    if error is None:
-        reduced = [per_replica_value([partial.array for partial in own], replicas) for own in partials]
-        given = nest.rebuild(value, reduced)
     if op is not ReduceOp.MEAN:
         results, _ = nest.flatten(ops.all_reduce(op, given, options, out=out, call=call, error=error))
     else:
-        counts = [per_replica_value([one.num_reduced for one in own], replicas) for own in partials]
+        plans = zip(*(form.plan for form in forms), strict=True)
+        counts = [per_replica_value([plan.num_reduced for plan in own], replicas) for own in plans]
         name = call if outs is None else outs.name(call)
         totals, counts = ops.all_reduce(ReduceOp.SUM, (given, counts), options, call=name, error=error)
-        results = [
-            _divide(total, int(count), own[0].result_dtype)
-            for total, count, own in zip(nest.flatten(totals)[0], counts, partials, strict=True)
-        ]
+        each = zip(nest.flatten(totals)[0], counts, forms[0].out_specs, strict=True)
+        results = [_divide(total, int(count), spec.dtype) for total, count, spec in each]
     if outs is not None:
         outs.write(call, results)
     if out is not None:
         return out
-    restored = [library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
-    return nest.rebuild(value, restored)
+    return nest.rebuild(value, operands[0].restore(results))
 
 
-def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> _Partial:
-    """Reduce an array along the axes; for a mean, sum it."""
-    array = library_of(value).to_native(value)
-    axes = axes_of(axes, array.shape)
-    count = math.prod([array.shape[at] for at in axes])
-    native = native_dtype(array.dtype)
-    wire, result = wire_and_result_dtypes(op, native)
-    wide = accumulator_dtype(wire)
-    if op is ReduceOp.MEAN and wide == np.int32:
-        wide = np.dtype(np.int64)  # int32 holds sums over ranks, but not over a long axis as well
-    shape = tuple(length for at, length in enumerate(array.shape) if at not in axes)
-    if count == 0:
-        reduced = arrays.empty(shape, wide, arrays.is_device(array))
-        reduced[...] = _identity(op, wide)
-    else:
-        method = getattr(array.astype(wide), "sum" if op is ReduceOp.MEAN else op.name.lower())
-        axis = axes[0] if len(axes) == 1 else axes  # NumPy is quicker with an int than with a tuple of one
-        reduced = method(axis=axis, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
-    return _Partial(reduced if op is ReduceOp.MEAN else reduced.astype(native), np.asarray(count, np.int64), result)
+def _reduce_locally(op: ReduceOp, values: Sequence[Any], plans: Sequence[_Plan]) -> list[Any]:
+    """Reduce arrays along the axes; for a mean, sum them."""
+    partials = []
+    for array, (axes, count, shape, wide, sent, _) in zip(values, plans, strict=True):
+        if count == 0:
+            reduced = arrays.empty(shape, wide, arrays.is_device(array))
+            reduced[...] = _identity(op, wide)
+        else:
+            method = getattr(array.astype(wide), "sum" if op is ReduceOp.MEAN else op.name.lower())
+            axis = axes[0] if len(axes) == 1 else axes  # NumPy is quicker with an int than with a tuple of one
+            reduced = method(axis=axis, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
+        partials.append(reduced if sent == wide else reduced.astype(sent))
+    return partials
 
 
 def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:

@@ -113,8 +113,8 @@ class BoundOps:
         `call` is the name in errors and logs. `error` is the caller's error on this rank; raised on all ranks. `ranks`
         are the destinations of the nest, or of each value of a list: all by default. Other ranks must drop the result.
         """
-        size = self.group.topology.size
-        destinations = None if {*map(len, ranks)} <= {size} else tuple(ranks)
+        is_to_some = ranks and {*map(len, ranks)} != {self.group.topology.size}
+        destinations = tuple(ranks) if is_to_some else None
         reductions, first, others, into = self.reductions, value, NO_OTHERS, out
         if type(value) is Contributions or not self.replicas.are_bare:
             first, others, into = of_first_replica(value, out, self.replicas.num_here)

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments.operands import require_values
+from mpidist.collectives.arguments.operands import open_contributions, require_values
 from mpidist.errors import InvalidTypeError
 from mpidist.options import ReduceOp
 from mpidist.replicas import Replicas
@@ -33,6 +33,7 @@ __all__ = [
     "MirroredLeaves",
     "flatten_contributions",
     "group_by_destinations",
+    "leaves_of_replicas",
     "per_replica_value",
     "ranks_of",
     "rebuild_results",
@@ -190,6 +191,26 @@ def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: boo
         f"{call} of {value_text(leaf)}: it is this rank's and no replica's, so it would count once for each rank. Pass "
         "a PerReplica, as strategy.run() returns, or make the call inside of strategy.run()"
     )
+
+
+def leaves_of_replicas(
+    call: str, value: Any, replicas: Replicas, may_repeat: bool = False
+) -> tuple[list[list[Any]], Any, nest.Structure]:
+    """Return [replicas of this rank][leaves], the first one's nest, and its form: see `replica_components`."""
+    if replicas.are_bare and type(value) is not Contributions:
+        value, leaves, structure = open_contributions(value)
+        return [leaves], value, structure
+    if isinstance(value, Contributions):
+        of_replicas, structure = value.flatten(replicas.ids_here)
+        first = value.nests[0]
+    else:
+        leaves, structure = nest.flatten(value)
+        components = [replica_components(call, leaf, replicas, may_repeat) for leaf in leaves]  # [leaves][replicas]
+        of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
+        first = nest.rebuild(value, of_replicas[0])
+    for leaves in of_replicas:
+        require_values(leaves, first)
+    return of_replicas, first, structure
 
 
 def per_replica_value(components: Sequence[Any], replicas: Replicas) -> Any:
