@@ -50,14 +50,15 @@ def open_all_reduce(
         op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             merged = merge(options)
-        if error is None and replicas.are_bare and ranks is None:
-            key, call = reductions.device_calls.find(name, op, value, options, out)
-            if call is not None:
-                call.timeout_seconds = merged.timeout_seconds
-                return call, mirrored
-        if type(value) is np.ndarray and replicas.are_bare and ranks is None:  # the most common argument
+        is_plain = replicas.are_bare and ranks is None
+        if is_plain and type(value) is np.ndarray:  # the most common argument
             leaves = [value]
         else:
+            if is_plain and error is None:
+                key, call = reductions.device_calls.find(name, op, value, options, out)
+                if call is not None:
+                    call.timeout_seconds = merged.timeout_seconds
+                    return call, mirrored
             leaves, structure, mirrored, others = flatten_contributions(op, value, group, replicas)
         destinations = None if ranks is None else _of_leaves(ranks, value, mirrored)
         if out is not None and out is value and replicas.are_bare and not mirrored:

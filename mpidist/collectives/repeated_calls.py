@@ -134,7 +134,8 @@ def key_of_repeated(
     if native is None:
         return None
     try:
-        if type(value) is list and isinstance(known_library_of(value[0]), CuPyArrays):  # of `DeviceCalls`
+        is_list = type(value) is list and type(value[0]) is not np.ndarray
+        if is_list and isinstance(known_library_of(value[0]), CuPyArrays):  # of `DeviceCalls`
             return None
         leaves, structure = _flatten(value)
         outs, into = (leaves, True) if out is value else (None, False) if out is None else _outs(out, leaves, structure)
@@ -214,14 +215,14 @@ class _ListCall(NamedTuple):
     Attributes:
         holds_for: Returns whether nothing has to be checked of a list of the same length.
         outs_hold: The same of values that hold, and of other arrays that take their results.
-        variant: `CallRecord.variant` of a list of symmetric arrays, or with per-node outs; `None` for private ones.
+        variants: `CallRecord.variant`, before the strategy allocates shared memory, and from then on.
         references: To arrays of the caller: this object goes with the first of them that goes.
     """
 
     holds_for: Callable[[list[Any]], bool]
     outs_hold: Callable[[list[Any], list[Any]], bool] | None
     cached: _CachedCall
-    variant: int | None
+    variants: tuple[int, int]
     references: Sequence[weakref.ref[Any]]
 
 
@@ -311,10 +312,8 @@ class RepeatedCalls:
         if type(value) is list:
             for known in self._lists.get(_place_of_list(key, value if out is None else out), ()):
                 if known.holds_for(value) and (known.outs_hold is None or known.outs_hold(value, out)):
-                    cached, variant = known.cached, known.variant
-                    if variant is None:
-                        variant = cached.execution.variant_of_private()
-                    return cached, cached.reduction, variant
+                    has_windows = self._group.shared.num_windows > 0
+                    return known.cached, known.cached.reduction, known.variants[has_windows]
             return None
         alike = self._cached.get(key)
         if alike is None:
@@ -414,7 +413,7 @@ class RepeatedCalls:
             if len(self._cached) >= _MAX_CALLS:
                 self._cached.clear()
             self._cached[key] = self._cached_call(call)
-        if self._cached[key] is not None:
+        if self._cached[key] is not None and call.outs is not None:
             self._add_symmetric(key, call)
 
     def _clear(self) -> None:
@@ -470,7 +469,8 @@ class RepeatedCalls:
         """Cache a list until one of the arrays `kept` is gone: nothing here refers to memory that goes with them."""
         known, place = self._lists, _place_of_list(key, outs)
         references = [weakref.ref(its, lambda _: known.pop(place, None)) for its in kept]
-        call = _ListCall(holds_for, outs_hold, cached, variant, references)
+        variants = cached.execution.private_variants if variant is None else (variant, variant)
+        call = _ListCall(holds_for, outs_hold, cached, variants, references)
         known[place] = [call, *known.get(place, ())][:_MAX_ALIKE]
 
     def _cached_call(self, call: ReductionCall) -> KnownCall | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -84,7 +85,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.uses_device = any(spec.device for spec in self.specs)
-        self.known_outs = KnownOuts(self.specs, self.result_dtypes)
+
+    @cached_property
+    def known_outs(self) -> KnownOuts:
+        """The outs of earlier calls."""
+        return KnownOuts(self.specs, self.result_dtypes)
 
 
 @final

@@ -36,13 +36,12 @@ class CarriedExecution(Execution):
         memory: ResultMemory,
         traffic: Traffic,
     ) -> None:
-        self._nbytes, self._traffic = sum(fused.nbytes for fused in lists) * (rounds.received.shape[1] - 1), traffic
         self.can_join_ahead = len(specs) <= _MOST_ARRAYS_AHEAD
-        self._forms = [(spec.shape, dtype) for spec, dtype in zip(specs, results, strict=True)]
         made = [FusedResults(fused, specs, memory, None) for fused in lists]
         starts = SmallLists.starts_of(lists, _ALIGNMENT)[0]
         carried = [CarriedNumbers(rounds, its.count, its.wire, at) for its, at in zip(lists, starts, strict=True)]
-        self._small = SmallLists(lists, made, carried)
+        nbytes = sum(fused.nbytes for fused in lists) * (rounds.received.shape[1] - 1)
+        self._small = SmallLists(lists, made, carried, specs, results, traffic.sums_of("compare"), nbytes)
 
     @staticmethod
     def can_carry(lists: Sequence[FusedList]) -> bool:
@@ -50,13 +49,12 @@ class CarriedExecution(Execution):
         return SmallLists.starts_of(lists, _ALIGNMENT)[1] <= CARRIED_BYTES
 
     def begin(self, call: ReductionCall) -> None:
-        call.state = self._small.stage(call.operands.arrays)
+        call.state = self._small.begin(call.operands.arrays, None, 0)
 
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
-        self._traffic.add("compare", self._nbytes)
-        results: list[Any] = [None if np.prod(shape) else np.empty(shape, dtype) for shape, dtype in self._forms]
-        self._small.add(call.state, results, are_new=True)
-        return results
+        results, _ = self._small.lend()
+        self._small.finish(call.state, results)
+        return self._small.close(results, is_new=True)
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
         yield from ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from operator import is_
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -45,7 +46,12 @@ _Transfers = list[tuple[TwoShot | InPlace, bool]]  # [lists], each with `has_pas
 
 @final
 class FusedExecution(Execution):
-    """Carries out the calls of one plan through shared memory, with one list of fused arrays for each dtype."""
+    """Carries out the calls of one plan through shared memory, with one list of fused arrays for each dtype.
+
+    Attributes:
+        private_variants: `CallRecord.variant` of calls of private arrays which compiled code reduces, before the
+            strategy allocates shared memory, and from then on.
+    """
 
     def __init__(
         self,
@@ -68,8 +74,11 @@ class FusedExecution(Execution):
             FusedResults(fused, specs, group.result_memory, arena if shares else None, self._wants_results)
             for fused, arena in zip(lists, arenas, strict=True)
         ]
-        self._small, self._one_shots = SmallLists(lists, self._made, one_shots) if one_shots else None, one_shots
-        self._known = KnownPlaces(group.shared, self._is_compiled)
+        self._small, self._one_shots = None, one_shots
+        if one_shots:
+            sums, nbytes = reducer.traffic.sums_of("all_reduce"), sum(reducer.link_bytes(its.nbytes) for its in lists)
+            given = lists, self._made, one_shots, specs, results, sums, nbytes, self._wants_results
+            self._small = SmallLists(*given)
         self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
         self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.
@@ -79,7 +88,12 @@ class FusedExecution(Execution):
         # A single small array is copied faster, by code that is compiled as a whole, than it is added in place.
         is_copied = self._is_compiled and max((fused.nbytes for fused in lists), default=0) < SYMMETRIC_BYTES
         self._ignores_places = len(specs) == 1 and (is_copied or self._small is not None)
+        self.private_variants = NOWHERE.digest, (NOWHERE if self._ignores_places else PRIVATE).digest
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
+
+    @cached_property
+    def _known(self) -> KnownPlaces:
+        return KnownPlaces(self._shared, self._is_compiled)
 
     def begin(self, call: ReductionCall) -> None:
         """Allocate new results, and stage the first chunk unless the arrays lie in shared memory."""
@@ -100,7 +114,7 @@ class FusedExecution(Execution):
             staged.begin()
         elif can_stage and self._lists and not writes_outs:
             if self._small is not None:
-                staged = self._small.stage(call.operands.arrays)
+                staged = self._small.begin(call.operands.arrays, None, 0)
             else:
                 staged = self._take(0, call.operands.arrays)
                 if new:
@@ -112,7 +126,7 @@ class FusedExecution(Execution):
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
         places, staged, new = call.state if has_same_places else (NOWHERE, None, [])
         if self._small is not None and not self._writes_outs(places):
-            return self._add_small(call, staged)
+            return self._add_small(self._small, call, staged)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             results: list[Any] = complete(self._steps(call, places, staged, new), self._reducer.check_peers)
         return results
@@ -120,7 +134,7 @@ class FusedExecution(Execution):
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
         places, staged, new = call.state if has_same_places else (NOWHERE, None, [])
         if self._small is not None and not self._writes_outs(places):
-            return self._add_small(call, staged)
+            return self._add_small(self._small, call, staged)
         return (yield from self._steps(call, places, staged, new))
 
     def _steps(self, call: ReductionCall, places: Places, staged: Any, lent: list[LentArrays]) -> Steps:
@@ -143,7 +157,7 @@ class FusedExecution(Execution):
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
         return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
-    def of_list(self, call: ReductionCall, flight: Any) -> Lists | ListsOfDtypes | None:
+    def of_list(self, call: ReductionCall, flight: Any) -> Lists | ListsOfDtypes | SmallLists | None:
         """Return what reduces contiguous private lists like this call's again; `None` where C does not add them."""
         places: Places = call.state[0]
         if call.outs is None:
@@ -154,9 +168,11 @@ class FusedExecution(Execution):
             kind = ListInPlace if all(map(is_, call.outs, call.operands.arrays)) else ListIntoOthers
         if not (self._is_compiled and self._agreement_is_barrier) or places.sources is not None:
             return None
-        if (len(self._lists) > 1 or self._small is not None) and kind in (NewList, ListInPlace):
+        if self._small is not None:
+            return self._small if kind in (NewList, ListInPlace) else None
+        if len(self._lists) > 1 and kind in (NewList, ListInPlace):
             return ListsOfDtypes(self, call)
-        if len(self._lists) != 1 or self._small is not None or self._empty:
+        if len(self._lists) != 1 or self._empty:
             return None
         fused = self._lists[0]
         if fused.wire != fused.result_dtype or not fused.keeps_dtype:
@@ -175,10 +191,6 @@ class FusedExecution(Execution):
             return None
         transfers = self._in_place.get(places) if self._are_in_place(places) else None
         return SymmetricInPlace(self._lists[0], self._reducer, transfers[0]) if transfers else None
-
-    def variant_of_private(self) -> int:
-        """Return `CallRecord.variant` of a call of private arrays which compiled code reduces."""
-        return PRIVATE.digest if self._shared.num_windows and not self._ignores_places else NOWHERE.digest
 
     def variant_of(self, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> int | None:
         """Return `CallRecord.variant` of a call of one array (`out` is `None`: new), `None` if `begin` finds it."""
@@ -233,22 +245,13 @@ class FusedExecution(Execution):
             results[index] = np.empty(self._specs[index].shape, self._results[index])
         return results
 
-    def _add_small(self, call: ReductionCall, staged: Any) -> list[Any]:
-        small = self._small
-        assert small is not None
+    def _add_small(self, small: SmallLists, call: ReductionCall, staged: Any) -> list[Any]:
         if staged is None:
-            staged = small.stage(call.operands.arrays)
+            staged = small.begin(call.operands.arrays, None, 0)
             self._reducer.synchronize()
-        for fused in self._lists:
-            self._reducer.count(fused.nbytes)
-        results = self._new_results(call)
-        if self._wants_results and self._is_one_array:
-            fused, result = self._lists[0], self._made[0].recycled.take()[0] if call.outs is None else results[0]
-            fused.reduction.combine_and_divide(staged[0], result.reshape(-1), fused.divide_by)
-            return [result]
-        if self._wants_results:
-            small.add(staged, results, call.outs is None)
-        return results
+        results = small.lend()[0] if call.outs is None else self._new_results(call)
+        small.finish(staged, results)
+        return small.close(results, call.outs is None)
 
     def _take(self, at: int, arrays: Sequence[Any]) -> TwoShot:
         """Return the transfer of a list of private arrays: that of an earlier call, if no other call uses it."""

@@ -7,9 +7,12 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
+from mpidist.collectives.plans.repeated_reductions import RepeatedReduction
 from mpidist.transport.agreement.comparison_rounds import CarriedNumbers
+from mpidist.transport.native.loading import native
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.one_shot import OneShot
 
@@ -24,36 +27,66 @@ _ALIGNMENT: Final = 64  # bytes: of lists in a slot
 
 
 @final
-class SmallLists:
-    """Reduces small lists, which share one barrier: a call is `stage`, a barrier of the node, and `add`."""
+class SmallLists(RepeatedReduction):
+    """Reduces small lists, of several dtypes and of any layout, which share one barrier. Refers to no array.
+
+    Args:
+        dtypes: Those of the results of arrays of the forms `specs`.
+        sums: Calls and bytes of the traffic, to which a call adds one for each list, and `nbytes`.
+        is_wanted: Whether this rank takes the results.
+    """
 
     def __init__(
         self,
         lists: Sequence[FusedList],
         results: Sequence[FusedResults],
         one_shots: Sequence[OneShot | CarriedNumbers],
+        specs: Sequence[Spec],
+        dtypes: Sequence[np.dtype[Any]],
+        sums: list[int],
+        nbytes: int,
+        is_wanted: bool = True,
     ) -> None:
-        self._lists, self._results, self._one_shots = lists, results, one_shots
+        self._lists, self._one_shots, self._sums, self._nbytes = lists, one_shots, sums, nbytes
+        self._results = [(made, made.recycled.is_kept and not made.are_joined) for made in results if is_wanted]
+        self._forms = [(spec.shape, spec.dtype) for spec in specs]
+        each = enumerate(zip(specs, dtypes, strict=True))
+        self._empty = [(at, spec.shape, dtype) for at, (spec, dtype) in each if is_wanted and not spec.num_elements]
 
-    def stage(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """Stage all values of a call; return the argument of `add`. Local."""
-        return [
-            one_shot.stage([arrays[index] for index in fused.indices])
-            for one_shot, fused in zip(self._one_shots, self._lists, strict=True)
-        ]
+    def fits(self, arrays: list[Any]) -> bool:
+        """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtypes."""
+        return bool(native.have_forms(arrays, self._forms, False, False))
 
-    def add(self, staged: list[list[Any]], results: list[Any], are_new: bool) -> None:
-        """Add the staged data of all ranks, to the results, or to new arrays if `are_new`. Local."""
-        for at, (fused, made) in enumerate(zip(self._lists, self._results, strict=True)):
-            keeps = fused.wire == fused.result_dtype
-            total = np.empty(fused.count, fused.wire)
-            fused.reduction.combine_and_divide(staged[at], total, fused.divide_by if keeps else 1)
+    def lend(self) -> tuple[list[Any], int]:
+        results: list[Any] = [None] * len(self._forms)
+        for at, shape, dtype in self._empty:
+            results[at] = np.empty(shape, dtype)
+        return results, 0
+
+    def begin(self, value: Sequence[Any], result: Any, place: int) -> list[list[Any]]:
+        staged = []
+        for one_shot, fused in zip(self._one_shots, self._lists, strict=True):
+            staged.append(one_shot.stage([*map(value.__getitem__, fused.indices)]))
+        return staged
+
+    def finish(self, begun: list[list[Any]], result: list[Any]) -> None:
+        for fused, (made, is_kept), parts in zip(self._lists, self._results, begun, strict=False):
+            keeps, first = fused.wire == fused.result_dtype, fused.indices[0]
+            if is_kept and result[first] is None:
+                made.set_new(made.recycled.take(), result)
+            into = result[first] if keeps and len(fused.indices) == 1 else None
+            total = np.empty(fused.count, fused.wire) if into is None else into.reshape(-1)
+            fused.reduction.combine_and_divide(parts, total, fused.divide_by if keeps else 1)
             if not keeps:
                 with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
                     total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
-            if are_new and made.recycled.is_kept and not made.are_joined:
-                made.set_new(made.recycled.take(), results)
-            made.copy(total, results)
+            if into is None:
+                made.copy(total, result)
+
+    def close(self, result: list[Any], is_new: bool) -> list[Any]:
+        self._sums[0] += len(self._lists)
+        self._sums[1] += self._nbytes
+        return result
 
     @staticmethod
     def starts_of(lists: Sequence[FusedList], alignment: int) -> tuple[list[int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -54,7 +55,7 @@ class PythonNumbers(ArrayLibrary):
         return isinstance(value, (bool, int, float, complex))
 
     def to_native(self, value: Any) -> NativeArray:
-        kind = next(kind for kind in self.DTYPES if isinstance(value, kind))
+        kind = next(filter(partial(isinstance, value), self.DTYPES))
         try:
             return np.asarray(value, self.DTYPES[kind])
         except OverflowError:
