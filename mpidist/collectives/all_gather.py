@@ -13,12 +13,12 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.arguments.checked_outs import KnownOuts
-from mpidist.collectives.arguments.destinations import leaves_of_replicas
 from mpidist.collectives.arguments.operands import (
     Operands,
     Spec,
     axis_of,
     host_sizes,
+    leaves_of_replicas,
     messages_of,
     native_dtype,
     require_memory,

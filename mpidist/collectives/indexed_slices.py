@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.all_gather import all_gather
-from mpidist.collectives.arguments.destinations import replica_components
+from mpidist.collectives.arguments.operands import replica_components
 from mpidist.collectives.arguments.signature import name_call
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError

@@ -9,8 +9,15 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments.destinations import leaves_of_replicas, per_replica_value
-from mpidist.collectives.arguments.operands import Operands, Spec, axes_of, axes_text, axes_tuple
+from mpidist.collectives.arguments.destinations import per_replica_value
+from mpidist.collectives.arguments.operands import (
+    Operands,
+    Spec,
+    axes_of,
+    axes_text,
+    axes_tuple,
+    leaves_of_replicas,
+)
 from mpidist.collectives.arguments.signature import Form, form_of, name_call
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.cross_device_ops.bound_ops import BoundOps
@@ -19,7 +26,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.reduction import accumulator_dtype
-from mpidist.values import require_contributions
+from mpidist.values import PerReplica, require_contributions
 
 __all__ = ["reduce_along_axis"]
 
@@ -92,7 +99,8 @@ def reduce_along_axis(
         forms = [form_of(_form, ops.group, own, op, axes) for own in operands]
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             partials = [_reduce_locally(op, own.arrays, form.plan) for own, form in zip(operands, forms, strict=True)]
-        given = nest.rebuild(value, [per_replica_value(own, replicas) for own in zip(*partials, strict=True)])
+        reduced = partials[0] if replicas.are_bare else [*map(PerReplica, zip(*partials, strict=True))]
+        given = nest.rebuild(value, reduced)
         if out is not None and op is ReduceOp.MEAN:
             outs = LateOuts(out, structure, forms[0].out_specs, ops)
     except Exception as problem:  # of any kind: the other ranks must learn of it

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -14,24 +14,23 @@ from mpidist.collectives.arguments.destinations import (
     flatten_contributions,
     per_replica_value,
     rebuild_results,
-    replica_components,
 )
-from mpidist.collectives.arguments.operands import Spec, native_dtype
-from mpidist.collectives.arguments.signature import name_call
+from mpidist.collectives.arguments.operands import Operands, Spec, replica_components
+from mpidist.collectives.arguments.signature import Form, form_of, name_call
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
-from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.host_memory.result_memory import ResultMemory
 from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.reduction import accumulator_dtype
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import value_text
-from mpidist.values import Contributions, contribution
+from mpidist.values import Contributions, PerReplica, contribution
 
 __all__ = ["weighted_mean"]
 
@@ -55,17 +54,21 @@ def weighted_mean(
     A value whose weight is 0 does not count, whatever it is: also the mean of no rows, which is not a number. Errors,
     also of axes with weights (`has_axis`), are raised on every rank.
     """
-    call, replicas = f"{name} with weights", ops.replicas
-    ops.group.enter(call)  # before the memory of products is written
-    flat, specs, sums, weights, outs, is_fp16 = NO_CONTRIBUTIONS, [], [], [], None, False
+    call, replicas, group = f"{name} with weights", ops.replicas, ops.group
+    group.enter(call)  # before the memory of products is written
+    flat, outs, is_fp16 = NO_CONTRIBUTIONS, None, False
+    operands, forms, weights = list[Operands](), list[Form](), list[Any]()  # of each replica of this rank
+    given: list[Any] = []
     try:
         op = ReduceOp.of(reduce_op)
         if op is not ReduceOp.MEAN:
             raise ValueError(f"weight is for means, and the operation is {op}: multiply the summands yourself")
         if has_axis:
             raise ValueError("weight and axis exclude each other: a mean along an axis weighs by the axis' length")
-        flat = flatten_contributions(op, value, ops.group, replicas)
-        weights = [_number_of(component) for component in _weights_of(weight, replicas)]
+        flat = flatten_contributions(op, value, group, replicas)
+        operands = [*map(Operands, (flat.leaves, *flat.others))]
+        is_nest = isinstance(weight, Contributions)
+        weights = [*map(_number_of, weight.nests if is_nest else replica_components("weight", weight, replicas))]
         is_fp16 = ops.options.merge(options).compression is Compression.FP16
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or name_call(problem, call)
@@ -73,31 +76,47 @@ def weighted_mean(
     if is_fp16 and error is None:
         weights = _scaled(ops, call, weights, options)
     try:
-        of_replicas = [[*map(_native, leaves)] for leaves in (flat.leaves, *flat.others)]
-        specs = [Spec(its.shape, _dtypes_of_mean(its.dtype)[0], arrays.is_device(its)) for its in of_replicas[0]]
-        products = _weighted(of_replicas, weights, ops.group.result_memory.products)
-        sums = [per_replica_value(of_leaf, replicas) for of_leaf in zip(*products, strict=True)]
+        forms = [form_of(_form, group, own) for own in operands]
+        products = _weighted(operands, forms, weights, group.result_memory.products)
+        given = products[0] if replicas.are_bare else [*map(PerReplica, zip(*products, strict=True))]
         if out is not None:
-            outs = LateOuts(out, flat.structure, specs, ops, bool(flat.mirrored))
+            outs = LateOuts(out, flat.structure, forms[0].out_specs, ops, bool(flat.mirrored))
     except Exception as problem:
         error = error or name_call(problem, call)
-    given = [] if error is not None else (sums[:-1], sums[-1])
     name = call if outs is None else outs.name(call)
-    is_in_place = replicas.are_bare and not any(spec.device for spec in specs)  # else the sums are new arrays
-    into = given if is_in_place and given else None
-    totals, total_weight = ops.all_reduce(combining, given, options, out=into, call=name, error=error)
-    _require_divisor(ops, call, total_weight, {np.dtype(np.float64), *(total.dtype for total in totals)})
-    means = _divided(totals, total_weight, specs, ops.group.result_memory if is_in_place and outs is None else None)
+    into = given if replicas.are_bare and error is None and not forms[0].plan.is_on_gpu else None  # else new arrays
+    *totals, total_weight = ops.all_reduce(combining, given, options, out=into, call=name, error=error)
+    form = forms[0]
+    if not 0 < total_weight <= form.plan.most:
+        raise _no_mean(ops, call, total_weight, form.plan.most)
+    memory = group.result_memory if into is not None and outs is None else None
+    means = _divided(totals, total_weight, form.out_specs, memory)
     if outs is not None:
         outs.write(call, means)
         return out
-    likes = map(contribution, flat.leaves)
-    results = [library_of(like).from_native(mean, like) for mean, like in zip(means, likes, strict=True)]
-    return rebuild_results(value, results, flat.mirrored)
+    return rebuild_results(value, operands[0].restore(means), flat.mirrored)
 
 
-def _weights_of(weight: Any, replicas: Replicas) -> Any:
-    return weight.nests if isinstance(weight, Contributions) else replica_components("weight", weight, replicas)
+@final
+class _Products(NamedTuple):
+    """The arrays of a replica times its weight, and last its weight.
+
+    Attributes:
+        dtypes: Those that sums of them fit into.
+        most: The largest sum of weights by which such sums can be divided.
+    """
+
+    shapes: list[tuple[int, ...]]
+    dtypes: list[np.dtype[Any]]
+    most: float
+    is_on_gpu: bool
+
+
+def _form(group: SyncGroup, specs: Sequence[Spec]) -> Form:
+    means = [spec._replace(dtype=wire_and_result_dtypes(ReduceOp.MEAN, spec.dtype)[1]) for spec in specs]
+    dtypes = [*(accumulator_dtype(mean.dtype) for mean in means), np.dtype(np.float64)]
+    most, is_on_gpu = min(float(np.finfo(dtype).max) for dtype in dtypes), any(spec.device for spec in specs)
+    return Form("", {}, specs, means, plan=_Products([*(spec.shape for spec in specs), ()], dtypes, most, is_on_gpu))
 
 
 def _number_of(weight: Any) -> np.ndarray[Any, Any]:
@@ -120,33 +139,33 @@ def _scaled(ops: BoundOps, call: str, weights: list[Any], options: Communication
     return [np.asarray(np.ldexp(own, -exponent)) for own in weights]
 
 
-def _weighted(of_replicas: list[list[Any]], weights: list[np.ndarray[Any, Any]], memory: SumMemory) -> list[list[Any]]:
-    """Return the arrays of each replica times its weight, in dtypes that sums of them fit into, and last its weight.
+def _weighted(
+    operands: list[Operands], forms: list[Form], weights: list[np.ndarray[Any, Any]], memory: SumMemory
+) -> list[list[Any]]:
+    """Return the products of each replica, which has an array of each form, and last its weight.
 
     They are overwritten by the next call, which returns the same arrays, so that their reduction is a repeated one.
     """
-    leaves = [array for its, weight in zip(of_replicas, weights, strict=True) for array in (*its, weight)]
-    dtypes = [_dtypes_of_mean(array.dtype)[1] for array in leaves]
-    are_on_gpu, shapes = [*map(arrays.is_device, leaves)], [array.shape for array in leaves]
-    taken = iter(map(arrays.empty, shapes, dtypes, are_on_gpu) if any(are_on_gpu) else memory.take(shapes, dtypes))
+    shapes = [shape for form in forms for shape in form.plan.shapes]
+    dtypes = [dtype for form in forms for dtype in form.plan.dtypes]
+    if any(form.plan.is_on_gpu for form in forms):
+        are_on_gpu = [spec.device for form in forms for spec in (*form.specs, Spec((), np.dtype(np.float64), False))]
+        taken = [*map(arrays.empty, shapes, dtypes, are_on_gpu)]
+    else:
+        taken = memory.take(shapes, dtypes)
     products = []
     with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-        for its, weight in zip(of_replicas, weights, strict=True):
+        for own, weight in zip(operands, weights, strict=True):
             factor = cache(partial(_factor, weight))
-            products.append([_product(array, factor, into) for array, into in zip(its, taken, strict=False)])
-            products[-1].append(next(taken))
+            products.append(taken[: len(own.arrays) + 1])
+            del taken[: len(own.arrays) + 1]
+            for array, into in zip(own.arrays, products[-1], strict=False):
+                if by := factor(into.dtype):
+                    np.multiply(array, by, out=into, dtype=into.dtype, casting="unsafe")
+                else:  # a value that weighs nothing counts as 0, also where it is not a number
+                    into.fill(0)
             products[-1][-1][...] = weight
     return products
-
-
-def _product(array: Any, factor: Callable[[np.dtype[Any]], Any], into: Any) -> Any:
-    """Multiply an array by a factor. A value that weighs nothing counts as 0, also where it is not a number."""
-    by = factor(into.dtype)
-    if by:
-        np.multiply(array, by, out=into, dtype=into.dtype, casting="unsafe")
-    else:
-        into.fill(0)
-    return into
 
 
 def _factor(weight: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> Any:
@@ -159,32 +178,17 @@ def _factor(weight: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> Any:
     return factor
 
 
-@cache
-def _dtypes_of_mean(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Return the dtype of the mean of numbers, and that in which they are added."""
-    _, mean = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(dtype))
-    return mean, accumulator_dtype(mean)
-
-
-def _native(leaf: Any) -> Any:
-    own = contribution(leaf)
-    return own if type(own) is np.ndarray else library_of(own).to_native(own)
-
-
-def _require_divisor(ops: BoundOps, call: str, weight: Any, dtypes: set[np.dtype[Any]]) -> None:
-    """Refuse, on all ranks, a sum of weights that sums of these dtypes cannot be divided by."""
-    most = min(float(np.finfo(dtype).max) for dtype in dtypes)
-    if 0 < weight <= most:
-        return
+def _no_mean(ops: BoundOps, call: str, weight: Any, most: float) -> Exception:
+    """Make the error, of all ranks, of a sum of weights by which sums cannot be divided."""
     what = "are 0, so there is no mean"
     if weight:
         what = f"add up to {weight:.3g}, and may to at most {most:.3g}: scale all weights"
     no_mean = InvalidArgumentError(f"{call}: the weights of all replicas {what}")
     mark_shared(no_mean, ops.group.agreement.ranks)
-    raise no_mean
+    return no_mean
 
 
-def _divided(totals: list[Any], weight: Any, specs: list[Spec], memory: ResultMemory | None) -> list[Any]:
+def _divided(totals: list[Any], weight: Any, specs: Sequence[Spec], memory: ResultMemory | None) -> list[Any]:
     """Divide sums: in place, or into new arrays of `memory`. Return them in the dtypes of the means."""
     means = []
     with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`

@@ -4,13 +4,14 @@ import sys
 import time
 import weakref
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.reductions import LARGE, all_reduce, are_repeated
-from support.used import are_gone
+from support.used import are_gone, functions_passed
 
 import mpidist
 from mpidist import CommunicationOptions as Options
@@ -22,8 +23,6 @@ from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.native.loading import native
 
 pytestmark = pytest.mark.core
-
-ROOT = mpidist.__path__[0] + "/"
 
 
 def total(comm):
@@ -528,29 +527,33 @@ COPIES_IN_RUN = {
 @pytest.mark.parametrize("make", [np.ones, lambda count: [np.ones(count), np.ones(2 * count)]], ids=["array", "list"])
 def test_repeated_copies_pass_through_few_functions(strategy, make):
     """As above, besides the comparison of the call, which is the same for all, and what a rank does while it waits."""
-    calls, waits = set(), []
-
-    def note(frame, event, _):
-        path, name = frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_name
-        if event == "call" and not waits:
-            if path == "transport/waiting.py" or name == "_wait":
-                waits.append(frame)
-            elif not path.startswith(("/", "<", "transport/agreement/", "transport/failures/")):
-                calls.add((path, f"{name} in line {frame.f_code.co_firstlineno}"))
-        elif event == "return" and waits == [frame]:
-            waits.clear()
 
     def check(copies, caller):
         arrays = make(6), make(12), make(3)
         for name, copy in copies.items():
             for _ in range(3):
-                calls.clear()
-                sys.setprofile(note)
-                try:
-                    copy(caller, *arrays)
-                finally:
-                    sys.setprofile(None)
-            assert native is None or (len(calls) <= 35 and len(dict(calls)) <= 12), (name, sorted(calls))
+                passed = functions_passed(partial(copy, caller, *arrays))
+            assert native is None or (len(passed) <= 35 and len(dict(passed)) <= 12), (name, sorted(passed))
 
     check(COPIES, strategy)
     strategy.run(lambda: check(COPIES_IN_RUN, mpidist.get_replica_context()))
+
+
+ONES, TWO_DTYPES = np.ones(6), {"loss": np.ones(6, np.float32), "rows": np.ones((), np.int64)}
+# The most functions and files that a repeated reduction passes, with those where a rank goes on after a wait.
+REDUCTIONS = {
+    "to some ranks": (46, 15, lambda strategy: strategy.extended.batch_reduce_to("SUM", [(ONES, 0), (ONES, 1)])),
+    "of two dtypes": (38, 14, lambda strategy: strategy.reduce("SUM", TWO_DTYPES)),
+    "along an axis": (36, 15, lambda strategy: strategy.reduce("SUM", ONES, axis=0)),
+    "with weights": (54, 21, lambda strategy: strategy.reduce("MEAN", ONES, weight=2.0)),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_repeated_reductions_of_each_kind_pass_through_few_functions(strategy, kind):
+    most_functions, most_files, reduce = REDUCTIONS[kind]
+    for _ in range(4):
+        passed = functions_passed(partial(reduce, strategy))
+    fits = len(passed) <= most_functions and len(dict(passed)) <= most_files
+    assert fits or native is None, (len(passed), len(dict(passed)), sorted(passed))

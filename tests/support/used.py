@@ -66,3 +66,28 @@ def least_called(comm, call, most):
             time.sleep(0.002)
         least = min(least, functions_called(call))
     return least
+
+
+def functions_passed(call):
+    """Return the functions of mpidist that a call passes, each as a file and a name.
+
+    Besides the comparison of the call, which is the same for all, and what a rank does while it waits.
+    """
+    passed, waits, folder = set(), [], mpidist.__path__[0] + "/"
+
+    def note(frame, event, _):
+        path, name = frame.f_code.co_filename.removeprefix(folder), frame.f_code.co_name
+        if event == "call" and not waits:
+            if path == "transport/waiting.py" or name == "_wait":
+                waits.append(frame)
+            elif not path.startswith(("/", "<", "transport/agreement/", "transport/failures/")):
+                passed.add((path, f"{name} in line {frame.f_code.co_firstlineno}"))
+        elif event == "return" and waits == [frame]:
+            waits.clear()
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return passed

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments.operands import open_contributions, require_values
+from mpidist.collectives.arguments.operands import replica_components, require_values
 from mpidist.errors import InvalidTypeError
 from mpidist.options import ReduceOp
 from mpidist.replicas import Replicas
@@ -21,7 +21,6 @@ from mpidist.values import (
     Contributions,
     DistributedValues,
     PerReplica,
-    components_of,
     has_distributed,
     is_mirrored,
     require_contributions,
@@ -33,11 +32,9 @@ __all__ = [
     "MirroredLeaves",
     "flatten_contributions",
     "group_by_destinations",
-    "leaves_of_replicas",
     "per_replica_value",
     "ranks_of",
     "rebuild_results",
-    "replica_components",
     "send_to",
     "values_and_ranks",
 ]
@@ -173,44 +170,6 @@ def _require_small_ints(op: ReduceOp, leaves: Sequence[Any], num_replicas: int) 
                 f"a Python int counts as int64, in which the sum of {num_replicas} numbers like {leaf} may not fit: "
                 f"the largest that is safe is {limit}; pass a float, or np.int64({leaf}), whose sum wraps"
             )
-
-
-def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: bool = False) -> tuple[Any, ...]:
-    """Return the contribution of each replica of this rank; refuse a leaf of no replica if replicas were chosen.
-
-    `may_repeat`: it makes no difference how often a value counts, as in a minimum.
-    """
-    if isinstance(leaf, DistributedValues):
-        components = components_of(leaf, replicas.num_here)
-        if any(isinstance(one, (dict, list, tuple)) for one in components):  # nests of different forms
-            Contributions(components).flatten(replicas.ids_here)
-        return components
-    if may_repeat or replicas.are_bare:
-        return (leaf,) * replicas.num_here
-    raise ValueError(
-        f"{call} of {value_text(leaf)}: it is this rank's and no replica's, so it would count once for each rank. Pass "
-        "a PerReplica, as strategy.run() returns, or make the call inside of strategy.run()"
-    )
-
-
-def leaves_of_replicas(
-    call: str, value: Any, replicas: Replicas, may_repeat: bool = False
-) -> tuple[list[list[Any]], Any, nest.Structure]:
-    """Return [replicas of this rank][leaves], the first one's nest, and its form: see `replica_components`."""
-    if replicas.are_bare and type(value) is not Contributions:
-        value, leaves, structure = open_contributions(value)
-        return [leaves], value, structure
-    if isinstance(value, Contributions):
-        of_replicas, structure = value.flatten(replicas.ids_here)
-        first = value.nests[0]
-    else:
-        leaves, structure = nest.flatten(value)
-        components = [replica_components(call, leaf, replicas, may_repeat) for leaf in leaves]  # [leaves][replicas]
-        of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
-        first = nest.rebuild(value, of_replicas[0])
-    for leaves in of_replicas:
-        require_values(leaves, first)
-    return of_replicas, first, structure
 
 
 def per_replica_value(components: Sequence[Any], replicas: Replicas) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError, InvalidTypeError
 from mpidist.nest.text import paths
+from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
 from mpidist.transport.gpu.new_arrays import NewArrays
@@ -20,7 +21,15 @@ from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.half import is_of_numpy
 from mpidist.transport.host_memory.result_memory import ResultMemory, node_bytes
 from mpidist.transport.text import count_text, size_text, value_text
-from mpidist.values import DistributedValues, IndexedSlices, contribution, contributions, local_component
+from mpidist.values import (
+    Contributions,
+    DistributedValues,
+    IndexedSlices,
+    components_of,
+    contribution,
+    contributions,
+    local_component,
+)
 
 __all__ = [
     "NO_OPERANDS",
@@ -32,8 +41,10 @@ __all__ = [
     "axis_of",
     "host_sizes",
     "messages_of",
+    "leaves_of_replicas",
     "native_dtype",
     "open_contributions",
+    "replica_components",
     "require_memory",
     "require_values",
     "specs_along",
@@ -210,6 +221,44 @@ def open_contributions(value: Any) -> tuple[Any, list[Any], nest.Structure]:
         leaves, structure = nest.flatten(value)
         require_values(leaves, value)
     return value, leaves, structure
+
+
+def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: bool = False) -> tuple[Any, ...]:
+    """Return the contribution of each replica of this rank; refuse a leaf of no replica if replicas were chosen.
+
+    `may_repeat`: it makes no difference how often a value counts, as in a minimum.
+    """
+    if isinstance(leaf, DistributedValues):
+        components = components_of(leaf, replicas.num_here)
+        if any(isinstance(one, (dict, list, tuple)) for one in components):  # nests of different forms
+            Contributions(components).flatten(replicas.ids_here)
+        return components
+    if may_repeat or replicas.are_bare:
+        return (leaf,) * len(replicas.ids_here)
+    raise ValueError(
+        f"{call} of {value_text(leaf)}: it is this rank's and no replica's, so it would count once for each rank. Pass "
+        "a PerReplica, as strategy.run() returns, or make the call inside of strategy.run()"
+    )
+
+
+def leaves_of_replicas(
+    call: str, value: Any, replicas: Replicas, may_repeat: bool = False
+) -> tuple[list[list[Any]], Any, nest.Structure]:
+    """Return [replicas of this rank][leaves], the first one's nest, and its form: see `replica_components`."""
+    if replicas.are_bare and type(value) is not Contributions:
+        value, leaves, structure = open_contributions(value)
+        return [leaves], value, structure
+    if isinstance(value, Contributions):
+        of_replicas, structure = value.flatten(replicas.ids_here)
+        first = value.nests[0]
+    else:
+        leaves, structure = nest.flatten(value)
+        components = [replica_components(call, leaf, replicas, may_repeat) for leaf in leaves]  # [leaves][replicas]
+        of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
+        first = nest.rebuild(value, of_replicas[0])
+    for leaves in of_replicas:
+        require_values(leaves, first)
+    return of_replicas, first, structure
 
 
 def require_values(leaves: Sequence[Any], value: Any) -> None:
