@@ -38,7 +38,7 @@ class _Plan(NamedTuple):
     """What follows from the form of one array, from the reduction and the axes, which are counted from the front.
 
     Attributes:
-        num_reduced: Number of elements that are reduced to one, the product of the lengths of the axes: int64, 0-d.
+        num_reduced: Number of elements that are reduced to one, the product of the lengths of the axes.
         shape: That of the reduced array.
         sum_dtype: The dtype in which elements are reduced.
         sent_dtype: The dtype in which ranks reduce the reduced arrays.
@@ -46,7 +46,7 @@ class _Plan(NamedTuple):
     """
 
     axes: tuple[int, ...]
-    num_reduced: np.ndarray[Any, Any]
+    num_reduced: int
     shape: tuple[int, ...]
     sum_dtype: np.dtype[Any]
     sent_dtype: np.dtype[Any]
@@ -59,15 +59,17 @@ class _Plan(NamedTuple):
         wide = accumulator_dtype(wire)
         if op is ReduceOp.MEAN and wide == np.int32:
             wide = np.dtype(np.int64)  # int32 holds sums over ranks, but not over a long axis as well
-        count = np.asarray(math.prod([spec.shape[at] for at in axes]), np.int64)
+        count = math.prod([spec.shape[at] for at in axes])
         shape = tuple(length for at, length in enumerate(spec.shape) if at not in axes)
         sent = wide if op is ReduceOp.MEAN else spec.dtype
         return cls(axes, count, shape, wide, sent, Spec(shape, result, spec.device))
 
 
 def _form(group: SyncGroup, specs: Sequence[Spec], op: ReduceOp, axes: tuple[int, ...]) -> Form:
+    """Return the form of a replica's arrays. Its plan: those of the arrays; int64 [arrays], `num_reduced` of each."""
     plans = [_Plan.of(op, axes, spec) for spec in specs]
-    return Form("", {}, specs, [plan.spec for plan in plans], plan=plans)
+    counts = np.array([plan.num_reduced for plan in plans], np.int64)
+    return Form("", {}, specs, [plan.spec for plan in plans], plan=(plans, counts))
 
 
 def reduce_along_axis(
@@ -98,7 +100,7 @@ def reduce_along_axis(
         operands = [*map(Operands, of_replicas)]
         forms = [form_of(_form, ops.group, own, op, axes) for own in operands]
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-            partials = [_reduce_locally(op, own.arrays, form.plan) for own, form in zip(operands, forms, strict=True)]
+            partials = [_reduce_locally(op, own.arrays, its.plan[0]) for own, its in zip(operands, forms, strict=True)]
         reduced = partials[0] if replicas.are_bare else [*map(PerReplica, zip(*partials, strict=True))]
         given = nest.rebuild(value, reduced)
         if out is not None and op is ReduceOp.MEAN:
@@ -108,12 +110,12 @@ def reduce_along_axis(
     if op is not ReduceOp.MEAN:
         results, _ = nest.flatten(ops.all_reduce(op, given, options, out=out, call=call, error=error))
     else:
-        plans = zip(*(form.plan for form in forms), strict=True)
-        counts = [per_replica_value([plan.num_reduced for plan in own], replicas) for own in plans]
+        counts = [form.plan[1] for form in forms]
+        own = (given, per_replica_value(counts, replicas)) if counts else ()
         name = call if outs is None else outs.name(call)
-        totals, counts = ops.all_reduce(ReduceOp.SUM, (given, counts), options, call=name, error=error)
-        each = zip(nest.flatten(totals)[0], counts, forms[0].out_specs, strict=True)
-        results = [_divide(total, int(count), spec.dtype) for total, count, spec in each]
+        totals, counts = ops.all_reduce(ReduceOp.SUM, own, options, call=name, error=error)
+        each = zip(nest.flatten(totals)[0], counts.tolist(), forms[0].out_specs, strict=True)
+        results = [_divide(total, count, spec.dtype) for total, count, spec in each]
     if outs is not None:
         outs.write(call, results)
     if out is not None:
