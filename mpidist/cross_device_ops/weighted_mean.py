@@ -22,6 +22,7 @@ from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
+from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
 from mpidist.transport.group.sync_group import SyncGroup
@@ -58,7 +59,7 @@ def weighted_mean(
     group.enter(call)  # before the memory of products is written
     flat, outs, is_fp16 = NO_CONTRIBUTIONS, None, False
     operands, forms, weights = list[Operands](), list[Form](), list[Any]()  # of each replica of this rank
-    given: list[Any] = []
+    given = list[Any]()
     try:
         op = ReduceOp.of(reduce_op)
         if op is not ReduceOp.MEAN:
@@ -67,8 +68,7 @@ def weighted_mean(
             raise ValueError("weight and axis exclude each other: a mean along an axis weighs by the axis' length")
         flat = flatten_contributions(op, value, group, replicas)
         operands = [*map(Operands, (flat.leaves, *flat.others))]
-        is_nest = isinstance(weight, Contributions)
-        weights = [*map(_number_of, weight.nests if is_nest else replica_components("weight", weight, replicas))]
+        weights = _weights_of(weight, replicas)
         is_fp16 = ops.options.merge(options).compression is Compression.FP16
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or name_call(problem, call)
@@ -117,6 +117,11 @@ def _form(group: SyncGroup, specs: Sequence[Spec]) -> Form:
     dtypes = [*(accumulator_dtype(mean.dtype) for mean in means), np.dtype(np.float64)]
     most, is_on_gpu = min(float(np.finfo(dtype).max) for dtype in dtypes), any(spec.device for spec in specs)
     return Form("", {}, specs, means, plan=_Products([*(spec.shape for spec in specs), ()], dtypes, most, is_on_gpu))
+
+
+def _weights_of(weight: Any, replicas: Replicas) -> list[Any]:
+    is_of_each = isinstance(weight, Contributions)
+    return [*map(_number_of, weight.nests if is_of_each else replica_components("weight", weight, replicas))]
 
 
 def _number_of(weight: Any) -> np.ndarray[Any, Any]:

@@ -130,38 +130,35 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
             replicas was chosen, a leaf that no replica contributes.
         InvalidTypeError: If a leaf is neither an array nor a number.
     """
+    mirrored = _NO_MIRRORED
     if isinstance(value, Contributions):
         of_replicas, structure = value.flatten(replicas.ids_here)
-        for leaves, own_nest in zip(of_replicas, value.nests, strict=True):
-            require_values(leaves, own_nest)
-            _require_small_ints(op, leaves, replicas.total)
-        return FlatContributions(of_replicas[0], structure, others=of_replicas[1:])
-    leaves, structure = nest.flatten(value)
-    mirrored = _NO_MIRRORED
-    if has_distributed(leaves):
-        require_contributions(op, leaves, group, replicas.total)
-        mirrored = {at: _copied(leaf.values[0]) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
-    if mirrored:
-        leaves = [leaf for at, leaf in enumerate(leaves) if at not in mirrored]
-    if replicas.are_bare:
-        require_values(leaves, value)
-        _require_small_ints(op, leaves, replicas.total)
-        return FlatContributions(leaves, structure, mirrored)
-    may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
-    components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]  # [leaves][replicas]
-    first, *others = of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
-    for own_leaves in of_replicas:
-        require_values(own_leaves, own_leaves)
-        _require_small_ints(op, own_leaves, replicas.total)
-    return FlatContributions(first, structure, mirrored, others)
+        nests: Sequence[Any] = value.nests
+    else:
+        leaves, structure = nest.flatten(value)
+        if has_distributed(leaves):
+            require_contributions(op, leaves, group, replicas.total)
+            mirrored = {at: _copied(leaf.values[0]) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
+        if mirrored:
+            leaves = [leaf for at, leaf in enumerate(leaves) if at not in mirrored]
+        of_replicas, nests = [leaves], [value]
+        if not replicas.are_bare:
+            may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
+            components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
+            of_replicas = nests = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
+    for own_leaves, own_nest in zip(of_replicas, nests, strict=True):
+        require_values(own_leaves, own_nest)
+        if op is ReduceOp.SUM:
+            _require_small_ints(own_leaves, replicas.total)
+    return FlatContributions(of_replicas[0], structure, mirrored, of_replicas[1:])
 
 
-def _require_small_ints(op: ReduceOp, leaves: Sequence[Any], num_replicas: int) -> None:
+def _require_small_ints(leaves: Sequence[Any], num_replicas: int) -> None:
     """Refuse a Python int so large that the sum of as large ones of all replicas would not fit in 64 bits.
 
     Each rank checks its own numbers: if no replica has a larger one, no sum overflows, and no message is needed.
     """
-    if op is not ReduceOp.SUM or int not in set(map(type, leaves)):
+    if int not in set(map(type, leaves)):
         return
     for leaf in leaves:
         if type(leaf) is int and leaf in _INT64 and leaf * num_replicas not in _INT64:
