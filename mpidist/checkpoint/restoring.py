@@ -81,7 +81,8 @@ def restore(
         leaves = leaves_in(items, strategy)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    extended.agree(CALL, {"path": str(place), "advice": ADVICE} | {f"names, {name}": "here" for name in leaves}, error)
+    fields = {"path": str(place), "partial": str(partial), "advice": ADVICE}
+    extended.agree(CALL, fields | {f"names, {name}": "here" for name in leaves}, error)
     with extended.peers.raise_together(CALL, what, ADVICE):
         if extended.group.topology.rank == 0:
             common = _read_common(strategy, place, existing(source), leaves, partial)

@@ -370,6 +370,8 @@ def test_save_of_unlike_names_raises_everywhere(comm, folder):
         path = Checkpoint(a=1).write(folder / "one")
         with raises_everywhere(comm, InvalidArgumentError, "restore of a checkpoint .*names"):
             Checkpoint(a=1, **extra).restore(path)
+        with raises_everywhere(comm, InvalidArgumentError, "restore of a checkpoint .*partial"):
+            Checkpoint(a=1).restore(path, partial=comm.rank == 0)
 
 
 def test_write_replaces_only_checkpoints(comm, folder, monkeypatch):
