@@ -59,10 +59,12 @@ strategy = mpidist.MultiWorkerMirroredStrategy()
 with strategy.scope():
     checkpoint = Checkpoint(model=model.state_dict(), optimizer=optimizer.state_dict(), step=1)
 manager = CheckpointManager(checkpoint, FOLDER, max_to_keep=2)
-manager.restore_or_initialize()
+if manager.restore_or_initialize():
+    optimizer.load_state_dict(checkpoint.optimizer)
 handler = PreemptionCheckpointHandler(manager)
 while checkpoint.step < STEPS:
     loss = handler.run(train_step, checkpoint.step)
+    checkpoint.optimizer = optimizer.state_dict()  # copies numbers, such as a rate that a scheduler changes
     checkpoint.step += 1
     if checkpoint.step % SAVE_EVERY == 0 or checkpoint.step == STEPS:
         manager.save(checkpoint.step)
