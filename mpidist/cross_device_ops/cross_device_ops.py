@@ -9,7 +9,7 @@ from copy import copy
 from typing import Any, final
 
 from mpidist import context_stack
-from mpidist.collectives.plans.reduce_algorithm import ReduceAlgorithm, ReduceToRoot, world_reduce
+from mpidist.collectives.plans.reduce_algorithm import ReduceAlgorithm
 from mpidist.context_stack import parts_of
 from mpidist.cross_device_ops.bound_ops import BoundOps
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
@@ -41,12 +41,8 @@ class CrossDeviceOps(ReduceAlgorithm, ABC):
         ValueError: If `num_packs` is negative.
     """
 
-    def __init__(
-        self, num_packs: int = 1, reduce_to_root: ReduceToRoot = world_reduce, is_replaceable: bool = True
-    ) -> None:
-        super().__init__(num_packs, reduce_to_root, is_replaceable)
-        self._bound: BoundOps | None = None
-        self._in_scope: BoundOps | None = None
+    _bound: BoundOps | None = None
+    _in_scope: BoundOps | None = None
 
     @final
     def bind(self, comm: Intracomm | None = None) -> CrossDeviceOps:

@@ -410,6 +410,24 @@ class Returning(CrossDeviceOps):
         return buffer * levels.world.size
 
 
+class Unprepared(CrossDeviceOps):
+    """An algorithm of a user's, whose `__init__` does not call the one of its base class."""
+
+    def __init__(self):
+        pass
+
+    def _all_reduce(self, levels, buffer, reduction):
+        levels.world.all_reduce(buffer, reduction)
+
+
+@pytest.mark.ranks(2)
+def test_algorithm_may_have_an_init_that_calls_no_other(comm):
+    with Strategy(cross_device_ops=Unprepared(), comm=comm) as strategy:
+        assert strategy.reduce("sum", 1) == comm.size
+    with Unprepared().bind(comm) as bound:
+        assert bound.reduce("sum", 1, 0) == (comm.size if comm.rank == 0 else None)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("destinations", "hook"), [("all", "_all_reduce"), (0, "reduce_to_root")])
 def test_algorithm_that_returns_its_result_is_refused(comm, destinations, hook):

@@ -26,13 +26,17 @@ def world_reduce(levels: Levels, buffer: Any, reduction: Reduction, root: int) -
 class ReduceAlgorithm(ABC):
     """An algorithm that reduces flat buffers of all ranks. Arguments are those of `CrossDeviceOps`."""
 
+    # Here too, so that a subclass whose own `__init__` does not call this one works.
+    _num_packs: int = 1
+    _options: CommunicationOptions = CommunicationOptions()
+    _reduce_to_root: ReduceToRoot = staticmethod(world_reduce)
+    _is_replaceable: bool = True
     _compresses_between_nodes: ClassVar[bool] = False  # if False, compression rounds every rank's contribution
 
     def __init__(
         self, num_packs: int = 1, reduce_to_root: ReduceToRoot = world_reduce, is_replaceable: bool = True
     ) -> None:
         self._num_packs = whole_number(f"num_packs of {type(self).__name__}", num_packs, 0)
-        self._options = CommunicationOptions()
         self._reduce_to_root = reduce_to_root
         self._is_replaceable = is_replaceable
 
