@@ -35,12 +35,17 @@ def encode(
     an advice. `what` is the item's name in errors.
     """
     arrays: list[Array] = []
+    otherwise = advice and f"; {advice}"
     try:
         tree = _tree_of(item, what, arrays, handle_of)
+        about = [[array.dtype.str if is_of_numpy(array.dtype) else array.dtype.name, array.shape] for array in arrays]
+        head = json.dumps([tree, about]).encode()
     except TypeError as problem:
-        raise TypeError(f"{problem}{advice and '; '}{advice}") from None
-    about = [[array.dtype.str if is_of_numpy(array.dtype) else array.dtype.name, array.shape] for array in arrays]
-    head = json.dumps([tree, about]).encode()
+        raise TypeError(f"{problem}{otherwise}") from None
+    except RecursionError:
+        raise ValueError(f"{what} contains itself, or too many nests in each other{otherwise}") from None
+    except ValueError as problem:  # a whole number of more digits than Python writes
+        raise ValueError(f"{what} cannot be written: {problem}{otherwise}") from None
     parts = [np.frombuffer(_LENGTH.pack(len(head)) + head, np.uint8)]
     parts += [bytes_of(array) for array in arrays]
     nbytes = sum(part.size for part in parts)
@@ -75,7 +80,7 @@ def _tree_of(item: Any, what: str, arrays: list[Array], handle_of: Callable[[Any
         raise TypeError(f"{what} has a masked array, whose mask would be lost: pass filled(0) of it, for example")
     if isinstance(item, (np.ndarray, np.generic)):
         array = np.asarray(item)
-        if array.dtype.kind in "OV" and is_of_numpy(array.dtype):
+        if array.dtype.kind in "OVT" and is_of_numpy(array.dtype):
             raise TypeError(f"{what} has an array of dtype {array.dtype}, and arrays of numbers or texts are needed")
         arrays.append(np.ascontiguousarray(array).reshape(array.shape))
         return {"array" if isinstance(item, np.ndarray) else "number": len(arrays) - 1}

@@ -379,9 +379,18 @@ def test_results_share_no_memory():
 
 def test_anything_else_is_refused():
     wrong = [{1}, object(), len, np.array([None]), np.zeros(2, "V3"), b"bytes", Pair(1, 2), range(3)]
+    wrong.append(np.array(["text"], np.dtypes.StringDType()))
     for item in wrong:
         with pytest.raises(TypeError, match=r"the result of 'step' has an? .*need"):
             encode([1, {"a": (item,)}], "the result of 'step'")
+
+
+def test_cycles_and_numbers_that_are_too_long_are_refused_with_the_advice():
+    endless = []
+    endless.append(endless)
+    for item, why in ((endless, "contains itself, or too many nests"), (10**5000, "cannot be written: .*digits")):
+        with pytest.raises(ValueError, match=f"^it {why}.*; pickle it$"):
+            encode({"a": item}, "it", advice="pickle it")
 
 
 def test_handles_stand_for_something_else():
