@@ -10,8 +10,10 @@ from typing import Any, ClassVar, Final, NamedTuple, final
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec, with_rpc_layer
 from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.errors import TopologyError
+from mpidist.transport.text import value_text
+from mpidist.whole_number import whole_number
 
-__all__ = ["JOBS", "ClusterResolver", "OwnTask", "require_task"]
+__all__ = ["JOBS", "ClusterResolver", "OwnTask", "cluster_of", "require_task"]
 
 JOBS: Final = ("chief", "worker", "ps", "evaluator")
 _IN_STEP: Final = ("chief", "worker")  # jobs of synchronous training, in the order of ranks
@@ -86,6 +88,16 @@ class ClusterResolver(ABC):
     def find_own_task(self) -> OwnTask:
         """Read from the resolver's source which task this process is."""
 
+    def _own_task(self) -> OwnTask:
+        """Find the task of this process, and check what the subclass has found."""
+        task: Any = self.find_own_task()
+        call = f"{type(self).__name__}.find_own_task()"
+        if not isinstance(task, OwnTask):
+            raise TypeError(f"{call} must return an OwnTask, got {value_text(task)}")
+        if task.task_id is not None:
+            whole_number(f"task_id of {call}", task.task_id, otherwise="None")
+        return task
+
     def _variables(self) -> MutableMapping[str, str]:
         return os.environ if self._environ is None else self._environ
 
@@ -98,7 +110,7 @@ class ClusterResolver(ABC):
     @property
     def task_type(self) -> str | None:
         """Job of this process; None where it is not known."""
-        return self._task_type if self._task_type is not None else self.find_own_task().task_type
+        return self._task_type if self._task_type is not None else self._own_task().task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -107,7 +119,7 @@ class ClusterResolver(ABC):
     @property
     def task_id(self) -> int | None:
         """Index of this process within its job; None where it is not known."""
-        return self._task_id if self._task_id is not None else self.find_own_task().task_id
+        return self._task_id if self._task_id is not None else self._own_task().task_id
 
     @task_id.setter
     def task_id(self, task_id: int | str | None) -> None:
@@ -116,7 +128,7 @@ class ClusterResolver(ABC):
     @property
     def rpc_layer(self) -> str | None:
         """Prefix of addresses; None for bare addresses."""
-        return self._rpc_layer if self._rpc_layer is not None else self.find_own_task().rpc_layer
+        return self._rpc_layer if self._rpc_layer is not None else self._own_task().rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -125,7 +137,7 @@ class ClusterResolver(ABC):
     @property
     def num_tasks(self) -> int | None:
         """Number of tasks in synchronous training, chief and workers; None where the cluster does not define all."""
-        spec = self.cluster_spec()
+        spec = cluster_of(self)
         jobs = [job for job in _IN_STEP if job in spec.jobs]
         return None if any(map(spec.is_sparse, jobs)) else sum(map(spec.num_tasks, jobs)) or None
 
@@ -144,7 +156,7 @@ class ClusterResolver(ABC):
         task_type, task_id = self.task_type, self.task_id
         if task_type not in _IN_STEP or task_id is None or self.num_tasks is None:
             return None
-        spec = self.cluster_spec()
+        spec = cluster_of(self)
         require_task(spec, task_type, task_id)
         return task_id + (spec.num_tasks("chief") if task_type == "worker" and "chief" in spec.jobs else 0)
 
@@ -162,7 +174,7 @@ class ClusterResolver(ABC):
                 f"{type(self).__name__} has no task for this process (type {task_type!r}, "
                 f"id {task_id!r}); pass task_type and task_id"
             )
-        address = self.cluster_spec().task_address(task_type, task_id)
+        address = cluster_of(self).task_address(task_type, task_id)
         return with_rpc_layer(address, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     @final
@@ -191,7 +203,7 @@ class ClusterResolver(ABC):
                 f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or {self._remedy}: MPI is enough"
             )
         if task_type is not None and task_id is not None and self.num_tasks is not None:
-            require_task(self.cluster_spec(), task_type, task_id)  # `rank` is None for a task of an unknown kind
+            require_task(cluster_of(self), task_type, task_id)  # `rank` is None for a task of an unknown kind
         if self.rank is not None and self.rank != rank:
             raise TopologyError(
                 f"by {who} this process is {self.task_type} {self.task_id}, index {self.rank} of chief and "
@@ -207,6 +219,15 @@ class ClusterResolver(ABC):
                     f"distribution, but MPI has the ranks on {list(hostnames)}; set it (`srun -m block`), or "
                     f"{self._remedy}: MPI is enough"
                 )
+
+
+def cluster_of(resolver: ClusterResolver) -> ClusterSpec:
+    """Return the cluster that a resolver gives, which must be of the right kind."""
+    spec: Any = resolver.cluster_spec()
+    if not isinstance(spec, ClusterSpec):
+        name = type(resolver).__name__
+        raise TypeError(f"{name}.cluster_spec() must return a ClusterSpec, got {value_text(spec)}")
+    return spec
 
 
 def require_task(cluster: ClusterSpec, task_type: str, task_id: int) -> None:

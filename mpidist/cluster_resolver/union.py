@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
+from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask, cluster_of
 
 __all__ = ["UnionResolver"]
 
@@ -49,7 +49,7 @@ class UnionResolver(ClusterResolver):
         Raises:
             KeyError: If two of them have a task of one job and one index, where indices stay.
         """
-        specs = [resolver.cluster_spec() for resolver in self._resolvers]
+        specs = [cluster_of(resolver) for resolver in self._resolvers]
         return ClusterSpec(
             {job: _tasks_of(job, specs) for job in dict.fromkeys(job for spec in specs for job in spec.jobs)}
         )

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.cluster_resolver.resolver import JOBS, ClusterResolver, require_task
+from mpidist.cluster_resolver.resolver import JOBS, ClusterResolver, cluster_of, require_task
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
@@ -299,7 +299,7 @@ def _task_of(resolver: ClusterResolver) -> Task | None:
     """Read from a resolver which task this rank is; `None` if it has no cluster. Local."""
     if not isinstance(resolver, ClusterResolver):
         raise TypeError(f"cluster_resolver must be a ClusterResolver, got {type(resolver).__name__}")
-    spec = resolver.cluster_spec()
+    spec = cluster_of(resolver)
     if not spec:
         return None
     task_type, task_id = resolver.task_type, resolver.task_id

@@ -243,6 +243,36 @@ def test_resolver_of_the_users_own_needs_four_methods():
     resolver.check(2, 1)
 
 
+class Given(ClusterResolver):
+    """A resolver of a user's, which returns what it was given."""
+
+    def __init__(self, spec, task):
+        self.spec, self.task = spec, task
+
+    def cluster_spec(self):
+        return self.spec
+
+    def find_own_task(self):
+        return self.task
+
+
+@pytest.mark.parametrize("outer", [lambda given: given, UnionResolver])
+def test_results_of_another_kind_are_refused(outer):
+    spec, task = ClusterSpec({"worker": ["a:1"]}), OwnTask("worker", 0)
+    for given, why in (
+        (Given({"worker": ["a:1"]}, task), r"cluster_spec\(\) must return a ClusterSpec, got an object of .*dict"),
+        (Given(None, task), r"cluster_spec\(\) must return a ClusterSpec, got None"),
+        (Given(spec, ("worker", 0)), r"find_own_task\(\) must return an OwnTask, got \('worker', 0\)"),
+        (Given(spec, OwnTask("worker", "0")), r"find_own_task\(\) must be a whole number, or None, got '0'"),
+    ):
+        with pytest.raises(TypeError, match=f"Given.{why}"):
+            outer(given).check(1, 0)
+
+
+def test_task_without_an_index_is_compared_with_nothing():
+    Given(ClusterSpec({"worker": ["a:1", "b:1"]}), OwnTask("worker")).check(2, 1)
+
+
 def test_tf_config_of_some_tasks_is_compared_with_nothing():
     """Nobody knows how many there are."""
     environ = tf_config(cluster={"worker": {"1": "w1:1"}}, task={"type": "worker", "index": 1})
