@@ -154,9 +154,11 @@ class CheckpointManager:
 
     @property
     def last_save(self) -> SaveRecord | None:
-        """Record of this rank's last save; `None` before the first. Local. Rank 0 logs it, too (INFO)."""
+        """Record of this rank's last save that is whole; `None` before the first. Local. Rank 0 logs it, too (INFO)."""
         writing = self._writing
-        return self._last_save if writing is None or writing.record is None else writing.record
+        if writing is None or writing.record is None or writing.save.folder.is_dir():  # other ranks write, or failed
+            return self._last_save
+        return writing.record
 
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save a checkpoint, and remove old ones. Collective; of parameter servers, local to the chief.
@@ -240,7 +242,7 @@ class CheckpointManager:
             try:
                 with together if self._is_open() else nullcontext():
                     writing.join_in_time()
-                    self._last_save = writing.record
+                self._last_save = writing.record
             except Exception:
                 if self._is_open():  # else other ranks may still write
                     writing.save.discard()

@@ -286,10 +286,15 @@ def test_save_failed_write_of_one_rank_raises_on_all(comm, folder, monkeypatch, 
                 really(place, name, part)
 
             patch.setattr(saving_module, "write_part", write_part)
-        checkpoint.step = 2
+        checkpoint.step, saves = 2, []
         with raises_everywhere(comm, OSError, "No space left on device"):
             manager.save(2)
+            for thread in threading.enumerate():
+                if thread.name == "mpidist.checkpoint":
+                    thread.join()
+            saves = [manager.last_save]
             manager.wait()
+    assert {save.path for save in [*saves, manager.last_save]} == {str(folder / "ckpt-1")}
     told = [record for record in caplog.records if "ckpt-2 is not written: " in record.getMessage()]
     assert bool(told) == (background and comm.rank in (0, comm.size - 1)), "who never waits must learn of it, too"
     assert manager.checkpoints == [str(folder / "ckpt-1")]
