@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,19 @@ from mpidist.torch.process_group import MpiProcessGroup, sparse_tensor
 
 __all__ = ["all_reduce_gradients", "broadcast"]
 
+_HAS_GRADIENT: Final = ".grad is not None"  # no name of a parameter begins with a dot
+
 
 def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> None:
     """Combine the gradients of a module's parameters, in place, in one call after the backward pass. Collective.
 
-    A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it stays without.
+    Ranks match parameters by name, and may have made them in different orders. A parameter without a gradient on some
+    ranks counts as zeros there; without one on all ranks it stays without.
     Sparse gradients, of embeddings with `sparse=True`, are reduced in a call of their own, and stay sparse.
 
     Args:
-        module: A `torch.nn.Module` with the same parameters on all ranks, in host memory.
+        module: A `torch.nn.Module` in host memory. The names of the parameters that require gradients are the same on
+            all ranks.
         op: `"mean"` or `"sum"`.
         group: A process group of mpidist; by default that of all ranks.
 
@@ -31,19 +35,20 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
     if op not in ("mean", "sum"):
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
     ranks = _group_of(group)
-    parameters = [one for one in module.parameters() if one.requires_grad]
-    if any(hasattr(one, "full_tensor") for one in parameters):
+    # In the order of names, as calls take them: a module may have been filled in another order on each rank.
+    parameters = dict(sorted((name, one) for name, one in module.named_parameters() if one.requires_grad))
+    if any(hasattr(one, "full_tensor") for one in parameters.values()):
         raise TypeError("the parameters are DTensors: FSDP reduces their gradients in backward(), so omit this call")
-    has_gradient = torch.tensor([float(one.grad is not None) for one in parameters])
+    has_gradient = torch.tensor([float(one.grad is not None) for one in parameters.values()])
     sparse = _sparse_weights(module)
-    gradients = [_gradient_of(one, id(one) in sparse) for one in parameters]
-    dense = [*(one for one in gradients if not one.is_sparse), has_gradient]
+    gradients = {name: _gradient_of(one, id(one) in sparse) for name, one in parameters.items()}
+    dense = {name: one for name, one in gradients.items() if not one.is_sparse} | {_HAS_GRADIENT: has_gradient}
     ranks.ops.all_reduce(op, dense, ranks.options_of(), out=dense, call="all_reduce_gradients")
-    if rows := [one for one in gradients if one.is_sparse]:
+    if rows := {name: one for name, one in gradients.items() if one.is_sparse}:
         ranks.reduce_sparse(op, rows, None, "all_reduce_gradients")
-    for parameter, gradient, is_there in zip(parameters, gradients, has_gradient.tolist(), strict=True):
+    for (name, parameter), is_there in zip(parameters.items(), has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:
-            parameter.grad = gradient
+            parameter.grad = gradients[name]
 
 
 def _sparse_weights(module: Any) -> set[int]:
@@ -67,7 +72,7 @@ def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = No
     """Give all ranks one rank's parameters and buffers, and its optimizer's state. Collective.
 
     Args:
-        module: A `torch.nn.Module` with the same parameters and buffers on all ranks, in host memory.
+        module: A `torch.nn.Module` in host memory. Parameters and buffers have the same names on all ranks.
         optimizer: A `torch.optim.Optimizer` of the module's parameters; its state is sent with pickle.
         root: The rank in the group that sends.
         group: A process group of mpidist; by default that of all ranks.
@@ -77,7 +82,7 @@ def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = No
         TypeError: If the group is none of mpidist.
     """
     ranks = _group_of(group)
-    values = [one.detach() for one in (*module.parameters(), *module.buffers())]
+    values = {name: one.detach() for name, one in (*module.named_parameters(), *module.named_buffers())}
     if values:
         ranks.ops.broadcast(values, "all", root=root, out=values, call="mpidist.torch.broadcast")
     if optimizer is not None:

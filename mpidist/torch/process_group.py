@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.autograd import profiler
 
+from mpidist import nest
 from mpidist.collectives.compared_copies import GIVEN, ComparedCopies
 from mpidist.collectives.open_call import PendingResult
 from mpidist.collectives.reduce_scatter import reduce_scatter
@@ -288,11 +289,11 @@ class MpiProcessGroup(ProcessGroup):
         self.reduce_sparse(_REDUCE_OPS.get(name, name), tensors, opts, call)
         return MpiWork(tensors)
 
-    def reduce_sparse(self, reduce_op: str, tensors: Sequence[Any], opts: Any, call: str) -> None:
-        """Reduce a list of sparse tensors in place, in one call. Collective. `call`: as the user wrote it."""
-        rows = self._told(call, lambda: list(map(_slices_of, tensors)), (opts,))
+    def reduce_sparse(self, reduce_op: str, tensors: Any, opts: Any, call: str) -> None:
+        """Reduce a nest of sparse tensors in place, in one call. Collective. `call`: as the user wrote it."""
+        rows = self._told(call, lambda: nest.map_structure(_slices_of, tensors), (opts,))
         results = self.ops.all_reduce(reduce_op, rows, self.options_of(opts), call=call)
-        for tensor, its in zip(tensors, results, strict=True):
+        for tensor, its in zip(nest.flatten(tensors)[0], nest.flatten(results)[0], strict=True):
             places = np.stack(np.unravel_index(its.indices, tensor.shape[: tensor.sparse_dim()]))
             with torch.no_grad():
                 tensor.copy_(sparse_tensor(torch.from_numpy(places), its.values, tensor.shape))

@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mpidist.errors import InvalidArgumentError
+
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 STEPS = 5
@@ -167,6 +169,44 @@ def test_all_reduce_gradients_takes_missing_ones_for_zeros(ranks):
     mpidist.torch.all_reduce_gradients(model, op="sum")
     assert [one.grad is not None for one in model.parameters()] == [True, True, False, False]
     assert model[0].bias.grad.tolist() == [size - 1] * 8
+
+
+def embeddings(names, values, is_sparse=False):
+    """Make layers whose weights and gradients are `values`, by name."""
+    layers = {name: torch.nn.Embedding(1, 1, sparse=is_sparse) for name in names}
+    for name, layer in layers.items():
+        torch.nn.init.constant_(layer.weight, values[name])
+        layer(torch.tensor(0)).backward(torch.tensor([values[name]]))
+    return torch.nn.ModuleDict(layers)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_parameters_are_matched_by_name_in_any_order(ranks, is_sparse):
+    import mpidist.torch
+
+    values = {"up": 1.0, "down": 8.0}
+    model = embeddings(sorted(values, reverse=ranks[0] % 2 == 1), values, is_sparse)
+    mpidist.torch.all_reduce_gradients(model)
+    assert {name: one.weight.grad.to_dense().item() for name, one in model.items()} == values
+    mpidist.torch.broadcast(model)
+    assert {name: one.weight.item() for name, one in model.items()} == values
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_parameters_of_other_names_are_refused_on_all_ranks(ranks, is_sparse):
+    import mpidist.torch
+
+    names = ["up", "down"]
+    model = embeddings(names, {"up": 1.0, "down": 8.0}, is_sparse)
+    model[names[ranks[0] % 2]].requires_grad_(False)
+    with pytest.raises(InvalidArgumentError, match=r"'down.weight'.*'up.weight'"):
+        mpidist.torch.all_reduce_gradients(model)
+    model.register_buffer(names[ranks[0] % 2] + "_mean", torch.zeros(1))
+    with pytest.raises(InvalidArgumentError, match=r"'up_mean'.*'down_mean'"):
+        mpidist.torch.broadcast(model)
+    assert [model[name].weight.item() for name in names] == [1.0, 8.0]
 
 
 @pytest.mark.parametrize("uses_ddp", [True, False], ids=["ddp", "own_loop"])

@@ -165,7 +165,8 @@ def _check_apart(outs: Sequence[Any]) -> None:
             ):  # columns of a matrix share none, but their bounds overlap
                 raise InvalidArgumentError(
                     f"out {min(one, other)} and out {max(one, other)} share memory, and each result needs its own: "
-                    "leave one out, on all ranks; of weights that layers share, pass list(model.parameters())"
+                    "leave one out, on all ranks; of weights that layers share, pass list(model.parameters()); where a "
+                    "module is passed, let the layers share one Parameter"
                 )
 
 
