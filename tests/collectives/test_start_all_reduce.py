@@ -170,6 +170,42 @@ def test_close_finishes_calls_under_way(comm):
         start(strategy, np.ones(1)).wait()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("placement", ["one node", "cyclic"], indirect=True)
+def test_close_raises_the_error_of_a_call_that_another_rank_did_not_start(comm, placement):
+    strategy, gradient = Strategy(comm=comm), np.ones(4)
+    if comm.rank == 1:
+        strategy.close()
+        return
+    start(strategy, gradient, out=gradient)
+    with pytest.raises(PeerFailedError, match=r"rank 1 closed the strategy while rank 0 called start_all_reduce"):
+        strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_close_raises_no_error_of_a_started_call_that_the_program_has_read(comm):
+    for is_read in (True, False):
+        strategy = Strategy(comm=comm)
+        handle = start(strategy, np.ones(4 + comm.rank))
+        if is_read:
+            with pytest.raises(InvalidArgumentError):
+                handle.wait()
+            strategy.close()
+        else:
+            with pytest.raises(InvalidArgumentError, match="did not pass the same arguments"):
+                strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_next_call_names_the_error_of_a_started_call(comm):
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        start(strategy, np.ones(4))
+    with pytest.raises(PeerFailedError if comm.rank == 0 else InvalidArgumentError) as caught, strategy:
+        strategy.barrier()
+    assert comm.rank == 1 or "rank 1: barrier" in str(caught.value.__cause__)
+
+
 @pytest.mark.ranks(1, 3)
 def test_numpys_traps_for_overflow_are_left_alone(comm):
     """One rank lets NumPy raise where numbers overflow: the reduction gives infinity on all, and the trap stays."""

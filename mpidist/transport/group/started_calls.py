@@ -63,6 +63,7 @@ class Pending:
         has_joined: Whether this rank has joined the comparison of the call, and joins no other one for the call.
         started_at: The stack that started the call, if another thread may compare it.
         sequence: The number of the call; 0 before this rank has joined the call.
+        unread: The first call of the group that has failed, until its error is read; empty for none.
     """
 
     def __init__(self, steps: Callable[[Pending], Steps], place: Workplace, values: Any = None, outs: Any = ()) -> None:
@@ -72,6 +73,7 @@ class Pending:
         self.place, self._thread = place, threading.get_ident()
         self.sequence = 0
         self.started_at: Stack | None = None
+        self.unread: list[Pending] = []
         self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
@@ -81,8 +83,15 @@ class Pending:
     def result(self) -> Any:
         """The call's result; raises the call's error."""
         if self._error is not None:
+            self.read_error()
             raise self._error
         return self._result
+
+    def read_error(self) -> BaseException | None:
+        """Return the call's error, which the caller raises. Local."""
+        if self in self.unread:
+            self.unread.clear()
+        return self._error
 
     def can_join_after(self, before: Iterable[Pending]) -> bool:
         """Whether this rank may join the comparison of the call now, while calls before it are under way. Local."""
@@ -161,6 +170,7 @@ class Pending:
     def abandon(self, why: str) -> None:
         """Give up the call: `result` raises an error."""
         self._steps.close()
+        self.unread = []
         self._end(None, RuntimeError(f"this reduction was given up by {why} before it was done; start it again"))
 
     def _until_done(self) -> Steps:
@@ -176,6 +186,8 @@ class Pending:
     def _end(self, result: Any, error: BaseException | None) -> None:
         self.is_done, self._values, self._outs = True, None, ()
         self._result, self._error = result, error
+        if isinstance(error, Exception) and not self.unread:
+            self.unread.append(self)
 
 
 def _steps_of(body: Callable[[], Any], pending: Pending) -> Steps:
@@ -233,6 +245,7 @@ class PendingCalls:
         self, agreement: Agreement, in_thread: Collection[Workplace] = (), use_gpu: Callable[[], None] = lambda: None
     ) -> None:
         self._agreement = agreement
+        self._unread: list[Pending] = []
         self._in_thread, self._use_gpu = in_thread, use_gpu
         self.queue: deque[Pending] = deque()
         self.launched: deque[Pending] = deque()
@@ -257,7 +270,7 @@ class PendingCalls:
             outs: The arrays that the call writes.
         """
         call = Pending(steps, place, values, outs)
-        call.advance_others = self.advance
+        call.advance_others, call.unread = self.advance, self._unread
         if place in self._in_thread:
             call.started_at = Stack(tuple(frames_of(walk_stack(sys._getframe()))))
         self.queue.append(call)
@@ -310,6 +323,10 @@ class PendingCalls:
                     break
             self._mark_started()
         self._wake()
+
+    def read_error(self) -> BaseException | None:
+        """Return the error of the first call that has failed, if nobody has read it, for the caller to raise. Local."""
+        return self._unread[0].read_error() if self._unread else None
 
     def last_done(self) -> int:
         """Return the number of the last call in which this rank has done its part, as in all calls before it. Local.

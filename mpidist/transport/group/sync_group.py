@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread, get_ident
 from typing import Any, Final, final
 
-from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
+from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.agreement.slow_ranks import SlowRanks
@@ -196,7 +196,8 @@ class SyncGroup(OpenGroup):
         """Finish started calls, then `Agreement.join`: compare the call on all ranks. Collective; after `enter`."""
         if self.calls.queue or self.calls.launched:
             self.calls.finish()
-        return self.agreement.join(record)
+        with self.breaking_off():
+            return self.agreement.join(record)
 
     @contextmanager
     def call(self, record: CallRecord) -> Iterator[bool]:
@@ -209,6 +210,8 @@ class SyncGroup(OpenGroup):
 
     def break_off(self, error: BaseException) -> None:
         """Break off a call because of this rank's error, and notify the other ranks: `Agreement.break_off`. Local."""
+        if isinstance(error, PeerFailedError) and (cause := self.calls.read_error()) not in (None, error):
+            error.__cause__ = cause
         if not self._is_closed:
             self.agreement.break_off(error)
 
@@ -317,6 +320,7 @@ class SyncGroup(OpenGroup):
 
         Raises:
             PeerFailedError: If another rank makes another call, or has left because of an exception.
+            Exception: That of a started call for whose result nobody has asked, if no exception leaves the strategy.
             DeadlineExceededError: If not all ranks close in time.
             RuntimeError: If the program has finalized MPI.
         """
@@ -331,8 +335,11 @@ class SyncGroup(OpenGroup):
             self._is_closed = True
             open_groups.remove(self, has_failed=False)
             raise
+        calls = self.calls
         why = {} if error is None or ends_normally(error) else {"exception": text_of(error)}
         self._close(Call(CLOSE, describe=lambda: why, timeout_seconds=timeout_seconds, is_last=True))
+        if error is None and (unread := calls.read_error()) is not None:
+            raise unread
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of local work left."""
