@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -29,12 +30,16 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
 
     Raises:
         InvalidArgumentError: If the ranks' parameters or operations differ. On every rank.
-        ValueError: If `op` is another operation.
-        TypeError: If the group is none of mpidist, or if parameters are DTensors.
+        ValueError: If `op` is another operation on every rank.
+        TypeError: If the group is none of mpidist, or if parameters are DTensors on every rank.
     """
+    ranks = _group_of(group)
+    ranks.told("all_reduce_gradients", partial(_all_reduce_gradients, module, op, ranks), ())
+
+
+def _all_reduce_gradients(module: Any, op: str, ranks: MpiProcessGroup) -> None:
     if op not in ("mean", "sum"):
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
-    ranks = _group_of(group)
     # In the order of names, as calls take them: a module may have been filled in another order on each rank.
     parameters = dict(sorted((name, one) for name, one in module.named_parameters() if one.requires_grad))
     if any(hasattr(one, "full_tensor") for one in parameters.values()):
@@ -84,7 +89,8 @@ def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = No
     ranks = _group_of(group)
     values = {name: one.detach() for name, one in (*module.named_parameters(), *module.named_buffers())}
     if values:
-        ranks.ops.broadcast(values, "all", root=root, out=values, call="mpidist.torch.broadcast")
+        call = "mpidist.torch.broadcast" if optimizer is None else "mpidist.torch.broadcast with an optimizer"
+        ranks.ops.broadcast(values, "all", root=root, out=values, call=call)
     if optimizer is not None:
         states = [optimizer.state_dict() if ranks.rank() == root else None]
         dist.broadcast_object_list(states, group=ranks, group_src=root)

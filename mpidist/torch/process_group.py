@@ -88,10 +88,10 @@ def _call_of_torch(name: str, starts_itself: bool = False) -> Callable[[_Method]
         def shown(group: MpiProcessGroup, *arguments: Any, **options: Any) -> MpiWork:
             run, given = partial(method, group, *arguments, **options), (*arguments, *options.values())
             if any(map(has_cuda_tensors, arguments)):
-                of_nccl = getattr(group._told(name, group._nccl_group, given), method.__name__)
+                of_nccl = getattr(group.told(name, group._nccl_group, given), method.__name__)
                 return of_nccl(*arguments, **options)  # type: ignore[no-any-return]
             with profiler.record_function(f"mpidist:{name}") if profiler._is_profiler_enabled else nullcontext():
-                return group._told(name, run, given) if starts_itself else group._start(name, run, given)
+                return group.told(name, run, given) if starts_itself else group._start(name, run, given)
 
         return shown
 
@@ -245,7 +245,7 @@ class MpiProcessGroup(ProcessGroup):
         """Return the options of a call of `ops`: the timeout of torch's, or of the group."""
         return CommunicationOptions(timeout_seconds=self._seconds_of(opts))
 
-    def _told(self, name: str, run: Callable[[], _T], given: Sequence[Any]) -> _T:
+    def told(self, name: str, run: Callable[[], _T], given: Sequence[Any]) -> _T:
         """Make a call; all ranks raise the error of this rank's arguments, but for messages of two ranks."""
         if name in ("send", "recv"):
             return run()
@@ -253,7 +253,7 @@ class MpiProcessGroup(ProcessGroup):
 
     def _start(self, name: str, run: Callable[[], MpiWork], given: Sequence[Any]) -> MpiWork:
         """Make a call; if its last argument is asynchronous options, the call is only started."""
-        told = partial(self._told, name, run, given)
+        told = partial(self.told, name, run, given)
         if is_pausing() or not getattr(given[-1] if given else None, "asyncOp", False):
             return told()
         result = given[0] if len(given) > 1 else []
@@ -291,7 +291,7 @@ class MpiProcessGroup(ProcessGroup):
 
     def reduce_sparse(self, reduce_op: str, tensors: Any, opts: Any, call: str) -> None:
         """Reduce a nest of sparse tensors in place, in one call. Collective. `call`: as the user wrote it."""
-        rows = self._told(call, lambda: nest.map_structure(_slices_of, tensors), (opts,))
+        rows = self.told(call, lambda: nest.map_structure(_slices_of, tensors), (opts,))
         results = self.ops.all_reduce(reduce_op, rows, self.options_of(opts), call=call)
         for tensor, its in zip(nest.flatten(tensors)[0], nest.flatten(results)[0], strict=True):
             places = np.stack(np.unravel_index(its.indices, tensor.shape[: tensor.sparse_dim()]))
@@ -374,7 +374,7 @@ class MpiProcessGroup(ProcessGroup):
             counts = [out.numel() for out in outs]
             flat = torch.empty(sum(counts), dtype=one.dtype)
             gather = partial(self._gather, "all_gather", one, flat, counts, opts, sizes=tuple(counts))
-            self._told("all_gather", gather, (opts,))
+            self.told("all_gather", gather, (opts,))
             for out, part in zip(outs, flat.split(counts), strict=True):
                 out.detach().copy_(part.view(out.shape))
         return MpiWork(outputs)

@@ -209,6 +209,23 @@ def test_parameters_of_other_names_are_refused_on_all_ranks(ranks, is_sparse):
     assert [model[name].weight.item() for name in names] == [1.0, 8.0]
 
 
+@pytest.mark.ranks(min=2)
+def test_arguments_of_one_rank_are_refused_on_all_ranks(ranks):
+    import mpidist.torch
+
+    model = model_of(ranks[0])
+    before = model[0].weight.clone()
+    optimizer = None if ranks[0] else torch.optim.Adam(model.parameters())
+    with pytest.raises(InvalidArgumentError, match=r"rank 0: mpidist\.torch\.broadcast with an optimizer; rank"):
+        mpidist.torch.broadcast(model, optimizer)
+    assert torch.equal(model[0].weight, before)
+    with pytest.raises(InvalidArgumentError, match=r'an error on rank 0.*\n.*ValueError: op must be "mean"'):
+        mpidist.torch.all_reduce_gradients(model, op="sum" if ranks[0] else "max")
+    with pytest.raises(ValueError, match="op must be"):
+        mpidist.torch.all_reduce_gradients(model, op="max")
+    dist.barrier()
+
+
 @pytest.mark.parametrize("uses_ddp", [True, False], ids=["ddp", "own_loop"])
 def test_sparse_gradients_have_the_weights_of_dense_ones(ranks, uses_ddp):
     import mpidist.torch
