@@ -51,6 +51,7 @@ class FailureNote(NamedTuple):
         lost: The ranks without which the writer cannot do its part, and which it has found to be lost.
         seen: The ranks on the writer's status board.
         statuses: The status of the writer, and of the ranks on its board that it waited for.
+        follows: Whether the exception that ends the writer follows the failure of another rank, in another group.
     """
 
     tag: int
@@ -60,6 +61,7 @@ class FailureNote(NamedTuple):
     lost: tuple[int, ...]
     seen: tuple[int, ...]
     statuses: tuple[Status, ...]
+    follows: bool = False
 
 
 @final

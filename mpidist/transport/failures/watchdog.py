@@ -153,8 +153,8 @@ class Watchdog:
         """Whether a lower rank has reported the end of its program, or an error that will end its program. Local."""
         for _ in range(PROBES):
             self._read()
-        ends = (ENDED, LEFT, BROKE_OFF, GAVE_UP)  # not `FOLLOWS`: it may be this rank that the other follows
-        return any(note.tag in ends and rank < self._rank for rank, note in self._received.items())
+        ends = (ENDED, LEFT, BROKE_OFF, GAVE_UP)  # not one that follows: it may be this rank that the other follows
+        return any(it.tag in ends and not it.follows and rank < self._rank for rank, it in self._received.items())
 
     def acknowledged(self) -> dict[int, bool]:
         """Return whether each rank, by its number in the job, or one of its node, has raised an error here. Local."""
@@ -167,14 +167,14 @@ class Watchdog:
         if self.broken is None:
             self.tell(ENDED, text, is_lost=True)
 
-    def tell_leaving(self, text: str, others_know: bool = True, done: int | None = None) -> None:
+    def tell_leaving(self, text: str, others_know: bool = True, done: int | None = None, follows: bool = False) -> None:
         """Notify the other ranks that this rank leaves their group, because of an exception. Local.
 
         `others_know`: if a wait of this rank has failed, others have noticed it, as in lock step. `done`: the last call
-        in which this rank has done its part; `None` for the last that it joined.
+        in which this rank has done its part; `None` for the last that it joined. `follows`: `FailureNote.follows`.
         """
         if self.broken is None or not others_know:
-            self.tell(LEFT, text, is_lost=True, sequence=done)
+            self.tell(LEFT, text, is_lost=True, sequence=done, follows=follows)
 
     def tell_closed(self) -> None:
         """Notify the other ranks, if a call has failed, that this rank makes no reset after it. Local."""
@@ -199,6 +199,7 @@ class Watchdog:
         is_lost: bool = False,
         to: Collection[int] | None = None,
         sequence: int | None = None,
+        follows: bool = False,
     ) -> dict[int, Status]:
         """Send a note to other ranks, so that none waits for this one; return the statuses of its node. Local.
 
@@ -222,7 +223,7 @@ class Watchdog:
             to = range(self._size) if is_for_all else seen
         if tag in (GAVE_UP, FOLLOWS, STALLED) and text != _QUESTION and not {*to} <= {*seen}:
             late = self._board.located(late, seconds=_STACK_SECONDS)
-        self._notes.send(FailureNote(tag, number, text, is_lost, lost, seen, (own, *late.values())), to)
+        self._notes.send(FailureNote(tag, number, text, is_lost, lost, seen, (own, *late.values()), follows), to)
         return {rank: late.get(rank, status) for rank, status in here.items()}
 
     def give_up(self, reason: str) -> NoReturn:

@@ -34,7 +34,7 @@ from mpidist.transport.host_memory.result_memory import ResultMemory, most_resul
 from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi, ranks_in_world, survives_losses
 from mpidist.transport.node_memory.symmetric import SharedArrays
 from mpidist.transport.settings import Settings
-from mpidist.transport.shared_errors import is_shared_by, mark_shared
+from mpidist.transport.shared_errors import following_of, is_shared_by, mark_shared
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
 
@@ -365,7 +365,8 @@ class SyncGroup(OpenGroup):
     def _leave(self, watchdog: Watchdog, error: BaseException) -> None:
         """Leave the group because of an exception of this rank, and notify the other ranks. Local."""
         if not self._is_finalized():
-            watchdog.tell_leaving(text_of(error), done=self.calls.last_done())
+            follows = following_of(error) is not None
+            watchdog.tell_leaving(text_of(error), done=self.calls.last_done(), follows=follows)
         self.calls.abandon("an exception that left the strategy")
         self._is_closed = True
         self._give_up()

@@ -167,6 +167,11 @@ ENDS = {
     "exit before others call": End(
         LATER.format("sys.exit(3)"), None, {r"\[rank 1 on .*PeerFailedError.*rank 0 ended": None}
     ),
+    # The other rank leaves the inner strategy by an error that follows this one, which is the whole error.
+    "exception where two strategies are open": End(
+        "with mpidist.MultiWorkerMirroredStrategy():\n    if rank == 1:\n        raise KeyError('mine')\n"
+        "    strategy.reduce('SUM', 1.0)", 1, {r"\[rank 1 on .*\] KeyError: 'mine'$": 1, "Traceback": 1},
+    ),
     # Nothing has to be ended.
     "one rank": End(
         "print(strategy.reduce('SUM', 1.0), flush=True)\nraise KeyError('mine')", None,
