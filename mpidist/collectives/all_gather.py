@@ -191,10 +191,11 @@ def all_gather(
         for array, at, ends, flat in zip(opened.arrays, form.axes, bounds, flats, strict=True):
             moved = array.swapaxes(0, at)
             flat[ends[rank] : ends[rank + 1]].reshape(moved.shape)[...] = moved
-        for first, *others in messages:
+        for message in messages:
+            first = message[0]
             world = group.levels_of(form.specs[first].device).world
-            if others:
-                _gather_together(world, [flats[index] for index in (first, *others)])
+            if len(message) > 1:
+                _gather_together(world, list(map(flats.__getitem__, message)))
             else:
                 world.all_gather(flats[first], bounds[first])
         results = [move_back(front, result, at) for (front, result), at in zip(memory, form.axes, strict=True)]
@@ -208,11 +209,12 @@ def _gather_together(world: Communicator, flats: Sequence[Array]) -> None:
     """Gather equal parts of several arrays in one message, in place."""
     parts = [flat.reshape(world.size, -1).view(np.uint8) for flat in flats]
     ends = [0, *accumulate(of_ranks.shape[1] for of_ranks in parts)]
-    buffer = world.pack_buffer(world.size * ends[-1], np.dtype(np.uint8))
+    bounds = range(0, world.size * ends[-1] + 1, ends[-1])
+    buffer = world.pack_buffer(bounds[-1], np.dtype(np.uint8))
     rows = buffer.reshape(world.size, -1)
     for of_ranks, (start, stop) in zip(parts, pairwise(ends), strict=True):
         rows[world.rank, start:stop] = of_ranks[world.rank]
-    world.all_gather(buffer)
+    world.all_gather(buffer, bounds)
     for of_ranks, (start, stop) in zip(parts, pairwise(ends), strict=True):
         of_ranks[...] = rows[:, start:stop]
 

@@ -530,10 +530,11 @@ def test_repeated_copies_pass_through_few_functions(strategy, make):
 
     def check(copies, caller):
         arrays = make(6), make(12), make(3)
+        most = 35 if isinstance(arrays[0], np.ndarray) else 40  # several small arrays go in one message
         for name, copy in copies.items():
             for _ in range(3):
                 passed = functions_passed(partial(copy, caller, *arrays))
-            assert native is None or (len(passed) <= 35 and len(dict(passed)) <= 13), (name, sorted(passed))
+            assert native is None or (len(passed) <= most and len(dict(passed)) <= 13), (name, sorted(passed))
 
     check(COPIES, strategy)
     strategy.run(lambda: check(COPIES_IN_RUN, mpidist.get_replica_context()))
