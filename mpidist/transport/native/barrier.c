@@ -104,21 +104,23 @@ npy_int64 barrier_published(const Barrier *self, int rank, long long count)
     return line_of(self, rank)[WORDS + count % NUM_PLACES];
 }
 
-void barrier_copy(Barrier *self, char *into, const char *source, Py_ssize_t nbytes)
+void barrier_copy(Barrier *self, char *into, const char *source, Py_ssize_t nbytes, int forced_way)
 {
     Choice *choice = &self->choices[COPIES];
-    const Timing timing = timing_begin(choice, self->forced_way, nbytes);
+    const Timing timing = timing_begin(choice, forced_way, nbytes);
     Stream stream = {0};
     copy_by(timing.way, &stream, into, source, nbytes);
     stream_flush(&stream);
     timing_end(choice, timing);
 }
 
-PyDoc_STRVAR(copy_doc, "copy(into, source)\n--\n\nCopy an array to shared memory; False if NumPy has to.");
+PyDoc_STRVAR(copy_doc,
+             "copy(into, source, is_far=False)\n--\n\n"
+             "Copy an array to shared memory, or to memory that is in no cache (`is_far`); False if NumPy has to.");
 
 static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num_given)
 {
-    if (num_given != 2 || !PyArray_Check(given[0])) {
+    if (num_given < 2 || num_given > 3 || !PyArray_Check(given[0])) {
         PyErr_SetString(PyExc_TypeError, "copy: needed are two arrays");
         return NULL;
     }
@@ -127,7 +129,9 @@ static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num
         !PyArray_EquivTypes(PyArray_DESCR(into), PyArray_DESCR(source)) || !PyArray_IS_C_CONTIGUOUS(into) ||
         !PyArray_IS_C_CONTIGUOUS(source) || !PyArray_ISWRITEABLE(into))
         Py_RETURN_FALSE;
-    barrier_copy(self, PyArray_BYTES(into), PyArray_BYTES(source), PyArray_NBYTES(into));
+    const int is_far = num_given == 3 && PyObject_IsTrue(given[2]);
+    const int way = is_far && self->forced_way < 0 ? STREAMED : self->forced_way;
+    barrier_copy(self, PyArray_BYTES(into), PyArray_BYTES(source), PyArray_NBYTES(into), way);
     Py_RETURN_TRUE;
 }
 

@@ -135,7 +135,7 @@ void barrier_publish(Barrier *self, npy_int64 word);
 npy_int64 barrier_published(const Barrier *self, int rank, long long count);
 
 /* Copies to memory that other ranks read. */
-void barrier_copy(Barrier *self, char *into, const char *source, Py_ssize_t nbytes);
+void barrier_copy(Barrier *self, char *into, const char *source, Py_ssize_t nbytes, int forced_way);
 
 /* ----------------------------------------------------------------------------------------------- two_shot.c */
 

@@ -78,7 +78,8 @@ static int stage(WholeCall *self, PyObject *array, PyObject *result, npy_int64 p
     }
     self->staged_for = barrier->count + 1;
     char *const slot = slot_of(self, barrier->rank, self->staged_for);
-    barrier_copy(barrier, slot, PyArray_BYTES((PyArrayObject *)array), PyArray_NBYTES((PyArrayObject *)array));
+    barrier_copy(barrier, slot, PyArray_BYTES((PyArrayObject *)array), PyArray_NBYTES((PyArrayObject *)array),
+                 barrier->forced_way);
     return 1;
 }
 

@@ -47,9 +47,12 @@ class Slots:
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
         self._blocks: dict[np.dtype[Any], Array] = {}
 
-    def write(self, into: Array, source: Array) -> None:
-        """Copy an array to memory that other ranks of the node read, past the caches where that takes less."""
-        if self._copy is None or not self._copy(into, source):
+    def write(self, into: Array, source: Array, is_far: bool = False) -> None:
+        """Copy an array to memory that other ranks of the node read, past the caches where that takes less.
+
+        `is_far`: or to memory that lies in no cache.
+        """
+        if self._copy is None or not self._copy(into, source, is_far):
             into[...] = source
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 
 __all__ = ["SharedMemoryCommunicator"]
+
+_FAR_BYTES: Final = 16 << 20  # so large arrays lie in no cache when they are written
 
 
 @final
@@ -116,4 +118,4 @@ class SharedMemoryCommunicator(Communicator):
             for owner, source, target in zip(owners, sources, targets, strict=True):
                 if owner != self.rank or target is not source:
                     chunk = target[start : start + step]
-                    chunk[...] = views[owner][: chunk.size]
+                    self._slots.write(chunk, views[owner][: chunk.size], target.nbytes >= _FAR_BYTES)

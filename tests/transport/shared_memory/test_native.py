@@ -72,15 +72,15 @@ def test_copies_of_arrays_side_by_side():
     source = np.arange(6000, dtype=np.float32)
     into = np.zeros(6000, np.dtype("<f4").newbyteorder("="))
     assert into.dtype is not source.dtype
-    for barrier.forced_way in (0, 1):
+    for barrier.forced_way, *is_far in ((0,), (1,), (-1, True)):
         into[...] = 0
-        assert barrier.copy(into[1:], source[:-1])
+        assert barrier.copy(into[1:], source[:-1], *is_far)
         assert (into[1:] == source[:-1]).all()
         assert into[0] == 0
         for start in range(20):  # parts of lines of the cache at both ends
             for stop in range(start, start + 60):
                 into[...] = -1
-                assert barrier.copy(into[start:stop], source[start + 3 : stop + 3])
+                assert barrier.copy(into[start:stop], source[start + 3 : stop + 3], *is_far)
                 assert (into[start:stop] == source[start + 3 : stop + 3]).all()
                 assert (into[:start] == -1).all()
                 assert (into[stop:] == -1).all()
