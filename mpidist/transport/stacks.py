@@ -13,9 +13,11 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
+import functools
 import os
 import re
 import signal
+import sys
 import sysconfig
 import threading
 import time
@@ -31,7 +33,6 @@ __all__ = [
     "Frame",
     "Stack",
     "StackFile",
-    "frames_of",
     "places_text",
     "publish_stack",
     "read_stacks",
@@ -83,11 +84,6 @@ class Frame(NamedTuple):
         return self.is_of_python or _INSTALLED.search(self.file) is not None
 
 
-def frames_of(found: Iterable[tuple[FrameType, int]]) -> list[Frame]:
-    """List frames and lines, as `traceback.walk_stack` finds them."""
-    return [Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in found]
-
-
 @final
 class Stack(NamedTuple):
     """Stack of a rank, as far as it is known.
@@ -104,7 +100,17 @@ class Stack(NamedTuple):
     @classmethod
     def of_walk(cls, found: Iterable[tuple[FrameType, int]]) -> Stack:
         """Return the stack of frames and lines, innermost first, as `traceback.walk_stack` finds them."""
-        return cls._of_frames(frames_of(found))
+        return cls._of_frames([Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in found])
+
+    @classmethod
+    def of_program(cls) -> Stack:
+        """Return the innermost frame of the program itself, in a few microseconds."""
+        at: FrameType | None = sys._getframe()
+        while at is not None and _is_of_library(at.f_code.co_filename):
+            at = at.f_back
+        if at is None:
+            return cls((), "in no line of the program itself")
+        return cls((Frame(at.f_code.co_filename, at.f_lineno, at.f_code.co_name),))
 
     @classmethod
     def of_text(cls, text: str) -> Stack:
@@ -127,6 +133,11 @@ class Stack(NamedTuple):
 
     def __str__(self) -> str:
         return f"it is {'inside mpidist, called ' * self.is_inside}at {self.place}" if self.frames else self.problem
+
+
+@functools.cache
+def _is_of_library(file: str) -> bool:
+    return Frame(file, 0, "").is_of_library
 
 
 @final

@@ -69,7 +69,7 @@ class CallRecord(ABC):
         is_started: Whether the rank joins the call later than it makes the call.
         posted: What the rank compares in the call, if it has joined the comparison: `Agreement.join_ahead`.
         step_exit: Of such a call, what `Agreement.take_step_exit` returned when the rank made the call.
-        started_at: Of such a call, the stack that started it, if another thread may compare it.
+        started_at: Of such a call, the line that started it, if another thread may compare it.
         run: Of such a call, `Agreement.run` when the rank made the call; `None`: the rank has joined the call at once.
     """
 

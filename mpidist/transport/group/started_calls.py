@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import time
 from collections import deque
@@ -12,7 +11,6 @@ from contextlib import suppress
 from contextvars import copy_context
 from enum import Enum
 from itertools import product
-from traceback import walk_stack
 from typing import Any, Final, final
 
 import numpy as np
@@ -21,7 +19,7 @@ from greenlet import getcurrent, greenlet
 from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.group.thread_guard import OtherThreadError
 from mpidist.transport.mpi.library import load_mpi
-from mpidist.transport.stacks import Stack, frames_of
+from mpidist.transport.stacks import Stack
 from mpidist.transport.waiting import complete, is_pausing, never_free, pausing
 
 __all__ = ["Pending", "PendingCalls", "Steps", "Workplace"]
@@ -61,7 +59,7 @@ class Pending:
         is_launched: Whether all work of the call was launched on this rank's GPU, so that the next call may progress.
         is_ahead: Whether calls before this one are under way.
         has_joined: Whether this rank has joined the comparison of the call, and joins no other one for the call.
-        started_at: The stack that started the call, if another thread may compare it.
+        started_at: The line that started the call, if another thread may compare it.
         sequence: The number of the call; 0 before this rank has joined the call.
         unread: The first call of the group that has failed, until its error is read; empty for none.
     """
@@ -272,7 +270,7 @@ class PendingCalls:
         call = Pending(steps, place, values, outs)
         call.advance_others, call.unread = self.advance, self._unread
         if place in self._in_thread:
-            call.started_at = Stack(tuple(frames_of(walk_stack(sys._getframe()))))
+            call.started_at = Stack.of_program()
         self.queue.append(call)
         self.advance()
         return call
