@@ -61,7 +61,8 @@ class Pending:
         has_joined: Whether this rank has joined the comparison of the call, and joins no other one for the call.
         started_at: The line that started the call, if another thread may compare it.
         sequence: The number of the call; 0 before this rank has joined the call.
-        unread: The first call of the group that has failed, until its error is read; empty for none.
+        unread: The first call of the group that has failed; empty for none, also for calls that are started after the
+            error of one was read. `is_read`: whether one was.
     """
 
     def __init__(self, steps: Callable[[Pending], Steps], place: Workplace, values: Any = None, outs: Any = ()) -> None:
@@ -72,6 +73,7 @@ class Pending:
         self.sequence = 0
         self.started_at: Stack | None = None
         self.unread: list[Pending] = []
+        self.is_read = False
         self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
@@ -87,8 +89,8 @@ class Pending:
 
     def read_error(self) -> BaseException | None:
         """Return the call's error, which the caller raises. Local."""
-        if self in self.unread:
-            self.unread.clear()
+        for failed in self.unread:  # whoever has read of a failure handles it for all calls that are under way
+            failed.is_read = True
         return self._error
 
     def can_join_after(self, before: Iterable[Pending]) -> bool:
@@ -267,6 +269,8 @@ class PendingCalls:
             values: The arrays that the call sends, if its comparison may be joined ahead; else `None`.
             outs: The arrays that the call writes.
         """
+        if self._unread and self._unread[0].is_read:
+            self._unread = []
         call = Pending(steps, place, values, outs)
         call.advance_others, call.unread = self.advance, self._unread
         if place in self._in_thread:
@@ -324,7 +328,7 @@ class PendingCalls:
 
     def read_error(self) -> BaseException | None:
         """Return the error of the first call that has failed, if nobody has read it, for the caller to raise. Local."""
-        return self._unread[0].read_error() if self._unread else None
+        return self._unread[0].read_error() if self._unread and not self._unread[0].is_read else None
 
     def last_done(self) -> int:
         """Return the number of the last call in which this rank has done its part, as in all calls before it. Local.
