@@ -21,7 +21,7 @@ class Topology:
         rank: This rank in the group.
         node_of_rank: The node of each rank. Nodes are numbered in order of first appearance by rank.
         hostnames: The host name of each rank.
-        cache_of_rank: A name for the last-level cache of each rank's processors; "" if they share none. Or no names.
+        cache_of_rank: A name for the last-level cache of each rank's processors; "" if they share none.
     """
 
     rank: int

@@ -546,7 +546,7 @@ REDUCTIONS = {
     "to some ranks": (46, 15, lambda strategy: strategy.extended.batch_reduce_to("SUM", [(ONES, 0), (ONES, 1)])),
     "of two dtypes": (38, 14, lambda strategy: strategy.reduce("SUM", TWO_DTYPES)),
     "along an axis": (36, 15, lambda strategy: strategy.reduce("SUM", ONES, axis=0)),
-    "with weights": (54, 21, lambda strategy: strategy.reduce("MEAN", ONES, weight=2.0)),
+    "with weights": (55, 21, lambda strategy: strategy.reduce("MEAN", ONES, weight=2.0)),
 }
 
 

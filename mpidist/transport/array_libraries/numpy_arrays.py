@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -55,7 +54,7 @@ class PythonNumbers(ArrayLibrary):
         return isinstance(value, (bool, int, float, complex))
 
     def to_native(self, value: Any) -> NativeArray:
-        kind = next(filter(partial(isinstance, value), self.DTYPES))
+        kind = next(kind for kind in self.DTYPES if isinstance(value, kind))
         try:
             return np.asarray(value, self.DTYPES[kind])
         except OverflowError:

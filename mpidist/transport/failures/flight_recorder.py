@@ -134,7 +134,7 @@ class FlightRecorder:
     @property
     def _at(self) -> int:
         """Place of the last call."""
-        return _RING + (int(self._words[0]) - 1) % MAX_CALLS * _WORDS
+        return _RING + (self.count - 1) % MAX_CALLS * _WORDS
 
     def last(self) -> FlightEntry | None:
         """Return the last call."""

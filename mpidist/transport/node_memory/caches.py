@@ -18,7 +18,7 @@ def shared_cache(processors: Iterable[int] | None = None, folder: Path = _PROCES
 
     The name is the system's list of the processors with that cache. `folder`: that of the system's files.
     """
-    with suppress(OSError, AttributeError, ValueError):  # another system, or one that does not show its caches
+    with suppress(OSError, ValueError):  # a system that does not show its caches
         own = os.sched_getaffinity(0) if processors is None else {*processors}
         caches = (folder / f"cpu{min(own)}" / "cache").glob("index*")
         last = max(caches, key=lambda cache: int((cache / "level").read_text()))

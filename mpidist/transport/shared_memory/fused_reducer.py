@@ -28,7 +28,7 @@ from mpidist.transport.waiting import complete
 __all__ = ["InterNode", "FusedReducer"]
 
 _SCHEDULES: Final = 256  # cached
-LEAST_BYTES_OF_GROUPS: Final = 256 << 10  # below, two more barriers take longer than reads from other caches
+LEAST_BYTES_OF_GROUPS: Final = 256 << 10  # an estimate, of two more barriers: it was measured on one cache only
 
 
 @final
