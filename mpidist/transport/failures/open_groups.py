@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import os
 import socket
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -67,8 +68,11 @@ class OpenGroup(ABC):
     owner = "strategy"
 
     @abstractmethod
-    def end_with_program(self) -> None:
-        """Leave the group, with all ranks, because the program of this rank ends."""
+    def end_with_program(self) -> BaseException | None:
+        """Leave the group, with all ranks, because the program of this rank ends.
+
+        Returns the error of a started call, if the program has not waited for it.
+        """
 
     @abstractmethod
     def wait_for_peers_at_exit(self) -> str | None:
@@ -395,13 +399,16 @@ def _leave_groups_at_exit() -> None:
         _save_at_end()
     else:
         _save()
+    unread = []
     while _open and not load_mpi().Is_finalized():
         group = _open[0]
         try:
-            group.end_with_program()
+            unread.append(group.end_with_program())
         except Exception as error:  # the other groups must be left, too
             job_abort.write_line(f"while the program ended: {text_of(error)}")
             remove(group, has_failed=True)
+    for uncaught in filter(None, unread):
+        sys.excepthook(type(uncaught), uncaught, uncaught.__traceback__)
     for reason in _unbuilt[:1]:
         if not load_mpi().Is_finalized():
             job_abort.end_job(reason)

@@ -341,10 +341,12 @@ class SyncGroup(OpenGroup):
         if error is None and (unread := calls.read_error()) is not None:
             raise unread
 
-    def end_with_program(self) -> None:
+    def end_with_program(self) -> BaseException | None:
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of local work left."""
+        calls = self.calls
         with suppress(DeadlineExceededError):  # other ranks have given up waiting
             self._close(Call(END, timeout_seconds=0.0, is_last=True))
+        return calls.read_error()
 
     def record_step_exit(self, step: int, error: BaseException) -> None:
         """Record that an exception left a step on this rank, for this rank's next call to compare. Local.

@@ -172,6 +172,10 @@ ENDS = {
         "with mpidist.MultiWorkerMirroredStrategy():\n    if rank == 1:\n        raise KeyError('mine')\n"
         "    strategy.reduce('SUM', 1.0)", 1, {r"\[rank 1 on .*\] KeyError: 'mine'$": 1, "Traceback": 1},
     ),
+    "error of a started call that nobody has waited for": End(
+        "strategy.run(lambda: mpidist.get_replica_context().start_all_reduce('SUM', [1.0] * (1 + rank)))", 1,
+        {"InvalidArgumentError: start_all_reduce .* did not pass the same": 1},
+    ),
     # Nothing has to be ended.
     "one rank": End(
         "print(strategy.reduce('SUM', 1.0), flush=True)\nraise KeyError('mine')", None,
