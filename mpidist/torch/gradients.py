@@ -47,9 +47,11 @@ def _all_reduce_gradients(module: Any, op: str, ranks: MpiProcessGroup) -> None:
     has_gradient = torch.tensor([float(one.grad is not None) for one in parameters.values()])
     sparse = _sparse_weights(module)
     gradients = {name: _gradient_of(one, id(one) in sparse) for name, one in parameters.items()}
-    dense = {name: one for name, one in gradients.items() if not one.is_sparse} | {_HAS_GRADIENT: has_gradient}
+    dense = {name: one for name, one in gradients.items() if not one.is_sparse}
+    rows = {name: one for name, one in gradients.items() if one.is_sparse}
+    dense[", ".join((_HAS_GRADIENT, *rows))] = has_gradient  # so that the names of both kinds are compared at once
     ranks.ops.all_reduce(op, dense, ranks.options_of(), out=dense, call="all_reduce_gradients")
-    if rows := {name: one for name, one in gradients.items() if one.is_sparse}:
+    if rows:
         ranks.reduce_sparse(op, rows, None, "all_reduce_gradients")
     for (name, parameter), is_there in zip(parameters.items(), has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:

@@ -201,8 +201,11 @@ def test_parameters_of_other_names_are_refused_on_all_ranks(ranks, is_sparse):
     names = ["up", "down"]
     model = embeddings(names, {"up": 1.0, "down": 8.0}, is_sparse)
     model[names[ranks[0] % 2]].requires_grad_(False)
-    with pytest.raises(InvalidArgumentError, match=r"'down.weight'.*'up.weight'"):
+    model["all"] = torch.nn.Linear(1, 1, bias=False)
+    model["all"].weight.grad = torch.full((1, 1), float(ranks[0]))
+    with pytest.raises(InvalidArgumentError, match=r"down.weight'.*up.weight'"):
         mpidist.torch.all_reduce_gradients(model)
+    assert model["all"].weight.grad.item() == ranks[0]
     model.register_buffer(names[ranks[0] % 2] + "_mean", torch.zeros(1))
     with pytest.raises(InvalidArgumentError, match=r"'up_mean'.*'down_mean'"):
         mpidist.torch.broadcast(model)
