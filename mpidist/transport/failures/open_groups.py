@@ -197,8 +197,7 @@ def release_signal(number: int) -> None:
 def _tell_of_immediate_exit(status: int) -> None:
     """Report that `os._exit` ends this rank in the middle of its work, which launchers may take for the job's end."""
     if _open:
-        if code := status & 0xFF:  # launchers may return that of a rank that they have killed then
-            store_code(os.environ, code)
+        store_code(os.environ, status & 0xFF or 1)  # launchers may return 0, or that of a rank that they have killed
         job_abort.write_line(
             f"os._exit({status}) ends this rank with a strategy that is not closed: the job is not complete"
         )
