@@ -73,6 +73,9 @@ def run_command(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the exit status of a shell for a program that SIGPIPE ended
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:  # as of `Path.cwd`
+            print(f"mpidist {chosen.command}: the current folder was deleted: cd to another one", file=sys.stderr)
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again

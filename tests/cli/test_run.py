@@ -133,6 +133,15 @@ def test_run_refuses_wrong_arguments_with_advice(capsys, monkeypatch, arguments,
     assert text in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.usefixtures("program")
+def test_run_in_a_folder_that_is_gone_says_so(tmp_path, capsys, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run_command(["run", "-n", "2", "none.py"]) == 2
+    assert capsys.readouterr().err == "mpidist run: the current folder was deleted: cd to another one\n"
+
+
 HEAD = """
 import os, signal, sys, time
 import numpy as np
