@@ -45,6 +45,8 @@ _NAME: Final = "mpidist-stack"
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _HEAD: Final = "(most recent call first):\n"
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+# How `faulthandler` writes what is not ASCII.
+_ESCAPED: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}))")
 _PYTHON: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED: Final = re.compile(r"/(site|dist)-packages/")
 
@@ -115,6 +117,7 @@ class Stack(NamedTuple):
     @classmethod
     def of_text(cls, text: str) -> Stack:
         """Read what `faulthandler` writes."""
+        text = _ESCAPED.sub(lambda its: chr(int(next(filter(None, its.groups())), 16)), text)
         frames = [Frame(file, int(line), function) for file, line, function in _FRAME.findall(text)]
         return cls._of_frames(frames) if frames else cls((), _NO_FRAME)
 

@@ -1,5 +1,6 @@
 """Stacks of other processes of the machine: read while these compute, wait or sleep, and no process is harmed."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from mpi_session import clean_environment
@@ -147,6 +149,14 @@ def test_stack_place_is_the_innermost_line_of_the_program():
     assert str(Stack(deep)) == "it is at /home/me/train.py:41 in step"
     assert Stack(deep[:2]).place == "/v/lib/python3/site-packages/x.py:3 in f"
     assert Stack(deep[:1]).place.endswith("subprocess.py:9 in wait")
+
+
+def test_stack_shows_other_letters_than_those_of_ascii(tmp_path):
+    program, place = "def zählen_Ж():\n    write(all_threads=False)\nzählen_Ж()", f"{tmp_path}/ü€𝛼.py"
+    with open(tmp_path / "stack", "w+") as file:
+        exec(compile(program, place, "exec"), {"write": partial(faulthandler.dump_traceback, file)})
+        file.seek(0)
+        assert f"{place}:2 in zählen_Ж" in [str(frame) for frame in Stack.of_text(file.read()).frames]
 
 
 def test_stack_leaves_out_frames_of_another_installation(tmp_path):
