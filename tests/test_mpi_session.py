@@ -16,7 +16,8 @@ from mpi_session.selection import plan, teams_of
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.long]
 
-OPTIONS = ["-p", "mpi_session.plugin", "-p", "no:cacheprovider", "--mpi-grace", "600"]
+PLUGINS = "mpi_session.plugin", "no:cacheprovider", "no:zarr", "no:hypothesispytest"
+OPTIONS = [*(f"-p{name}" for name in PLUGINS), "--mpi-grace", "600"]
 
 
 def command(*arguments):
