@@ -124,7 +124,7 @@ def key_of_repeated(
         overrides = options.overrides
     if destinations is not None:
         overrides = *overrides, destinations
-    elif (type(value) in _NUMBERS or (type(value) is int and value in _SMALL_INTS)) and out is None:
+    elif (type(value) in _NUMBERS or (type(value) is int and _is_small(value, reduce_op))) and out is None:
         found = key_of_array(name, reduce_op, library_of(value).to_native(value), None, overrides)
         return found and (*found[:3], [value])
     elif type(value) is np.ndarray:
@@ -152,6 +152,11 @@ def key_of_repeated(
     except Exception:  # of any kind: the call is made as others are, and the other ranks learn of it
         return None
     return (key, natives, None, leaves) if outs is None else (key, natives, natives, None)
+
+
+def _is_small(value: int, reduce_op: str | ReduceOp) -> bool:
+    """Whether no result of such ints overflows, on any number of replicas, so that an int needs no check."""
+    return value in _SMALL_INTS and (-2 < value < 2 or str(reduce_op).upper() != "PROD")
 
 
 def _native(leaf: Any) -> Any:

@@ -467,6 +467,17 @@ def test_repeated_int_is_refused_where_a_sum_may_overflow(strategy, comm, repeat
     assert all_reduce(strategy, "SUM", 5) == 5 * comm.size
 
 
+@pytest.mark.ranks(3)
+def test_repeated_int_is_refused_where_a_product_may_overflow(strategy, comm, repeated):
+    for value in (1, 0, -1, 2, -5, 2**21 - 1, -(2**21)):
+        assert all_reduce(strategy, "prod", value) == value**comm.size
+    assert repeated == [False, *[are_repeated(strategy)] * 2]  # larger ones are checked
+    for value in (2**21, 10**10, -(2**40)):
+        with raises_everywhere(comm, ValueError, "the product of 3 numbers like .* is safe is 2097151"):
+            all_reduce(strategy, "prod", value if comm.rank == 1 else 1)
+    assert all_reduce(strategy, "prod", 7) == 7**comm.size
+
+
 @pytest.mark.ranks(2)
 def test_repeated_call_passes_through_few_functions(strategy, comm):
     """Their number is the time of a small call: each takes 0.1 us. What a rank does while it waits is not counted."""

@@ -148,24 +148,28 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
             of_replicas = nests = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
     for own_leaves, own_nest in zip(of_replicas, nests, strict=True):
         require_values(own_leaves, own_nest)
-        if op is ReduceOp.SUM:
-            _require_small_ints(own_leaves, replicas.total)
+        if op in (ReduceOp.SUM, ReduceOp.PROD):
+            _require_small_ints(op, own_leaves, replicas.total)
     return FlatContributions(of_replicas[0], structure, mirrored, of_replicas[1:])
 
 
-def _require_small_ints(leaves: Sequence[Any], num_replicas: int) -> None:
-    """Refuse a Python int so large that the sum of as large ones of all replicas would not fit in 64 bits.
+def _require_small_ints(op: ReduceOp, leaves: Sequence[Any], num_replicas: int) -> None:
+    """Refuse a Python int so large that the sum or product of as large ones of all replicas would not fit in 64 bits.
 
-    Each rank checks its own numbers: if no replica has a larger one, no sum overflows, and no message is needed.
+    Each rank checks its own numbers: if no replica has a larger one, no result overflows, and no message is needed.
     """
     if int not in set(map(type, leaves)):
         return
     for leaf in leaves:
-        if type(leaf) is int and leaf in _INT64 and leaf * num_replicas not in _INT64:
-            limit = _INT64[-1] // num_replicas
+        if type(leaf) is not int or leaf not in _INT64:
+            continue
+        if (leaf * num_replicas if op is ReduceOp.SUM else leaf**num_replicas) not in _INT64:
+            what, limit = "sum", _INT64[-1] // num_replicas
+            if op is ReduceOp.PROD:
+                what, limit = "product", int(_INT64[-1] ** (1 / num_replicas) - 1e-9)  # 2 ** (63 / n) may be whole
             raise ValueError(
-                f"a Python int counts as int64, in which the sum of {num_replicas} numbers like {leaf} may not fit: "
-                f"the largest that is safe is {limit}; pass a float, or np.int64({leaf}), whose sum wraps"
+                f"a Python int counts as int64, in which the {what} of {num_replicas} numbers like {leaf} may not fit: "
+                f"the largest that is safe is {limit}; pass a float, or np.int64({leaf}), whose {what} wraps"
             )
 
 
