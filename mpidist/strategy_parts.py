@@ -147,7 +147,12 @@ class StrategyParts:
         self._num_variables += uses_default_name  # not before: after an error on one rank names would differ for ever
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the group: `Strategy.close`. Collective, but local if `error` is given."""
+        """Close the group: `Strategy.close`. Collective, but local if `error` is given.
+
+        The default strategy stays open: other code of the program uses it, too, and no other can be made.
+        """
+        if context_stack.is_default(self.strategy):
+            return
         self.release()
         problem = self.peers.close(error)
         self.group.close(self.options.timeout_seconds, error)

@@ -233,6 +233,16 @@ def test_default_context_reduces_its_own_value():
 
 
 @pytest.mark.usefixtures("no_strategy_is_open")
+def test_default_strategy_stays_open_after_close():
+    for _ in range(2):
+        with mpidist.get_strategy() as default:
+            assert default.reduce("SUM", 2.0) == 2.0
+        default.close()
+    assert mpidist.get_replica_context().all_reduce("SUM", 2.0) == 2.0
+    assert float(mpidist.Variable(1.0).assign_add(1.0)) == 2.0
+
+
+@pytest.mark.usefixtures("no_strategy_is_open")
 def test_merge_call_of_the_default_context_is_cross_replica_context():
     """As in TensorFlow: there the default strategy's scope and `run` change nothing, and `merge_call` does."""
     default, context = mpidist.get_strategy(), mpidist.get_replica_context()
