@@ -175,9 +175,11 @@ class Scope(AbstractContextManager[_Strategy]):
         return self._strategy
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        _require_innermost(self._entries[-1])
-        _stack.entries.pop()
-        self._entries.pop()
+        own = self._entries.pop()
+        try:
+            _require_innermost(own)
+        finally:  # where the scope is refused, too: no `with` statement leaves it again
+            _stack.entries[:] = [entry for entry in _stack.entries if entry is not own]
         if error is not None:
             _raise_own(error)
 
@@ -304,6 +306,8 @@ def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         raise
     finally:
         del entries[depth:]
+        if entries and entries[-1] is entry:  # the function left a scope that was entered before the call
+            del entries[-1]
         if callback_errors:  # which refer to arrays
             callback_errors.pop(threading.get_ident(), None)
 
