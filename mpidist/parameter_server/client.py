@@ -293,7 +293,8 @@ class ParameterClient:
 
     def push(self, push: Push) -> None:
         """Change several variables, with one request to each server, and one more for rows."""
-        rows = [change for change in push.rows if change.indices.size]
+        counts = isinstance(push.how, Rule)  # also a gradient without rows of an array, as those of some shards
+        rows = [change for change in push.rows if counts or change.indices.size]
         if len(push.locations) == 1 and not rows:
             self.change(push.locations[0], push.values[0], push.how)
             return

@@ -179,6 +179,27 @@ def test_sharded_variables_can_be_made_of_variables(strategy):
             ShardedVariable(wrong)
 
 
+@server_rules.register("moves all rows, by the count")
+def moves_all_rows(value, gradient, memory):
+    value += gradient + memory["count"]
+
+
+@pytest.mark.ranks(1, 3)
+@worker_test(num_ps=2)
+def test_rule_on_shards_without_rows_counts_the_gradient(strategy):
+    with strategy.scope():
+        shards = [Variable(np.zeros((4 // count, 2))) for count in (1, 2, 4) for _ in range(count)]
+    tables = [shards[0], ShardedVariable(shards[1:3]), ShardedVariable(shards[3:])]
+    for rule in (server_rules.Adam(1.0), server_rules.Registered("moves all rows, by the count")):
+        strategy.barrier()
+        for rows in ([0], [], [0], [3]) if strategy.is_chief else ():
+            strategy.push(tables, [IndexedSlices(np.ones((len(rows), 2)), rows)] * 3, rule)
+        strategy.barrier()
+        whole, *others = strategy.read(tables)
+        assert whole.any()
+        assert all((other == whole).all() for other in others)
+
+
 @server_rules.register("fails, and a shard is left out")
 def fails(value, gradient, memory):
     raise ValueError("by intent")
