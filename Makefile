@@ -75,7 +75,7 @@ test-quick: $(MPICH)/.installed-test  ## What users see, on 3 ranks: a minute or
 test-all: test-frameworks test-cuda test-gpu-check test-impi test-openmpi test-numpy test-long  ## All that `make test` leaves out
 
 test-frameworks: $(TENSORS)/.installed-test  ## With PyTorch and JAX
-	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax or horovod"
+	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or block and (torch or jax)"
 
 # With the real CuPy on GPUs that tests/host_cuda emulates; of the modules that have such tests, as each rank collects what
 # it is given. Of the check of a machine with a GPU is left out what needs CUDA's libraries and tools. Its tests may lack a

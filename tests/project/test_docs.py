@@ -146,7 +146,7 @@ def problem_of(block, ended):
 
 
 @pytest.mark.timeout(5 * HANG_SECONDS)
-@pytest.mark.parametrize("block", RUN, ids=place)
+@pytest.mark.parametrize("block", RUN, ids=lambda block: f"{place(block)} {block.needs}".rstrip())
 def test_block_prints_the_output_on_its_page(block, jobs):
     problem = problem_of(block, jobs[block].result())
     assert problem == "", problem
