@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from types import FrameType
 from typing import Any, Final, NamedTuple, final
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -19,6 +20,7 @@ from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.torch_modes import change_modes, current_modes
 from mpidist.transport.devices import Device, are_several_gpus
+from mpidist.transport.stacks import caller_frames
 
 __all__ = ["CarryOut", "Turns"]
 
@@ -56,6 +58,11 @@ class _Replica:
         self.replica_id = replica_id
         self._stack = greenlet(_run_each)
         self._stack.switch()
+
+    @property
+    def frame(self) -> FrameType | None:
+        """The innermost frame of the replica while it waits."""
+        return self._stack.gr_frame
 
     def begin(self, body: Callable[[], Any], device: Device | None) -> None:
         """Prepare a run of `body`, with `device` current in each turn; `None` if all replicas of the rank have one."""
@@ -265,6 +272,10 @@ class Turns:
             replica.take_turn()
         finally:
             self._running = None
+
+
+# The line of a call of replicas is that of the first one that waits.
+caller_frames[Turns._meet.__code__] = lambda meet: meet.f_locals["waiting"][0][0].frame
 
 
 def _raise_first(replicas: Sequence[_Replica]) -> None:

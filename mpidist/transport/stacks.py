@@ -21,9 +21,9 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.transport.text import group_ranks, name_ranks
@@ -33,11 +33,13 @@ __all__ = [
     "Frame",
     "Stack",
     "StackFile",
+    "caller_frames",
     "places_text",
     "publish_stack",
     "read_stacks",
     "stack_files",
     "together",
+    "walk_program",
     "withdraw_stack",
 ]
 
@@ -57,6 +59,9 @@ _NO_FRAME: Final = "it runs no line of Python: its program begins or ends"
 _SLOW: Final = "its stack did not come in time"
 _MAX_PLACES: Final = 8
 _MAX_BYTES: Final = 1 << 20  # a longer file is emptied before the next stack
+
+# Of a function that makes calls for code on another stack, such as a greenlet's: finds the innermost frame there.
+caller_frames: Final[dict[CodeType, Callable[[FrameType], FrameType | None]]] = {}
 
 
 @final
@@ -107,12 +112,10 @@ class Stack(NamedTuple):
     @classmethod
     def of_program(cls) -> Stack:
         """Return the innermost frame of the program itself, in a few microseconds."""
-        at: FrameType | None = sys._getframe()
-        while at is not None and _is_of_library(at.f_code.co_filename):
-            at = at.f_back
-        if at is None:
-            return cls((), "in no line of the program itself")
-        return cls((Frame(at.f_code.co_filename, at.f_lineno, at.f_code.co_name),))
+        for at, line in walk_program(sys._getframe()):
+            if not _is_of_library(at.f_code.co_filename):
+                return cls((Frame(at.f_code.co_filename, line, at.f_code.co_name),))
+        return cls((), "in no line of the program itself")
 
     @classmethod
     def of_text(cls, text: str) -> Stack:
@@ -136,6 +139,14 @@ class Stack(NamedTuple):
 
     def __str__(self) -> str:
         return f"it is {'inside mpidist, called ' * self.is_inside}at {self.place}" if self.frames else self.problem
+
+
+def walk_program(at: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """Walk from a frame to its callers, as `traceback.walk_stack` does, but also to those of `caller_frames`."""
+    while at is not None:
+        yield at, at.f_lineno
+        caller = caller_frames.get(at.f_code)
+        at = at.f_back if caller is None else caller(at)
 
 
 @functools.cache

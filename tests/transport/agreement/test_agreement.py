@@ -229,6 +229,29 @@ def test_calls_in_several_lines_show_the_line_of_each_rank(strategy, comm):
         other() if comm.rank == 1 else strategy.reduce("SUM", 1.0)
 
 
+@pytest.mark.ranks(2)
+def test_calls_of_replicas_show_the_line_in_the_step(comm):
+    def step():
+        context = mpidist.get_replica_context()
+        context.all_reduce("SUM", 1.0) if comm.rank else other(context)
+
+    def other(context):
+        context.all_gather(np.ones(1), 0)
+
+    def merged(strategy):
+        strategy.barrier() if comm.rank else send(strategy)
+
+    def send(strategy):
+        strategy.broadcast(1.0)
+
+    here = r"\S*test_agreement.py:\d+ in"
+    with Strategy(replicas=4, comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, f"\n  line: rank 0: {here} other; rank 1: {here} step"):
+            strategy.run(step)
+        with raises_everywhere(comm, InvalidArgumentError, f"\n  line: rank 0: {here} send; rank 1: {here} merged"):
+            strategy.run(lambda: mpidist.get_replica_context().merge_call(merged))
+
+
 @pytest.mark.ranks(3)
 def test_agreement_ignores_layout_dict_order_and_deadline(strategy, comm):
     """Byte order, memory layout, order and class of dicts, kinds of number, and how long they would wait."""
