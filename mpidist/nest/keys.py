@@ -37,9 +37,15 @@ def sort_keys(mapping: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[An
         `PLAIN` or `LABELLED`; the keys or labels that ranks compare; and the keys.
     """
     keys = list(mapping)
-    if set(map(type, keys)) in _SORTABLE:
+    kinds = set(map(type, keys))
+    if kinds in _SORTABLE:
         keys.sort()
         return PLAIN, tuple(keys), keys
+    if all(issubclass(kind, str) and not issubclass(kind, Enum) for kind in kinds):  # np.str_("a") is equal to "a"
+        of_texts = {str.__str__(key): key for key in keys}
+        if len(of_texts) == len(keys):
+            texts = sorted(of_texts)
+            return PLAIN, tuple(texts), [of_texts[text] for text in texts]
     labelled: list[tuple[str, Any]] = []
     objects: list[tuple[str, Any]] = []
     for key in keys:

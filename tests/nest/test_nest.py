@@ -205,6 +205,21 @@ def test_keys_that_are_values_may_be_filled_in_in_any_order():
         assert sorted(leaves) == list(range(len(one)))
 
 
+def test_keys_of_numpy_text_are_those_of_plain_text():
+    plain = nest.flatten({"a": 1, "b": 2})
+    for keys in (np.array(["b", "a"]), ["b", np.str_("a")]):
+        like = {key: 2 - at for at, key in enumerate(keys)}
+        assert nest.flatten(like) == plain
+        assert [(type(key), value) for key, value in nest.rebuild(like, "AB").items()] == [
+            (type(key), str(key).upper()) for key in keys
+        ]
+
+    class Text(str):
+        __eq__, __hash__ = object.__eq__, object.__hash__
+
+    assert len(set(paths(nest.flatten({Text("a"): 1, Text("a"): 2})[1]))) == 2
+
+
 def test_flatten_sorts_variable_keys_by_name():
     """Their numbers must not be looked at: they differ from step to step, or from rank to rank."""
     one, other = mpidist.Variable(1.0, name="w"), mpidist.Variable([2.0, 3.0], name="b")
