@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from threading import get_ident, local
+from threading import local
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -19,12 +19,13 @@ from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
 from mpidist.parameter_server.transfers import change_rows
 from mpidist.transport.arrays import bytes_of
+from mpidist.transport.failures.open_groups import require_unused
 from mpidist.transport.group.service_group import ServiceGroup
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_errors import mark_left, mark_shared
-from mpidist.transport.text import count_text, name_ranks, text_of
+from mpidist.transport.text import count_text, text_of
 
-__all__ = ["LocalChannel", "Location", "ParameterClient", "Push", "RowsChange", "require_unused"]
+__all__ = ["LocalChannel", "Location", "ParameterClient", "Push", "RowsChange"]
 
 logger = logging.getLogger("mpidist.parameter_server")
 
@@ -32,24 +33,6 @@ Array = np.ndarray[Any, Any]
 
 _SUM: Final = Reduction("sum")
 _MAX_LISTS: Final = 64  # that a server remembers of a worker
-
-# The groups of clients, their servers as numbered in the whole job, and their threads: a server serves one strategy at
-# a time, until all of its workers have closed it.
-_uses: Final[list[tuple[ServiceGroup, frozenset[int], int]]] = []
-
-
-def require_unused(call: str, ranks: frozenset[int]) -> None:
-    """Require that no rank serves a strategy that this thread uses: it would wait for ever. Local.
-
-    `ranks` are as numbered in the whole job.
-    """
-    for group, servers, thread in _uses:
-        busy = ranks & servers
-        if busy and group.is_open and thread == get_ident():
-            raise RuntimeError(
-                f"{call} would wait for {name_ranks(busy)} of the job, in serve() of another ParameterServerStrategy "
-                "until this worker has closed that one: call its close() first, or use it as `with strategy:`"
-            )
 
 
 @final
@@ -225,11 +208,10 @@ class ParameterClient:
 
     def begin_use(self, call: str) -> None:
         """Require that the servers serve no other strategy that this worker uses, and remember the use. Local."""
-        _uses[:] = [use for use in _uses if use[0].is_open]
-        if self._group is not None and not any(group is self._group for group, _, _ in _uses):
+        if self._group is not None and not self._group.servers:
             servers = self._group.in_world(channel.rank for channel in self._channels)
             require_unused(call, servers)
-            _uses.append((self._group, servers, get_ident()))
+            self._group.servers = servers
 
     @property
     def broken(self) -> Exception | None:

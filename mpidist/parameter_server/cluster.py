@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
@@ -14,7 +13,7 @@ from mpidist.cluster_resolver.resolver import JOBS, ClusterResolver, cluster_of,
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
-from mpidist.parameter_server.client import LocalChannel, ParameterClient, require_unused
+from mpidist.parameter_server.client import LocalChannel, ParameterClient
 from mpidist.parameter_server.membership import Membership
 from mpidist.parameter_server.messages.ends import Channel
 from mpidist.parameter_server.messages.lane import lanes_to
@@ -143,8 +142,7 @@ class Role(Peers):
     @classmethod
     def meet(cls, comm: Intracomm | None, resolver: ClusterResolver | None, wanted: Wanted | None) -> Role:
         """Find the roles of all ranks, and connect them. Collective. `wanted`: `None` for the workers' arguments."""
-        require = partial(require_unused, "a new ParameterServerStrategy")
-        comm, reports = meet_ranks(comm, _report_of(resolver, wanted), require)
+        comm, reports = meet_ranks(comm, _report_of(resolver, wanted))
         roles, fields = _agree(comm, reports)
         members = sorted((*roles.workers, *roles.servers))
         group = ServiceGroup.from_mpi(comm, members) if len(members) > 1 else None

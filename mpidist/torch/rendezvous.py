@@ -20,7 +20,7 @@ def set_environment() -> None:
     """Set the variables that `init_process_group` reads, unless `RANK` is set. Collective over all ranks of the job."""
     if "RANK" in os.environ:
         return
-    world, _ = meet_ranks(None, None, lambda ranks: None)
+    world, _ = meet_ranks(None, None)
     node = ranks_of_node(world)
     address = None
     if world.rank == 0:

@@ -75,6 +75,7 @@ def test_server_serves_open_strategies_one_after_the_other(comm):
 @pytest.mark.ranks(3)
 def test_strategy_with_servers_busy_in_another_is_refused(comm):
     first, second = (ParameterServerStrategy(comm=comm, communication_options=PATIENT) for _ in range(2))
+    workers = comm.Split(first.is_ps)
     if first.is_ps:
         first.serve()
     else:
@@ -85,14 +86,18 @@ def test_strategy_with_servers_busy_in_another_is_refused(comm):
             Variable(2.0)
         with pytest.raises(RuntimeError, match=rf"barrier\(\) would wait for rank {busy}"):
             second.barrier()
-        with pytest.raises(RuntimeError, match=f"a new ParameterServerStrategy would wait for rank {busy}"):
-            ParameterServerStrategy(comm=comm)
+        for make in (ParameterServerStrategy, mpidist.MultiWorkerMirroredStrategy):
+            with pytest.raises(RuntimeError, match=f"a new strategy would wait for rank {busy}.* comm= of workers"):
+                make(comm=comm)
+        with mpidist.MultiWorkerMirroredStrategy(comm=workers) as own:
+            assert own.reduce("sum", 1.0) == workers.size
         assert float(total) == 1.0
         first.close()
     if not second.is_ps:
         with second.scope():
             assert float(Variable(3.0)) == 3.0
     second.close()
+    workers.Free()
 
 
 @pytest.mark.ranks(1, 3)

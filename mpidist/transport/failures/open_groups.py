@@ -31,7 +31,7 @@ from mpidist.transport.mpi.library import Intracomm, load_mpi
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.stacks import Stack, publish_stack, read_stacks, withdraw_stack
-from mpidist.transport.text import count_text, last_line, text_of
+from mpidist.transport.text import count_text, last_line, name_ranks, text_of
 from mpidist.transport.tracebacks import shorten_printed
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "remove",
     "remove_alone",
     "require_no_build_failure",
+    "require_unused",
     "save_flights",
     "save_with",
     "show_stack",
@@ -63,9 +64,15 @@ __all__ = [
 
 
 class OpenGroup(ABC):
-    """A group of several ranks that this process is in. `owner`: the user's kind of object that has it, for errors."""
+    """A group of several ranks that this process is in.
+
+    Attributes:
+        owner: The user's kind of object that has it, for errors.
+        servers: Ranks, as numbered in the whole job, that serve this group alone until this rank leaves it.
+    """
 
     owner = "strategy"
+    servers: frozenset[int] = frozenset()
 
     @abstractmethod
     def end_with_program(self) -> BaseException | None:
@@ -148,6 +155,21 @@ def require_no_build_failure() -> None:
     """Refuse to build a group after building one failed: messages for that one may still be under way."""
     if _unbuilt:
         raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
+
+
+def require_unused(call: str, ranks: frozenset[int]) -> None:
+    """Require that no rank serves a strategy that this thread uses: it would wait for ever. Local.
+
+    `ranks` are as numbered in the whole job.
+    """
+    for group in _open:
+        busy = ranks & group.servers
+        if busy and group.is_of_this_thread():
+            raise RuntimeError(
+                f"{call} would wait for {name_ranks(busy)} of the job, in serve() of another ParameterServerStrategy "
+                "until this worker has closed that one: call its close() first, or use it as `with strategy:`; or give "
+                "the new one a comm= of workers alone"
+            )
 
 
 def install_job_abort(world: Intracomm, settings: Settings) -> None:

@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -46,16 +46,16 @@ _SET: Final = "set it where the job is started, and make the launcher pass it on
 _START: Final = "start all ranks in one environment of Python"
 
 
-def await_ranks(comm: Intracomm | None, require: Callable[[frozenset[int]], None] = lambda ranks: None) -> Intracomm:
+def await_ranks(comm: Intracomm | None) -> Intracomm:
     """Wait until all ranks come to build a group, and return them (`None`: all ranks of the job). Collective.
 
     MPI is initialized, unless the program has done so, and a failure of this rank's program ends the job from now on.
-    `require` is called before the wait, with the ranks as they are numbered in the whole job.
 
     Raises:
         TypeError: If `comm` is no intra-communicator of mpi4py.
         UnavailableError: If there is no MPI.
         TopologyError: If this process is a child of a rank, or one of many worlds of one rank.
+        RuntimeError: If a rank serves a strategy that this rank uses.
     """
     require_no_child(os.environ)
     mpi = load_mpi()
@@ -70,7 +70,7 @@ def await_ranks(comm: Intracomm | None, require: Callable[[frozenset[int]], None
     settings = Settings.or_default(os.environ)  # `discover` raises the error of an invalid one, on all ranks
     settings.apply_log_level()
     open_groups.install_job_abort(world, settings)
-    require(ranks_in_world(ranks))
+    open_groups.require_unused("a new strategy", ranks_in_world(ranks))
     _wait_for_all(ranks, settings)
     return ranks
 

@@ -37,14 +37,9 @@ __all__ = ["ServiceGroup", "meet_ranks"]
 _REMEDY: Final = "Close the strategy, end the job, and start it again"
 
 
-def meet_ranks(
-    comm: Intracomm | None, item: Any, require: Callable[[frozenset[int]], None]
-) -> tuple[Intracomm, list[Any]]:
-    """Wait until all ranks come to build a group; return their communicator and a picklable item of each. Collective.
-
-    `require` is called before the wait, with the ranks as they are numbered in the whole job.
-    """
-    comm = await_ranks(comm, require)
+def meet_ranks(comm: Intracomm | None, item: Any) -> tuple[Intracomm, list[Any]]:
+    """Wait until all ranks build a group; return their communicator and a picklable item of each. Collective."""
+    comm = await_ranks(comm)
     return comm, comm.allgather(item)
 
 

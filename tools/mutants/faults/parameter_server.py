@@ -222,8 +222,8 @@ FAULTS = [
     ),
     Fault(
         "client.py",
-        "if busy and group.is_open and thread == get_ident():",
-        "if False:",
+        "            require_unused(call, servers)",
+        "            pass",
         "a second strategy over busy servers waits for ever",
     ),
 ]
