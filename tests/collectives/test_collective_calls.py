@@ -268,6 +268,14 @@ def test_call_of_the_chief_alone_raises_with_advice(comm, tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_call_with_other_arguments_on_the_chief_raises_without_advice(strategy, comm):
+    with raises_everywhere(comm, InvalidArgumentError, r"reduce along axis 0; rank 1: reduce along axis 1$"):
+        strategy.reduce("SUM", np.ones((2, 2)), axis=comm.rank)
+    with raises_everywhere(comm, InvalidArgumentError, "gather_object; rank 1: gather_object with pickle$"):
+        strategy.gather_object(1, pickle=comm.rank == 1)
+
+
+@pytest.mark.ranks(2)
 def test_save_of_the_chief_alone_at_the_end_raises_with_advice(comm, tmp_path):
     strategy = MultiWorker(comm=comm)
     with strategy.scope():

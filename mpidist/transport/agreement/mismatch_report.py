@@ -128,8 +128,9 @@ def mismatch_error(everyone: Sequence[Mapping[str, str]], sequence: int) -> Inva
 
 
 def _advice_if_chief_alone(everyone: Sequence[Mapping[str, str]]) -> str:
-    """Return advice on a call that rank 0 alone makes; "" if another rank makes it, too."""
-    chief, *others = everyone
-    if any(fields["call"] == chief["call"] for fields in others) or chief["call"] in (CLOSE, END):
+    """Return advice on a call that rank 0 alone makes; "" if another rank makes it, too, such as along another axis."""
+    chief = everyone[0]
+    method, *of_others = (fields["call"].partition(" ")[0] for fields in everyone)
+    if method in of_others or chief["call"] in (CLOSE, END):
         return ""
     return chief.get("advice") or "all ranks make the call of rank 0, or none: is it below `if strategy.is_chief:`?"
