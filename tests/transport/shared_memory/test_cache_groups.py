@@ -41,8 +41,8 @@ def test_cache_groups_are_added_in_order(comm, groups, monkeypatch, compiled):
         monkeypatch.setattr(two_shot, "native", None)
     with Strategy(comm=comm) as strategy:
         for code, op, lengths in product("fdl", ["SUM", "MEAN", "MAX", "PROD"], LENGTHS):
-            if (code, op) == ("l", "MEAN"):
-                continue
+            if (code, op) == ("l", "MEAN") or (op != "SUM" and ("fdl".index(code) + LENGTHS.index(lengths)) % 2):
+                continue  # each operation meets each length, of some dtype
             dtype, ufunc = np.dtype(code), UFUNCS.get(op.lower(), np.add)
             parts = [list_of_rank(rank, lengths, dtype) for rank in range(4)]
             given = parts[comm.rank]

@@ -43,11 +43,13 @@ def test_same_bits_as_numpy(comm, ranks_with_it):
     """Half precision is rounded once."""
     ways = [*zip("bHld", WAYS_TO_WRITE * 2, strict=False), *product(["f", *HALVES], WAYS_TO_WRITE)]
     with Strategy(comm=comm) as strategy:
-        for dtype, way in [(np.dtype(code), way) for code, way in ways]:
+        for number, (dtype, way) in enumerate((np.dtype(code), way) for code, way in ways):
             force_way_to_write(strategy, way)
             others = ["PROD", "MIN", "MAX"] if dtype.char in "lf" else []  # whole numbers, and floats
             means = ["MEAN"] if dtype.kind == "f" or dtype in HALVES else []
             for op, lengths in product(["SUM", *means, *others], LENGTHS):
+                if op != "SUM" and (LENGTHS.index(lengths) + number) % 3:
+                    continue  # each operation meets each length, of some dtype
                 ufunc = UFUNCS.get(op.lower(), np.add)
                 wanted = list_of_all(comm.size, lengths, dtype, comm.size if op == "MEAN" else 1, ufunc)
                 given = list_of_rank(comm.rank, lengths, dtype)
