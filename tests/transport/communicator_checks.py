@@ -41,10 +41,12 @@ def lengths_of(its, memory, dtype, op="sum"):
 def check_reductions(op, memory, its):
     """All-reduce, reduce and reduce-scatter numbers whose results are exact, in any order and in that of ranks."""
     up, down = memory.up, memory.down
-    for dtype in memory.dtypes if op == "sum" else memory.others:
+    for number, dtype in enumerate(memory.dtypes if op == "sum" else memory.others):
         if dtype.kind == "c" and op in ("min", "max"):
             continue
-        for count, in_order in itertools.product(lengths_of(its, memory, dtype, op), (False, True)):
+        cases = [*itertools.product(lengths_of(its, memory, dtype, op), (False, True))]
+        # Of two lengths, each has one order with every second dtype, and the other order with the others.
+        for count, in_order in cases if len(cases) > 4 else (cases[1:3] if number % 2 else cases[::3]):
             numbers, expected = contribution(op, its.rank, count, dtype), reduction_of(op, its.size, count, dtype)
             start, stop = shard_bounds(count, its.size)[its.rank :][:2]
             reduction = Reduction(op, in_rank_order=in_order)
