@@ -177,6 +177,6 @@ class CheckedVariables:
             error = problem
         found = differences(self._parts, call, {"run": f"{self._num_runs}", "advice": _ALL_RUN}, sums, error)
         if found:
-            named = {f"variable {variables[number].name!r}": of_ranks for number, of_ranks in found.items()}
+            named = {variables[number]._what: of_ranks for number, of_ranks in found.items()}
             what = f"{len(named)} of {len(sums)} variables differ between ranks, bit by bit, after run {self._num_runs}"
             raise difference_error(self._parts, call, what, named, _ADVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,7 @@ class StrategyParts:
     at_close: list[Callable[[], None]] = field(default_factory=list)
     mirrored: list[weakref.ref[Variable]] = field(default_factory=list)
     _num_variables: int = 0
+    num_of_name: Counter[str] = field(default_factory=Counter)  # variables since the last reset
     _num_runs: int = 0
 
     def __post_init__(self) -> None:
@@ -145,6 +147,16 @@ class StrategyParts:
         """Agree on a new variable. Collective."""
         self.agree("Variable", fields, error)
         self._num_variables += uses_default_name  # not before: after an error on one rank names would differ for ever
+
+    def variable_suffix(self, name: str) -> str:
+        """Return what tells a new variable from earlier ones of its name: nothing for the first. Local.
+
+        Ranks make the variables of all replicas in one order, but each its own of a strategy of one replica.
+        """
+        if self.replicas.total == 1:
+            return ""
+        self.num_of_name[name] += 1
+        return f" ({self.num_of_name[name]})" if self.num_of_name[name] > 1 else ""
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given.

@@ -29,9 +29,9 @@ def sort_keys(mapping: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[An
     """List the keys of a mapping in an order that is the same on every rank.
 
     Numbers, strings, dates, paths, members of enumerations, classes, and tuples, frozen sets and dataclasses of these
-    are compared by value, variables by name; such keys are sorted. Ranks compare any other key by its class and its
-    position among such keys: these keys are last, in the mapping's own order, which must be the same on all ranks. No
-    label shows an address or an array's numbers.
+    are compared by value, variables by name and the order in which they were made; such keys are sorted. Ranks compare
+    any other key by its class and its position among such keys: these keys are last, in the mapping's own order, which
+    must be the same on all ranks. No label shows an address or an array's numbers.
 
     Returns:
         `PLAIN` or `LABELLED`; the keys or labels that ranks compare; and the keys.
@@ -57,7 +57,7 @@ def sort_keys(mapping: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[An
     labelled.sort(key=itemgetter(0))
     labelled += objects
     labels = [label for label, _ in labelled]
-    if len(set(labels)) < len(labels):  # variables of one name: labels must be unique
+    if len(set(labels)) < len(labels):  # variables of two strategies: labels must be unique
         labels = [f"{label} {index}" for index, label in enumerate(labels)]
     return LABELLED, tuple(labels), [key for _, key in labelled]
 
@@ -81,7 +81,7 @@ def _labeller(kind: type) -> Callable[[Any], str | None]:
     if issubclass(kind, type):
         return _name_of
     if hasattr(kind, "aggregation"):
-        return lambda key: f"variable {key.name!r}"
+        return lambda key: getattr(key, "_what", None) or f"variable {key.name!r}"
     if is_dataclass(kind):
         names = [field.name for field in fields(kind)]
         return lambda key: _label_of_items([getattr(key, name) for name in names], kind.__qualname__)

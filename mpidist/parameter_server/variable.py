@@ -53,7 +53,7 @@ class ServerVariable(DistributedValues, Assignable):
     ) -> None:
         self._strategy, self.servers, self.location = strategy, servers, location
         self._trainable, self._synchronization, self._aggregation = trainable, synchronization, aggregation
-        self._name = location.name
+        self._name, self._suffix = location.name, parts_of(strategy).variable_suffix(location.name)
         self._like = np.broadcast_to(np.zeros((), location.dtype), location.shape)  # its form, without its memory
 
     @property
@@ -218,6 +218,7 @@ class ShardedVariable(Assignable):
             shapes = [list(variable.shape) for variable in variables]
             raise ValueError(f"shards must have the same shape but for axis 0, got {shapes}")
         self._variables, self._name, first = list(variables), name, variables[0]
+        self._suffix = first._suffix
         self._strategy, self._trainable = first.strategy, first.trainable
         self._synchronization, self._aggregation = first.synchronization, first.aggregation
         self._bounds = np.cumsum([0, *(variable.shape[0] for variable in variables)])

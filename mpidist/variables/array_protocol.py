@@ -86,6 +86,7 @@ class ReadsAsArray(ABC):
     """
 
     _name: str
+    _suffix = ""  # of `StrategyParts.variable_suffix`
     _like: Any  # an array of the same shape and dtype
 
     @property
@@ -119,8 +120,8 @@ class ReadsAsArray(ABC):
 
     @property
     def _what(self) -> str:
-        """What errors call it."""
-        return f"variable {self.name!r}"
+        """What errors call it, and ranks compare."""
+        return f"variable {self._name!r}{self._suffix}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(

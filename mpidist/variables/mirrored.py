@@ -106,7 +106,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
 
     def _call_of(self, ufunc: np.ufunc | None) -> str:
         """Name an assignment, which must be of one kind on all replicas."""
-        return f"assignment to variable {self._name!r}" + ("" if ufunc is None else f" by {ufunc.__name__}")
+        return f"assignment to {self._what}" + ("" if ufunc is None else f" by {ufunc.__name__}")
 
     def _change_here(self, change: Callable[[Any], None]) -> None:
         """Change the copy as the current replica alone sees it."""
@@ -132,7 +132,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
             array = self._cast(value)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        self._placement.write(self._name, partial(store, self._value, array, ufunc), error)
+        self._placement.write(self._what, partial(store, self._value, array, ufunc), error)
 
     def _require_own_copy(self) -> None:
         if self._placement.is_shared:
@@ -171,13 +171,13 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         if context is None or not aggregates:
             if context is None or self._replicas is None or error is not None:
                 self._forget_copies()
-                self._placement.write(self._name, partial(change_rows, call, self._value, *rows), error)
+                self._placement.write(self._what, partial(change_rows, call, self._value, *rows), error)
             else:
                 self._change_here(partial(change_rows, call, indices=rows[0], values=rows[1]))
             return
         if self._takes_first and context.replica_id_in_sync_group != 0:
             rows = rows[0][:0], rows[1][:0]
-        what = f"{call} of variable {self._name!r}"
+        what = f"{call} of {self._what}"
         context.calls.write_together(what, partial(self._write_rows, call, what), rows, error)
 
     @property
@@ -190,4 +190,4 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         if self._aggregation is VariableAggregation.MEAN:
             values = (values / self._strategy.num_replicas_in_sync).astype(self.dtype, copy=False)
         self._forget_copies()
-        self._placement.write(self._name, partial(change_rows, call, self._value, indices, values))
+        self._placement.write(self._what, partial(change_rows, call, self._value, indices, values))

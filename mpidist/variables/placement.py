@@ -51,7 +51,7 @@ class VariablePlacement(ABC):
         """Return the array that holds a value, equal on all ranks, which may be kept. Collective, if `is_shared`."""
         return value
 
-    def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
+    def write(self, what: str, change: Callable[[], None], error: Exception | None = None) -> None:
         """Call `change`, which writes the array, when no rank reads the old value any more. Collective, if `is_shared`.
 
         An error of this rank's arguments is raised instead, if `is_shared` on all ranks.
@@ -103,8 +103,8 @@ class OncePerNode(VariablePlacement):
         self._group.shared.write(array, arrays.on_host(value))
         return array
 
-    def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
-        with self._group.call(self._record(f"writing of variable {name!r}", error)):
+    def write(self, what: str, change: Callable[[], None], error: Exception | None = None) -> None:
+        with self._group.call(self._record(f"writing of {what}", error)):
             self._group.shared.change(change)
 
     def _record(self, call: str, error: Exception | None = None) -> Call:

@@ -63,7 +63,7 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             return self._local_view if self._replicas is None else self.local_value()
         ops = parts_of(self._strategy).cross_device_ops
         self._require_aggregation("read")
-        call = f"reading of variable {self._name!r}"
+        call = f"reading of {self._what}"
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return ops.broadcast(self._value, "all", call=call)
         contribution = self._value if self._replicas is None else Contributions(self._copies)

@@ -113,6 +113,7 @@ class Variable(DistributedValues, Assignable, ABC):
         except Exception as problem:  # also of `initial_value`: the other ranks must learn of it
             error = problem
         parts_of(strategy).agree_on_variable(fields, name is None, error)
+        self._suffix = parts_of(strategy).variable_suffix(self._name)
         value = parts_of(strategy).cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
         self._copies = self._place(value)
         self._value = self._like = self._copies[0]

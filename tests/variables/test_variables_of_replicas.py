@@ -10,6 +10,7 @@ from support.replicas import make_variable as make
 
 from mpidist import IndexedSlices, MirroredStrategy, Variable
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.ranks(1, 3)
@@ -304,6 +305,44 @@ def test_variable_created_in_run_is_shared_by_replicas(comm, strategy):
     with raises_everywhere(comm, InvalidArgumentError, "foo.*bar|bar.*foo"):
         strategy.run(lambda: Variable(1.0, name="foo" if replica_id() else "bar"))
     assert float(make(strategy, 1.0)) == 1
+
+
+@pytest.mark.ranks(3)
+def test_variables_of_one_name_are_not_mixed(comm, strategy):
+    """By the order in which they were made: replicas fill dicts in any order, and assign and read in one."""
+    made, total = [make(strategy, [0.0], "SUM", name="w")], strategy.num_replicas_in_sync
+    strategy.run(lambda: made.append(Variable([0.0], name="w", aggregation="sum")))
+    metrics = [make(strategy, 0.0, "SUM", "ON_READ", name="w") for _ in range(2)]
+
+    def in_some_order():
+        return made[:2] if replica_id() else made[1::-1]
+
+    def step():
+        sums = context().all_reduce("sum", {one: 1.0 if one is made[0] else 5.0 for one in in_some_order()})
+        return [sums[one] for one in made[:2]]
+
+    assert local(strategy, strategy.run(step)) == [[total, 5 * total]] * len(ids_here(strategy))
+    for call in (
+        lambda: strategy.run(lambda: [one.assign_add(np.ones(1)) for one in in_some_order()]),
+        lambda: strategy.run(lambda: [one.scatter_add(IndexedSlices(np.ones(1), [0])) for one in in_some_order()]),
+        lambda: strategy.run(lambda: context().all_reduce("sum", {in_some_order()[0]: 1.0})),
+        lambda: [one.numpy() for one in (metrics if comm.rank else metrics[::-1])],
+    ):
+        with raises_everywhere(comm, (InvalidArgumentError, ValueError), r"variable 'w' \(\d\)"):
+            call()
+    assert [one.numpy().tolist() for one in made[:2]] == [[0], [0]]
+
+
+@pytest.mark.ranks(3)
+def test_variables_of_one_name_agree_after_a_reset(comm):
+    """Though some ranks have counted one that failed on the others."""
+    with Strategy(comm=comm) as strategy:
+        for _ in range(1 + comm.rank):
+            parts_of(strategy).variable_suffix("w")
+        strategy.reset()
+        variable = make(strategy, 0.0, "SUM", name="w")
+        strategy.run(lambda: variable.assign(np.ones(())))
+        assert float(variable) == 3
 
 
 def test_replica_cannot_assign_by_itself_to_the_variable_of_a_node(comm, replicas):
