@@ -1,4 +1,4 @@
-"""Casts of assigned values: within a kind of number, and Python's integers within the range of the dtype."""
+"""Casts of assigned values: within a kind of number, and integers within the range of the dtype."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def require_mean(dtype: np.dtype[Any], what: str) -> None:
 def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.NativeArray:
     """Return a value with the dtype and in the memory (host or device) of an array. Copied only if one differs.
 
-    Refused are casts that would lose a fraction or an imaginary part, Python integers out of range, as 300 for uint8,
+    Refused are casts that would lose a fraction or an imaginary part, integers out of range, as 300 for uint8,
     and lists of lists whose lengths differ. `what` is the name of the target, for errors.
     """
     dtype = target.dtype
@@ -51,11 +51,12 @@ def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.Native
     else:
         is_list = isinstance(value, (list, tuple))
         array = _native_of(value, what)
-        if is_list and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
+        are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
+        if not is_list or (array.size and not are_integers):  # an empty list has no kind of number
+            _require_kind(array.dtype, dtype, what)
+        if are_integers and array.size and not np.can_cast(array.dtype, dtype):
             for number in (array.min(), array.max()):
                 _require_range(int(number), dtype, what)
-        elif array.size or not is_list:  # an empty list has no kind of number
-            _require_kind(array.dtype, dtype, what)
         array = array.astype(dtype, copy=False)
     if arrays.is_device(target):
         return array if arrays.is_device(array) else arrays.to_device(array)
