@@ -14,7 +14,7 @@ from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.options import ReduceOp
 from mpidist.parameter_server.client import Location, ParameterClient, Push, RowsChange
 from mpidist.parameter_server.messages.protocol import SCATTERS, Change
-from mpidist.values import Contributions, DistributedValues, IndexedSlices, local_component
+from mpidist.values import Contributions, DistributedValues, IndexedSlices, PerReplica, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable, require_no_effect
 from mpidist.variables.casting import cast_for, is_python_number
@@ -346,6 +346,8 @@ def _cast(variable: ServerVariable | ShardedVariable, value: Any) -> Array:
     """Return a value as a contiguous array of a variable's shape and dtype, in host memory."""
     like = variable._like
     if type(value) is not np.ndarray or value.dtype != like.dtype:
+        if isinstance(value, PerReplica) and len(value.values) > 1:
+            raise variable._per_replica_error()
         value = local_component(value)
         if isinstance(value, ReadsAsArray):
             value = value.read_value()

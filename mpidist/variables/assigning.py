@@ -46,6 +46,13 @@ class Assignable(ReadsAsArray, ABC):
         """How values or copies are aggregated: of a variable on servers, the values of a worker's replicas."""
         return self._aggregation
 
+    def _per_replica_error(self) -> ValueError:
+        return ValueError(
+            f"{self._what} takes one value for all replicas, and a PerReplica was assigned to it in cross-replica "
+            "context: reduce the PerReplica first, as with strategy.reduce('mean', value), or assign each component "
+            "inside strategy.run()"
+        )
+
     @abstractmethod
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
         """Assign as the method of this name does. `ufunc` combines the old value and `value`; `None` replaces it."""

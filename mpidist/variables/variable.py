@@ -196,11 +196,7 @@ class Variable(DistributedValues, Assignable, ABC):
         is_array = type(value) is type(own) or isinstance(value, np.generic)
         if not is_array:
             if self._replicas is not None and isinstance(value, PerReplica) and not self._is_in_run():
-                raise ValueError(
-                    f"variable {self._name!r} takes one value for all replicas, and a PerReplica was assigned to it in "
-                    "cross-replica context: reduce the PerReplica first, as with strategy.reduce('mean', value), or "
-                    "assign each component inside strategy.run()"
-                )
+                raise self._per_replica_error()
             value = local_component(value)
             if isinstance(value, ReadsAsArray):
                 value = value._read_view()

@@ -1,5 +1,7 @@
 """Workers of several replicas: what those change in `run` is aggregated first, and the server gets one change."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from parameter_server.clusters import num_workers, on_workers, worker_test
@@ -123,8 +125,13 @@ def test_update_changes_a_variable_once_for_all_replicas(comm, variable_partitio
         strategy.barrier()
         assert weights.numpy().tolist() == [12.0 * num_workers(comm)] * 4
         gradients = strategy.run(lambda: np.ones(4) * replica_id())
-        with pytest.raises(ValueError, match="reduce the PerReplica first"):
-            strategy.extended.update(weights, lambda variable, delta: None, args=(gradients,))
+        for change in (
+            partial(strategy.extended.update, weights, lambda variable, delta: None, (gradients,)),
+            partial(weights.assign, gradients),
+            partial(strategy.push, weights, gradients),
+        ):
+            with pytest.raises(ValueError, match="reduce the PerReplica first"):
+                change()
 
     on_workers(comm, work, replicas=3, variable_partitioner=variable_partitioner)
 
