@@ -90,7 +90,7 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
     def _store_shares(self, total: Any) -> None:
         """Store each replica's part of a sum: equal parts, with the remainder in replica 0's part.
 
-        Of real numbers they are multiples of the last place of the total: no sum of them is rounded.
+        They are multiples of the last place of the total, or of a complex one's parts: no sum of them is rounded.
         """
         count = self._strategy.num_replicas_in_sync
         if total.dtype.kind in "biu":
@@ -98,15 +98,15 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             rest = np.fmod(wide, wide.dtype.type(count))
             share = (wide - rest) // wide.dtype.type(count)
         else:
+            total = np.asarray(total) if isinstance(total, np.generic) else total
             host = arrays.on_host(total)  # where all dtypes have `nextafter`
-            rest = np.zeros_like(host)
-            if host.dtype.kind != "c":
-                is_finite = np.isfinite(host)
-                np.copyto(rest, host, where=is_finite)
-                with np.errstate(all="ignore"):  # of infinite numbers; and float8 has NaN in place of too large units
-                    units = (host - np.nextafter(host, np.zeros_like(host))) * host.dtype.type(count)
-                    np.fmod(host, units, out=rest, where=is_finite & (np.abs(units) > 0))
-            share = (host - rest) / count
+            parts = np.ascontiguousarray(host).reshape(-1).view(host.real.dtype)  # a complex number has two
+            rest, is_finite = np.zeros_like(parts), np.isfinite(parts)
+            np.copyto(rest, parts, where=is_finite)
+            with np.errstate(all="ignore"):  # of infinite numbers; and float8 has NaN in place of too large units
+                units = (parts - np.nextafter(parts, np.zeros_like(parts))) * parts.dtype.type(count)
+                np.fmod(parts, units, out=rest, where=is_finite & (np.abs(units) > 0))
+            share, rest = (its.view(host.dtype).reshape(host.shape) for its in ((parts - rest) / count, rest))
             if arrays.is_device(total):
                 share, rest = arrays.to_device(share), arrays.to_device(rest)
         has_first = parts_of(self._strategy).replicas.has_first

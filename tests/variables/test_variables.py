@@ -202,6 +202,9 @@ def test_on_read_float_sum_reads_back_the_assigned_total(strategy):
         metric = make(strategy, np.zeros_like(totals), "SUM", "ON_READ")
         metric.assign(totals)
         np.testing.assert_array_equal(metric.read_value().astype(float), totals.astype(float))
+    for value in (7, 0.1, complex(0.1, -7), np.inf, complex(1, np.inf)):  # also the parts of complex ones
+        metric = make(strategy, np.complex64(0), "SUM", "ON_READ")
+        assert metric.assign(np.complex64(value)).read_value() == np.complex64(value)
 
 
 def test_on_read_integer_sum_divides_on_assign(strategy):

@@ -12,8 +12,8 @@ FAULTS = [
     ),
     Fault(
         "sync_on_read.py",
-        "share = (host - rest) / count",
-        "share = host - rest",
+        "for its in ((parts - rest) / count, rest)",
+        "for its in (parts - rest, rest)",
         "a sum that is assigned to an ON_READ variable counts once a replica",
     ),
     Fault(
