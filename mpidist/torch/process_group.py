@@ -27,7 +27,7 @@ from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCo
 from mpidist.errors import DeadlineExceededError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.nccl import has_cuda_tensors, make_nccl_group, takes_cuda
-from mpidist.torch.work import MpiWork
+from mpidist.torch.work import MpiWork, untraced
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.group.messages import Message
 from mpidist.transport.group.sync_group import SyncGroup
@@ -93,7 +93,7 @@ def _call_of_torch(name: str, starts_itself: bool = False) -> Callable[[_Method]
             with profiler.record_function(f"mpidist:{name}") if profiler._is_profiler_enabled else nullcontext():
                 return group.told(name, run, given) if starts_itself else group._start(name, run, given)
 
-        return shown
+        return untraced(shown)
 
     return decorated
 

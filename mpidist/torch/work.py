@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, final
+from functools import wraps
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
 from mpidist.transport.group.thread_guard import OtherThreadError
 
-__all__ = ["MpiWork"]
+__all__ = ["MpiWork", "untraced"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """Keep `torch.compile` from tracing a function that C++ calls in a compiled model, as DDP does.
+
+    It imports nothing: the compiler takes seconds, and traces nothing before a program has imported it.
+    """
+    skipped = torch._disable_dynamo(function)
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return (skipped if "torch._dynamo" in sys.modules else function)(*arguments, **options)
+
+    return cast("_Function", call)
 
 
 @final
@@ -52,6 +70,7 @@ class MpiWork(TorchWork):
         self._future: _Future | None = None
         self._error: BaseException | None = None
 
+    @untraced
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the call. The deadline is the call's own, which all ranks share."""
         if self._finish is not None:
@@ -70,6 +89,7 @@ class MpiWork(TorchWork):
 
     synchronize = wait
 
+    @untraced
     def is_completed(self) -> bool:
         """Whether the call is over. Advances it."""
         if self._finish is not None and self._is_done():
@@ -90,6 +110,7 @@ class MpiWork(TorchWork):
 
     _source_rank = source_rank
 
+    @untraced
     def get_future(self) -> Any:
         """Return the future of the call.
 

@@ -101,6 +101,27 @@ MPI.COMM_WORLD.Barrier()
 dist.all_reduce(torch.ones(1))
 """
 
+COMPILED = """
+import sys
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+assert "torch._dynamo" not in sys.modules  # which takes seconds
+model = torch.nn.Linear(2, 1, bias=False)
+compiled = torch.compile(DDP(model), backend="eager")
+for _ in range(3):
+    model.weight.grad = None
+    compiled(torch.full((1, 2), rank + 1.0)).sum().backward()
+    assert model.weight.grad.tolist() == [[1.5, 1.5]], model.weight.grad
+
+@torch.compile(backend="eager")
+def doubled_sum(x):
+    x = 2 * x
+    dist.all_reduce(x)
+    return x + 1
+
+assert doubled_sum(torch.ones(2)).tolist() == [5, 5]
+"""
+
 ADDRESSES = """
 import socket
 from mpi4py import MPI
@@ -144,6 +165,13 @@ def run(folder, ranks, program, **variables):
     file = folder / "program.py"
     file.write_text(program)
     return run_file(folder, ranks, file, **variables)
+
+
+@pytest.mark.long
+def test_compiled_model_of_ddp_trains_and_shows_no_frame_of_mpidist(tmp_path):
+    ended = run(tmp_path, 2, HEAD + COMPILED + END)
+    assert (ended.status, ended.out.count("right")) == (0, 2), ended.err
+    assert "mpidist/" not in ended.err
 
 
 def test_program_needs_nothing_but_the_launcher_and_import_leaves_every_way_to_an_address_open(tmp_path):
