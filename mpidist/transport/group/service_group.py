@@ -170,6 +170,7 @@ class ServiceGroup(OpenGroup):
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`."""
+        self._threads.end()
         try:
             self.end(None)
         except Exception as error:  # no rank may wait for what this one does not do

@@ -343,6 +343,8 @@ class SyncGroup(OpenGroup):
 
     def end_with_program(self) -> BaseException | None:
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of local work left."""
+        if self._threads is not None:
+            self._threads.end()
         calls = self.calls
         with suppress(DeadlineExceededError):  # other ranks have given up waiting
             self._close(Call(END, timeout_seconds=0.0, is_last=True))

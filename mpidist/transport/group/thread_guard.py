@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, final
 
+from mpidist.transport.failures import job_abort
 from mpidist.transport.mpi.library import load_mpi
 
 __all__ = ["IN_A_FORK", "OtherThreadError", "ThreadGuard", "forbid_calls_here", "waits_for_autograd"]
@@ -19,7 +21,16 @@ IN_A_FORK: Final = (  # behind the name of a call
 
 _forbidden: Final = threading.local()
 
-_CALLS: Final = ("mpidist.collectives.", "mpidist.cross_device_ops.", "mpidist.parameter_server.", "mpidist.transport.")
+_CALLS: Final = (
+    "mpidist.collectives.",
+    "mpidist.cross_device_ops.",
+    "mpidist.parameter_server.",
+    "mpidist.strategy_parts",
+    "mpidist.transport.",
+)
+_END_SECONDS: Final = 10.0  # how long a call of another thread may take once the program has ended
+_POLL_SECONDS: Final = 0.02
+_QUIET_POLLS: Final = 5  # after so many without a call, the thread makes none: between two it is in none for a moment
 _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
@@ -48,7 +59,7 @@ class ThreadGuard:
         self.ident = threading.get_ident()
         self._may_be_taken_over = True
         self._waiting: threading.Thread | None = None  # in `backward()`, while a thread of autograd makes the calls
-        self._is_lent = self._is_in_fork = False
+        self._is_lent = self._is_in_fork = self._is_at_end = False
         # Of two threads that check at once, both would be let in. A signal handler may make a call meanwhile.
         self._change = threading.RLock()
 
@@ -63,7 +74,7 @@ class ThreadGuard:
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the group's calls. Local."""
-        return threading.get_ident() == self.ident
+        return threading.get_ident() == self._owner.ident
 
     def take_over(self, call: str) -> None:
         """Move the group's calls to this thread from another thread, which makes none any more. Local."""
@@ -80,6 +91,25 @@ class ThreadGuard:
             else:
                 self._may_be_taken_over, self._waiting = not self._owner.is_alive(), _in_backward()
             self._owner, self.ident = threading.current_thread(), threading.get_ident()
+
+    def end(self) -> None:
+        """Make the calls in this thread, in which the program ends, and refuse them in all others from now on. Local.
+
+        Waits for a call that another thread makes, and ends the job if that takes too long: two calls at once would
+        take each other's messages. An uncaught error of that thread still ends the job meanwhile.
+        """
+        if self.is_of_this_thread():
+            return
+        with self._change:
+            self._is_at_end, self.ident = True, 0
+        until, quiet = time.monotonic() + _END_SECONDS, 0 if self._owner.is_alive() else _QUIET_POLLS
+        while quiet < _QUIET_POLLS:
+            time.sleep(_POLL_SECONDS)
+            quiet = 0 if _is_in_a_call(self._owner) else quiet + 1
+            if time.monotonic() > until:
+                name = self._owner.name
+                job_abort.end_job(f"thread {name!r} still makes this strategy's calls: join it before the program ends")
+        self._owner, self.ident, self._waiting = threading.current_thread(), threading.get_ident(), None
 
     def disown(self) -> None:
         """Refuse all calls, in a forked process. Local."""
@@ -98,10 +128,15 @@ class ThreadGuard:
         try:
             yield
         finally:
-            self._owner, self.ident, self._is_lent = lender, lender.ident or 0, False
+            self._owner, self._is_lent = lender, False
+            self.ident = 0 if self._is_at_end else lender.ident or 0
 
     def _require_free(self, call: str, lender: threading.Thread | None = None) -> None:
         new, level = threading.current_thread(), _level()
+        if self._is_at_end:
+            raise RuntimeError(
+                f"{call} in thread {new.name!r} after the program has ended: join the thread before its end"
+            )
         if level in ("SINGLE", "FUNNELED") and new is not threading.main_thread():
             raise RuntimeError(
                 f"{call} in thread {new.name!r}: MPI was started with THREAD_{level}, so only the main thread may make "

@@ -69,6 +69,15 @@ thread.start()
 thread.join()
 time.sleep({LONG_SECONDS})
 """
+IN_A_DAEMON = f"""
+from mpidist.transport.group import thread_guard
+def train():
+    while rank == 0 or {{}}:
+        strategy.reduce("SUM", 1.0)
+thread_guard._END_SECONDS = {{}}
+threading.Thread(target=train, daemon=True).start()
+time.sleep(rank * {LONG_SECONDS} if thread_guard._END_SECONDS == 1 else 0.5)
+"""
 STORM = """
 def storm():
     for _ in range(200):
@@ -194,6 +203,12 @@ ENDS = {
     ),
     "exception in the thread that makes the calls": End(
         IN_A_THREAD, None, {r"\[rank 1 on .*\] KeyError: 'mine'$": 1, "Traceback": 1}, ranks=3
+    ),
+    "end where a thread still makes calls": End(
+        IN_A_DAEMON.format(True, 60), 1, {r"RuntimeError: reduce in thread .* after the program has ended: join": None}
+    ),
+    "end where a thread waits in a call": End(
+        IN_A_DAEMON.format(False, 1), 75, {"75: thread .* still makes this strategy's calls: join it before": 1}
     ),
     "many signals at once": End(STORM, 0, {}, variables={"MPIDIST_FLIGHT_DIR": "{folder}"}),
     # Also one that is tried again, and for the rank that comes too late.
