@@ -115,7 +115,6 @@ class _Rows:
         self.indices = np.asarray(slices.indices)
         if self.indices.size and self.indices.dtype.kind not in "iu":
             raise TypeError(f"the indices of IndexedSlices must be integers, got dtype {self.indices.dtype.name}")
-        self.indices = self.indices.astype(np.int64)
         shape = slices.dense_shape or (np.iinfo(np.int64).max, *self.values.shape[1:])
         if self.indices.ndim != 1 or self.values.shape != (self.indices.size, *shape[1:]):
             raise ValueError(
@@ -126,6 +125,7 @@ class _Rows:
             if not 0 <= index < shape[0]:
                 needed = f"in 0 to {shape[0] - 1}" if slices.dense_shape else "0 or more"
                 raise InvalidArgumentError(f"the indices of IndexedSlices must be {needed}, got {index}")
+        self.indices = self.indices.astype(np.int64)
         self._wire, self._dtype = wire_and_result_dtypes(op, self.values.dtype)
 
     def sent(self, adds: bool) -> dict[str, Any]:

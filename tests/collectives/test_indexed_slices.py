@@ -111,6 +111,7 @@ def test_indexed_slices_that_differ_raise_on_every_rank(comm, strategy):
         ([slices(1), slices(1) if rank else 1.0], "form of the nest"),
         (IndexedSlices(np.ones((1, 2)), [0], (9 + rank, 2)), r"dense shape \(10, 2\)"),
         (IndexedSlices(np.ones((1, 2)), [9 if rank else 8], SHAPE), "ranks? 1.*must be in 0 to 8, got 9"),
+        (IndexedSlices(np.ones((1, 2)), np.array([2**63 + 1], np.uint64), SHAPE), "got 9223372036854775809"),
         (IndexedSlices(np.ones((2, 2)), [3, -2 if rank else 1]), "ranks? 1.*must be 0 or more, got -2"),
         (IndexedSlices(np.ones((1 + rank, 2)), [0]), r"got indices \[1\] and values \[2, 2\]"),
     ):
