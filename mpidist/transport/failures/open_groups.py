@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import time
@@ -99,6 +100,10 @@ class OpenGroup(ABC):
     def watch(self) -> Watchdog | None:
         """Return the group's watchdog; `None` if it can read no notes any more. Local."""
 
+    def outlives_ranks(self) -> bool:
+        """Whether the other ranks can go on if MPI loses this rank's process. Local."""
+        return False
+
     def is_dispensable(self) -> bool:
         """Whether the other ranks continue if this rank's program fails. Local."""
         return False
@@ -183,6 +188,8 @@ def install_job_abort(world: Intracomm, settings: Settings) -> None:
     def abort(code: int) -> None:
         if _save_at_end():
             time.sleep(FORWARD_SECONDS)
+        if any(group.outlives_ranks() for group in (*_open, *_failed)):
+            os.kill(os.getpid(), signal.SIGKILL)  # a lost rank, which the others notice; MPI_Abort hangs there
         if not load_mpi().Is_finalized():
             world.Abort(code)
         end_at_once(code)  # MPICH's MPI_Abort may come back

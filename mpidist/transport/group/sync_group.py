@@ -419,6 +419,10 @@ class SyncGroup(OpenGroup):
         if (self.calls.queue or self.calls.launched) and self.is_of_this_thread():
             self.calls.advance()
 
+    def outlives_ranks(self) -> bool:
+        """See `OpenGroup.outlives_ranks`."""
+        return self.on_rank_lost == "shrink"
+
     def watch(self) -> Watchdog | None:
         """See `OpenGroup.watch`."""
         return None if self._is_finalized() else self._watchdog
