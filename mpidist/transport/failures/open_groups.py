@@ -188,7 +188,7 @@ def install_job_abort(world: Intracomm, settings: Settings) -> None:
     def abort(code: int) -> None:
         if _save_at_end():
             time.sleep(FORWARD_SECONDS)
-        if any(group.outlives_ranks() for group in (*_open, *_failed)):
+        if not may_lower_rank_have_ended() and any(group.outlives_ranks() for group in (*_open, *_failed)):
             os.kill(os.getpid(), signal.SIGKILL)  # a lost rank, which the others notice; MPI_Abort hangs there
         if not load_mpi().Is_finalized():
             world.Abort(code)
