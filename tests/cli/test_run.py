@@ -134,7 +134,7 @@ def test_run_refuses_wrong_arguments_with_advice(capsys, monkeypatch, arguments,
 
 
 @pytest.mark.usefixtures("program")
-def test_run_in_a_deleted_folder_says_so(tmp_path, capsys, monkeypatch):
+def test_run_in_a_deleted_folder_is_refused(tmp_path, capsys, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
