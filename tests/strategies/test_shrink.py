@@ -91,6 +91,12 @@ raise ValueError("mine")
         assert [tmp_path.joinpath(f"log{rank}").read_text() for rank in (0, 2, 3)] == ["last words"] * 3
         assert all("scope()" in note.text for note in ended.of("in a scope").values())
 
+    @pytest.mark.no_mpi
+    def test_error_of_all_ranks_that_may_shrink_ends_the_job(survivor):
+        make = 'strategy.close()\nstrategy = mpidist.MultiWorkerMirroredStrategy(on_rank_lost="shrink")'
+        ended = survivor(f"{make}\nstrategy.reduce('sum', np.ones(1 + rank))", FOUR)
+        assert ended.status not in (0, 75), ended
+
 
 @pytest.mark.ranks(1, 2)
 def test_on_rank_lost_shrink_without_ulfm_names_the_launcher_option():

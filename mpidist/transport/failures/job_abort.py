@@ -34,6 +34,7 @@ __all__ = [
     "release_signal",
     "uninstall",
     "write_line",
+    "write_traceback",
 ]
 
 logger = logging.getLogger("mpidist.transport")
@@ -95,6 +96,11 @@ def register_job(job: Job) -> None:
 def write_line(text: str) -> None:
     """Write a line to standard error, with this rank's name in front, if there are several."""
     write_lines(f"{text}\n", _jobs[0].prefix if _jobs else "")
+
+
+def write_traceback(error: BaseException) -> None:
+    """Write the traceback of this rank's exception to standard error, with this rank's name in front."""
+    write_lines(traceback_text(error), _jobs[0].prefix)
 
 
 def is_of_first_rank() -> bool:

@@ -41,6 +41,7 @@ __all__ = [
     "add_alone",
     "advance_others",
     "call_before_abort",
+    "end_as_lost_rank",
     "end_job_before_start",
     "explain_failures",
     "have_others_acknowledged",
@@ -99,10 +100,6 @@ class OpenGroup(ABC):
     @abstractmethod
     def watch(self) -> Watchdog | None:
         """Return the group's watchdog; `None` if it can read no notes any more. Local."""
-
-    def outlives_ranks(self) -> bool:
-        """Whether the other ranks can go on if MPI loses this rank's process. Local."""
-        return False
 
     def is_dispensable(self) -> bool:
         """Whether the other ranks continue if this rank's program fails. Local."""
@@ -188,8 +185,6 @@ def install_job_abort(world: Intracomm, settings: Settings) -> None:
     def abort(code: int) -> None:
         if _save_at_end():
             time.sleep(FORWARD_SECONDS)
-        if not may_lower_rank_have_ended() and any(group.outlives_ranks() for group in (*_open, *_failed)):
-            os.kill(os.getpid(), signal.SIGKILL)  # a lost rank, which the others notice; MPI_Abort hangs there
         if not load_mpi().Is_finalized():
             world.Abort(code)
         end_at_once(code)  # MPICH's MPI_Abort may come back
@@ -331,6 +326,15 @@ def leave(error: BaseException) -> bool:
     for group in groups:
         group.leave(error)
     return True
+
+
+def end_as_lost_rank(error: BaseException) -> None:
+    """End this process by a signal, because of an exception of its own, for MPI to find a lost process. Local."""
+    tell_end(text_of(error))
+    job_abort.write_traceback(error)
+    _save_at_end()
+    time.sleep(FORWARD_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def may_lower_rank_have_ended() -> bool:

@@ -419,9 +419,13 @@ class SyncGroup(OpenGroup):
         if (self.calls.queue or self.calls.launched) and self.is_of_this_thread():
             self.calls.advance()
 
-    def outlives_ranks(self) -> bool:
-        """See `OpenGroup.outlives_ranks`."""
+    def is_dispensable(self) -> bool:
+        """See `OpenGroup.is_dispensable`."""
         return self.on_rank_lost == "shrink"
+
+    def leave(self, error: BaseException) -> None:
+        """See `OpenGroup.leave`. The other ranks shrink the group; MPI_Abort hangs where they can."""
+        open_groups.end_as_lost_rank(error)
 
     def watch(self) -> Watchdog | None:
         """See `OpenGroup.watch`."""
