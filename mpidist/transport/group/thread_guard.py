@@ -21,15 +21,10 @@ IN_A_FORK: Final = (  # behind the name of a call
 
 _forbidden: Final = threading.local()
 
-_CALLS: Final = (
-    "mpidist.collectives.",
-    "mpidist.cross_device_ops.",
-    "mpidist.parameter_server.",
-    "mpidist.strategy_parts",
-    "mpidist.transport.",
-)
+_CALLS: Final = ("mpidist.collectives.", "mpidist.cross_device_ops.", "mpidist.parameter_server.", "mpidist.transport.")
 _END_SECONDS: Final = 10.0  # how long a call of another thread may take once the program has ended
 _POLL_SECONDS: Final = 0.02
+_ADVICE: Final = "join it before the program ends"
 _QUIET_POLLS: Final = 5  # after so many without a call, the thread makes none: between two it is in none for a moment
 _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
@@ -107,8 +102,9 @@ class ThreadGuard:
             time.sleep(_POLL_SECONDS)
             quiet = 0 if _is_in_a_call(self._owner) else quiet + 1
             if time.monotonic() > until:
-                name = self._owner.name
-                job_abort.end_job(f"thread {name!r} still makes this strategy's calls: join it before the program ends")
+                job_abort.end_job(f"thread {self._owner.name!r} still makes this strategy's calls: {_ADVICE}")
+        if self._owner.is_alive() and not isinstance(self._owner, threading._DummyThread):  # which Python did not start
+            job_abort.write_line(f"thread {self._owner.name!r} made this strategy's calls, and still runs: {_ADVICE}")
         self._owner, self.ident, self._waiting = threading.current_thread(), threading.get_ident(), None
 
     def disown(self) -> None:

@@ -76,7 +76,7 @@ def train():
         strategy.reduce("SUM", 1.0)
 thread_guard._END_SECONDS = {{}}
 threading.Thread(target=train, daemon=True).start()
-time.sleep(rank * {LONG_SECONDS} if thread_guard._END_SECONDS == 1 else 0.5)
+time.sleep(0.5 + (rank * {LONG_SECONDS} if thread_guard._END_SECONDS == 1 else 0))
 """
 STORM = """
 def storm():
