@@ -48,7 +48,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _HEAD: Final = "(most recent call first):\n"
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 # How `faulthandler` writes what is not ASCII.
-_ESCAPED: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}))")
+_ESCAPED: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u((?!d[89a-f])[0-9a-f]{4})|U(000[0-9a-f]{5}))")
 _PYTHON: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED: Final = re.compile(r"/(site|dist)-packages/")
 
@@ -142,11 +142,12 @@ class Stack(NamedTuple):
 
 
 def walk_program(at: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Walk from a frame to its callers, as `traceback.walk_stack` does, but also to those of `caller_frames`."""
+    """Walk from a frame to its callers, as `traceback.walk_stack` does, but to those of `caller_frames` first."""
     while at is not None:
         yield at, at.f_lineno
-        caller = caller_frames.get(at.f_code)
-        at = at.f_back if caller is None else caller(at)
+        if at.f_code in caller_frames:
+            yield from walk_program(caller_frames[at.f_code](at))
+        at = at.f_back
 
 
 @functools.cache
