@@ -421,7 +421,7 @@ class SyncGroup(OpenGroup):
 
     def is_dispensable(self) -> bool:
         """See `OpenGroup.is_dispensable`."""
-        return self.on_rank_lost == "shrink"
+        return self.on_rank_lost == "shrink" and self.topology.size > 1
 
     def leave(self, error: BaseException) -> None:
         """See `OpenGroup.leave`. The other ranks shrink the group; MPI_Abort hangs where they can."""
