@@ -92,9 +92,10 @@ raise ValueError("mine")
         assert all("scope()" in note.text for note in ended.of("in a scope").values())
 
     @pytest.mark.no_mpi
-    def test_error_of_all_ranks_that_may_shrink_ends_the_job(survivor):
+    @pytest.mark.parametrize("call", ["reduce('sum', np.ones(1 + rank))", "reduce('sum', rank != 3 or 1 / 0)"])
+    def test_error_that_no_rank_catches_ends_the_job(survivor, call):
         make = 'strategy.close()\nstrategy = mpidist.MultiWorkerMirroredStrategy(on_rank_lost="shrink")'
-        ended = survivor(f"{make}\nstrategy.reduce('sum', np.ones(1 + rank))", FOUR)
+        ended = survivor(f"{make}\nreduce()\nstrategy.{call}", FOUR)
         assert ended.status not in (0, 75), ended
 
 

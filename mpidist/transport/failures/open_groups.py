@@ -28,7 +28,7 @@ from mpidist.transport.mpi.error_output import FORWARD_SECONDS
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
-from mpidist.transport.mpi.library import Intracomm, load_mpi
+from mpidist.transport.mpi.library import Intracomm, load_mpi, survives_losses
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.stacks import Stack, publish_stack, read_stacks, withdraw_stack
@@ -185,7 +185,8 @@ def install_job_abort(world: Intracomm, settings: Settings) -> None:
     def abort(code: int) -> None:
         if _save_at_end():
             time.sleep(FORWARD_SECONDS)
-        if not load_mpi().Is_finalized():
+        is_by_itself = survives_losses() and any(group.is_dispensable() for group in (*_open, *_failed))
+        if not (is_by_itself or load_mpi().Is_finalized()):  # there MPI_Abort hangs, or mpirun returns 0 after a loss
             world.Abort(code)
         end_at_once(code)  # MPICH's MPI_Abort may come back
 
