@@ -545,7 +545,7 @@ class Strategy(ABC):
         """
         self._parts.peers.reset()
         self._parts.group.reset()
-        self._parts.count_names_anew()
+        self._parts.num_of_name.clear()  # ranks may differ in the variables of a failed call
         self._parts.group.devices.work_on(self._parts.replicas.devices[0])
 
     def shrink(self: _T) -> _T:

@@ -63,8 +63,7 @@ class StrategyParts:
     at_close: list[Callable[[], None]] = field(default_factory=list)
     mirrored: list[weakref.ref[Variable]] = field(default_factory=list)
     _num_variables: int = 0
-    _num_of_name: Counter[str] = field(default_factory=Counter)  # variables since the last reset
-    _num_resets: int = 0
+    num_of_name: Counter[str] = field(default_factory=Counter)  # variables since the last reset
     _num_runs: int = 0
 
     def __post_init__(self) -> None:
@@ -156,14 +155,8 @@ class StrategyParts:
         """
         if self.replicas.total == 1:
             return ""
-        self._num_of_name[name] += 1
-        number, resets = self._num_of_name[name], self._num_resets
-        return f" ({number} after reset {resets})" if resets else f" ({number})" if number > 1 else ""
-
-    def count_names_anew(self) -> None:
-        """Count the variables of each name from 1 after a reset, as ranks may differ in those of a failed call."""
-        self._num_of_name.clear()
-        self._num_resets += 1
+        self.num_of_name[name] += 1
+        return f" ({self.num_of_name[name]})" if self.num_of_name[name] > 1 else ""
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given.

@@ -337,16 +337,12 @@ def test_variables_of_one_name_are_not_mixed(comm, strategy):
 def test_variables_of_one_name_agree_after_a_reset(comm):
     """Though some ranks have counted one that failed on the others."""
     with Strategy(comm=comm) as strategy:
-        before = make(strategy, 0.0, "SUM", name="w")
         for _ in range(1 + comm.rank):
             parts_of(strategy).variable_suffix("w")
         strategy.reset()
         variable = make(strategy, 0.0, "SUM", name="w")
         strategy.run(lambda: variable.assign(np.ones(())))
         assert float(variable) == 3
-        both = (before, variable) if comm.rank else (variable, before)
-        sums = strategy.reduce("sum", {one: 1.0 if one is before else 5.0 for one in both})
-        assert (sums[before], sums[variable]) == (3, 15)
 
 
 def test_replica_cannot_assign_by_itself_to_the_variable_of_a_node(comm, replicas):
