@@ -190,7 +190,7 @@ def _fail(kind: type[BaseException], error: BaseException, _: TracebackType | No
     _reserve.close()
     job = _jobs[0]
     if _has_left(job, error):
-        write_lines(traceback_text(error), job.prefix)
+        write_traceback(error)
         return
     try:
         _report_failure(job, kind, error)
@@ -214,7 +214,7 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
         if issubclass(kind, Exception):
             job.save_flights(text_of(error), error)
     _wait_for_lower_rank(job, error)
-    write_lines(traceback_text(error), job.prefix)
+    write_traceback(error)
     if is_own:
         _await_acknowledgements(job)
 
