@@ -60,16 +60,20 @@ def test_one_thread_makes_the_requests(strategy):
     """As in the other strategies: another one is refused as long as the first one lives, and later takes over."""
     with strategy.scope():
         variable = Variable(0.0)
-    has_called, is_over = threading.Event(), threading.Event()
+    has_called, is_over, errors = threading.Event(), threading.Event(), []
 
     def first():
-        variable.assign_add(1.0)
+        try:
+            variable.assign_add(1.0)
+        except Exception as error:
+            errors.append(error)
         has_called.set()
         is_over.wait()
 
     thread = threading.Thread(target=first, name="first")
     thread.start()
     has_called.wait()
+    assert not errors
     for call in (variable.numpy, strategy.flush, strategy.barrier, strategy.close):
         with pytest.raises(RuntimeError, match="but thread 'first' makes this strategy's calls"):
             call()

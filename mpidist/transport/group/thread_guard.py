@@ -23,6 +23,7 @@ _forbidden: Final = threading.local()
 
 _CALLS: Final = ("mpidist.collectives.", "mpidist.cross_device_ops.", "mpidist.parameter_server.", "mpidist.transport.")
 _END_SECONDS: Final = 10.0  # how long a call of another thread may take once the program has ended
+_MOMENT_SECONDS: Final = 1.0  # how long a function may take that garbage collection calls, as to give back memory
 _POLL_SECONDS: Final = 0.02
 _ADVICE: Final = "join it before the program ends"
 _QUIET_POLLS: Final = 5  # after so many without a call, the thread makes none: between two it is in none for a moment
@@ -138,9 +139,7 @@ class ThreadGuard:
                 f"{call} in thread {new.name!r}: MPI was started with THREAD_{level}, so only the main thread may make "
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
-        may_be = self._may_be_taken_over and self._waiting is None and not _is_in_a_call(self._owner)
-        may_come = may_be or (self._owner is lender if lender else self._is_of_autograd())
-        if self._is_lent or (self._owner is not new and self._owner.is_alive() and not may_come):
+        if self._is_lent or (self._owner is not new and self._owner.is_alive() and not self._may_come(lender)):
             who, owner = lender or new, self._waiting or self._owner  # the program's, and not those of libraries
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
             jax = "; only one thread may run functions that call mpidist.jax" if "mpidist.jax" in sys.modules else ""
@@ -149,6 +148,12 @@ class ThreadGuard:
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
                 f"Build one strategy for each thread, in the same order on all ranks{jax}"
             )
+
+    def _may_come(self, lender: threading.Thread | None) -> bool:
+        """Whether this thread may make calls, or those of `lender`, though another thread that made some is alive."""
+        if self._owner is lender if lender else self._is_of_autograd():
+            return True
+        return self._may_be_taken_over and self._waiting is None and not _stays_in_a_call(self._owner)
 
     def _is_of_autograd(self) -> bool:
         """Whether this is a thread of autograd that another one waits for, or that one again; and no hook calls now."""
@@ -173,6 +178,16 @@ def _in_backward() -> threading.Thread | None:
     threads = [its for its in threading.enumerate() if not isinstance(its, threading._DummyThread)]
     found = [thread for thread in threads if waits_for_autograd(thread.ident)]
     return found[0] if len(found) == 1 else None
+
+
+def _stays_in_a_call(thread: threading.Thread) -> bool:
+    """Whether a thread is in a call of the library, and not in a function that garbage collection calls in it."""
+    until = time.monotonic() + _MOMENT_SECONDS
+    while _is_in_a_call(thread):
+        if time.monotonic() > until:
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
 
 
 def _is_in_a_call(thread: threading.Thread) -> bool:

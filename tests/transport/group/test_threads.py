@@ -1,7 +1,9 @@
 """Threads: a strategy for each works, one strategy for two is refused, and MPI may allow less than any thread."""
 
+import sys
 import threading
 import time
+import traceback
 from contextlib import nullcontext, suppress
 
 import numpy as np
@@ -11,6 +13,7 @@ from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
+from mpidist.transport.group import thread_guard
 from mpidist.transport.group.thread_guard import OtherThreadError, ThreadGuard
 
 pytestmark = pytest.mark.core
@@ -131,12 +134,13 @@ def test_second_thread_is_refused_while_the_first_lives(comm):
 @pytest.mark.parametrize("lends", [False, True])
 def test_take_over_by_two_threads_at_once_admits_one(lends):
     both, ends, guards, admitted = threading.Barrier(2), threading.Barrier(2), [], []
+    is_built, is_over = threading.Event(), threading.Event()
 
     class Builder(threading.Thread):
         def is_alive(self):  # which the guard checks: here two threads meet that check at once
             with suppress(threading.BrokenBarrierError):
                 both.wait(timeout=1)
-            return True
+            return super().is_alive()
 
     def enter():
         with suppress(OtherThreadError), guards[0].lend("reduce", builder) if lends else nullcontext():
@@ -147,14 +151,21 @@ def test_take_over_by_two_threads_at_once_admits_one(lends):
             return
         ends.wait()
 
-    builder = Builder(target=lambda: guards.append(ThreadGuard()))
+    def build():
+        guards.append(ThreadGuard())
+        is_built.set()
+        is_over.wait()
+
+    builder = Builder(target=build)
     threads = [threading.Thread(target=enter) for _ in range(2)]
     builder.start()
-    builder.join()
+    is_built.wait()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    is_over.set()
+    builder.join()
     assert len(admitted) == 1
 
 
@@ -186,6 +197,45 @@ def test_thread_is_refused_while_the_first_is_in_a_call(comm, monkeypatch, weigh
             thread.join()
             assert "but thread 'MainThread' makes this strategy's calls" in errors[0]
         assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+FINALIZER = """
+def give_back(enters, checks):
+    enters.set()
+    while not checks():
+        sleep(0.001)
+"""
+
+
+@pytest.mark.ranks(1)
+def test_thread_is_admitted_once_garbage_of_the_first_is_collected(comm, monkeypatch):
+    """A function that gives back memory, and which the collector calls at any moment, is no call of the program."""
+    monkeypatch.setattr(thread_guard, "_MOMENT_SECONDS", 600.0)
+    names = {"__name__": "mpidist.transport.node_memory.arena", "sleep": time.sleep}
+    exec(FINALIZER, names)
+    enters, errors, looks = threading.Event(), [], []
+
+    def checks():
+        looks.append(thread.is_alive() and "_stays_in_a_call" in functions_of(thread))
+        return not thread.is_alive() or sum(looks) > 1
+
+    def call():
+        enters.wait()
+        try:
+            assert strategy.reduce("SUM", 1.0) == 1
+        except RuntimeError as error:
+            errors.append(error)
+
+    with Strategy(comm=comm) as strategy:
+        thread = threading.Thread(target=call)
+        thread.start()
+        names["give_back"](enters, checks)
+        thread.join()
+    assert not errors
+
+
+def functions_of(thread):
+    return [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[thread.ident])]
 
 
 LEVELS = r"""
