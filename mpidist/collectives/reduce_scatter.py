@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 from typing import Any, final
 
@@ -16,6 +16,7 @@ from mpidist.collectives.arguments.operands import (
     Spec,
     axis_of,
     host_sizes,
+    messages_of,
     open_contributions,
     require_memory,
     specs_along,
@@ -60,12 +61,16 @@ def _form(
     dtypes = result_dtypes(op, [spec.dtype for spec in specs], lambda: array_names(structure))
     if is_new:
         require_memory(sum(host_sizes(specs, dtypes)) * topology.local_size // topology.size, topology.local_size)
-    each = list(zip(specs, axes, strict=True))
-    bounds = [shard_bounds(spec.shape[at], topology.size)[topology.rank :] for spec, at in each]
+    bounds = [
+        shard_bounds(spec.shape[at], topology.size)[topology.rank :] for spec, at in zip(specs, axes, strict=True)
+    ]
     own = specs_along(axes, specs, [stop - start for start, stop, *_ in bounds])
     out_specs = [spec._replace(dtype=dtype) for spec, dtype in zip(own, dtypes, strict=True)]
-    # Communicators for device memory may not exist yet.
-    plan = [None if spec.device else _Scatter(group, group.levels, op, spec, at, options) for spec, at in each]
+    plan = []
+    for indices in messages_of(specs, of_one_dtype=True):
+        make = partial(_Scatter, group, op, options, indices, specs, axes)
+        # Communicators for device memory may not exist yet.
+        plan.append((make, None if specs[indices[0]].device else make(group.levels)))
     fields = {"op": str(op), "axis": str(axis), "form of the nest": form_text(structure)}
     fields |= {name: str(getattr(options, name)) for name in ("reproducible", "compression", "compress_everywhere")}
     return Form(call, fields | spec_fields(structure, specs), specs, out_specs, axes, plan)
@@ -101,8 +106,7 @@ class _ReduceScatter(Arguments):
             if not self.checked.are_apart_from(self.arrays):
                 self.arrays = copy_overwritten(self.arrays, self.outs)
         self.results = self.allocate(group, form.out_specs, form.axes)
-        each = zip(form.plan, self.arrays, self.results, strict=True)
-        self.work = [None if scatter is None else scatter.open(array, front) for scatter, array, (front, _) in each]
+        self.work = [scatter and scatter.open(self.arrays, self.results) for _, scatter in form.plan]
 
 
 def reduce_scatter(
@@ -116,8 +120,9 @@ def reduce_scatter(
 ) -> Any:
     """Reduce arrays over all ranks, and give each rank its part: `ReplicaContext.reduce_scatter`. Collective.
 
-    One reduce-scatter per array: S - s bytes for an array of S bytes of which this rank gets s. Over K nodes with equal
-    numbers of ranks, each node sends S (K - 1) / K bytes to other nodes; with `reproducible`, or on uneven nodes, more.
+    One reduce-scatter for each large array, and for many small ones of a dtype: S - s bytes for S bytes of which this
+    rank gets s. Over K nodes with equal numbers of ranks, each node sends S (K - 1) / K bytes to other nodes; with
+    `reproducible`, or on uneven nodes, more.
 
     Rank r gets the r-th part; lengths differ by at most one, longer ones come first.
     """
@@ -126,12 +131,12 @@ def reduce_scatter(
     open_arguments = partial(_ReduceScatter, group, call, reduce_op, value, axis, merged, out)
     with agreed_call(group, call, merged, open_arguments, error) as (opened, _):
         form, results = opened.form, []
-        each = zip(form.plan, form.specs, form.axes, opened.arrays, opened.results, opened.work, strict=True)
-        for scatter, spec, at, array, (front, result), work in each:
+        for (make, scatter), work in zip(form.plan, opened.work, strict=True):
             if scatter is None:
-                scatter = _Scatter(group, group.levels_of(True), ReduceOp.of(reduce_op), spec, at, merged)
-                work = scatter.open(array, front)
-            scatter.run(work, front)
+                scatter = make(group.levels_of(True))
+                work = scatter.open(opened.arrays, opened.results)
+            scatter.run(work, opened.results)
+        for (front, result), at in zip(opened.results, form.axes, strict=True):
             results.append(move_back(front, result, at))
         if out is not None:
             opened.write_outs(results, group.shared)
@@ -141,15 +146,24 @@ def reduce_scatter(
 
 @final
 class _Scatter:
-    """The reduce-scatter of arrays of one form, with the axis in front, so that the part of every rank is contiguous.
+    """The reduce-scatter of arrays of one dtype, each with its axis in front: the parts of a rank are contiguous.
 
     Where it goes level by level, the parts of all ranks with local rank 0 come first, then those with local rank 1, and
     so on: so the node's reduce-scatter leaves each rank the parts of all ranks with which it reduces across nodes.
     """
 
     def __init__(
-        self, group: SyncGroup, levels: Levels, op: ReduceOp, spec: Spec, axis: int, options: CommunicationOptions
+        self,
+        group: SyncGroup,
+        op: ReduceOp,
+        options: CommunicationOptions,
+        indices: Sequence[int],
+        specs: Sequence[Spec],
+        axes: Sequence[int],
+        levels: Levels,
     ) -> None:
+        spec = specs[indices[0]]
+        self._indices, self._axes, self._device = indices, axes, spec.device
         arithmetic = Arithmetic.of(op, options, levels, by_node=True)
         self._wire, self._dtype = wire_and_result_dtypes(op, spec.dtype)
         self._reduction, self._divide_by = arithmetic.reduction(self._wire)
@@ -159,34 +173,51 @@ class _Scatter:
         self._levels, self._topology = levels.compressed(half), group.topology
         is_in_order = self._reduction.in_rank_order or arithmetic.rounds_everywhere
         self._is_by_level = not is_in_order and levels.is_even and levels.world.size > levels.within_node.size > 1
-        self._axis, self._device = axis, spec.device
-        length, *row = swapped(spec.shape, axis)
-        rows = list(pairwise(shard_bounds(length, levels.world.size)))
-        nodes = self._topology.nodes if self._is_by_level else [range(len(rows))]
-        self._rows = [rows[rank] for ranks in zip(*nodes, strict=True) for rank in ranks]
-        self._bounds = [0, *accumulate((stop - start) * prod(row) for start, stop in self._rows)]
+        nodes = self._topology.nodes if self._is_by_level else [range(levels.world.size)]
+        fronts = [swapped(specs[index].shape, axes[index]) for index in indices]
+        rows = [list(pairwise(shard_bounds(length, levels.world.size))) for length, *_ in fronts]
+        self._parts, self._bounds = [], [0]
+        for rank in (rank for ranks in zip(*nodes, strict=True) for rank in ranks):
+            end = self._bounds[-1]
+            for index, (_, *row), of_ranks in zip(indices, fronts, rows, strict=True):
+                start, stop = of_ranks[rank]
+                self._parts.append((index, axes[index], slice(start, stop)))
+                end += (stop - start) * prod(row)
+            if rank == group.topology.rank:
+                self._num_own = end - self._bounds[-1]
+            self._bounds.append(end)
 
-    def open(self, array: Any, front: Any) -> tuple[Any, Any]:
-        """Return an array as it is sent, flat: a view, if it is like that; and the array for this rank's sum. Local."""
-        moved, wire, device = array.swapaxes(0, self._axis), self._wire, self._device
-        shard = front.reshape(-1) if self._dtype == wire else arrays.empty((front.size,), wire, device)
-        if not self._is_by_level and moved.dtype == wire and moved.flags.c_contiguous:
-            return moved.reshape(-1), shard
-        work = arrays.empty((moved.size,), wire, device)
-        for (start, stop), (at, end) in zip(self._rows, pairwise(self._bounds), strict=True):
-            work[at:end].reshape(stop - start, *moved.shape[1:])[...] = moved[start:stop]
+    def open(self, own: Sequence[Any], results: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Return arrays as they are sent, flat, one as a view if it can be; and the array for the sums. Local."""
+        wire, first, is_one = self._wire, self._indices[0], len(self._indices) == 1
+        is_direct = is_one and self._dtype == wire
+        shard = results[first][0].reshape(-1) if is_direct else arrays.empty((self._num_own,), wire, self._device)
+        if is_one and not self._is_by_level and own[first].dtype == wire:
+            moved = own[first].swapaxes(0, self._axes[first])
+            if moved.flags.c_contiguous:
+                return moved.reshape(-1), shard
+        work, at = arrays.empty((self._bounds[-1],), wire, self._device), 0
+        for index, axis, rows in self._parts:
+            part = own[index].swapaxes(0, axis)[rows]
+            work[at : at + part.size].reshape(part.shape)[...] = part
+            at += part.size
         return work, shard
 
-    def run(self, work: tuple[Any, Any], front: Any) -> None:
-        """Reduce what `open` returned, and leave this rank's part, with the axis in front, in `front`. Collective."""
-        sent, shard = work
+    def run(self, work: tuple[Any, Any], results: Sequence[tuple[Any, Any]]) -> None:
+        """Reduce what `open` returned, and leave this rank's parts, with the axis in front, in results. Collective."""
+        (sent, shard), at = work, 0
         if self._is_by_level:
             self._run_by_levels(sent, shard)
         else:
             self._levels.world.reduce_scatter(sent, self._reduction, self._bounds, shard)
-        if self._divide_by != 1 or self._dtype != self._wire:
-            with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-                np.divide(shard.reshape(front.shape), self._divide_by, out=front)
+        for index in self._indices:
+            front = results[index][0]
+            part, at = shard[at : at + front.size].reshape(front.shape), at + front.size
+            if self._divide_by != 1 or self._dtype != self._wire:
+                with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+                    np.divide(part, self._divide_by, out=front)
+            elif len(self._indices) > 1:
+                front[...] = part
 
     def _run_by_levels(self, work: Any, shard: Any) -> None:
         """Reduce-scatter within nodes, then across nodes: S (K - 1) / K bytes per node, the least for K nodes."""

@@ -55,6 +55,30 @@ def test_axis_that_is_no_number_is_every_ranks_error(comm, strategy):
         inside(strategy, "reduce_scatter", "SUM", 1.0)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.usefixtures("placement")
+def test_reduce_scatter_of_many_small_arrays_makes_a_message_a_dtype(comm, axis):
+    """A large, an empty and no small array are alone; the numbers are those of arrays that come one by one."""
+    dtypes = np.float32, np.int16, np.float32, np.float16
+    some = [np.full((1 + at % 7, 2 + at % 5), comm.rank + at, dtypes[at % 4], "CF"[at % 2]) for at in range(60)]
+    value = [np.full((300, 300), comm.rank + 0.5), *some, np.ones((0, 0)), np.arange(4.0).reshape(2, 2)]
+    with Strategy(comm=comm) as strategy:
+        levels = parts_of(strategy).group.levels
+        for op in ("SUM", "MEAN", "MAX"):
+            whole = [part(strategy, strategy.reduce(op, one), axis) for one in value]
+            levels.world.traffic.clear()
+            levels.within_node.traffic.clear()
+            got = inside(strategy, "reduce_scatter", op, value, axis=axis)
+            calls = [its.traffic.calls.get("reduce_scatter", 0) for its in (levels.world, levels.within_node)]
+            assert comm.size == 1 or max(calls) == 6
+            for mine, wanted in zip(got, whole, strict=True):
+                assert (mine.dtype, mine.shape) == (wanted.dtype, wanted.shape)
+                assert np.allclose(mine, wanted)
+            outs = [np.empty_like(one) for one in got]
+            assert inside(strategy, "reduce_scatter", op, value, axis=axis, out=outs) is outs
+            assert all(map(np.array_equal, outs, got))
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("nodes", ["0,0,1,1", "0,1,0,1"])
 def test_nodes_exchange_no_more_than_they_must(comm, nodes, monkeypatch):

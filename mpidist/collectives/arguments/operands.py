@@ -192,12 +192,19 @@ def host_sizes(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]] | None = N
     return [0 if spec.device else spec.num_elements * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
-def messages_of(specs: Sequence[Spec]) -> list[list[int]]:
+def messages_of(specs: Sequence[Spec], of_one_dtype: bool = False) -> list[list[int]]:
     """List the arrays of each message, by index: many small ones of host memory together, every other one alone."""
-    is_small = [0 < nbytes <= _SMALL_BYTES for nbytes in host_sizes(specs)]
-    small = [index for index in range(len(specs)) if is_small[index]]
-    joint = [small[at : at + _MOST_SMALL] for at in range(0, len(small), _MOST_SMALL)]
-    return [*joint, *([index] for index in range(len(specs)) if not is_small[index])]
+    small: dict[np.dtype[Any] | None, list[int]] = {}
+    large = []
+    for index, (spec, nbytes) in enumerate(zip(specs, host_sizes(specs), strict=True)):
+        if 0 < nbytes <= _SMALL_BYTES:
+            small.setdefault(spec.dtype if of_one_dtype else None, []).append(index)
+        else:
+            large.append([index])
+    return [
+        *(some[at : at + _MOST_SMALL] for some in small.values() for at in range(0, len(some), _MOST_SMALL)),
+        *large,
+    ]
 
 
 def require_memory(nbytes: int, num_local_ranks: int) -> None:
