@@ -178,9 +178,9 @@ class Strategy(ABC):
                 f"run: needed a function, got {value_text(fn)}; pass the function itself, and its args=(...)"
             )
         if not isinstance(args, (list, tuple)):
-            meant = "args=(x,)" if isinstance(kwargs, (Mapping, type(None))) else "args=(x, y)"
+            meant = "args=(x,)" if isinstance(kwargs, (type(None), Mapping)) else "args=(x, y)"
             raise ValueError(f"run: args must be a list or tuple, got {type(args).__name__}; write {meant}")
-        if not isinstance(kwargs, (Mapping, type(None))):
+        if not isinstance(kwargs, (type(None), Mapping)):
             raise ValueError(f"run: kwargs must be a dict, got {type(kwargs).__name__}; write args=(x, y)")
         if options is not None:
             raise ValueError("run: options must be None; tf.distribute's RunOptions are for TPUs and mean nothing here")

@@ -125,7 +125,7 @@ class ClusterCoordinator:
         what = f"schedule({name!r})"
         if not isinstance(args, (list, tuple)):
             raise TypeError(f"{what}: args must be a list or tuple, got {type(args).__name__}")
-        if not isinstance(kwargs, (Mapping, type(None))):
+        if not isinstance(kwargs, (type(None), Mapping)):
             raise TypeError(f"{what}: kwargs must be a dict, got {type(kwargs).__name__}")
         given = [tuple(args), dict(kwargs or {})]
         if any(isinstance(leaf, RemoteValue) for leaf in nest.flatten(given)[0]):
