@@ -463,6 +463,16 @@ def test_healthcheck_and_tuning(cluster, tmp_path):
     assert [path for path in (tmp_path / "tuned").rglob("*") if path.is_file()]
 
 
+def test_healthcheck_wrong_option_blames_no_node(cluster, tmp_path):
+    arguments = ("--bogus",)
+    ended = submit(
+        cluster, tmp_path, MPICH, "healthcheck.sbatch", "", *TWO_NODES, program_name=None, arguments=arguments
+    ).end()
+    assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
+    assert "unrecognized arguments: --bogus" in ended.output
+    assert "nodes that fail" not in ended.output
+
+
 def test_interactive_allocation(cluster, tmp_path):
     (tmp_path / "program.py").write_text(ADD)
     shell = ["bash", str(SCRIPTS / "interactive.sh"), "--quiet", *TWO_NODES]
