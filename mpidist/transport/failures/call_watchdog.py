@@ -47,6 +47,7 @@ class CallWatchdog(Awaited):
         self.call, self.is_new = "", False
         self.call_timeout: float | None = None
         self._message = ""  # the message of one rank that it waits for, between two calls
+        self._ended: dict[int, float] = {}  # when this rank has found that another one has ended
         self._agree_at = 0, math.inf  # of which call to record that all ranks have joined; when, on the monotonic clock
 
     def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
@@ -109,11 +110,14 @@ class CallWatchdog(Awaited):
 
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         # Other ranks may have given up on a later call than the one that this rank is finishing, which their notes must
-        # not end. A rank that left has done its part of the call that its note names, and sends no message after it.
-        has_done_part = note.tag == LEFT and not self._message
-        if note.tag == ENDED or note.sequence + has_done_part <= self.sequence:
+        # not end. A rank that left or ended has done its part of the call that its note names, and sends no message
+        # after it.
+        has_done_part = note.tag in (LEFT, ENDED) and not self._message
+        if note.sequence + has_done_part <= self.sequence:
             return True
         # But if a rank is lost, what it has sent for this call is here by now, or will not come.
+        if note.tag == ENDED:
+            return time.monotonic() - self._ended.setdefault(rank, time.monotonic()) >= _LOST_SECONDS
         return note.is_lost and note.tag in (GAVE_UP, FOLLOWS) and self.watchdog.waited >= _LOST_SECONDS
 
     def stragglers(

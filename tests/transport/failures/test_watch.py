@@ -23,6 +23,7 @@ from mpidist.transport.failures.status_board import StatusBoard
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.shared_memory.two_shot import TwoShot
 from mpidist.transport.text import name_ranks
+from mpidist.transport.waiting import poll
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(3)]
 
@@ -212,6 +213,29 @@ def test_giving_up_on_the_next_call_does_not_fail_this_one(comm):
             watch.check_peers()
         watch.begin(2, "reduce", "", None)
         with pytest.raises(DeadlineExceededError, match=r"reduce \(call 2\) on rank 0 cannot complete: .* given up"):
+            watch.check_peers()
+    comm.Barrier()
+
+
+def test_end_of_a_rank_after_a_call_leaves_others_time_to_complete_it(comm):
+    """What the rank has sent for the call may need several tests of MPI still, but not for long."""
+    own = comm.Dup()
+    watch = CallWatchdog(own, StatusBoard(comm, range(comm.size)), ("here",) * comm.size)
+    watch.begin(1, "reduce", "", None)
+    if comm.rank == 1:
+        watch.watchdog.tell_end("KeyError: 'mine'")
+    comm.Barrier()
+    if comm.rank == 0:
+        while not watch.watchdog.has_notes():
+            pass
+        watch.check_peers()
+        with pytest.raises(PeerFailedError, match=r"reduce \(call 1\) on rank 0 cannot complete: rank 1 ended"):
+            poll(lambda: False, watch.check_peers)
+    if comm.rank == 2:
+        watch.begin(2, "reduce", "", None)
+        while not watch.watchdog.has_notes():
+            pass
+        with pytest.raises(PeerFailedError, match=r"reduce \(call 2\) on rank 2 cannot complete: rank 1 ended"):
             watch.check_peers()
     comm.Barrier()
 
