@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -62,8 +63,8 @@ def _list(folder: Path, reads: bool) -> int:
     """Print a line for each checkpoint, whole or damaged, in the order of saves."""
     if not folder.is_dir():
         raise RefusedError(f"there is no folder {str(folder.absolute())!r}")
-    places = (place for place in (folder, *sorted(folder.iterdir())) if not place.name.startswith(_NOT_NAMED))
-    rows = sorted(_row(place, reads) for place in places if _is_checkpoint(place))
+    inside = [place for place in sorted(folder.iterdir()) if not place.name.startswith(_NOT_NAMED)]
+    rows = sorted(_row(place, reads) for place in (folder, *inside) if _is_checkpoint(place))
     if not rows:
         raise RefusedError(f"there are no checkpoints in {str(folder.absolute())!r}")
     lines = [_HEAD, *(texts for _, texts in rows)]
@@ -89,7 +90,7 @@ def _row(place: Path, reads: bool) -> tuple[tuple[int, float], tuple[str, ...]]:
         saved.require_whole(reads)
     except (OSError, DataLossError) as error:
         is_whole = f"no: {error}"
-    return order, (place.name, *about, is_whole)
+    return order, (os.path.basename(os.path.abspath(place)), *about, is_whole)
 
 
 def _step(saved: SavedCheckpoint) -> str:

@@ -42,6 +42,15 @@ def test_checkpoints_are_listed_in_the_order_of_saves(folder, capsys):
     assert printed(capsys, folder / "ckpt-20")[1] == [head, lines[1]]
 
 
+def test_checkpoint_list_names_the_current_folder_and_a_hidden_one(folder, capsys, monkeypatch):
+    (folder / "ckpt-10").rename(folder / ".last")
+    (folder / "ckpt-20" / "notes").mkdir()
+    for here, words, name in (("ckpt-20", ".", "ckpt-20"), ("ckpt-20/notes", "..", "ckpt-20"), (".", ".last", ".last")):
+        monkeypatch.chdir(folder / here)
+        status, lines = printed(capsys, words)
+        assert (status, [line.split()[0] for line in lines]) == (0, ["checkpoint", name])
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "no manifest", "no arrays"])
 def test_checkpoint_list_damaged_is_not_whole(folder, capsys, damage):
     (arrays,) = (folder / "ckpt-10").glob("*.safetensors")
