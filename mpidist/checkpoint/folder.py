@@ -41,6 +41,7 @@ __all__ = [
     "read_file",
     "read_manifest",
     "remove",
+    "replaced_in",
     "sync",
     "unfinished_folders",
     "write_file",
@@ -232,6 +233,11 @@ def existing(place: Path) -> Path:
     if place.exists():
         return place
     return next((old for old, _ in _find_hidden(place.parent, re.escape(place.name), "old")), place)
+
+
+def replaced_in(directory: Path) -> list[Path]:
+    """Return the places in a folder whose checkpoint is beside them, as `existing` finds it."""
+    return [place for _, place in _find_hidden(directory, ".+?", "old") if not place.exists()]
 
 
 def remove(folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist.checkpoint.folder import MANIFEST
+from mpidist.checkpoint.folder import MANIFEST, existing, replaced_in
 from mpidist.checkpoint.parts import SavedCheckpoint
 from mpidist.cli.launching import RefusedError
 from mpidist.errors import DataLossError
@@ -64,7 +64,8 @@ def _list(folder: Path, reads: bool) -> int:
     if not folder.is_dir():
         raise RefusedError(f"there is no folder {str(folder.absolute())!r}")
     inside = [place for place in sorted(folder.iterdir()) if not place.name.startswith(_NOT_NAMED)]
-    rows = sorted(_row(place, reads) for place in (folder, *inside) if _is_checkpoint(place))
+    places = (folder, *inside, *replaced_in(folder))
+    rows = sorted(_row(place, reads) for place in places if _is_checkpoint(existing(place)))
     if not rows:
         raise RefusedError(f"there are no checkpoints in {str(folder.absolute())!r}")
     lines = [_HEAD, *(texts for _, texts in rows)]

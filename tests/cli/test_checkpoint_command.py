@@ -51,6 +51,15 @@ def test_checkpoint_list_names_the_current_folder_and_a_hidden_one(folder, capsy
         assert (status, [line.split()[0] for line in lines]) == (0, ["checkpoint", name])
 
 
+def test_checkpoint_list_has_a_checkpoint_whose_replacement_was_killed(folder, capsys):
+    """Which `restore` finds: it stands beside its place, under a hidden name."""
+    lines = printed(capsys, folder)
+    (folder / "ckpt-20").rename(folder / ".ckpt-20.0123456789abcdef.old")
+    assert printed(capsys, folder) == lines
+    (folder / ".ckpt-20.fedcba9876543210.new").mkdir()  # as far as it was written
+    assert printed(capsys, "--read", folder) == lines
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "no manifest", "no arrays"])
 def test_checkpoint_list_damaged_is_not_whole(folder, capsys, damage):
     (arrays,) = (folder / "ckpt-10").glob("*.safetensors")
