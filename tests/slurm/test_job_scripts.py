@@ -62,6 +62,14 @@ if strategy.topology.rank == 1:
 while True:
     strategy.reduce("sum", 1.0)
 """
+END_BEFORE_START = """
+import os, sys
+import mpidist
+
+if os.environ["SLURM_PROCID"] == "1":
+    {}
+strategy = mpidist.MultiWorkerMirroredStrategy()
+"""
 WORK = """
 import mpidist
 
@@ -204,6 +212,20 @@ def test_exit_code_of_a_rank_is_that_of_the_job(submit_job, code):
     ended = submit_job("train.sbatch", END, *TWO_NODES, arguments=(str(code),)).end()
     assert (ended.state, ended.code) == ("FAILED", code), str(ended)
     assert ended.output.count("Traceback") == 1, str(ended)
+
+
+@pytest.mark.parametrize(("end", "code"), [("{}[0]", 1), ("sys.exit(3)", 3)])
+def test_exit_code_before_the_first_strategy_is_that_of_the_job(submit_job, end, code):
+    """Not that of the ranks that srun ends then, by a signal: 143."""
+    ended = submit_job("train.sbatch", END_BEFORE_START.format(end), *TWO_NODES).end()
+    assert (ended.state, ended.code) == ("FAILED", code), str(ended)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_exit_code_of_a_child_of_a_rank_is_not_that_of_the_job(cluster, tmp_path, library):
+    program = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import mpidist; exit(3)'])\n{ADD}"
+    ended = submit(cluster, tmp_path, library, "train.sbatch", program, *TWO_NODES).end()
+    assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
 
 
 def test_exit_code_of_a_heterogeneous_job(submit_job):

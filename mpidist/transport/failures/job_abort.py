@@ -32,6 +32,7 @@ __all__ = [
     "is_of_first_rank",
     "register_job",
     "release_signal",
+    "store_code_before_start",
     "uninstall",
     "write_line",
     "write_traceback",
@@ -156,6 +157,25 @@ def install_before_start(job: Job, can_end: Callable[[], bool]) -> None:
 
     sys.excepthook = fail
     watch_exits(end_with_code)
+
+
+def store_code_before_start() -> None:
+    """Make an uncaught exception, or an exit with another code than 0, store its code before a strategy is built.
+
+    The launcher ends the job, and may return the code of a rank that it has ended by a signal.
+    """
+    hook, own = sys.excepthook, os.getpid()
+
+    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        store(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
+        hook(kind, error, trace)
+
+    def store(code: int) -> None:
+        if code and not _jobs and os.getpid() == own:
+            store_code(os.environ, code)
+
+    sys.excepthook = fail
+    watch_exits(lambda error: store(status_of(error)))
 
 
 def uninstall() -> None:

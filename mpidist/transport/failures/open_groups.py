@@ -23,11 +23,11 @@ from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.process_end import leave_mpi_to_parent
 from mpidist.transport.failures.process_state import RUNNING
 from mpidist.transport.failures.watchdog import Watchdog
-from mpidist.transport.mpi.child_process import launcher_or_parent
+from mpidist.transport.mpi.child_process import launcher_here, launcher_or_parent
 from mpidist.transport.mpi.error_output import FORWARD_SECONDS
 from mpidist.transport.mpi.launched_rank import LaunchedRank
-from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
-from mpidist.transport.mpi.launcher_variables import rank_from_environment
+from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, exit_code_file, rank_before_start, store_code
+from mpidist.transport.mpi.launcher_variables import numbers_of, rank_from_environment
 from mpidist.transport.mpi.library import Intracomm, load_mpi, survives_losses
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
@@ -232,11 +232,15 @@ def _tell_of_immediate_exit(status: int) -> None:
 def end_job_before_start(environ: Mapping[str, str]) -> None:
     """Make a failure of this rank's program end the job, even before MPI is started. Local; starts no MPI.
 
-    Other ranks may by then wait in MPI_Init for this rank, for ever. Does nothing where the launcher itself ends the
-    job, in a process that no launcher started, and with `MPIDIST_ON_ERROR=raise`.
+    Other ranks may by then wait in MPI_Init for this rank, for ever. Where the launcher itself ends the job, only the
+    exit code is stored. Does nothing in a process that no launcher started, and with `MPIDIST_ON_ERROR=raise`.
     """
+    if environ.get("MPIDIST_ON_ERROR", "").strip() == "raise":
+        return
     rank = rank_before_start(environ)
-    if rank is None or environ.get("MPIDIST_ON_ERROR", "").strip() == "raise":
+    if rank is None:
+        if exit_code_file(environ) and numbers_of(environ) is not None and launcher_here() == os.getppid():
+            job_abort.store_code_before_start()
         return
     own = os.getpid()
 
