@@ -95,6 +95,20 @@ def test_step_that_all_ranks_leave_goes_on(comm, strategy):
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_step_that_one_rank_leaves_is_an_error_after_one_that_all_left(comm, is_shared, strategy):
+    if is_shared:
+        with raises_everywhere(comm, InvalidArgumentError, "array 0"):
+            strategy.run(all_reduce, args=(np.ones(2 + (comm.rank == 1)),))
+    else:
+        leave_step(strategy)
+    leave_step(strategy, comm.rank == 1)
+    who = r"rank 1 left 2 steps, the last one step 2 by FloatingPointError \(loss is NaN\), and then called all_reduce"
+    with raises_everywhere(comm, InvalidArgumentError, rf"ranks 0, 2 left step 1 by .*; {who}, so nothing was sent"):
+        strategy.run(all_reduce)
+
+
+@pytest.mark.ranks(3)
 def test_step_continues_after_a_caught_or_shared_exception(comm, strategy):
     def step(how):
         with strategy.raise_together("a step") if how == "told" else pytest.raises(KeyError):

@@ -46,7 +46,7 @@ class Posted(NamedTuple):
     Attributes:
         words: The fingerprint of the call and its place in the program.
         notice_bit: The bit that a notice changes in the fingerprint; 0 for no notice.
-        step_exit: How the rank has left a step before the call, which changes another bit.
+        step_exit: How the rank has left a step before the call, which changes other bits.
     """
 
     words: int

@@ -51,9 +51,11 @@ class CallReport(NamedTuple):
 
 
 def is_step_left_by_some(reports: Sequence[CallReport]) -> bool:
-    """Whether some ranks left a step by an exception of their own, and others left none, and continue."""
-    has_own = any(report.step_exit is not None and report.step_exit.is_own for report in reports)
-    return has_own and any(report.step_exit is None for report in reports) and not any(one.is_last for one in reports)
+    """Whether some ranks left more steps than others, one of them by an exception of its own, and all continue."""
+    exits = [report.step_exit for report in reports]
+    has_own = any(one is not None and one.is_own for one in exits)
+    numbers = {0 if one is None else one.num_left for one in exits}
+    return has_own and len(numbers) > 1 and not any(report.is_last for report in reports)
 
 
 def step_exit_error(reports: Sequence[CallReport], sequence: int) -> InvalidArgumentError:

@@ -76,7 +76,7 @@ class MpiAgreement(Agreement):
         if check and isinstance(self._rounds, CarryingRounds):
             self.carrying = self._rounds
         self._posted = self._notice_bit = 0  # of this call: the fingerprint, and the bit that a notice changes in it
-        self._step_exit: StepExit | None = None  # of this call: `step_exit`, which changes another bit
+        self._step_exit: StepExit | None = None  # of this call: `step_exit`, which changes other bits
         self._timeout_seconds = timeout_seconds
         self.sequence = sequence
         self._has_second_round = False  # whether this call has a deadline
@@ -128,7 +128,7 @@ class MpiAgreement(Agreement):
 
     def _with_bits(self, posted: Posted, record: CallRecord) -> int:
         words, bit, step_exit = posted
-        return words ^ bit if step_exit is None or record.is_last else words ^ bit ^ step_exit.bit
+        return words ^ bit if step_exit is None or record.is_last else words ^ bit ^ step_exit.bits
 
     def _run_of(self, record: CallRecord) -> int:
         return self.run if record.run is None else record.run

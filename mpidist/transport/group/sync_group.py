@@ -358,7 +358,7 @@ class SyncGroup(OpenGroup):
             error: The exception.
         """
         is_own = not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
-        self.agreement.step_exit = StepExit(step, text_of(error), is_own)
+        self.agreement.step_exit = StepExit(step, text_of(error), is_own).after(self.agreement.step_exit)
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether an exception is a failure of this rank alone, to be reported to the other ranks."""

@@ -186,7 +186,7 @@ FAULTS = [
     ),
     Fault(
         "agreement/step_exit.py",
-        "return _BIT if self.is_own else 0",
+        "return _BIT * self.num_left % (1 << 62) if self.is_own else 0",
         "return 0",
         "a rank that left a step pairs its next step with this one of other ranks",
     ),
@@ -198,8 +198,8 @@ FAULTS = [
     ),
     Fault(
         "agreement/mismatch_report.py",
-        "    return has_own and any(",
-        "    return False and any(",
+        "    return has_own and len(",
+        "    return False and len(",
         "a step that one rank left is told as other arguments",
     ),
     Fault(
