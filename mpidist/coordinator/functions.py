@@ -14,9 +14,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn, TypeVar, final
 
+from mpidist.datasets.batches import require_batches
 from mpidist.datasets.input_options import InputContext
 from mpidist.nest.encoding import Handle
-from mpidist.transport.text import value_text
 
 __all__ = [
     "PerWorkerDataset",
@@ -152,8 +152,10 @@ class PerWorkerDatasets:
 
 
 def _require_dataset(needed: str, dataset: Any) -> None:
-    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
-        raise TypeError(f"{needed}; got {value_text(dataset)}, which cannot be iterated over")
+    try:
+        require_batches(dataset)
+    except TypeError as error:
+        raise TypeError(f"{needed}: {error}") from None
 
 
 def handle_of(item: Any) -> Handle | None:

@@ -269,16 +269,24 @@ def take_all(coordinator, iterator):
 def test_per_worker_dataset_refuses_other_objects(strategy):
     """At once, or, if a function returns it, in the function that asks for it."""
     coordinator = ClusterCoordinator(strategy)
-    with pytest.raises(TypeError, match=r"create_per_worker_dataset.* takes a data set, .* got 3, which"):
-        coordinator.create_per_worker_dataset(3)
-    dataset = coordinator.create_per_worker_dataset(lambda: None)
+    refused = [
+        ("got NoneType", lambda: None),
+        ("a generator is used up", lambda: (np.ones(2) for _ in range(3))),
+        ("one array", lambda: np.ones((3, 2))),
+        ("one batch", lambda: {"x": np.ones(2)}),
+    ]
+    for got, make in refused:
+        with pytest.raises(TypeError, match=rf"create_per_worker_dataset.* takes a data set, .*{got}"):
+            coordinator.create_per_worker_dataset(make())
+    datasets = [coordinator.create_per_worker_dataset(make) for _, make in refused]
     if not strategy.is_chief:
         coordinator.serve()
         return
-    with pytest.raises(TypeError, match=r"function of create_per_worker_dataset.* must return .*; got None"):
-        coordinator.schedule(take, (iter(dataset),)).fetch()
-    with pytest.raises(TypeError, match="must return a data set"):
-        coordinator.join()
+    for (got, _), dataset in zip(refused, datasets, strict=True):
+        with pytest.raises(TypeError, match=rf"function of create_per_worker_dataset.* must return .*{got}"):
+            coordinator.schedule(take, (iter(dataset),)).fetch()
+        with pytest.raises(TypeError, match="must return a data set"):
+            coordinator.join()
 
 
 @pytest.mark.ranks(3)
