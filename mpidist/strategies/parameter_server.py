@@ -155,8 +155,12 @@ class ParameterServerStrategy(Strategy):
         self._servers("flush()").flush()
 
     def step_done(self) -> None:
-        """Mark the end of a step of this worker, for `staleness`. On workers."""
-        self._servers("step_done()").step_done()
+        """Mark the end of a step of this worker, for `staleness`. On workers; in `run` by all replicas, as one step."""
+        servers, replica = self._servers("step_done()"), self._sharing_replica()
+        if replica is None:
+            servers.step_done()
+        else:
+            change_together(replica, "step_done()", lambda: None, lambda _: servers.step_done())
 
     def read(self, variables: Any, out: Any = None) -> Any:
         """Read a nest of variables, with one request to each server. On workers.
@@ -207,11 +211,17 @@ class ParameterServerStrategy(Strategy):
                 fractions, and a variable of whole numbers.
         """
         servers, make = self._servers("push()"), partial(self._gather, variables, values, update)
-        replica = context_stack.current_replica()
-        if replica is None or replica.strategy is not self or self.num_replicas_in_sync == 1:
+        replica = self._sharing_replica()
+        if replica is None:
             servers.push(make())
             return
         change_together(replica, "push()", make, lambda pushes: servers.push(Push.sum_of(pushes)))
+
+    def _sharing_replica(self) -> context_stack.CurrentReplica | None:
+        """Return the current replica in `run`, if this worker has several."""
+        replica = context_stack.current_replica()
+        is_one_of_several = replica is not None and replica.strategy is self and self.num_replicas_in_sync > 1
+        return replica if is_one_of_several else None
 
     def _gather(self, variables: Any, values: Any, update: str | Rule) -> Push:
         if not isinstance(update, Rule) and update not in _CHANGES:

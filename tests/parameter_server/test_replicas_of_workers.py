@@ -7,7 +7,7 @@ import pytest
 from parameter_server.clusters import num_workers, on_workers, worker_test
 
 import mpidist
-from mpidist import IndexedSlices, Variable
+from mpidist import CommunicationOptions, IndexedSlices, Variable
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import partitioners
 
@@ -61,6 +61,26 @@ def test_replicas_push_their_sum(strategy, comm):
     workers = num_workers(comm)
     assert weights.numpy()[0] == 4 * workers * 6
     assert table.numpy()[:3, 0].tolist() == [8.0 * workers, 4.0 * workers, 0.0]
+
+
+@pytest.mark.ranks(3)
+@worker_test(replicas=3, staleness=2, communication_options=CommunicationOptions(timeout_seconds=20))
+def test_replicas_end_a_step_once(strategy, comm):
+    with strategy.scope():
+        weights = Variable(np.zeros(2), aggregation="SUM")
+
+    def step():
+        weights.assign_add(np.ones(2))
+        strategy.step_done()
+
+    if strategy.is_chief:
+        for _ in range(2):
+            strategy.run(step)
+        assert weights.numpy()[0] == 6  # does not wait: the other worker is 2 steps behind
+        comm.send(None, 1)
+    else:
+        comm.recv(source=0)
+        strategy.run(step)
 
 
 @pytest.mark.ranks(3)
