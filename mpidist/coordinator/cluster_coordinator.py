@@ -15,6 +15,7 @@ from mpidist.datasets.input_options import InputContext
 from mpidist.nest.encoding import encode
 from mpidist.parameter_server.cluster import Role
 from mpidist.strategy import Strategy
+from mpidist.transport.text import count_text
 
 __all__ = ["ClusterCoordinator"]
 
@@ -262,8 +263,10 @@ class ClusterCoordinator:
         if crew is not None and (reason is not None or crew.is_broken):
             crew.leave(reason or "")
             return
-        if crew is not None:
-            crew.end()
+        num_dropped = 0 if crew is None else crew.end()
+        if num_dropped:
+            who = count_text(num_dropped, "scheduled function")
+            logger.warning("mpidist: the strategy was closed before join(), so %s will never be called", who)
         if self._error is not None:
             logger.warning("mpidist: a function failed, and no join() reported it: %s", self._error)
 

@@ -168,19 +168,25 @@ class Crew:
         self._group.begin_wait(what, (), timeout or self._group.timeout_seconds or None)
         poll(is_done, self._group.watchdog.check_peers)
 
-    def cancel(self, why: str) -> None:
-        """Call no function that waits."""
+    def cancel(self, why: str) -> int:
+        """Call no function that waits. Returns how many wait."""
+        num_waiting = len(self._queue)
         while self._queue:
             self._queue.popleft().cancel(why)
+        return num_waiting
 
-    def end(self) -> None:
-        """Notify the workers that no function follows, and wait until they have received it, without a deadline."""
+    def end(self) -> int:
+        """Notify the workers that no function follows, and wait until they have received it, without a deadline.
+
+        Returns how many functions are not called.
+        """
         self._is_ending = True
-        self.cancel("the coordinator was closed")
+        num_dropped = self.cancel("the coordinator was closed")
         self._tell_end("")
         self.wait("the end of the coordinator", lambda: len(self._left) == len(self._channels), math.inf)
         for channel in self._channels:
             channel.close()
+        return num_dropped
 
     def leave(self, reason: str) -> None:
         """End without the workers, because of an error; notify those that no watchdog's note reaches. Local.

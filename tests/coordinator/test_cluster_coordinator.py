@@ -429,3 +429,14 @@ def test_error_without_a_join_is_logged(comm, caplog):
     coordinate(comm, work)
     if comm.rank == 0:
         assert "a function failed, and no join() reported it: 'test: fail' failed on rank" in caplog.text
+
+
+@pytest.mark.ranks(3)
+def test_functions_without_a_join_that_are_not_called_are_logged(comm, caplog):
+    def work(coordinator):
+        for _ in range(4):
+            coordinator.schedule(wait, args=(0.5,))
+
+    coordinate(comm, work)
+    text = "the strategy was closed before join(), so 3 scheduled functions will never be called"
+    assert (text in caplog.text) == (comm.rank == 0)
