@@ -200,7 +200,8 @@ def register(name: str) -> Callable[[OwnRule], OwnRule]:
 
     The function is called on a server as `function(value, gradient, memory, *numbers)`: it changes the array `value` in
     place. `memory` is a dict that the server keeps of the variable for this rule; `memory["count"]` is the number of
-    gradients so far, with this one. `IndexedSlices` arrive as an array with zeros in the other rows.
+    gradients so far, with this one. `IndexedSlices` arrive as an array with zeros in the other rows. A variable in
+    shards is changed shard by shard, each with a memory of its own: so the norm of a gradient is that of a shard.
 
     Args:
         name: A name that no other rule has.
