@@ -106,7 +106,7 @@ class Membership:
         meeting.warn_at = meeting.warn_at or self._stalls_at(self._timeout)
         while meeting.answer is None:
             if chief and 0 not in self.live:
-                meeting.answer = Outcome.FAILED, f"{call}: the chief, rank {self.ranks[0]}, has ended its part"
+                meeting.answer = Outcome.FAILED, f"the servers: the chief, rank {self.ranks[0]}, has ended its part"
             elif self.live <= set(meeting.arrived):
                 meeting.answer = self._compare(meeting)
             elif time.monotonic() > until:

@@ -297,6 +297,15 @@ def test_workers_must_make_the_same_variables(comm):
     strategy.close()
 
 
+@pytest.mark.ranks(4)
+@worker_test()
+def test_variable_made_after_the_chief_has_ended_is_an_error(strategy):
+    if not strategy.is_chief:
+        text = "^Variable failed on the servers: the chief, rank 0, has ended its part$"
+        with strategy.scope(), pytest.raises(RuntimeError, match=text):
+            Variable(np.zeros(3))
+
+
 @pytest.mark.ranks(1, 3)
 @worker_test()
 def test_initial_value_that_raises_is_an_error_of_all_workers(strategy):
