@@ -11,6 +11,7 @@ import numpy as np
 from mpidist.parameter_server.messages.protocol import NO_PLACE, SCATTERS, Change
 from mpidist.parameter_server.rules import Memory, Rule, rule_named
 from mpidist.transport.arrays import bytes_of
+from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_low_precision
 from mpidist.variables.sparse_updates import change_rows
 
@@ -130,9 +131,9 @@ class Store:
                 np.negative(delta, delta)
             _SUM.combine([part, delta], part)
         elif change == Change.ADD:
-            np.add(part, delta, part)
+            without_float_errors(np.add, part, delta, out=part)
         elif change == Change.SUB:
-            np.subtract(part, delta, part)
+            without_float_errors(np.subtract, part, delta, out=part)
         elif change == Change.ASSIGN:
             part[...] = delta
         else:
@@ -142,14 +143,15 @@ class Store:
                 part, delta = stored.value, delta.reshape(stored.value.shape)
             arrays = _slots_of(rule, memory, stored.value)
             slots = tuple(array.reshape(-1)[start : start + delta.size] for array in arrays)
-            rule.apply(part, delta, memory, slots, *numbers[:count])
+            _apply(rule, part, delta, memory, slots, *numbers[:count])
 
     def change_rows(
         self, stored: Stored, change: int, indices: Array, values: Array, numbers: tuple[float, ...]
     ) -> None:
         """Change some rows of a variable, in the order of `indices`; with a rule, each row once, by the sum."""
         if change < Change.RULE:
-            change_rows(_SCATTER[change], stored.value, indices, values)
+            with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+                change_rows(_SCATTER[change], stored.value, indices, values)
             return
         rule, count = self._rule_of(change)
         memory = stored.memories[rule.name]
@@ -157,12 +159,21 @@ class Store:
         if not rule.is_elementwise:
             rows, places = np.arange(len(stored.value)), indices
         sums = np.zeros((rows.size, *stored.value.shape[1:]), values.dtype)
-        np.add.at(sums, places.reshape(-1), values)
+        with np.errstate(all="ignore"):
+            np.add.at(sums, places.reshape(-1), values)
         arrays = _slots_of(rule, memory, stored.value)
         value, slots = stored.value[rows], tuple(array[rows] for array in arrays)
-        rule.apply(value, sums, memory, slots, *numbers[:count])
+        _apply(rule, value, sums, memory, slots, *numbers[:count])
         for array, changed in zip([stored.value, *arrays], [value, *slots], strict=True):
             array[rows] = changed
+
+
+def _apply(rule: Rule, *given: Any) -> None:
+    if not rule.is_elementwise:  # a function of the program, with the program's error state, which gets a copy
+        rule.apply(*given)
+        return
+    with np.errstate(all="ignore"):  # an error would leave a part changed
+        rule.apply(*given)
 
 
 def _slots_of(rule: Rule, memory: Memory, value: Array) -> list[Array]:

@@ -5,7 +5,7 @@ from itertools import product
 import ml_dtypes  # noqa: F401  it gives NumPy bfloat16 by name
 import numpy as np
 import pytest
-from parameter_server.clusters import worker_test
+from parameter_server.clusters import on_workers, worker_test
 
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import PeerFailedError
@@ -205,6 +205,27 @@ def test_rule_that_raises_is_reported_and_changes_nothing(strategy, size):
         strategy.flush()
     strategy.barrier()
     assert (variable.numpy() == 0).all()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_rule_that_overflows_gives_infinity_whatever_numpy_is_set_to_raise(comm, size):
+    def work(strategy):
+        with strategy.scope():
+            value = Variable(np.zeros(size, np.float32))
+        gradient = np.zeros(size, np.float32)
+        gradient[-1] = -3e38
+        changes = [gradient, IndexedSlices(gradient[-2:], [size - 2, size - 1])]
+        for change, how in product(changes, ["assign_sub", server_rules.SGD(1.0), server_rules.Momentum(1.0, 0.0)]):
+            value.assign(np.full(size, 3e38, np.float32))
+            if how != "assign_sub" or change is gradient:
+                strategy.push(value, change, how)
+            else:
+                value.scatter_sub(change)
+            assert value.numpy()[-2:].tolist() == [np.float32(3e38), np.inf]
+
+    with np.errstate(all="raise"):
+        on_workers(comm, work)
 
 
 @pytest.mark.no_mpi
