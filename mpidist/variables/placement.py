@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+import numpy as np
+
 from mpidist.context_stack import CurrentStrategy
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
@@ -104,8 +106,12 @@ class OncePerNode(VariablePlacement):
         return array
 
     def write(self, what: str, change: Callable[[], None], error: Exception | None = None) -> None:
+        def change_quietly() -> None:
+            with np.errstate(all="ignore"):  # only one rank would have the error: see `transport.float_errors`
+                change()
+
         with self._group.call(self._record(f"writing of {what}", error)):
-            self._group.shared.change(change)
+            self._group.shared.change(change_quietly)
 
     def _record(self, call: str, error: Exception | None = None) -> Call:
         fingerprint = self._group.agreement.fingerprint(call, (), dict)

@@ -59,6 +59,19 @@ def test_variables_are_read_without_a_copy_and_written_once(comm, number):
         assert (view == 7).all()
 
 
+@pytest.mark.ranks(3)
+def test_variable_overflows_on_all_ranks_whatever_numpy_is_set_to_raise(comm):
+    """One rank writes for all, and would raise alone."""
+    one = mpidist.IndexedSlices(np.full(1, 3e38, np.float32), [0])
+    with strategy_of(comm) as strategy, np.errstate(all="raise"):
+        weights = make(strategy, np.full(2, 3e38, np.float32), "ONLY_FIRST_REPLICA")
+        for change in (lambda: weights.assign_add(np.float32([3e38, 0])), lambda: weights.scatter_add(one)):
+            for call in (change, lambda change=change: strategy.run(change)):
+                weights.assign(np.full(2, 3e38, np.float32))
+                call()
+                assert weights.numpy().tolist() == [np.inf, np.float32(3e38)]
+
+
 @pytest.mark.ranks(1)
 def test_replica_that_is_alone_has_plain_variables(comm):
     with CentralStorageStrategy(comm=comm) as strategy:
