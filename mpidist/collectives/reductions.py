@@ -146,6 +146,7 @@ class Reductions:
                 self._describe(call)
             if call.plan.fingerprint in self._uncompiled:  # `_compile_and_add` does the rest
                 self.group.devices.require_usable(call.name)
+                call.is_left_out = True
                 return
             self._add_replicas(call, is_started)
             if call.device_key is not None and self.replicas.tree is None:
@@ -181,6 +182,7 @@ class Reductions:
             sums = self._uncompiled[call.plan.fingerprint]
             self.group.devices.compile_by((lambda: None) if sums is None else sums.compile)
             del self._uncompiled[call.plan.fingerprint]
+        if call.is_left_out:  # by `_open`; a call that was started before this one may have compiled
             self._add_replicas(call, is_started)
 
     def _close(self, call: ReductionCall, results: list[Any]) -> list[Any]:

@@ -211,6 +211,27 @@ def test_replica_that_raises_leaves_nothing_behind(emulated, comm):
         assert_right(strategy)
 
 
+@pytest.mark.ranks(2, 3)
+def test_start_all_reduce_of_one_new_kind_may_be_called_again_before_the_first_wait(emulated, comm):
+    """The first call compiles the additions of replicas in its wait: the others have been started by then."""
+    stream = cuda.current().cupy.cuda.Stream
+    with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
+
+        def step():
+            own, handles = context().replica_id_in_sync_group, []
+            for at in range(3):
+                with stream(non_blocking=True):
+                    value = up(np.full(3, float(own)))
+                    value += at
+                    handles.append(context().start_all_reduce("sum", value))
+            return [down(handle.wait()).sum() for handle in handles]
+
+        count = 2 * comm.size
+        totals = [3 * (sum(range(count)) + at * count) for at in range(3)]
+        for _ in range(2):
+            assert [its.values for its in strategy.run(step)] == [(total, total) for total in totals]
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("fault", "status"), [("send of rank 2", 1), ("ncclCommInitRank", 2), ("ncclGetUniqueId", 2)])
 def test_error_of_nccl_is_raised_and_it_is_started_again(emulated, comm, fault, status):

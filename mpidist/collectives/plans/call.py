@@ -113,6 +113,7 @@ class ReductionCall(CallRecord):
         per_node_indices: The indices of outs that are per-node arrays.
         other_outs: The outs of each other replica of this rank. They are checked; the caller copies the results there.
         state: Whatever the execution stores in the call between `begin` and `finish`.
+        is_left_out: Whether the execution is to be prepared later, after additions of replicas are compiled.
         device_key: The call's key in `DeviceCalls`; `None` for no key.
         programs: Of a call that is described by its key already, the programs of calls with that key: by a description
             of new results, `None` for others.
@@ -135,6 +136,7 @@ class ReductionCall(CallRecord):
     per_node_indices: Sequence[int] = field(default=(), init=False)
     other_outs: Sequence[Sequence[Any]] = field(default=(), init=False)
     state: Any = field(default=None, init=False)
+    is_left_out: bool = field(default=False, init=False)
     device_key: Any = field(default=None, init=False)
     programs: dict[Any, DeviceProgram] | None = field(default=None, init=False)
 
