@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numbers
 import sys
+import threading
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -70,7 +72,8 @@ class BatchSource(ABC):
 
     Each of this rank's pipelines is a re-iterable of batches. `order_fields` determine their order, by name,
     besides the epoch, as JSON can hold it. `unit` is the unit of the position in a pass: `"samples"`, `"steps"`
-    or `"batches"`. `end` is the step of a rank that has no batch left, while others have.
+    or `"batches"`. `end` is the step of a rank that has no batch left, while others have. `left`: where passes share an
+    iterator, the threads that read ahead in those that were left.
     """
 
     unit: str
@@ -78,6 +81,8 @@ class BatchSource(ABC):
 
     def __init__(self, pipelines: Sequence[Any], order_fields: Mapping[str, int]) -> None:
         self._pipelines, self.order_fields = pipelines, order_fields
+        is_shared = any(getattr(one, "persistent_workers", False) for one in pipelines)  # a DataLoader of PyTorch
+        self.left: weakref.WeakSet[threading.Thread] | None = weakref.WeakSet() if is_shared else None
 
     @abstractmethod
     def steps_from(self, epoch: int, num_seen: int) -> Iterator[Step]:

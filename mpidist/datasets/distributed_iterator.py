@@ -179,7 +179,7 @@ class DistributedIterator(Iterator[Any]):
         try:
             if self._steps is None:
                 steps = self._source.steps_from(position.epoch, position.num_seen)
-                self._steps = ReadAhead(steps, self._num_ahead) if self._num_ahead else steps
+                self._steps = ReadAhead(steps, self._num_ahead, self._source.left) if self._num_ahead else steps
             step = next(self._steps, end)
             return step, _END if step is end else self._joined(step.parts), None
         except Exception as problem:  # of any kind: the other ranks must learn of it

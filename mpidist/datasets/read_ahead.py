@@ -25,21 +25,25 @@ class ReadAhead(Iterator[Any]):
     """One pass over batches, of which a thread reads up to `num_ahead` ahead.
 
     The thread only iterates the batches: it makes no collective call. It ends with the pass, or when this object is
-    garbage-collected, after the batch that it reads.
+    garbage-collected, after the batch that it reads. Where passes share an iterator, it begins when the threads of
+    `left` have ended, and is added to them when it is to end.
     """
 
-    def __init__(self, batches: Iterable[Any], num_ahead: int) -> None:
+    def __init__(self, batches: Iterable[Any], num_ahead: int, left: weakref.WeakSet[threading.Thread] | None) -> None:
         ready: _Ready = queue.SimpleQueue()
         self._ready, self._places = ready, threading.Semaphore(num_ahead)
         places, is_left = self._places, threading.Event()
+        arguments = (batches, ready, places, is_left, [*(left or ())])
+        thread = threading.Thread(target=_read, args=arguments, name="mpidist.read_ahead", daemon=True)
 
         def leave() -> None:
+            if left is not None:
+                left.add(thread)
             is_left.set()
             places.release()  # the thread may wait for a place
 
         weakref.finalize(self, leave)
-        arguments = (batches, ready, places, is_left)
-        threading.Thread(target=_read, args=arguments, name="mpidist.read_ahead", daemon=True).start()
+        thread.start()
 
     def __next__(self) -> Any:
         batch, error = self._ready.get()
@@ -50,9 +54,17 @@ class ReadAhead(Iterator[Any]):
         return batch
 
 
-def _read(batches: Iterable[Any], ready: _Ready, places: threading.Semaphore, is_left: threading.Event) -> None:
+def _read(
+    batches: Iterable[Any],
+    ready: _Ready,
+    places: threading.Semaphore,
+    is_left: threading.Event,
+    before: list[threading.Thread],
+) -> None:
     """Put all batches into a queue, and then the error or the `StopIteration` that ended them."""
     forbid_calls_here(_ONLY_READS)
+    while before:
+        before.pop().join()
     try:
         steps = iter(batches)
         while True:

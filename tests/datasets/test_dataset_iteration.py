@@ -341,6 +341,35 @@ def test_readers_of_passes_that_were_left_end(strategy):
     wait_until(lambda: not readers())
 
 
+def test_next_pass_that_shares_an_iterator_begins_once_the_reader_of_the_last_has_ended(strategy):
+    """As those of PyTorch's DataLoader with persistent workers."""
+    events, is_reading, begins_too_early = [], threading.Event(), threading.Event()
+
+    class Shared:
+        persistent_workers = True
+
+        def __iter__(self):
+            if events:
+                begins_too_early.set()
+            events.append("begin")
+            return map(self.read, range(3))
+
+        def read(self, number):
+            if number == 1 and not is_reading.is_set():
+                is_reading.set()
+                begins_too_early.wait(0.5)
+            events.append(number)
+            return np.full(4, number)
+
+    options = InputOptions(experimental_per_replica_buffer_size=2)
+    dataset = strategy.experimental_distribute_dataset(Shared(), options)
+    for _ in dataset:
+        is_reading.wait()
+        break
+    assert len(list(dataset)) == 3
+    assert events == ["begin", 0, 1, "begin", 0, 1, 2]
+
+
 def test_error_of_a_batch_that_is_read_ahead_comes_in_its_place_and_ends_all_readers(comm, strategy):
     """At once, not when the iterator, which the error refers to, is garbage-collected; files are closed then, too."""
     source = Counted(3, OSError("torn")) if comm.rank == comm.size - 1 else Counted(1000)
