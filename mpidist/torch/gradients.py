@@ -85,19 +85,24 @@ def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = No
         group: A process group of mpidist; by default that of all ranks.
 
     Raises:
-        InvalidArgumentError: If the ranks' parameters differ. On every rank.
+        InvalidArgumentError: If the ranks' parameters differ, or an optimizer cannot take the state. On every rank.
         TypeError: If the group is none of mpidist.
     """
     ranks = _group_of(group)
     values = {name: one.detach() for name, one in (*module.named_parameters(), *module.named_buffers())}
+    call = "mpidist.torch.broadcast" if optimizer is None else "mpidist.torch.broadcast with an optimizer"
     if values:
-        call = "mpidist.torch.broadcast" if optimizer is None else "mpidist.torch.broadcast with an optimizer"
         ranks.ops.broadcast(values, "all", root=root, out=values, call=call)
     if optimizer is not None:
         states = [optimizer.state_dict() if ranks.rank() == root else None]
         dist.broadcast_object_list(states, group=ranks, group_src=root)
-        if ranks.rank() != root:
-            optimizer.load_state_dict(states[0])
+
+        def load() -> None:
+            if ranks.rank() != root:
+                optimizer.load_state_dict(states[0])
+            ranks.ops.all_reduce("max", 0, ranks.options_of(), call=call)  # compares: an error is that of all ranks
+
+        ranks.told(call, load, ())
 
 
 def _group_of(group: Any) -> MpiProcessGroup:

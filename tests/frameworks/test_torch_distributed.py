@@ -268,3 +268,17 @@ def test_broadcast_gives_all_ranks_the_state_of_an_optimizer(ranks):
     dist.all_gather_object(states, (model.state_dict(), optimizer.state_dict()))
     assert all(str(state) == str(states[-1]) for state in states)
     assert states[0][1]["state"]
+
+
+@pytest.mark.ranks(3)
+def test_broadcast_of_a_state_that_one_optimizer_cannot_take_raises_on_all_ranks(ranks):
+    """A rank that went on alone would train with another state."""
+    import mpidist.torch
+
+    rank, _ = ranks
+    model = model_of(rank)
+    groups = [list(model.parameters())] if rank != 1 else [[one] for one in model.parameters()]
+    optimizer = torch.optim.Adam([{"params": group} for group in groups])
+    with pytest.raises(InvalidArgumentError, match=r"rank 1: ValueError: loaded state dict has a different number"):
+        mpidist.torch.broadcast(model, optimizer)
+    dist.barrier()
