@@ -1,9 +1,7 @@
 """Threads: a strategy for each works, one strategy for two is refused, and MPI may allow less than any thread."""
 
-import sys
 import threading
 import time
-import traceback
 from contextlib import nullcontext, suppress
 
 import numpy as np
@@ -13,7 +11,6 @@ from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.transport.group import thread_guard
 from mpidist.transport.group.thread_guard import OtherThreadError, ThreadGuard
 
 pytestmark = pytest.mark.core
@@ -199,43 +196,38 @@ def test_thread_is_refused_while_the_first_is_in_a_call(comm, monkeypatch, weigh
         assert strategy.reduce("SUM", 1.0) == comm.size
 
 
-FINALIZER = """
-def give_back(enters, checks):
-    enters.set()
-    while not checks():
-        sleep(0.001)
-"""
-
-
 @pytest.mark.ranks(1)
 def test_thread_is_admitted_once_garbage_of_the_first_is_collected(comm, monkeypatch):
     """A function that gives back memory, and which the collector calls at any moment, is no call of the program."""
-    monkeypatch.setattr(thread_guard, "_MOMENT_SECONDS", 600.0)
-    names = {"__name__": "mpidist.transport.node_memory.arena", "sleep": time.sleep}
-    exec(FINALIZER, names)
-    enters, errors, looks = threading.Event(), [], []
+    names = {"__name__": "mpidist.transport.node_memory.arena"}
+    exec("def give_back(wait): wait()", names)
+    begins, polls, errors, sleep, now = threading.Event(), [], [], time.sleep, time.monotonic
 
-    def checks():
-        looks.append(thread.is_alive() and "_stays_in_a_call" in functions_of(thread))
-        return not thread.is_alive() or sum(looks) > 1
+    def note_and_sleep(seconds):
+        polls.append(threading.current_thread())
+        sleep(seconds)
+
+    def wait():
+        begins.set()
+        while thread.is_alive() and polls.count(thread) < 2:
+            sleep(0.001)
 
     def call():
-        enters.wait()
+        begins.wait()
         try:
             assert strategy.reduce("SUM", 1.0) == 1
         except RuntimeError as error:
             errors.append(error)
 
+    thread = threading.Thread(target=call)
+    monkeypatch.setattr(time, "sleep", note_and_sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0 if threading.current_thread() is thread else now())
     with Strategy(comm=comm) as strategy:
-        thread = threading.Thread(target=call)
         thread.start()
-        names["give_back"](enters, checks)
+        names["give_back"](wait)
         thread.join()
     assert not errors
-
-
-def functions_of(thread):
-    return [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[thread.ident])]
+    assert thread in polls
 
 
 LEVELS = r"""
