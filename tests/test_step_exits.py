@@ -61,6 +61,8 @@ def test_step_that_one_rank_leaves_is_an_error_of_all_until_a_reset(comm, tmp_pa
             strategy.run(step, args=(NUM_STEPS + (comm.rank == leaver),))
     strategy.reset()
     assert (strategy.run(step, args=(7,)) == 7 * comm.size).all()
+    if trace is not None:
+        trace.__exit__(None, None, None)
 
 
 @pytest.mark.ranks(2, 3)

@@ -259,6 +259,21 @@ def read(path):
     return [*map(json.loads, path.read_text().splitlines())]
 
 
+@pytest.mark.ranks(3)
+def test_trace_that_one_rank_has_dropped_lets_the_strategy_close(comm, folder):
+    """As a block does that is left while the strategy is closed elsewhere."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        block = strategy.trace(folder)
+        block.__enter__()
+        assert strategy.reduce("SUM", 1.0) == comm.size
+        if comm.rank == 1:
+            del block
+    comm.Barrier()  # all have written their files
+    pieces = pieces_in(folder)
+    assert sorted(pieces) == [0, 1, 2]
+    assert all("end" in rows[-1] for rows in pieces.values())
+
+
 @pytest.mark.ranks(1)
 def test_strategy_of_one_device_is_traced_too(folder, capsys):
     with OneDeviceStrategy() as strategy, strategy.trace(folder):
