@@ -160,15 +160,15 @@ def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(comm, folder, mo
 
 @pytest.mark.ranks(2)
 def test_file_system_that_does_not_answer_ends_with_the_deadline(comm, folder, monkeypatch, clock):
-    make, told = os.mkdir, comm.Dup()
+    make, told = Path.mkdir, comm.Dup()
 
-    def stand_still(path, mode=0o777):
-        if comm.rank == 1 and folder in Path(path).parents:
+    def stand_still(path, **arguments):
+        if comm.rank == 1 and folder in path.parents:
             let_time_pass(comm)
             told.recv(source=0)
-        make(path, mode)
+        make(path, **arguments)
 
-    monkeypatch.setattr("os.mkdir", stand_still)
+    monkeypatch.setattr(Path, "mkdir", stand_still)
     options = CommunicationOptions(timeout_seconds=600)
     with MultiWorkerMirroredStrategy(communication_options=options, comm=comm) as strategy:
         if comm.rank != 1:
