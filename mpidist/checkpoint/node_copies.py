@@ -161,7 +161,8 @@ class NodeCopies:
         free = shutil.disk_usage(self._folder).free
         if 2 * nbytes > free:
             raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, and {free} are free", str(self._folder))
-        folder.mkdir(exist_ok=True)  # last: another rank that lacks room removes it
+        with suppress(FileExistsError):  # `exist_ok` fails if another rank, which lacks room, removes it meanwhile
+            folder.mkdir()
 
     def _is_own(self) -> bool:
         """Whether the folder is there, and of this user: anybody could have made one of this name."""

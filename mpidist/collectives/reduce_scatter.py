@@ -181,7 +181,8 @@ class _Scatter:
             end = self._bounds[-1]
             for index, (_, *row), of_ranks in zip(indices, fronts, rows, strict=True):
                 start, stop = of_ranks[rank]
-                self._parts.append((index, axes[index], slice(start, stop)))
+                if start < stop:  # of a short array most are empty, on many ranks
+                    self._parts.append((index, axes[index], slice(start, stop)))
                 end += (stop - start) * prod(row)
             if rank == group.topology.rank:
                 self._num_own = end - self._bounds[-1]

@@ -191,7 +191,7 @@ ENDS = {
         {r"\A1\.0\n": 1, r"^1\.0$": 1, "KeyError: 'mine'": None}, ranks=1,
     ),
     "exception that cannot say what it is": End(
-        MUTE, None, {r"\[rank 1 on .*\] Mute: <exception str\(\) failed>$": 1, "Error in sys.excepthook": 0}
+        MUTE, None, {r"\[rank 1 on .*\] Mute: <(exception str|unprintable)[^>]*>$": 1, "Error in sys.excepthook": 0}
     ),
     "streams that the program has closed": End(
         "sys.stdout.close()\nsys.stderr = None\nif rank == 1:\n    raise KeyError('mine')\nreduce_for_ever()", None,
@@ -470,7 +470,7 @@ for _ in range(3):
     assert statuses == forked | {("worker", status): 1 for status in "071"}, ended.out
     refused = " reduce in a forked process: a strategy belongs to the process that made it; make"
     assert (ended.out.count(refused), ended.out.count("child")) == (3, 10 + 3), ended.out
-    assert ended.err.count("KeyError: 'mine'") == 2 + 1, "as without mpidist"
+    assert ended.err.count("KeyError") == 2 + 1, "as without mpidist"  # lines of two ranks may be mixed
 
 
 def test_child_with_a_launcher_of_its_own_is_no_child_of_the_rank(job, tmp_path):
