@@ -38,6 +38,8 @@ _PUT_IN_A_LIST: Final = "put batches in a list: [batch, ...]"
 _NEST: Final = "nest of the first batch"
 _FORM: Final = "form of the first batch"
 _MAX_ARRAYS: Final = 8  # that a text names
+# By a pipeline, which may be that of several data sets: `BatchSource.left`.
+_left: Final[weakref.WeakKeyDictionary[Any, weakref.WeakSet[threading.Thread]]] = weakref.WeakKeyDictionary()
 
 # What users can do if ranks differ in the number of batches or rows, in their form, or content.
 _SAME_SIZES: Final = (
@@ -72,8 +74,8 @@ class BatchSource(ABC):
 
     Each of this rank's pipelines is a re-iterable of batches. `order_fields` determine their order, by name,
     besides the epoch, as JSON can hold it. `unit` is the unit of the position in a pass: `"samples"`, `"steps"`
-    or `"batches"`. `end` is the step of a rank that has no batch left, while others have. `left`: where passes share an
-    iterator, the threads that read ahead in those that were left.
+    or `"batches"`. `end` is the step of a rank that has no batch left, while others have. `left`: of each pipeline
+    whose passes share an iterator, the threads that read ahead in those that were left.
     """
 
     unit: str
@@ -81,8 +83,8 @@ class BatchSource(ABC):
 
     def __init__(self, pipelines: Sequence[Any], order_fields: Mapping[str, int]) -> None:
         self._pipelines, self.order_fields = pipelines, order_fields
-        is_shared = any(getattr(one, "persistent_workers", False) for one in pipelines)  # a DataLoader of PyTorch
-        self.left: weakref.WeakSet[threading.Thread] | None = weakref.WeakSet() if is_shared else None
+        shared = [one for one in pipelines if getattr(one, "persistent_workers", False)]  # a DataLoader of PyTorch
+        self.left = [_left_of(one) for one in shared]
 
     @abstractmethod
     def steps_from(self, epoch: int, num_seen: int) -> Iterator[Step]:
@@ -191,6 +193,14 @@ def order_fields_of(batches: Iterable[Any], *others: str) -> dict[str, int]:
     """Return the fields of an iterable of batches that determine their order."""
     told = {name: getattr(batches, name, None) for name in ("seed", "num_samples", "num_files", *others)}
     return {name: int(it) for name, it in told.items() if isinstance(it, numbers.Integral)}
+
+
+def _left_of(pipeline: Any) -> weakref.WeakSet[threading.Thread]:
+    threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+    try:
+        return _left.setdefault(pipeline, threads)
+    except TypeError:  # it has no hash, or no weak references: each data set of it has its own
+        return threads
 
 
 def require_batches(batches: Any, may_be_used_up: bool = False) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final, final
 
 from mpidist.transport.group.thread_guard import forbid_calls_here
@@ -29,16 +30,18 @@ class ReadAhead(Iterator[Any]):
     `left` have ended, and is added to them when it is to end.
     """
 
-    def __init__(self, batches: Iterable[Any], num_ahead: int, left: weakref.WeakSet[threading.Thread] | None) -> None:
+    def __init__(
+        self, batches: Iterable[Any], num_ahead: int, left: Sequence[weakref.WeakSet[threading.Thread]]
+    ) -> None:
         ready: _Ready = queue.SimpleQueue()
         self._ready, self._places = ready, threading.Semaphore(num_ahead)
         places, is_left = self._places, threading.Event()
-        arguments = (batches, ready, places, is_left, [*(left or ())])
+        arguments = (batches, ready, places, is_left, [*chain(*left)])
         thread = threading.Thread(target=_read, args=arguments, name="mpidist.read_ahead", daemon=True)
 
         def leave() -> None:
-            if left is not None:
-                left.add(thread)
+            for threads in left:
+                threads.add(thread)
             is_left.set()
             places.release()  # the thread may wait for a place
 
