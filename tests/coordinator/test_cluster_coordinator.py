@@ -47,6 +47,12 @@ def wait(seconds):
     return seconds
 
 
+@register("test: wait for the chief")
+def wait_for_chief():
+    while not HERE["comm"].Iprobe(0):
+        time.sleep(0.001)
+
+
 @register("test: take")
 def take(iterator):
     return [HERE["rank"], next(iterator)]
@@ -435,8 +441,12 @@ def test_error_without_a_join_is_logged(comm, caplog):
 def test_functions_without_a_join_that_are_not_called_are_logged(comm, caplog):
     def work(coordinator):
         for _ in range(4):
-            coordinator.schedule(wait, args=(0.5,))
+            coordinator.schedule(wait_for_chief)
+        comm.send(None, 1)
 
+    HERE["comm"] = comm
     coordinate(comm, work)
+    if comm.rank == 1:
+        comm.recv(source=0)
     text = "the strategy was closed before join(), so 3 scheduled functions will never be called"
     assert (text in caplog.text) == (comm.rank == 0)
