@@ -17,8 +17,7 @@ import mpidist
 from mpidist.cli.launching import RefusedError
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport.mpi.launched_rank import let_first_rank_end
-from mpidist.transport.mpi.launcher_abort import store_code
-from mpidist.transport.mpi.launcher_variables import numbers_of, rank_from_environment
+from mpidist.transport.mpi.launcher_variables import rank_from_environment
 from mpidist.transport.shared_errors import is_shared, mark_shared
 
 __all__ = ["main", "run_command"]
@@ -44,9 +43,7 @@ def main() -> NoReturn:
         end = SystemExit(run_command(sys.argv[1:]))
     except SystemExit as problem:  # wrong arguments, or --help
         end = problem
-    if isinstance(end.code, int) and end.code:
-        if numbers_of(os.environ) is not None:
-            store_code(os.environ, end.code)  # srun may end the other ranks by a signal, and return its code
+    if end.code:
         let_first_rank_end(os.environ)
     mark_shared(end, ())  # every rank ends so: none waits for this one, and a traceback would tell nothing
     raise end

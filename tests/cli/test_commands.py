@@ -52,14 +52,6 @@ def test_command_usage_error_is_printed_by_late_first_rank(tmp_path):
     assert (done.status, done.err.count("usage: mpidist doctor [-h]")) == (2, 1), done
 
 
-@pytest.mark.no_mpi
-def test_command_usage_error_of_a_task_of_srun_stores_the_exit_code(tmp_path):
-    """When the first task has ended, srun ends the others, and returns the code of their signal."""
-    file = tmp_path / "code"
-    done = command(1, "doctor", "--bogus", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="2", MPIDIST_EXIT_CODE_FILE=str(file))
-    assert (done.status, file.read_text()) == (2, "2\n"), done
-
-
 @pytest.mark.core
 @pytest.mark.no_mpi
 def test_doctor_failed_finding_exits_with_1_without_colours(tmp_path):

@@ -223,7 +223,8 @@ def test_exit_code_before_the_first_strategy_is_that_of_the_job(submit_job, end,
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_exit_code_of_a_child_of_a_rank_is_not_that_of_the_job(cluster, tmp_path, library):
-    program = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import mpidist; exit(3)'])\n{ADD}"
+    children = ["-c", "import mpidist; exit(3)"], ["-m", "mpidist", "checkpoint", "none"]
+    program = f"import subprocess, sys\nfor words in {children}:\n    subprocess.run([sys.executable, *words])\n{ADD}"
     ended = submit(cluster, tmp_path, library, "train.sbatch", program, *TWO_NODES).end()
     assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
 
