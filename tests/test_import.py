@@ -361,7 +361,7 @@ CrossDeviceOps.reduce(self, reduce_op, per_replica_value, destinations, options=
 CrossDeviceOps.batch_reduce(self, reduce_op, value_destination_pairs, options=, *, experimental_hints=)
 CrossDeviceOps.broadcast(self, tensor, destinations, *, root=, out=)
 CrossDeviceOps.close(self)
-PerReplica(values)
+PerReplica.__init__(self, values)
 IndexedSlices(values, indices, dense_shape=)
 Variable.assign(self, value, use_locking=, name=, read_value=)
 Variable.assign_add(self, delta, use_locking=, name=, read_value=)
