@@ -4,10 +4,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from parameter_server.clusters import num_workers, on_workers, worker_test
+from parameter_server.clusters import PATIENT, num_workers, on_workers, worker_test
 
 import mpidist
-from mpidist import CommunicationOptions, IndexedSlices, Variable
+from mpidist import IndexedSlices, Variable
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import partitioners
 
@@ -64,7 +64,7 @@ def test_replicas_push_their_sum(strategy, comm):
 
 
 @pytest.mark.ranks(3)
-@worker_test(replicas=3, staleness=2, communication_options=CommunicationOptions(timeout_seconds=20))
+@worker_test(replicas=3, staleness=2, communication_options=PATIENT)
 def test_replicas_end_a_step_once(strategy, comm):
     with strategy.scope():
         weights = Variable(np.zeros(2), aggregation="SUM")
