@@ -223,10 +223,7 @@ class Membership:
     def free(self) -> None:
         """Free the communicator and the board. Collective."""
         open_groups.remove_alone(self)
-        if self.comm.allreduce(self.trace is not None, load_mpi().LAND):
-            self.end_trace()
-        elif self.trace is not None:  # another rank has left the block of `Strategy.trace` by an exception
-            self.trace.end()
+        self.end_trace()
         self._exit_comm.Free()
         self.comm.Free()
         self._board.free()

@@ -77,8 +77,6 @@ def _begin(group: SyncGroup, folder: Path) -> Trace:
 
 def _stop(group: SyncGroup, trace: Trace) -> None:
     trace.end()
-    group.trace = None
-    if group.membership is not None:
-        group.membership.trace = None
+    group.trace = None  # but not that of the membership, which all ranks end together, at the latest in `close`
     if isinstance(group.agreement, SoloAgreement):
         group.agreement.recorder = None
