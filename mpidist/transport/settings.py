@@ -63,7 +63,7 @@ def _seconds_of(text: str) -> float:
 
 
 _LEAST_SIGNAL: Final = int(signal.SIGRTMIN)
-_MOST_SIGNAL: Final = int(signal.SIGRTMAX)
+_MOST_SIGNAL: Final = int(signal.SIGRTMAX) - 1  # two in a row are used
 _REAL_TIME: Final = _number_of("signals", _LEAST_SIGNAL, _MOST_SIGNAL)
 
 _SWITCH: Final = _one_of({"1": True, "0": False})
@@ -114,7 +114,7 @@ class Settings:
         straggler_seconds: How often to log which rank the others wait for, at most, in seconds; 0 never.
         staging_bytes: Size of the chunks in which device memory is staged through the host; 0 to compute the best.
         flight_signal: The signal at which flight recorders are written, or `None`.
-        stack_signal: The signal at which a rank writes its stack, or `None`.
+        stack_signal: The first of the two signals at which a rank writes its stack, or `None`.
         trace: The folder for traces of all calls; "" for none.
         result_bytes: The most bytes of results that a rank keeps for later results; `None` for a quarter of its part of
             the node's memory.

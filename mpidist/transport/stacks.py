@@ -1,8 +1,12 @@
 """Stacks of a node's ranks: a rank writes its stack at a signal, and other processes read it.
 
-Python's `faulthandler` writes the stack in the signal's handler, and needs no lock of Python for that: also of a rank
-that computes in C, sleeps, or loops. It writes into a file in memory, which other processes of the same user find by
-its name in /proc. So a rank pays nothing for it, until somebody sends the signal.
+It writes into a file in memory, which other processes of the same user find by its name in /proc. So a rank pays
+nothing for it, until somebody sends the signal. There are two:
+
+* At the one after the number of `publish_stack`, Python itself writes the stack, between two of its instructions.
+* At the number, `faulthandler` writes it in the signal's handler, and needs no lock of Python for that: also of a rank
+  that sleeps or computes in C. A reader sends it only to such a rank, which has not answered the first one: of a rank
+  that runs Python, the handler may read a frame that is not filled yet, and crash (Python 3.13).
 
 Only the thread that receives the signal writes its stack. With those of all threads, which run meanwhile, the handler
 of `faulthandler` would crash the rank now and then.
@@ -14,6 +18,7 @@ import ctypes
 import faulthandler
 import fcntl
 import functools
+import itertools
 import os
 import re
 import signal
@@ -53,6 +58,8 @@ _PYTHON: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", 
 _INSTALLED: Final = re.compile(r"/(site|dist)-packages/")
 
 _ANSWER_SECONDS: Final = 1.0  # how long ranks may take to write their stacks
+_PYTHON_SECONDS: Final = 0.02  # of computing or sleep, in which a rank that runs Python would have answered
+_MOST_FRAMES: Final = 100  # as of `faulthandler`
 _LOOK_SECONDS: Final = 0.0005
 _UNINTERRUPTIBLE: Final = "it is in a system call that no signal interrupts, as when a file system does not answer"
 _NO_FRAME: Final = "it runs no line of Python: its program begins or ends"
@@ -161,7 +168,7 @@ class StackFile(NamedTuple):
 
     Attributes:
         path: The file, in the memory of the rank's process.
-        number: The signal at which the rank writes.
+        number: The signal at which `faulthandler` writes; Python does at the next one, if it is the main thread.
         launcher: The launcher's process on the rank's node.
         job: The job, as its scheduler numbers it; else the launcher's process.
     """
@@ -188,17 +195,25 @@ class StackFile(NamedTuple):
                         return cls(entry.path, number, pid, thread, rank, size, launcher, words[7])
         return None
 
-    def ask(self) -> int:
-        """Send the signal, and return where the answer begins; an `OSError` if no process has a handler for it."""
-        if not _has(_fields(f"/proc/{self.pid}/status"), self.number, "SigCgt"):
-            raise ProcessLookupError("no handler")
+    def begin(self) -> int:
+        """Return where the answer to a request begins."""
         if os.stat(self.path).st_size > _MAX_BYTES:
             os.truncate(self.path, 0)
-        begin = os.stat(self.path).st_size
+        return os.stat(self.path).st_size
+
+    def ask(self, number: int) -> None:
+        """Send a signal; an `OSError` if no process has a handler for it."""
+        if not _has(_fields(f"/proc/{self.pid}/status"), number, "SigCgt"):
+            raise ProcessLookupError("no handler")
         # By number: that the process has this file shows that it is the one that is meant.
-        if _LIBC.tgkill(self.pid, self.thread, self.number):
+        if _LIBC.tgkill(self.pid, self.thread, number):
             raise OSError(ctypes.get_errno(), "tgkill")
-        return begin
+
+    def computed_seconds(self) -> float:
+        """Return for how long the thread has had a processor."""
+        with suppress(OSError), open(f"/proc/{self.pid}/task/{self.thread}/schedstat") as file:
+            return int(file.read().split()[0]) / 1e9
+        return time.monotonic()  # a kernel without statistics
 
     def answer(self, begin: int) -> Stack | None:
         """Read the stack; `None` as long as it is not written."""
@@ -208,11 +223,36 @@ class StackFile(NamedTuple):
         # Only then: a signal that has just left those that are pending blocks itself a moment later.
         status = _fields(f"/proc/{self.pid}/task/{self.thread}/status")
         is_busy = _has(status, self.number, "SigPnd", "ShdPnd", "SigBlk")  # it is blocked in its handler
-        if is_busy or not written or os.stat(self.path).st_size != begin + len(written):
+        if is_busy or not written.endswith(b"\n") or os.stat(self.path).st_size != begin + len(written):
             return None
         text = written.decode(errors="replace")
         # The first stack is whole, if another process has asked for one as well.
         return Stack.of_text(text.partition(_HEAD)[2].partition(_HEAD)[0])
+
+
+@final
+class _Request:
+    """A request for the stack of a process, by one signal, and then perhaps by the other."""
+
+    def __init__(self, file: StackFile) -> None:
+        self._file, self._begin = file, file.begin()
+        self._since, self._computed = time.monotonic(), file.computed_seconds()
+        self._is_last = file.thread != file.pid  # Python's handlers run in the main thread alone
+        file.ask(file.number + (not self._is_last))
+
+    def answer(self) -> Stack | None:
+        """Read the stack; `None` as long as it is not written. Sends the second signal if Python does not answer."""
+        stack = self._file.answer(self._begin)
+        if stack is None and not self._is_last and self._is_in_c():
+            self._is_last = True
+            self._file.ask(self._file.number)
+        return stack
+
+    def _is_in_c(self) -> bool:
+        """Whether the process sleeps or computes, and not in Python's instructions."""
+        if self._file.computed_seconds() - self._computed > _PYTHON_SECONDS:
+            return True
+        return time.monotonic() - self._since > _PYTHON_SECONDS and _state(self._file) not in "R?"
 
 
 @final
@@ -234,26 +274,45 @@ def publish_stack(number: int | None, rank: int, size: int, launcher: int, job: 
         return
     if _Own.words[1:2] != (number,):
         withdraw_stack()
-        if _is_caught_or_ignored(number) or not hasattr(_LIBC, "tgkill"):
+        if any(map(_is_caught_or_ignored, (number, number + 1))) or not hasattr(_LIBC, "tgkill"):
             return
-    elif signal.getsignal(number) is not signal.SIG_DFL:  # the program has put a handler in the place of ours
+    elif not _has_own_handlers():  # the program has put a handler in the place of ours
         _close()
         return
     if words == _Own.words:
         return
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError, RuntimeError, ValueError):  # such as in another interpreter than the main one
         file = os.memfd_create(" ".join(map(str, words)))
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # readers may empty it
         faulthandler.register(number, file, all_threads=False)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(number + 1, _write_stack)
+            signal.siginterrupt(number + 1, False)  # calls of the system continue
         _close()
         _Own.words, _Own.file = words, file
 
 
+def _write_stack(_number: int, frame: FrameType | None) -> None:
+    """Write the stack of this thread, as `faulthandler` does."""
+    frames = itertools.islice(walk_program(frame), _MOST_FRAMES)
+    text = "".join(f'  File "{at.f_code.co_filename}", line {line} in {at.f_code.co_name}\n' for at, line in frames)
+    with suppress(OSError):  # withdrawn meanwhile, or no memory
+        os.write(_Own.file, (_HEAD + text).encode("ascii", "backslashreplace"))
+
+
+def _has_own_handlers() -> bool:
+    """Whether the program has left its handlers as `publish_stack` has set them: `faulthandler` sets none of Python."""
+    its = [signal.getsignal(number) for number in (_Own.words[1], _Own.words[1] + 1)]
+    return its[0] is signal.SIG_DFL and its[1] in (signal.SIG_DFL, _write_stack)
+
+
 def withdraw_stack(number: int | None = None) -> None:
-    """Show no stack any more; if a signal is given, only if it is the one, as the program needs it. Local."""
+    """Show no stack any more; if a signal is given, only if it is one of ours, as the program needs it. Local."""
     own = _Own.words[1:3]
-    if own and own[1] == os.getpid() and number in (None, own[0]) and signal.getsignal(own[0]) is signal.SIG_DFL:
+    if own and own[1] == os.getpid() and number in (None, own[0], own[0] + 1) and _has_own_handlers():
         faulthandler.unregister(own[0])
+        if signal.getsignal(own[0] + 1) is _write_stack:
+            signal.signal(own[0] + 1, signal.SIG_DFL)
         _close()
 
 
@@ -268,18 +327,18 @@ def stack_files() -> list[StackFile]:
 def read_stacks(pids: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Stack]:
     """Read the stacks of processes of this machine; those that show none are missing. Local; takes some seconds."""
     stacks: dict[int, Stack] = {}
-    asked: dict[StackFile, int] = {}
+    asked: dict[StackFile, _Request] = {}
     for file in filter(None, map(StackFile.of, pids)):
         with suppress(OSError):
             if _state(file) in "Tt":
                 stacks[file.pid] = Stack((), "it is stopped, by a signal or a debugger")
             else:
-                asked[file] = file.ask()
+                asked[file] = _Request(file)
     until = time.monotonic() + seconds
     while asked and time.monotonic() < until:
-        for file, begin in list(asked.items()):
+        for file, request in list(asked.items()):
             with suppress(OSError):
-                stack = file.answer(begin)
+                stack = request.answer()
                 if stack is not None:
                     stacks[file.pid] = stack
                     del asked[file]

@@ -76,6 +76,18 @@ def test_stack_is_read_of_a_process_that_does_not_answer_otherwise(start, does, 
     assert child.poll() is None
 
 
+@pytest.mark.parametrize(("does", "is_in_c"), [("while True: pass", False), ("sum(range(10**12))", True)])
+def test_stack_of_a_process_that_runs_python_is_not_read_in_a_signal_handler(start, does, is_in_c):
+    child = start(BUSY.format(does))
+    assert functions_of(child, until="busy") == ["busy", "<module>"]
+    file = StackFile.of(child.pid)
+    os.truncate(file.path, 0)
+    for _ in range(20):
+        assert functions_of(child) == ["busy", "<module>"]
+    with open(file.path) as written:
+        assert ("Stack (" in written.read()) == is_in_c
+
+
 def test_stack_is_that_of_the_thread_that_published_it(start):
     child = start(
         "def build():\n    publish()\n    show('ready')\n    time.sleep(600)\nthreading.Thread(target=build).start()\n"
@@ -96,9 +108,12 @@ def test_stack_of_a_stopped_process_is_not_awaited(start):
         "publish()\nsignal.signal(STACK_SIGNAL, show)\npublish()\n",
         "signal.signal(STACK_SIGNAL, signal.SIG_IGN)\npublish()\n",
         "publish()\nwithdraw_stack(STACK_SIGNAL)\nsignal.signal(STACK_SIGNAL, show)\n",
+        "publish()\nsignal.signal(STACK_SIGNAL + 1, show)\npublish()\n",
+        "signal.signal(STACK_SIGNAL + 1, show)\npublish()\n",
+        "publish()\nwithdraw_stack(STACK_SIGNAL + 1)\nassert not signal.getsignal(STACK_SIGNAL + 1)\n",
         "publish(None)\n",
     ],
-    ids=["between", "ignored", "withdrawn", "off"],
+    ids=["between", "ignored", "withdrawn", "second between", "second", "second withdrawn", "off"],
 )
 def test_stack_signal_that_the_program_uses_is_left_to_it(start, body):
     child = start(body + "show('ready')\nshow(sys.stdin.readline())\n")
@@ -110,7 +125,7 @@ def test_stack_signal_that_the_program_uses_is_left_to_it(start, body):
 @pytest.mark.parametrize(
     "body",
     [
-        "publish()\nsignal.signal(STACK_SIGNAL, signal.SIG_DFL)\n",
+        "publish()\nfor at in (0, 1):\n    signal.signal(STACK_SIGNAL + at, signal.SIG_DFL)\n",
         "publish()\nif os.fork():\n    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\n",
         "publish()\nos.execv(sys.executable, ['python', '-c', 'print(\"ready\"); input()'])\n",
     ],

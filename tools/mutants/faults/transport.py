@@ -300,7 +300,7 @@ FAULTS = [
     ),
     Fault(
         "stacks.py",
-        'if not _has(_fields(f"/proc/{self.pid}/status"), self.number, "SigCgt"):',
+        'if not _has(_fields(f"/proc/{self.pid}/status"), number, "SigCgt"):',
         "if False:",
         "a process without a handler is sent the signal, which ends it",
     ),
