@@ -370,7 +370,7 @@ class Reductions:
             return None, ""  # messages to the destinations alone send fewer bytes between nodes
         if reducer.spans_nodes and carrying is not None and call.options.compression is Compression.NONE:
             lists = make_fused_lists(self._arithmetic(call, is_to_all, is_fused=False), specs, reducer, 0)
-            if lists is not None and CarriedExecution.can_carry(lists):
+            if lists is not None and CarriedExecution.can_carry(lists, group.topology.size):
                 self._log(call, len(specs), "with the comparison", sum(fused.nbytes for fused in lists), ranks)
                 memory, traffic = group.result_memory, group.levels.world.traffic
                 return CarriedExecution(carrying, lists, specs, results, memory, traffic), "with the comparison"

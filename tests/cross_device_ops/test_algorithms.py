@@ -29,7 +29,7 @@ from mpidist import (
 )
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.transport.agreement.comparison_rounds import CARRIED_BYTES
+from mpidist.transport.agreement.comparison_rounds import carried_bytes
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.shared_memory.schedule import chunk_bounds
 
@@ -201,7 +201,7 @@ def is_fused(strategy, algorithm, nbytes):
 
 def is_carried(strategy, algorithm, nbytes):
     fused, nodes = parts_of(strategy).group.levels.fused, list(strategy.topology.node_of_rank)
-    if fused is None or len(set(nodes)) == 1 or nbytes > CARRIED_BYTES:
+    if fused is None or len(set(nodes)) == 1 or nbytes > carried_bytes(strategy.num_replicas_in_sync):
         return False
     return algorithm == "CollectiveAllReduce" or (algorithm == "in rank order" and nodes == sorted(nodes))
 

@@ -12,7 +12,7 @@ from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.small_lists import SmallLists
-from mpidist.transport.agreement.comparison_rounds import CARRIED_BYTES, CarriedNumbers, CarryingRounds
+from mpidist.transport.agreement.comparison_rounds import CarriedNumbers, CarryingRounds, carried_bytes
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.host_memory.result_memory import ResultMemory
@@ -44,9 +44,9 @@ class CarriedExecution(Execution):
         self._small = SmallLists(lists, made, carried, specs, results, traffic.sums_of("compare"), nbytes)
 
     @staticmethod
-    def can_carry(lists: Sequence[FusedList]) -> bool:
-        """Whether a round of comparison carries these lists."""
-        return SmallLists.starts_of(lists, _ALIGNMENT)[1] <= CARRIED_BYTES
+    def can_carry(lists: Sequence[FusedList], ranks: int) -> bool:
+        """Whether a round of comparison of so many ranks carries these lists."""
+        return SmallLists.starts_of(lists, _ALIGNMENT)[1] <= carried_bytes(ranks)
 
     def begin(self, call: ReductionCall) -> None:
         call.state = self._small.begin(call.operands.arrays, None, 0)

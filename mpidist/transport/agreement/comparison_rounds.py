@@ -11,11 +11,17 @@ import numpy as np
 from mpidist.transport.communicator import Array
 from mpidist.transport.mpi.library import Intracomm, load_mpi
 
-__all__ = ["CARRIED_BYTES", "CARRYING_RANKS", "CarriedNumbers", "CarryingRounds", "MpiRounds", "MaximumRounds"]
+__all__ = ["CARRYING_RANKS", "CarriedNumbers", "CarryingRounds", "MpiRounds", "MaximumRounds", "carried_bytes"]
 
-CARRIED_BYTES: Final = 96  # of each rank, beside 16 of comparison
-CARRYING_RANKS: Final = 64  # each receives what all carry
+CARRYING_RANKS: Final = 64
+_RECEIVED_BYTES: Final = 6 << 10  # of a round's numbers: each rank receives what all carry
+_MOST_CARRIED_BYTES: Final = 768  # more would delay the rounds that carry nothing
 _ROUNDS: Final = 32  # of which the memory is used in turn: more than are under way at once
+
+
+def carried_bytes(ranks: int) -> int:
+    """Return how many bytes of each rank's numbers a round carries, beside 16 of comparison; whole words."""
+    return min(_MOST_CARRIED_BYTES, _RECEIVED_BYTES // ranks) // 8 * 8
 
 
 class MpiRounds(ABC):
@@ -84,7 +90,7 @@ class MaximumRounds(MpiRounds):
 
 @final
 class CarryingRounds(MpiRounds):
-    """Rounds of one all-gather, which carries `CARRIED_BYTES` of each rank to all ranks, too.
+    """Rounds of one all-gather, which carries `carried_bytes` of each rank to all ranks, too.
 
     A rank may join rounds ahead, before the round that it awaits is complete. The data of a round remain until
     the next round is awaited.
@@ -96,7 +102,7 @@ class CarryingRounds(MpiRounds):
 
     def __init__(self, comm: Intracomm) -> None:
         super().__init__(comm)
-        words = 2 + CARRIED_BYTES // 8
+        words = 2 + carried_bytes(comm.size) // 8
         self._awaited = self._joined = 0  # the numbers of rounds
         self._requests: list[Any] = [None] * _ROUNDS
         self.sent = np.zeros((_ROUNDS, words), np.int64)

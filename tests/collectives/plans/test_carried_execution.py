@@ -10,7 +10,7 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.agreement import comparison_rounds
-from mpidist.transport.agreement.comparison_rounds import CARRIED_BYTES
+from mpidist.transport.agreement.comparison_rounds import carried_bytes
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(2, 3, 4)]
 
@@ -65,7 +65,8 @@ def test_carried_sums_are_those_of_numpy_in_rank_order(strategy, comm):
 
 
 def test_largest_array_that_is_carried_and_the_next_one_are_right(strategy, comm):
-    for count, is_carried in ((CARRIED_BYTES // 4, True), (CARRIED_BYTES // 4 + 1, False)) * 2:
+    most = carried_bytes(comm.size) // 4
+    for count, is_carried in ((most, True), (most + 1, False)) * 2:
         forms_of(strategy)
         assert (strategy.reduce("mean", np.full(count, comm.rank, np.float32)) == (comm.size - 1) / 2).all()
         assert (forms_of(strategy) == ["compare"]) == is_carried
