@@ -126,8 +126,8 @@ class Checkpoint:
 
         Args:
             path: The folder.
-            partial: Whether the checkpoint may lack names, or have others: what both have is restored, and the rest is
-                left as it is.
+            partial: Whether the checkpoint may lack names, or have others: what both have is restored, at least one
+                name, and the rest is left as it is.
 
         Raises:
             FileNotFoundError: If there is no such folder. On every rank.

@@ -26,6 +26,7 @@ from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import shard_bounds
+from mpidist.whole_number import require_bool
 
 __all__ = ["ADVICE", "CALL", "restore"]
 
@@ -78,6 +79,7 @@ def restore(
     own: dict[str, list[State]] = {}
     error: Exception | None = None
     try:
+        partial = require_bool("partial", partial)
         leaves = leaves_in(items, strategy)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
@@ -117,8 +119,8 @@ def _read_common(strategy: Any, place: Path, source: Path, leaves: Mapping[str, 
         raise FileNotFoundError(f"there is no checkpoint {str(place.absolute())!r}: rank 0, which reads it, finds none")
     saved = SavedCheckpoint(source)
     owners = {name: owner for name, owner in saved.owners.items() if name in leaves}
-    if not partial:
-        _require_same_names(place, set(leaves), set(saved.owners))
+    if not partial or (leaves and not owners):  # nothing in common is a mistake
+        _require_same_names(place, set(leaves), set(saved.owners), partial)
     form = saved.manifest["ranks"], saved.manifest["replicas"], zlib.crc32(manifest_text(source))
     common = _Common(owners, *form, {}, {})
     for name, owner in owners.items():
@@ -196,17 +198,17 @@ def _require_form(saved: SavedCheckpoint, parts: Sequence[str], key: str, leaf: 
         raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(saved.place)!r} is {form}")
 
 
-def _require_same_names(place: Path, leaves: set[str], saved: set[str]) -> None:
-    texts = []
+def _require_same_names(place: Path, leaves: set[str], saved: set[str], partial: bool) -> None:
+    texts, what = [], "other things than" if leaves & saved else "nothing of"
+    also = "; or pass partial=True, which restores only what both have, and leaves the rest as it is"
     if leaves - saved:
         texts.append(f"{_names(leaves - saved)} {'is' if len(leaves - saved) == 1 else 'are'} not in it")
     if saved - leaves:
         texts.append(f"{_names(saved - leaves)} of it would be left")
     if texts:
         raise ValueError(
-            f"{str(place)!r} holds other things than this checkpoint: {', and '.join(texts)}. Make the same nests "
-            "first, also what an optimizer makes in its first step; or pass partial=True, which restores only what "
-            "both have, and leaves the rest as it is"
+            f"{str(place)!r} holds {what} this checkpoint: {', and '.join(texts)}. Make the same nests first, also "
+            f"what an optimizer makes in its first step{also * (not partial)}"
         )
 
 

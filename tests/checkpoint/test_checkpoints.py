@@ -244,6 +244,10 @@ def test_checkpoint_values_unlike_by_rank_need_as_many_ranks(comm, folder):
         checkpoint = Checkpoint(epoch=0)
         checkpoint.restore(path, partial=True)
         assert checkpoint.epoch == 2
+        with pytest.raises(ValueError, match=r"holds nothing of this checkpoint: weights is not in .* step$"):
+            Checkpoint(weights=np.ones(2)).restore(path, partial=True)
+        with pytest.raises(TypeError, match="partial must be True or False, got 'no'"):
+            checkpoint.restore(path, partial="no")
     comm.Barrier()
 
 
